@@ -1,0 +1,54 @@
+# Quire. `make run` and `make test` each work alone on a fresh machine (Python 3.11 or later; a C++20 compiler for the fast kernels).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CXX ?= c++
+STAMP := $(VENV)/.installed
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
+MODEL ?=
+ARGS ?=
+
+.PHONY: run setup test test-full check format bench clean
+
+run: setup  ## server on the bundled demo model (or MODEL=...), with the playground at /
+	$(BIN)/quire serve $(MODEL) $(ARGS)
+
+setup: $(STAMP)  ## virtual environment, dependencies, compiled kernels
+
+$(STAMP): $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "torch==2.13.0"
+	@if command -v $(CXX) >/dev/null 2>&1; then \
+		echo "Compiling the CPU kernels ..."; \
+		$(BIN)/python -m pip install --quiet --editable ".[dev]"; \
+	else \
+		echo "No C++ compiler found ($(CXX)): installing without the compiled kernels; everything runs on plain torch, several times slower."; \
+		echo "Install g++ 12 or clang 15 and run 'make setup' again for full speed."; \
+		QUIRE_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --editable ".[dev]"; \
+	fi
+	touch $(STAMP)
+
+test: setup  ## what CI runs: under 10 minutes on 2 cores
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+test-full: setup  ## also the slow suites
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: setup  ## format, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.h')
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
+
+bench: setup  ## microbenchmarks of the kernels and the front end, against the limits of this machine
+	for file in benchmarks/kernels/*.py benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) build

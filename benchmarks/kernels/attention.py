@@ -1,0 +1,126 @@
+"""Paged attention against the machine's limits: reading the KV cache once, and the FLOPs of causal attention.
+
+Each case is named SEQUENCES x QUERY TOKENS @ CONTEXT. Calls walk through enough caches that each finds its keys and values
+outside the CPU's caches, as in a model of many layers. A reading is the median call; bandwidth and peak are measured between
+cases. torch's scaled_dot_product_attention over keys and values that lie contiguous (no paging, no KV write) is given for
+scale.
+
+    python benchmarks/kernels/attention.py --heads 16 --kv-heads 8 --head-dim 128 --isa amx
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels import cpu, ops
+
+COLD_BYTES = 640 << 20
+DEFAULT_CASES = "1x512@512,1x512@4096,1x2048@2048,1x1@512,1x1@8192,8x1@1024,32x1@1024,256x1@128,4x32@2048"
+
+
+def median_seconds(calls: list[Callable[[], Any]], seconds: float) -> float:
+    calls[0]()
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline or len(times) < 3:
+        call = calls[len(times) % len(calls)]
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+    shape, context_text = case.split("@")
+    S, Q = (int(part) for part in shape.split("x"))
+    L, P, H, G, E = int(context_text), args.block_size, args.heads, args.kv_heads, args.head_dim
+    blocks_each = -(-L // P)
+    kv_bytes = 2 * S * L * G * E * dtype.itemsize
+    copies = max(1, min(64, COLD_BYTES // kv_bytes))
+    shape_BGPE = (S * blocks_each, G, P, E)
+    caches = [[torch.randn(shape_BGPE, dtype=torch.float32).to(dtype) for _ in "kv"] for _ in range(copies)]
+    block_tables = torch.randperm(S * blocks_each).int().reshape(S, blocks_each)
+    seq_lens = torch.full((S,), L, dtype=torch.int32)
+    cu_seqlens_q = torch.arange(S + 1, dtype=torch.int32) * Q
+    q = torch.randn(S * Q, H, E).to(dtype)
+    out = torch.empty_like(q)
+    tables = (block_tables, seq_lens, cu_seqlens_q)
+
+    def quire(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+        return lambda: ops.paged_attention(q, k, v, *tables, E**-0.5, out_THE=out)
+
+    seconds = {"quire": median_seconds([quire(k, v) for k, v in caches], args.seconds)}
+    if not args.no_peers:
+        mask = None if Q == L or Q == 1 else torch.ones(Q, L, dtype=torch.bool).tril(L - Q)
+        q_SHQE = q.reshape(S, Q, H, E).transpose(1, 2)
+
+        def sdpa(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+            k_SGLE, v_SGLE = (x.reshape(S, G, -1, E)[:, :, :L] for x in (k, v))
+            return lambda: F.scaled_dot_product_attention(q_SHQE, k_SGLE, v_SGLE, mask, is_causal=Q == L, enable_gqa=True)
+
+        seconds["torch"] = median_seconds([sdpa(k, v) for k, v in caches], args.seconds)
+    bandwidth, peak = cpu.read_bandwidth(256 << 20), cpu.peak_flops(dtype)
+    flops = 4 * S * H * E * sum(range(L - Q + 1, L + 1))  # two products, a multiply and an add each
+    limit_s = max(kv_bytes / bandwidth, flops / peak)
+    return {
+        "case": case,
+        "kv_bytes": kv_bytes,
+        "flops": flops,
+        "bandwidth_gb_s": bandwidth / 1e9,
+        "peak_gflops": peak / 1e9,
+        "limit_us": limit_s * 1e6,
+        "bound_by": "bytes" if kv_bytes / bandwidth > flops / peak else "FLOPs",
+        "us": {name: s * 1e6 for name, s in seconds.items()},
+    }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    cells = [
+        f"{name} {us:9.1f} us {row['flops'] / us / 1e3:6.0f} GFLOP/s {row['kv_bytes'] / us / 1e3:5.1f} GB/s "
+        f"{row['limit_us'] / us:4.0%}"
+        for name, us in row["us"].items()
+    ]
+    head = f"{row['case']:>12}  limit {row['limit_us']:8.1f} us by {row['bound_by']}"
+    print(f"{head} ({row['bandwidth_gb_s']:.1f} GB/s, {row['peak_gflops']:.0f} GFLOP/s)  " + "  |  ".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=DEFAULT_CASES)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--isa", default="", help="instruction set; default: the best present")
+    parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
+    parser.add_argument("--seconds", type=float, default=0.5, help="per case and engine")
+    parser.add_argument("--no-peers", action="store_true", help="only Quire")
+    parser.add_argument("--json", default="", help="write the rows to this file")
+    args = parser.parse_args()
+    if args.isa:
+        cpu.set_isa(args.isa)
+    cpu.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    heads = f"{args.heads} heads, {args.kv_heads} KV heads of {args.head_dim}, blocks of {args.block_size}"
+    print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, {args.dtype}, {heads}, torch {torch.__version__}")
+    rows = []
+    for case in args.cases.split(","):
+        rows.append(bench_case(case, args, dtype))
+        print_row(rows[-1])
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"isa": cpu.isa(), "threads": args.threads, "dtype": args.dtype, "heads": heads, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

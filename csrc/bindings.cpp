@@ -1,0 +1,58 @@
+// The Python module quire._C. Functions take addresses, sizes and strides, check nothing (kernels/ops.py does) and release
+// the GIL.
+#include "bindings.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "quire/isa.h"
+#include "quire/thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (int i = 0; i <= static_cast<int>(quire::best_isa()); ++i) names.emplace_back(quire::isa_name(static_cast<quire::Isa>(i)));
+  return names;
+}
+
+void set_isa(const std::string& name) {
+  for (int i = 0; i < quire::kNumIsas; ++i) {
+    const auto isa = static_cast<quire::Isa>(i);
+    if (name == quire::isa_name(isa) && quire::set_active_isa(isa)) return;
+  }
+  throw nb::value_error(("instruction set \"" + name + "\" is unknown, or this CPU does not have it").c_str());
+}
+
+// Runs empty tasks and says how often each thread took one: what tests can see of the pool.
+std::vector<int> thread_pool_probe(int num_tasks) {
+  std::vector<int> thread_of_task(num_tasks, -1);
+  nb::gil_scoped_release release;
+  quire::parallel_for(num_tasks, [&](int task, int thread) { thread_of_task[task] = thread; });
+  return thread_of_task;
+}
+
+}  // namespace
+
+NB_MODULE(_C, m) {
+  m.doc() = "CPU kernels of Quire";
+  m.def("isas", isas, "Names of the instruction sets this CPU can run, worst first");
+  m.def("isa", [] { return std::string(quire::isa_name(quire::active_isa())); }, "Name of the active instruction set");
+  m.def("set_isa", set_isa, nb::arg("name"));
+  m.def("num_threads", &quire::num_threads);
+  m.def("set_num_threads", &quire::set_num_threads, nb::arg("n"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("default_num_threads", &quire::default_num_threads);
+  m.def("thread_pool_probe", thread_pool_probe, nb::arg("num_tasks"),
+        "Thread index that ran each of num_tasks empty tasks");
+  quire::bind_activation(m);
+  quire::bind_attention(m);
+  quire::bind_gemm(m);
+  quire::bind_limits(m);
+  quire::bind_norm_rope(m);
+  quire::bind_sampling(m);
+}

@@ -1,0 +1,82 @@
+// How many threads this process should use: physical cores of its CPU affinity, limited by the cgroup CPU quota.
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "quire/thread_pool.h"
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+namespace quire {
+namespace {
+
+#if defined(__linux__)
+
+int physical_cores_of_affinity() {
+  cpu_set_t cpus;
+  if (sched_getaffinity(0, sizeof(cpus), &cpus) != 0) return static_cast<int>(std::thread::hardware_concurrency());
+  std::set<std::string> cores;  // hyper-threads of one core have the same list of siblings
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &cpus)) continue;
+    std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+    std::string siblings;
+    if (!(file >> siblings)) siblings = std::to_string(cpu);
+    cores.insert(siblings);
+  }
+  return static_cast<int>(cores.size());
+}
+
+// CPUs granted by one cgroup directory, infinity when it sets no limit. v2: "cpu.max" holds "<quota|max> <period>" in
+// microseconds; v1: cpu.cfs_quota_us (-1 = none) and cpu.cfs_period_us.
+double quota_of(const std::string& directory) {
+  double quota = -1, period = 0;
+  if (std::ifstream v2(directory + "/cpu.max"); v2) {
+    std::string first;
+    v2 >> first >> period;
+    if (first != "max" && !first.empty()) quota = std::atof(first.c_str());
+  } else {
+    std::ifstream(directory + "/cpu.cfs_quota_us") >> quota;
+    std::ifstream(directory + "/cpu.cfs_period_us") >> period;
+  }
+  return quota > 0 && period > 0 ? quota / period : INFINITY;
+}
+
+// The smallest quota on the way from this process's cgroup to the root.
+double cgroup_quota() {
+  double quota = INFINITY;
+  std::ifstream membership("/proc/self/cgroup");
+  for (std::string line; std::getline(membership, line);) {  // "<id>:<controllers>:<path>"
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const bool is_v2 = controllers.empty();
+    if (!is_v2 && ("," + controllers + ",").find(",cpu,") == std::string::npos) continue;
+    const std::string root = is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/cpu";
+    for (std::string path = line.substr(second + 1);; path.resize(path.rfind('/'))) {
+      if (path == "/") path.clear();
+      quota = std::min(quota, quota_of(root + path));
+      if (path.empty()) break;
+    }
+  }
+  return quota;
+}
+
+#endif
+
+}  // namespace
+
+int default_num_threads() {
+#if defined(__linux__)
+  const double cores = std::min<double>(physical_cores_of_affinity(), std::floor(cgroup_quota()));
+  return std::max(1, static_cast<int>(cores));
+#else
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+#endif
+}
+
+}  // namespace quire

@@ -1,0 +1,139 @@
+// The driver of all matrix products: packs weights, cuts a product into blocks for the threads, calls the kernels of the
+// active instruction set.
+#include <algorithm>
+#include <cstring>
+
+#include "quire/kernels/gemm.h"
+#include "quire/scratch.h"
+#include "quire/thread_pool.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace quire {
+namespace {
+
+constexpr int64_t kRowsPerChunk = 1024;       // rows prepared at a time: bounds the scratch memory of a long prefill
+constexpr int64_t kTasksPerThread = 4;        // lets a thread that lost its core for a while do less
+constexpr int64_t kMinTaskMacs = 64 * 1024;   // multiply-adds worth a wake-up of another thread, some microseconds
+constexpr int64_t kMinPrepareElements = 64 * 1024;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t padded_k(DType dtype, int64_t k) {
+  return dtype == DType::bf16 ? ceil_div(k, kBf16KUnit) * kBf16KUnit : k;
+}
+
+int64_t panel_bytes(DType dtype, int64_t k) {
+  return kPanelWidth * padded_k(dtype, k) * static_cast<int64_t>(size_of(dtype));
+}
+
+// Element (k, column) of a panel of float or half goes to [k][64]. Columns are taken in bands of 16, so that writes fill cache
+// lines.
+template <class T>
+void pack_rows(const char* weight, int64_t row_bytes, int64_t columns, int64_t k, T* panel) {
+  constexpr int64_t kBand = 16;
+  for (int64_t band = 0; band < columns; band += kBand) {
+    const int64_t width = std::min(kBand, columns - band);
+    for (int64_t i = 0; i < k; ++i)
+      for (int64_t c = 0; c < width; ++c)
+        std::memcpy(panel + i * kPanelWidth + band + c, weight + (band + c) * row_bytes + i * sizeof(T), sizeof(T));
+  }
+}
+
+// Pairs of k go to tiles, see gemm.h.
+void pack_tiles(const char* weight, int64_t row_bytes, int64_t columns, int64_t k, char* panel) {
+  constexpr int64_t kTileBytes = kBf16TileElements * 2, kTilesPerStep = kPanelWidth / kBf16TileColumns;
+  for (int64_t column = 0; column < columns; column += kBf16TileColumns) {
+    const int64_t width = std::min(kBf16TileColumns, columns - column);
+    char* tile = panel + column / kBf16TileColumns * kTileBytes;
+    for (int64_t first = 0; first < k; first += kBf16KUnit, tile += kTilesPerStep * kTileBytes) {
+      const int64_t count = std::min(kBf16KUnit, k - first), pairs = count / 2;
+      const char* from = weight + column * row_bytes + first * 2;
+      for (int64_t pair = 0; pair < pairs; ++pair)
+        for (int64_t c = 0; c < width; ++c)
+          std::memcpy(tile + (pair * kBf16TileColumns + c) * 4, from + c * row_bytes + pair * 4, 4);
+      if (count % 2 != 0)
+        for (int64_t c = 0; c < width; ++c)
+          std::memcpy(tile + (pairs * kBf16TileColumns + c) * 4, from + c * row_bytes + pairs * 4, 2);
+    }
+  }
+}
+
+void pack_panel(const char* weight, DType dtype, int64_t row_bytes, int64_t columns, int64_t k, char* panel) {
+  if (columns < kPanelWidth || padded_k(dtype, k) != k) std::memset(panel, 0, panel_bytes(dtype, k));
+  switch (dtype) {
+    case DType::f32:
+      return pack_rows(weight, row_bytes, columns, k, reinterpret_cast<float*>(panel));
+    case DType::f16:
+      return pack_rows(weight, row_bytes, columns, k, reinterpret_cast<uint16_t*>(panel));
+    case DType::bf16:
+      return pack_tiles(weight, row_bytes, columns, k, panel);
+  }
+}
+
+// Fresh memory arrives one page fault at a time; 2 MiB pages make packing, and later the streaming reads, cheaper.
+void advise_huge_pages(void* begin, int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kHuge = uintptr_t{2} << 20;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kHuge - 1) & ~(kHuge - 1);
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + bytes) & ~(kHuge - 1);
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint: failure is harmless
+#endif
+}
+
+const GemmKernels& kernels_for(DType dtype) {
+  if (dtype == DType::bf16) {
+    if (const GemmKernels& amx = gemm_amx_kernels(); amx.run != nullptr) return amx;
+    if (const GemmKernels& dot = gemm_bf16_kernels(); dot.run != nullptr) return dot;
+  }
+  return gemm_f32_kernels();
+}
+
+void run_chunk(const GemmArgs& args, const GemmKernels& kernels) {
+  void* input = scratch(Scratch::gemm_input, kernels.input_bytes(args.m, args.k));
+  const int64_t rows_per_task = std::max(kernels.row_unit, ceil_div(kMinPrepareElements, args.k) / kernels.row_unit * kernels.row_unit);
+  parallel_for(static_cast<int>(ceil_div(args.m, rows_per_task)), [&](int task, int) {
+    const int64_t begin = task * rows_per_task;
+    kernels.prepare(args, begin, std::min(args.m, begin + rows_per_task), input);
+  });
+
+  const int64_t panels = ceil_div(args.n, kPanelWidth);
+  const int64_t row_blocks = ceil_div(args.m, kernels.rows_per_block(args.k));
+  const int64_t rows_per_block = ceil_div(ceil_div(args.m, row_blocks), kernels.row_unit) * kernels.row_unit;
+  const int64_t worth = std::max<int64_t>(1, args.m * args.n * args.k / kMinTaskMacs);
+  const int64_t column_blocks = std::min({panels, worth, kTasksPerThread * num_threads()});
+  parallel_for(static_cast<int>(row_blocks * column_blocks), [&](int task, int) {
+    const int64_t row = task / column_blocks * rows_per_block, column = task % column_blocks;
+    kernels.run({&args, input, row, std::min(args.m, row + rows_per_block), panels * column / column_blocks,
+                 panels * (column + 1) / column_blocks});
+  });
+}
+
+}  // namespace
+
+int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k) { return ceil_div(n, kPanelWidth) * panel_bytes(dtype, k); }
+
+void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t row_stride, void* packed) {
+  const int64_t row_bytes = row_stride * static_cast<int64_t>(size_of(dtype));
+  advise_huge_pages(packed, gemm_packed_bytes(dtype, n, k));
+  parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
+    const int64_t first = panel * kPanelWidth;
+    pack_panel(static_cast<const char*>(weight) + first * row_bytes, dtype, row_bytes, std::min(kPanelWidth, n - first), k,
+               static_cast<char*>(packed) + panel * panel_bytes(dtype, k));
+  });
+}
+
+void gemm(const GemmArgs& args) {
+  const GemmKernels& kernels = kernels_for(args.dtype);
+  for (int64_t row = 0; row < args.m; row += kRowsPerChunk) {
+    GemmArgs chunk = args;
+    chunk.m = std::min(kRowsPerChunk, args.m - row);
+    chunk.x = static_cast<const char*>(args.x) + row * args.x_stride * static_cast<int64_t>(size_of(args.dtype));
+    chunk.out = static_cast<char*>(args.out) + row * args.out_stride * static_cast<int64_t>(size_of(args.out_dtype));
+    run_chunk(chunk, kernels);
+  }
+}
+
+}  // namespace quire

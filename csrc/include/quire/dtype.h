@@ -1,0 +1,69 @@
+// Storage types of tensors (float, bfloat16, IEEE half) and their scalar conversions, round to nearest even.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+namespace quire {
+
+// The numbers are part of the Python interface (kernels/cpu.py).
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+inline constexpr size_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// Internal linkage on purpose: the same header is compiled for several instruction sets, and one variant must never be
+// linked against another variant's copy.
+namespace {
+
+[[maybe_unused]] inline float to_f32(float x) { return x; }
+
+[[maybe_unused]] inline float to_f32(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+[[maybe_unused]] inline float to_f32(f16 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const uint32_t magnitude = x.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  if (magnitude >= 0x0400u) return std::bit_cast<float>(sign | ((magnitude << 13) + 0x38000000u));
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
+  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(subnormal));
+}
+
+template <class T>
+inline T from_f32(float x);
+
+template <>
+[[maybe_unused]] inline float from_f32<float>(float x) {
+  return x;
+}
+
+template <>
+[[maybe_unused]] inline bf16 from_f32<bf16>(float x) {
+  const uint32_t u = std::bit_cast<uint32_t>(x);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((u >> 16) | 0x40u)};  // quiet NaN
+  return {static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
+}
+
+template <>
+[[maybe_unused]] inline f16 from_f32<f16>(float x) {
+  const uint32_t u = std::bit_cast<uint32_t>(x);
+  const uint16_t sign = static_cast<uint16_t>((u >> 16) & 0x8000u);
+  const uint32_t magnitude = u & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
+  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds to infinity
+  if (magnitude < 0x38800000u) {  // subnormal half: adding 0.5 puts the rounding at bit 2^-24
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    return {static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000u))};
+  }
+  return {static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13))};
+}
+
+}  // namespace
+}  // namespace quire

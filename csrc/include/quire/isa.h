@@ -1,0 +1,93 @@
+// Instruction sets: detection, run-time override, and how a kernel family picks its variant.
+//
+// Every file of csrc/kernels is compiled once per instruction set with QUIRE_ISA (the name) and QUIRE_ISA_LEVEL (its place
+// on the ladder) defined. A family is written like this:
+//
+//   // csrc/include/quire/kernels/norm.h
+//   namespace quire {
+//   struct NormKernels { void (*rms_norm)(...); };
+//   const NormKernels& norm_kernels();                      // variant of the active ISA
+//   }
+//
+//   // csrc/kernels/norm.cpp
+//   namespace quire::QUIRE_ISA {
+//   namespace { void rms_norm(...) {...} }                  // internal linkage: variants never mix
+//   extern const NormKernels norm_table;
+//   const NormKernels norm_table = {rms_norm};
+//   }
+//   QUIRE_DEFINE_DISPATCH(NormKernels, norm_kernels, norm_table)
+#pragma once
+
+namespace quire {
+
+enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx = 4 };
+inline constexpr int kNumIsas = 5;
+
+const char* isa_name(Isa isa);
+Isa best_isa();             // the best one that this CPU and operating system can run
+Isa active_isa();           // best_isa() until set_active_isa
+bool set_active_isa(Isa isa);  // false, and no change, when the CPU cannot run it
+
+template <class Kernels>
+inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas]) {
+  int level = static_cast<int>(active_isa());
+  while (level > 0 && variants[level] == nullptr) --level;
+  return *variants[level];
+}
+
+}  // namespace quire
+
+// Ladder steps for `#if QUIRE_ISA_LEVEL >= ...` in kernels.
+#define QUIRE_LEVEL_SCALAR 0
+#define QUIRE_LEVEL_AVX2 1
+#define QUIRE_LEVEL_AVX512 2
+#define QUIRE_LEVEL_AVX512_BF16 3
+#define QUIRE_LEVEL_AMX 4
+
+// clang-format off
+#ifdef QUIRE_HAVE_avx2
+#define QUIRE_DECLARE_avx2(type, table) namespace avx2 { extern const type table; }
+#define QUIRE_VARIANT_avx2(table) &avx2::table
+#else
+#define QUIRE_DECLARE_avx2(type, table)
+#define QUIRE_VARIANT_avx2(table) nullptr
+#endif
+#ifdef QUIRE_HAVE_avx512
+#define QUIRE_DECLARE_avx512(type, table) namespace avx512 { extern const type table; }
+#define QUIRE_VARIANT_avx512(table) &avx512::table
+#else
+#define QUIRE_DECLARE_avx512(type, table)
+#define QUIRE_VARIANT_avx512(table) nullptr
+#endif
+#ifdef QUIRE_HAVE_avx512_bf16
+#define QUIRE_DECLARE_avx512_bf16(type, table) namespace avx512_bf16 { extern const type table; }
+#define QUIRE_VARIANT_avx512_bf16(table) &avx512_bf16::table
+#else
+#define QUIRE_DECLARE_avx512_bf16(type, table)
+#define QUIRE_VARIANT_avx512_bf16(table) nullptr
+#endif
+#ifdef QUIRE_HAVE_amx
+#define QUIRE_DECLARE_amx(type, table) namespace amx { extern const type table; }
+#define QUIRE_VARIANT_amx(table) &amx::table
+#else
+#define QUIRE_DECLARE_amx(type, table)
+#define QUIRE_VARIANT_amx(table) nullptr
+#endif
+// clang-format on
+
+// Defines `const type& function()` once, in the scalar variant's translation unit, which every build has.
+#if defined(QUIRE_ISA_LEVEL) && QUIRE_ISA_LEVEL == QUIRE_LEVEL_SCALAR
+#define QUIRE_DEFINE_DISPATCH(type, function, table)                                                     \
+  namespace quire {                                                                                      \
+  QUIRE_DECLARE_avx2(type, table) QUIRE_DECLARE_avx512(type, table)                                      \
+      QUIRE_DECLARE_avx512_bf16(type, table) QUIRE_DECLARE_amx(type, table) const type& function() {     \
+    static constexpr const type* variants[kNumIsas] = {&scalar::table, QUIRE_VARIANT_avx2(table),        \
+                                                       QUIRE_VARIANT_avx512(table),                      \
+                                                       QUIRE_VARIANT_avx512_bf16(table),                 \
+                                                       QUIRE_VARIANT_amx(table)};                        \
+    return select_variant(variants);                                                                     \
+  }                                                                                                      \
+  }
+#else
+#define QUIRE_DEFINE_DISPATCH(type, function, table)
+#endif

@@ -1,0 +1,298 @@
+// One float vector type per instruction set, for every kernel: F32 with loads and stores that convert from and to float,
+// bfloat16 and half, arithmetic, reductions and exp. The width is F32::kWidth (4, 8 or 16).
+//
+// load(p) / store(p, v) move kWidth elements; load_n(p, n, fill) / store_n(p, v, n) the first n of them (0 <= n <= kWidth)
+// and touch no other memory. Include only from csrc/kernels: the content depends on QUIRE_ISA.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "quire/dtype.h"
+#include "quire/isa.h"
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+#include <immintrin.h>
+#endif
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+
+struct F32 {
+  static constexpr int kWidth = 16;
+  __m512 v;
+};
+
+inline F32 zero() { return {_mm512_setzero_ps()}; }
+inline F32 broadcast(float x) { return {_mm512_set1_ps(x)}; }
+
+inline F32 operator+(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F32 operator-(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F32 operator*(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F32 operator/(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F32 round(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline F32 ldexp(F32 a, F32 n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // a * 2^n, n integral
+// Lane by lane a < b ? yes : no.
+inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+}
+// Bit i is set when a < b in lane i.
+inline uint32_t mask_less(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+inline bool has_nan(F32 a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) != 0; }
+inline float reduce_add(F32 a) { return _mm512_reduce_add_ps(a.v); }
+inline float reduce_max(F32 a) { return _mm512_reduce_max_ps(a.v); }
+
+inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+inline __m512 widen_bf16(__m256i x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+inline __m256i narrow_bf16(__m512 x) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+  // vcvtneps2bf16 treats subnormals as zero: their values are below 2^-126, under anything a model computes with.
+  return std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x));
+#else
+  const __m512i u = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, quiet));
+#endif
+}
+
+inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline F32 load(const bf16* p) { return {widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline F32 load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+// Of kWidth pairs, the first and the second elements.
+inline F32 load_even(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
+inline F32 load_odd(const bf16* p) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(-65536)))};
+}
+inline F32 load_n(const float* p, int n, float fill = 0) {
+  return {_mm512_mask_loadu_ps(_mm512_set1_ps(fill), first_lanes(n), p)};
+}
+inline F32 load_n(const bf16* p, int n, float fill = 0) {
+  const __m512 x = widen_bf16(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(fill), first_lanes(n), x)};
+}
+inline F32 load_n(const f16* p, int n, float fill = 0) {
+  const __m512 x = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(fill), first_lanes(n), x)};
+}
+
+inline __m256i narrow_f16(__m512 x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
+inline void store(bf16* p, F32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(a.v)); }
+inline void store(f16* p, F32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_f16(a.v)); }
+inline void store_n(float* p, F32 a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
+inline void store_n(bf16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_bf16(a.v)); }
+inline void store_n(f16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_f16(a.v)); }
+
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+
+struct F32 {
+  static constexpr int kWidth = 8;
+  __m256 v;
+};
+
+inline F32 zero() { return {_mm256_setzero_ps()}; }
+inline F32 broadcast(float x) { return {_mm256_set1_ps(x)}; }
+
+inline F32 operator+(F32 a, F32 b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline F32 operator-(F32 a, F32 b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline F32 operator*(F32 a, F32 b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline F32 operator/(F32 a, F32 b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline F32 fma(F32 a, F32 b, F32 c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline F32 max(F32 a, F32 b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline F32 min(F32 a, F32 b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline F32 round(F32 a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a * 2^n, n integral in [-252, 254]: two factors, so that neither leaves the range of normal exponents.
+inline F32 ldexp(F32 a, F32 n) {
+  const __m256i whole = _mm256_cvtps_epi32(n.v);
+  const __m256i half = _mm256_srai_epi32(whole, 1);
+  const __m256i bias = _mm256_set1_epi32(127);
+  const __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  const __m256 high =
+      _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23));
+  return {_mm256_mul_ps(_mm256_mul_ps(a.v, low), high)};
+}
+inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
+  return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
+inline uint32_t mask_less(F32 a, F32 b) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)));
+}
+inline bool has_nan(F32 a) { return _mm256_movemask_ps(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q)) != 0; }
+inline float reduce_add(F32 a) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+inline float reduce_max(F32 a) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+
+inline __m256 widen_bf16(__m128i x) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+inline __m128i narrow_bf16(__m256 x) {
+  const __m256i u = _mm256_castps_si256(x);
+  const __m256i top = _mm256_srli_epi32(u, 16);
+  const __m256i odd = _mm256_and_si256(top, _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i quiet = _mm256_or_si256(top, _mm256_set1_epi32(0x40));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i words = _mm256_blendv_epi8(rounded, quiet, is_nan);
+  return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+inline __m128i narrow_f16(__m256 x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+inline F32 load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline F32 load(const bf16* p) { return {widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline F32 load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+// Of kWidth pairs, the first and the second elements.
+inline __m256i load_words(const bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline F32 load_even(const bf16* p) { return {_mm256_castsi256_ps(_mm256_slli_epi32(load_words(p), 16))}; }
+inline F32 load_odd(const bf16* p) {
+  return {_mm256_castsi256_ps(_mm256_and_si256(load_words(p), _mm256_set1_epi32(-65536)))};
+}
+inline void store(float* p, F32 a) { _mm256_storeu_ps(p, a.v); }
+inline void store(bf16* p, F32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_bf16(a.v)); }
+inline void store(f16* p, F32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_f16(a.v)); }
+
+#else
+
+// Compiler vectors: SSE2 or NEON where the target has them. GCC and Clang.
+typedef float Vector4f __attribute__((vector_size(16)));
+typedef int32_t Vector4i __attribute__((vector_size(16)));
+
+struct F32 {
+  static constexpr int kWidth = 4;
+  Vector4f v;
+};
+
+inline F32 zero() { return {Vector4f{0, 0, 0, 0}}; }
+inline F32 broadcast(float x) { return {Vector4f{x, x, x, x}}; }
+
+inline F32 operator+(F32 a, F32 b) { return {a.v + b.v}; }
+inline F32 operator-(F32 a, F32 b) { return {a.v - b.v}; }
+inline F32 operator*(F32 a, F32 b) { return {a.v * b.v}; }
+inline F32 operator/(F32 a, F32 b) { return {a.v / b.v}; }
+inline F32 fma(F32 a, F32 b, F32 c) {
+#ifdef __FP_FAST_FMAF
+  F32 r;
+  for (int i = 0; i < 4; ++i) r.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
+  return r;
+#else
+  return {a.v * b.v + c.v};  // rounded twice, the same everywhere (-ffp-contract=off)
+#endif
+}
+inline F32 max(F32 a, F32 b) { return {a.v > b.v ? a.v : b.v}; }
+inline F32 min(F32 a, F32 b) { return {a.v < b.v ? a.v : b.v}; }
+// Nearest even for |a| < 2^22, by pushing the fraction out of the mantissa.
+inline F32 round(F32 a) {
+  const F32 magic = broadcast(0x1.8p23f);
+  return (a + magic) - magic;
+}
+// a * 2^n, n integral in [-252, 254], see the AVX2 variant.
+inline F32 ldexp(F32 a, F32 n) {
+  const Vector4i whole = __builtin_convertvector(n.v, Vector4i);
+  const Vector4i half = whole >> 1;
+  const Vector4i low = (half + 127) << 23, high = (whole - half + 127) << 23;
+  return {a.v * reinterpret_cast<Vector4f>(low) * reinterpret_cast<Vector4f>(high)};
+}
+inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) { return {a.v < b.v ? yes.v : no.v}; }
+inline uint32_t mask_less(F32 a, F32 b) {
+  const Vector4i less = a.v < b.v;
+  return static_cast<uint32_t>((less[0] & 1) | (less[1] & 2) | (less[2] & 4) | (less[3] & 8));
+}
+inline bool has_nan(F32 a) {
+  const Vector4i is_nan = a.v != a.v;
+  return (is_nan[0] | is_nan[1] | is_nan[2] | is_nan[3]) != 0;
+}
+inline float reduce_add(F32 a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
+inline float reduce_max(F32 a) {
+  const float x = a.v[0] > a.v[2] ? a.v[0] : a.v[2], y = a.v[1] > a.v[3] ? a.v[1] : a.v[3];
+  return x > y ? x : y;
+}
+
+template <class T>
+inline F32 load(const T* p) {
+  return {Vector4f{to_f32(p[0]), to_f32(p[1]), to_f32(p[2]), to_f32(p[3])}};
+}
+// Of kWidth pairs, the first and the second elements.
+inline F32 load_even(const bf16* p) { return {Vector4f{to_f32(p[0]), to_f32(p[2]), to_f32(p[4]), to_f32(p[6])}}; }
+inline F32 load_odd(const bf16* p) { return {Vector4f{to_f32(p[1]), to_f32(p[3]), to_f32(p[5]), to_f32(p[7])}}; }
+template <class T>
+inline void store(T* p, F32 a) {
+  for (int i = 0; i < 4; ++i) p[i] = from_f32<T>(a.v[i]);
+}
+
+#endif
+
+#if QUIRE_ISA_LEVEL < QUIRE_LEVEL_AVX512
+
+template <class T>
+inline F32 load_n(const T* p, int n, float fill = 0) {
+  float lanes[F32::kWidth];
+  for (int i = 0; i < F32::kWidth; ++i) lanes[i] = i < n ? to_f32(p[i]) : fill;
+  return load(lanes);
+}
+template <class T>
+inline void store_n(T* p, F32 a, int n) {
+  T lanes[F32::kWidth];
+  store(lanes, a);
+  std::memcpy(p, lanes, sizeof(T) * n);
+}
+
+#endif
+
+// e^x with a relative error under 2e-7; 0 below -104, infinity above 88.73, NaN for NaN. Range reduction to [-ln2/2, ln2/2]
+// and the degree-6 Taylor-like minimax polynomial of Cephes expf (S. Moshier, netlib.org/cephes).
+inline F32 exp(F32 x) {
+  x = max(broadcast(-104.0f), min(broadcast(89.0f), x));  // this order of operands keeps NaN
+  const F32 n = round(x * broadcast(1.44269504088896341f));
+  F32 r = fma(n, broadcast(-0.693359375f), x);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  F32 p = broadcast(1.9875691500e-4f);
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, r * r, r + broadcast(1.0f));
+  return ldexp(p, n);
+}
+
+// 2^x for x <= 127 with a relative error under 2e-7; exactly 1 at 0, exactly 0 at and below -150, NaN for NaN. Minimax
+// polynomial of degree 6 for 2^f on [-1/2, 1/2] of Cephes exp2f.
+inline F32 exp2(F32 x) {
+  x = max(broadcast(-150.0f), x);  // this order of operands keeps NaN
+  const F32 n = round(x);
+  const F32 f = x - n;
+  F32 p = broadcast(1.535336188319500e-4f);
+  p = fma(p, f, broadcast(1.339887440266574e-3f));
+  p = fma(p, f, broadcast(9.618437357674640e-3f));
+  p = fma(p, f, broadcast(5.550332471162809e-2f));
+  p = fma(p, f, broadcast(2.402264791363012e-1f));
+  p = fma(p, f, broadcast(6.931472028550421e-1f));
+  p = fma(p, f, broadcast(1.0f));
+  return ldexp(p, n);
+}
+
+// tanh(x) with an absolute error under 2e-7.
+inline F32 tanh(F32 x) {
+  const F32 one = broadcast(1.0f), two = broadcast(2.0f);
+  return one - two / (exp(two * x) + one);
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,90 @@
+// Detects what the CPU and the operating system allow (CPUID, XCR0, and Linux's permission for AMX tile data).
+#include "quire/isa.h"
+
+#include <atomic>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace quire {
+namespace {
+
+#if defined(__x86_64__)
+
+constexpr bool has_bits(unsigned long long value, unsigned long long bits) { return (value & bits) == bits; }
+constexpr unsigned bit(int n) { return 1u << n; }
+
+// Linux hands out the 8 KiB of tile state only on request, once per process (Documentation/arch/x86/xstate.rst).
+bool request_amx() {
+#if defined(__linux__)
+  constexpr int kArchReqXcompPerm = 0x1023;
+  constexpr int kXfeatureXtileData = 18;
+  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureXtileData) == 0;
+#else
+  return false;
+#endif
+}
+
+Isa detect() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return Isa::scalar;
+  constexpr unsigned kFma = bit(12), kOsxsave = bit(27), kAvx = bit(28), kF16c = bit(29);
+  if (!has_bits(ecx, kFma | kOsxsave | kAvx | kF16c)) return Isa::scalar;
+  unsigned xcr0_low, xcr0_high;
+  __asm__ volatile("xgetbv" : "=a"(xcr0_low), "=d"(xcr0_high) : "c"(0));
+  constexpr unsigned kYmmState = 0x6, kZmmState = 0xe6, kTileState = 0x60000;
+  if (!has_bits(xcr0_low, kYmmState)) return Isa::scalar;
+
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return Isa::scalar;
+  constexpr unsigned kBmi1 = bit(3), kAvx2 = bit(5), kBmi2 = bit(8);
+  if (!has_bits(ebx, kBmi1 | kAvx2 | kBmi2)) return Isa::scalar;
+  constexpr unsigned kF = bit(16), kDq = bit(17), kCd = bit(28), kBw = bit(30), kVl = bit(31);
+  if (!has_bits(ebx, kF | kDq | kCd | kBw | kVl) || !has_bits(xcr0_low, kZmmState)) return Isa::avx2;
+  constexpr unsigned kVnni = bit(11);                                    // in ecx
+  constexpr unsigned kAmxBf16 = bit(22), kAmxTile = bit(24), kAmxInt8 = bit(25);  // in edx
+  const bool has_vnni = has_bits(ecx, kVnni);
+  const bool has_amx = has_bits(edx, kAmxBf16 | kAmxTile | kAmxInt8) && has_bits(xcr0_low, kTileState);
+
+  if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) return Isa::avx512;
+  constexpr unsigned kAvx512Bf16 = bit(5);  // in eax
+  if (!has_vnni || !has_bits(eax, kAvx512Bf16)) return Isa::avx512;
+  return has_amx && request_amx() ? Isa::amx : Isa::avx512_bf16;
+}
+
+#else
+
+Isa detect() { return Isa::scalar; }
+
+#endif
+
+std::atomic<int>& active() {
+  static std::atomic<int> isa{static_cast<int>(best_isa())};
+  return isa;
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+  return kNames[static_cast<int>(isa)];
+}
+
+Isa best_isa() {
+  static const Isa best = detect();
+  return best;
+}
+
+Isa active_isa() { return static_cast<Isa>(active().load(std::memory_order_relaxed)); }
+
+bool set_active_isa(Isa isa) {
+  if (static_cast<int>(isa) < 0 || isa > best_isa()) return false;
+  active().store(static_cast<int>(isa), std::memory_order_relaxed);
+  return true;
+}
+
+}  // namespace quire

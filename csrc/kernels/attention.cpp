@@ -1,0 +1,375 @@
+// Paged attention: softmax, the merge of KV splits, and how the work is dealt to threads. The products are in attention_f32.h
+// and attention_bf16.h, the reason why results do not depend on batch, chunk and threads in attention_tile.h.
+//
+// Online softmax: Milakov and Gimelshein, arXiv 1805.02867; splits merged by their maxima and sums: FlashDecoding.
+#include "quire/kernels/attention.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "attention_bf16.h"
+#include "attention_f32.h"
+#include "quire/thread_pool.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Query rows of one sequence and KV head: row r is token r / group and head r % group of the query tokens of the sequence.
+struct Item {
+  int sequence, kv_head;
+  int first_row, num_rows;
+  int first_split, num_splits;
+  int64_t partials;  // offset of the results of the splits in shared memory, in floats; -1 = the item is one unit
+};
+
+// A run of splits of an item: what one task does.
+struct Unit {
+  int item, first_split, num_splits;
+};
+
+// Which positions a row may see, for the lanes of one row tile; lanes without a row see nothing.
+struct RowLimits {
+  alignas(64) float first[kLanes], last[kLanes];
+  int min_first, max_first, min_last, max_last;
+
+  Range in_split(int start) const {
+    return {std::clamp(min_first - start, 0, kSplit) / kStep * kStep,
+            round_up(std::clamp(max_last + 1 - start, 0, kSplit), kStep)};
+  }
+  bool all_visible(int begin, int end) const { return begin >= max_first && end - 1 <= min_last; }
+};
+
+int first_visible(const AttentionArgs& a, int position) {
+  return a.sliding_window > 0 ? std::max(position - a.sliding_window + 1, 0) : 0;
+}
+
+int query_position(const AttentionArgs& a, const Item& item, int row) {
+  const int query_len = a.cu_seqlens_q[item.sequence + 1] - a.cu_seqlens_q[item.sequence];
+  return a.seq_lens[item.sequence] - query_len + row / (a.num_q_heads / a.num_kv_heads);
+}
+
+RowLimits row_limits(const AttentionArgs& a, const Item& item, int first_row) {
+  RowLimits limits;
+  const int num_rows = std::min(item.num_rows - first_row, kLanes);
+  for (int i = 0; i < kLanes; ++i) {
+    const int position = i < num_rows ? query_position(a, item, item.first_row + first_row + i) : -1;
+    limits.first[i] = static_cast<float>(first_visible(a, position));
+    limits.last[i] = static_cast<float>(position);
+  }
+  const auto bound = [&](const float* x, int lane) { return static_cast<int>(x[lane]); };
+  limits.min_first = bound(limits.first, 0), limits.max_first = bound(limits.first, num_rows - 1);
+  limits.min_last = bound(limits.last, 0), limits.max_last = bound(limits.last, num_rows - 1);
+  return limits;
+}
+
+// State of the online softmax of one row tile: maximum score times log2(e), sum of the probabilities relative to it, and the
+// values weighted with them, [lane][width].
+struct TileState {
+  float *max, *sum, *values;
+};
+
+struct TileResult {
+  F32 max, sum;
+};
+
+// Turns the scores of one row tile into probabilities relative to the tile's own maximum.
+template <class Path>
+TileResult softmax(float* scores, Range range, int start, const RowLimits& limits, const AttentionArgs& a) {
+  const F32 cap = broadcast(a.soft_cap), cap_scale = broadcast(a.soft_cap > 0 ? a.scale / a.soft_cap : 0.0f);
+  const F32 first = load(limits.first), last = load(limits.last), minus_infinity = broadcast(-kInfinity);
+  F32 max0 = minus_infinity, max1 = minus_infinity;
+  for (int p = range.begin; p < range.end; p += kTile) {
+    float* block = scores + p * kLanes;
+    if (a.soft_cap > 0) {
+      for (int i = 0; i < kTile; ++i) store(block + i * kLanes, cap * tanh(load(block + i * kLanes) * cap_scale));
+    }
+    if (!limits.all_visible(start + p, start + p + kTile)) {
+      for (int i = 0; i < kTile; ++i) {
+        const F32 position = broadcast(static_cast<float>(start + p + i));
+        const F32 x = select_less(position, first, minus_infinity, load(block + i * kLanes));
+        store(block + i * kLanes, select_less(last, position, minus_infinity, x));
+      }
+    }
+    for (int i = 0; i < kTile; i += 2) {
+      max0 = max(max0, load(block + i * kLanes));
+      max1 = max(max1, load(block + (i + 1) * kLanes));
+    }
+  }
+  const F32 scale = broadcast(a.soft_cap > 0 ? kLog2E : a.scale * kLog2E);
+  const F32 top = max(max0, max1) * scale;
+  const F32 base = zero() - select_less(top, broadcast(-FLT_MAX), zero(), top);
+  F32 sum = zero();
+  for (int p = range.begin; p < range.end; p += 2) {
+    const F32 p0 = exp2(fma(load(scores + p * kLanes), scale, base));
+    const F32 p1 = exp2(fma(load(scores + (p + 1) * kLanes), scale, base));
+    sum = sum + (p0 + p1);
+    Path::store_probabilities(scores, p, p0, p1);
+  }
+  return {top, sum};
+}
+
+// Adds the result of one split to the state. A split in which a row sees nothing (max -infinity) leaves it as it is.
+void merge(const TileState& state, TileResult split, const float* values, int num_rows, int width) {
+  const F32 old_max = load(state.max);
+  const F32 new_max = max(old_max, split.max);
+  const F32 base = select_less(new_max, broadcast(-FLT_MAX), zero(), new_max);
+  alignas(64) float keep[kLanes], add[kLanes];
+  const F32 keep_lanes = exp2(old_max - base), add_lanes = exp2(split.max - base);
+  store(keep, keep_lanes);
+  store(add, add_lanes);
+  store(state.max, new_max);
+  store(state.sum, fma(split.sum, add_lanes, load(state.sum) * keep_lanes));
+  for (int r = 0; r < num_rows; ++r) {
+    const F32 k = broadcast(keep[r]), x = broadcast(add[r]);
+    float* row = state.values + r * width;
+    for (int e = 0; e < width; e += kLanes) store(row + e, fma(load(values + r * width + e), x, load(row + e) * k));
+  }
+}
+
+void reset(const TileState& state, int num_rows, int width) {
+  store(state.max, broadcast(-kInfinity));
+  store(state.sum, zero());
+  std::fill_n(state.values, static_cast<size_t>(num_rows) * width, 0.0f);
+}
+
+template <class T>
+void write_output(const AttentionArgs& a, const Item& item, int first_row, const TileState& state, int num_rows, int width) {
+  const int group = a.num_q_heads / a.num_kv_heads;
+  for (int i = 0; i < num_rows; ++i) {
+    const int row = item.first_row + first_row + i;
+    const int64_t token = a.cu_seqlens_q[item.sequence] + row / group, head = item.kv_head * group + row % group;
+    T* out = static_cast<T*>(a.out) + token * a.out_token_stride + head * a.out_head_stride;
+    const F32 scale = broadcast(1.0f / state.sum[i]);
+    const float* values = state.values + i * width;
+    int e = 0;
+    for (; e + kLanes <= a.head_dim; e += kLanes) store(out + e, load(values + e) * scale);
+    if (e < a.head_dim) store_n(out + e, load(values + e) * scale, a.head_dim - e);
+  }
+}
+
+// Floats that the result of one split of an item takes: per row tile maxima, sums, and the rows of values.
+int64_t partial_size(const Item& item, int width) {
+  return round_up(item.num_rows, kLanes) * 2 + static_cast<int64_t>(item.num_rows) * width;
+}
+
+TileState partial_tile(float* partial, int row_tile, int width) {
+  float* tile = partial + row_tile * (2 * kLanes + kLanes * width);
+  return {tile, tile + kLanes, tile + 2 * kLanes};
+}
+
+// Addresses of the keys or values at positions start .. start + kSplit - 1; what lies behind the sequence reads as zeros, since
+// its slots may hold anything.
+template <class T>
+void fill_rows(const void* cache, int64_t block_stride, int64_t head_stride, const AttentionArgs& a, const Item& item,
+               int start, Range range, const T** rows) {
+  static const T zeros[kMaxHeadDim] = {};
+  const T* base = static_cast<const T*>(cache) + item.kv_head * head_stride;
+  const int32_t* table = a.block_tables + item.sequence * a.block_table_stride;
+  const int end = std::min(range.end, a.seq_lens[item.sequence] - start);
+  int p = range.begin;
+  while (p < end) {
+    const int block = (start + p) / a.block_size, offset = (start + p) % a.block_size;
+    const int run_end = std::min(p + a.block_size - offset, end);
+    const T* row = base + table[block] * block_stride + static_cast<int64_t>(offset) * a.head_dim;
+    for (; p < run_end; ++p, row += a.head_dim) rows[p] = row;
+  }
+  for (; p < range.end; ++p) rows[p] = zeros;
+}
+
+template <class Path>
+void run_unit(const AttentionArgs& a, const Item& item, const Unit& unit, float* partials) {
+  using T = typename Path::Cache;
+  const int width = Path::width(a.head_dim), row_tiles = (item.num_rows + kLanes - 1) / kLanes;
+  const int rows = row_tiles * kLanes;
+  const size_t own_bytes = sizeof(float) * (static_cast<size_t>(rows) * (kSplit + width + 2) + kLanes * width) + 512;
+  Carver scratch(quire::scratch(Scratch::attention_unit, Path::scratch_bytes(a.head_dim, row_tiles) + own_bytes));
+  Path path(a.head_dim, item.num_rows, scratch);
+  float* scores = scratch.take<float>(static_cast<size_t>(rows) * kSplit);
+  float* split_values = scratch.take<float>(static_cast<size_t>(kLanes) * width);
+  float* maxima = scratch.take<float>(rows);
+  float* sums = scratch.take<float>(rows);
+  float* values = scratch.take<float>(static_cast<size_t>(rows) * width);
+  const auto state = [&](int t) { return TileState{maxima + t * kLanes, sums + t * kLanes, values + t * kLanes * width}; };
+  const auto rows_in = [&](int t) { return std::min(item.num_rows - t * kLanes, kLanes); };
+
+  const int group = a.num_q_heads / a.num_kv_heads;
+  const T* query_rows[kMaxRows];
+  for (int r = 0; r < item.num_rows; ++r) {
+    const int row = item.first_row + r;
+    const int64_t token = a.cu_seqlens_q[item.sequence] + row / group, head = item.kv_head * group + row % group;
+    query_rows[r] = static_cast<const T*>(a.q) + token * a.q_token_stride + head * a.q_head_stride;
+  }
+  path.load_queries(query_rows);
+  RowLimits limits[kMaxRowTiles];
+  for (int t = 0; t < row_tiles; ++t) {
+    limits[t] = row_limits(a, item, t * kLanes);
+    reset(state(t), rows_in(t), width);
+  }
+
+  for (int split = unit.first_split; split < unit.first_split + unit.num_splits; ++split) {
+    const int start = split * kSplit;
+    Range ranges[kMaxRowTiles], range{kSplit, 0};
+    for (int t = 0; t < row_tiles; ++t) {
+      ranges[t] = limits[t].in_split(start);
+      if (ranges[t].size() <= 0) continue;
+      range = {std::min(range.begin, ranges[t].begin), std::max(range.end, ranges[t].end)};
+    }
+    const T *key_rows[kSplit], *value_rows[kSplit];
+    fill_rows(a.k_cache, a.k_block_stride, a.k_head_stride, a, item, start, range, key_rows);
+    fill_rows(a.v_cache, a.v_block_stride, a.v_head_stride, a, item, start, range, value_rows);
+    path.scores(key_rows, range, ranges, scores);
+    path.load_values(value_rows, range);
+    for (int t = 0; t < row_tiles; ++t) {
+      const bool sees_any = ranges[t].size() > 0;
+      TileResult result{broadcast(-kInfinity), zero()};
+      if (sees_any) {
+        float* tile_scores = scores + static_cast<size_t>(t) * kSplit * kLanes;
+        result = softmax<Path>(tile_scores, ranges[t], start, limits[t], a);
+        path.weighted_values(tile_scores, ranges[t], split_values);
+      }
+      if (item.partials < 0) {
+        if (sees_any) merge(state(t), result, split_values, rows_in(t), width);
+        continue;
+      }
+      float* partial = partials + item.partials + (split - item.first_split) * partial_size(item, width);
+      const TileState tile = partial_tile(partial, t, width);
+      store(tile.max, result.max);
+      store(tile.sum, result.sum);
+      if (sees_any) {
+        std::copy_n(split_values, rows_in(t) * width, tile.values);
+      } else {
+        std::fill_n(tile.values, rows_in(t) * width, 0.0f);
+      }
+    }
+  }
+  if (item.partials >= 0) return;
+  for (int t = 0; t < row_tiles; ++t) write_output<T>(a, item, t * kLanes, state(t), rows_in(t), width);
+}
+
+// Merges the splits of an item that several units computed, in the order in which one unit would have.
+template <class Path>
+void merge_item(const AttentionArgs& a, const Item& item, float* partials) {
+  const int width = Path::width(a.head_dim);
+  Carver scratch(quire::scratch(Scratch::attention_merge, sizeof(float) * kLanes * (width + 2) + 256));
+  const TileState state{scratch.take<float>(kLanes), scratch.take<float>(kLanes), scratch.take<float>(kLanes * width)};
+  for (int t = 0; t * kLanes < item.num_rows; ++t) {
+    const int num_rows = std::min(item.num_rows - t * kLanes, kLanes);
+    reset(state, num_rows, width);
+    for (int i = 0; i < item.num_splits; ++i) {
+      const TileState split = partial_tile(partials + item.partials + i * partial_size(item, width), t, width);
+      merge(state, {load(split.max), load(split.sum)}, split.values, num_rows, width);
+    }
+    write_output<typename Path::Cache>(a, item, t * kLanes, state, num_rows, width);
+  }
+}
+
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Unit> units;
+  std::vector<int> split_items;  // items whose splits are dealt to several units
+  int64_t partials_size = 0;     // floats
+};
+
+// Rows per item: as many as kMaxRows, so that keys and values are read rarely, but no fewer items than keep all threads busy.
+int choose_rows(const AttentionArgs& a, int wanted_items) {
+  const int group = a.num_q_heads / a.num_kv_heads;
+  int rows = kMaxRows;
+  for (; rows > 16; rows /= 2) {
+    int64_t items = 0;
+    for (int s = 0; s < a.num_seqs; ++s) {
+      items += (static_cast<int64_t>(a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s]) * group + rows - 1) / rows;
+    }
+    if (items * a.num_kv_heads >= wanted_items) break;
+  }
+  return rows;
+}
+
+void make_plan(const AttentionArgs& a, int width, Plan& plan) {
+  constexpr int64_t kMaxPartials = 16 << 20;  // floats
+  constexpr int kUnitsPerThread = 4;
+  const int threads = num_threads(), wanted = threads > 1 ? threads * kUnitsPerThread : 1;
+  const int group = a.num_q_heads / a.num_kv_heads, max_rows = choose_rows(a, wanted);
+  plan.items.clear();
+  plan.units.clear();
+  plan.split_items.clear();
+  plan.partials_size = 0;
+  int64_t total_splits = 0;
+  for (int s = 0; s < a.num_seqs; ++s) {
+    const int query_rows = (a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s]) * group;
+    for (int row = 0; row < query_rows; row += max_rows) {
+      for (int g = 0; g < a.num_kv_heads; ++g) {
+        Item item{s, g, row, std::min(max_rows, query_rows - row), 0, 0, -1};
+        item.first_split = first_visible(a, query_position(a, item, row)) / kSplit;
+        item.num_splits = query_position(a, item, row + item.num_rows - 1) / kSplit + 1 - item.first_split;
+        total_splits += item.num_splits;
+        plan.items.push_back(item);
+      }
+    }
+  }
+  const int num_items = static_cast<int>(plan.items.size());
+  const bool may_split = num_items < wanted;
+  const int unit_splits = may_split ? static_cast<int>(std::max<int64_t>(total_splits / wanted, 1)) : 0;
+  for (int i = 0; i < num_items; ++i) {
+    Item& item = plan.items[i];
+    const int64_t size = item.num_splits * partial_size(item, width);
+    if (!may_split || item.num_splits < 2 * unit_splits || plan.partials_size + size > kMaxPartials) {
+      plan.units.push_back({i, item.first_split, item.num_splits});
+      continue;
+    }
+    item.partials = plan.partials_size;
+    plan.partials_size += size;
+    plan.split_items.push_back(i);
+    for (int split = 0; split < item.num_splits; split += unit_splits) {
+      plan.units.push_back({i, item.first_split + split, std::min(unit_splits, item.num_splits - split)});
+    }
+  }
+  // The long ones first, so that no thread starts one when the others are done.
+  const auto cost = [&](const Unit& u) { return u.num_splits * plan.items[u.item].num_rows; };
+  const auto longer = [&](const Unit& x, const Unit& y) { return cost(x) > cost(y); };
+  if (threads > 1 && !std::is_sorted(plan.units.begin(), plan.units.end(), longer)) {
+    std::sort(plan.units.begin(), plan.units.end(), longer);
+  }
+}
+
+template <class Path>
+void run_all(const AttentionArgs& a) {
+  thread_local Plan plan_memory;
+  Plan& plan = plan_memory;
+  make_plan(a, Path::width(a.head_dim), plan);
+  auto* partials = static_cast<float*>(quire::scratch(Scratch::attention_partials, sizeof(float) * plan.partials_size));
+  parallel_for(static_cast<int>(plan.units.size()), [&](int task, int) {
+    const Unit& unit = plan.units[task];
+    run_unit<Path>(a, plan.items[unit.item], unit, partials);
+  });
+  parallel_for(static_cast<int>(plan.split_items.size()), [&](int task, int) {
+    merge_item<Path>(a, plan.items[plan.split_items[task]], partials);
+  });
+}
+
+void paged_attention(const AttentionArgs& a) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+  using PathForBf16 = Bf16Path;
+#else
+  using PathForBf16 = F32Path<bf16>;
+#endif
+  switch (a.dtype) {
+    case DType::f32: return run_all<F32Path<float>>(a);
+    case DType::bf16: return run_all<PathForBf16>(a);
+    case DType::f16: return run_all<F32Path<f16>>(a);
+  }
+}
+
+}  // namespace
+
+extern const AttentionKernels attention_table;
+const AttentionKernels attention_table = {paged_attention};
+
+}  // namespace quire::QUIRE_ISA
+
+QUIRE_DEFINE_DISPATCH(AttentionKernels, attention_kernels, attention_table)

@@ -1,0 +1,124 @@
+// Attention arithmetic in float32 FMAs, for every instruction set and cache type.
+#pragma once
+
+#include "attention_tile.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+struct F32Lanes {
+  using Element = float;
+  using Vector = F32;
+  static Vector zero() { return QUIRE_ISA::zero(); }
+  static Vector load(const float* p) { return QUIRE_ISA::load(p); }
+  static Vector multiply_add(Vector acc, Vector x, const float* y) { return fma(x, broadcast(*y), acc); }
+  static void store(float* p, Vector x) { QUIRE_ISA::store(p, x); }
+};
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+// The first 8 lanes: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen 4). The others are 0.
+struct F32HalfLanes {
+  using Element = float;
+  using Vector = __m256;
+  static Vector zero() { return _mm256_setzero_ps(); }
+  static Vector load(const float* p) { return _mm256_load_ps(p); }
+  static Vector multiply_add(Vector acc, Vector x, const float* y) {
+    return _mm256_fmadd_ps(x, _mm256_broadcast_ss(y), acc);
+  }
+  static void store(float* p, Vector x) { _mm512_store_ps(p, _mm512_zextps256_ps512(x)); }
+};
+#endif
+
+template <class T>
+class F32Path {
+ public:
+  using Cache = T;
+
+  static size_t scratch_bytes(int head_dim, int row_tiles) {
+    return sizeof(float) * (static_cast<size_t>(row_tiles) * head_dim * kLanes + kTile * kKeyStride +
+                            static_cast<size_t>(kSplit) * width(head_dim) + kTile * kLanes) + 256;
+  }
+  // Floats per row of an output tile: head_dim and padding.
+  static int width(int head_dim) { return round_up(head_dim, kTile); }
+
+  F32Path(int head_dim, int num_rows, Carver& scratch)
+      : head_dim_(head_dim),
+        num_rows_(num_rows),
+        queries_(scratch.take<float>(static_cast<size_t>(round_up(num_rows, kLanes)) * head_dim)),
+        keys_(scratch.take<float>(kTile * kKeyStride)),
+        values_(scratch.take<float>(static_cast<size_t>(kSplit) * width(head_dim))),
+        block_(scratch.take<float>(kTile * kLanes)) {}
+
+  void load_queries(const T* const* rows) {
+    for (int r = 0; r < round_up(num_rows_, kLanes); ++r) {
+      float* lane = queries_ + static_cast<size_t>(r / kLanes) * head_dim_ * kLanes + r % kLanes;
+      for (int e = 0; e < head_dim_; ++e) lane[e * kLanes] = r < num_rows_ ? to_f32(rows[r][e]) : 0.0f;
+    }
+  }
+
+  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile needs.
+  void scores(const T* const* key_rows, Range range, const Range* tile_ranges, float* scores) {
+    for (int p = range.begin; p < range.end; p += kTile) {
+      if (p + 3 * kTile <= range.end) prefetch_rows(key_rows + p + 2 * kTile, head_dim_);
+      for (int i = 0; i < kTile; ++i) convert_row(key_rows[p + i], keys_ + i * kKeyStride, head_dim_);
+      for (int t = 0; t * kLanes < num_rows_; ++t) {
+        if (p < tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
+        const float* q = queries_ + static_cast<size_t>(t) * head_dim_ * kLanes;
+        product<true>(q, keys_, kKeyStride, head_dim_, scores + (static_cast<size_t>(t) * kSplit + p) * kLanes);
+      }
+    }
+  }
+
+  void load_values(const T* const* value_rows, Range range) {
+    for (int p = range.begin; p < range.end; ++p) {
+      if (p % kTile == 0 && p + 3 * kTile <= range.end) prefetch_rows(value_rows + p + 2 * kTile, head_dim_);
+      convert_row(value_rows[p], values_ + static_cast<size_t>(p) * width(head_dim_), width(head_dim_));
+    }
+  }
+
+  // Softmax hands over the probabilities of two positions, in place of their scores.
+  static void store_probabilities(float* tile_scores, int position, F32 p0, F32 p1) {
+    store(tile_scores + position * kLanes, p0);
+    store(tile_scores + (position + 1) * kLanes, p1);
+  }
+
+  // out[lane][width] = probabilities x values.
+  void weighted_values(float* probabilities, Range range, float* out) {
+    const int stride = width(head_dim_);
+    for (int e = 0; e < stride; e += kTile) {
+      product<false>(probabilities + range.begin * kLanes, values_ + static_cast<size_t>(range.begin) * stride + e, stride,
+                     range.size(), block_);
+      transpose_lanes(block_, out + e, stride);
+    }
+  }
+
+ private:
+  static constexpr int kKeyStride = kMaxHeadDim + 16;  // not a power of two: rows spread over the sets of the cache
+
+  template <bool kAlongK>
+  void product(const float* a, const float* b, int64_t stride, int size, float* out) const {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+    if (num_rows_ <= 8) return outer<F32HalfLanes, kAlongK>(a, b, stride, size, out);
+#endif
+    outer<F32Lanes, kAlongK>(a, b, stride, size, out);
+  }
+
+  // Converts head_dim elements and fills up to `width` with zeros.
+  void convert_row(const T* src, float* dst, int width) const {
+    int e = 0;
+    for (; e + kLanes <= head_dim_; e += kLanes) store(dst + e, load(src + e));
+    for (; e < width; e += kLanes) {
+      const int left = head_dim_ - e > 0 ? head_dim_ - e : 0;
+      store_n(dst + e, load_n(src + e, left), width - e < kLanes ? width - e : kLanes);
+    }
+  }
+
+  int head_dim_, num_rows_;
+  float* queries_;  // [row tile][head_dim][lane]
+  float* keys_;     // [kTile][kKeyStride]
+  float* values_;   // [kSplit][width]
+  float* block_;    // [kTile][lane]
+};
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

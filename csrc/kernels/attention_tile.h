@@ -1,0 +1,130 @@
+// What the arithmetic paths of attention share: sizes, the rows of a query tile, scratch memory, small matrix helpers.
+//
+// A tile of query rows meets the KV positions in splits of kSplit, aligned to position 0 of the sequence, and inside a split
+// in aligned steps of kStep. Rows are vector lanes: a score matrix is stored as [position][lane], so a row is never summed
+// together with another one and its result does not depend on its neighbours. Positions that a row must not see get the
+// probability 0, which adds nothing; leaving them out gives the same bits. So the choice of tile, chunk, batch and thread
+// cannot be seen in the result.
+#pragma once
+
+#include <cstdint>
+
+#include "quire/scratch.h"
+#include "quire/simd.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int kLanes = F32::kWidth;
+constexpr int kSplit = 256;
+constexpr int kStep = 32;
+constexpr int kTile = 16;  // positions whose keys are multiplied at a time
+constexpr int kMaxHeadDim = 256;
+constexpr int kMaxRows = 128;
+constexpr int kMaxRowTiles = kMaxRows / kLanes;
+static_assert(kSplit % kStep == 0 && kStep % kTile == 0 && kMaxRows % kLanes == 0);
+
+inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+struct Range {
+  int begin, end;  // multiples of kStep
+  int size() const { return end - begin; }
+};
+
+// Cuts a scratch buffer into 64-byte aligned arrays.
+class Carver {
+ public:
+  explicit Carver(void* memory) : next_(static_cast<char*>(memory)) {}
+  template <class T>
+  T* take(size_t count) {
+    T* p = reinterpret_cast<T*>(next_);
+    next_ += (count * sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+
+ private:
+  char* next_;
+};
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// Prefetches the keys or values of one group of kTile positions.
+template <class T>
+inline void prefetch_rows(const T* const* rows, int head_dim) {
+  for (int i = 0; i < kTile; ++i) {
+    const char* p = reinterpret_cast<const char*>(rows[i]);
+    for (int offset = 0; offset < head_dim * static_cast<int>(sizeof(T)); offset += 64) prefetch(p + offset);
+  }
+}
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+// Transposes 16 x 16 elements of 32 bits in place.
+inline void transpose16(__m512i (&x)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    x[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    x[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    x[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    x[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+#endif
+
+// dst[lane * stride + i] = src[i * kLanes + lane] for kTile values of i.
+inline void transpose_lanes(const float* src, float* dst, int stride) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+  __m512i x[16];
+  for (int i = 0; i < 16; ++i) x[i] = _mm512_load_si512(src + i * 16);
+  transpose16(x);
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(dst + i * stride, x[i]);
+#else
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < kTile; ++i) dst[lane * stride + i] = src[i * kLanes + lane];
+  }
+#endif
+}
+
+// out[j][lane] = sum over k in order of a[k][lane] * b(j, k): kernel of both products of attention on vector units. Lanes is
+// the arithmetic: element type, vector type, load, multiply-add with a broadcast element, store to kLanes floats.
+// b(j, k) is b[j * stride + k] when kAlongK, else b[k * stride + j].
+template <class Lanes, int kCount, bool kAlongK>
+inline void outer_block(const typename Lanes::Element* a, const typename Lanes::Element* b, int64_t stride, int size,
+                        float* out) {
+  typename Lanes::Vector acc[kCount];
+  for (int j = 0; j < kCount; ++j) acc[j] = Lanes::zero();
+  for (int k = 0; k < size; ++k) {
+    const typename Lanes::Vector x = Lanes::load(a + k * kLanes);
+    const typename Lanes::Element* y = kAlongK ? b + k : b + k * stride;
+#pragma GCC unroll 16
+    for (int j = 0; j < kCount; ++j) acc[j] = Lanes::multiply_add(acc[j], x, y + (kAlongK ? j * stride : j));
+  }
+  for (int j = 0; j < kCount; ++j) Lanes::store(out + j * kLanes, acc[j]);
+}
+
+// The same for kTile values of j, in blocks that fit the register file.
+template <class Lanes, bool kAlongK>
+inline void outer(const typename Lanes::Element* a, const typename Lanes::Element* b, int64_t stride, int size, float* out) {
+  constexpr int kBlock = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 16 : 8;
+  for (int j = 0; j < kTile; j += kBlock) {
+    outer_block<Lanes, kBlock, kAlongK>(a, b + (kAlongK ? j * stride : j), stride, size, out + j * kLanes);
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,70 @@
+// The loop over panels, K blocks and row tiles for kernels that hold up to kMaxRows x 64 sums in vector registers
+// (gemm_f32, gemm_bf16). The tile kernel itself is a template parameter.
+#pragma once
+
+#include "gemm_blocks.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+inline constexpr int kMaxRows = 6;  // with 4 vectors of 16 columns: 24 accumulators of the 32 AVX-512 registers
+
+// Sums of a tile go through scratch between K blocks; a K block of weights takes about this much of the L2 cache.
+inline constexpr int64_t kBlockBytes = 128 * 1024;
+
+// Rows of `input` are this many elements apart: whole steps of K, and an odd number of cache lines, so that rows fall into
+// different cache sets.
+template <class A>
+inline int64_t input_stride(int64_t k) {
+  constexpr int64_t kPerLine = 64 / sizeof(A);
+  return ((k + kBf16KUnit - 1) / kBf16KUnit * kBf16KUnit / kPerLine | 1) * kPerLine;
+}
+
+// Tile::Input       element of the prepared rows
+// Tile::Weight      element of the packed weight
+// Tile::kStepK      k per step: 1, or 32 where a panel is made of tiles
+// Tile::kFetches    calls of prefetch.fetch() per step
+// Tile::run<R>(a, a_stride, b, steps, sums, is_first, prefetch)   sums[R][64] = (is_first ? 0 : sums) + a * b
+template <class Tile>
+inline void run_row_tiles(const GemmBlock& block) {
+  const GemmArgs& args = *block.args;
+  using Input = typename Tile::Input;
+  using Weight = typename Tile::Weight;
+  constexpr int64_t kStepElements = Tile::kStepK * kPanelWidth;
+  constexpr int64_t kStepBytes = kStepElements * sizeof(Weight);
+  constexpr int64_t kStepsPerBlock = kBlockBytes / kStepBytes;
+  using Run = void (*)(const Input*, int64_t, const Weight*, int64_t, float*, bool, Prefetch);
+  static constexpr Run kRun[kMaxRows] = {Tile::template run<1>, Tile::template run<2>, Tile::template run<3>,
+                                         Tile::template run<4>, Tile::template run<5>, Tile::template run<6>};
+
+  const int64_t num_rows = block.row_end - block.row_begin;
+  const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
+  const int64_t num_steps = (args.k + Tile::kStepK - 1) / Tile::kStepK;
+  const int64_t a_stride = input_stride<Input>(args.k);
+  const Input* a = static_cast<const Input*>(block.input) + block.row_begin * a_stride;
+  float* sums = static_cast<float*>(scratch(Scratch::gemm_tiles, sizeof(float) * kPanelWidth * num_rows));
+  alignas(64) float bias[kPanelWidth];
+
+  for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
+    const Weight* b = static_cast<const Weight*>(args.packed) + panel * num_steps * kStepElements;
+    load_bias(args, panel, bias);
+    for (int64_t step = 0; step < num_steps; step += kStepsPerBlock) {
+      const int64_t steps = std::min(kStepsPerBlock, num_steps - step);
+      const PrefetchPlan plan{reinterpret_cast<const char*>(b + (step + steps) * kStepElements),
+                              static_cast<int>(kStepBytes / 64 / Tile::kFetches), steps * Tile::kFetches,
+                              static_cast<int>(num_tiles)};
+      for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {  // tiles of nearly equal height: 7 rows are 3 + 4
+        const int64_t rows = num_rows * (tile + 1) / num_tiles - row;
+        float* tile_sums = sums + row * kPanelWidth;
+        kRun[rows - 1](a + row * a_stride + step * Tile::kStepK, a_stride, b + step * kStepElements, steps, tile_sums,
+                       step == 0, plan.of_pass(static_cast<int>(tile)));
+        if (step + steps == num_steps)
+          store_finished(args, {tile_sums, kPanelWidth, block.row_begin + row, rows, panel * kPanelWidth, kPanelWidth, bias});
+        row += rows;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,49 @@
+"""Quire: an LLM inference and serving engine. Public names load lazily, so that `import quire` costs milliseconds."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "LLM": "quire.llm",
+    "AsyncLLM": "quire.async_llm",
+    "EngineConfig": "quire.config",
+    "SamplingParams": "quire.sampling_params",
+    "BeamSearchParams": "quire.sampling_params",
+    "RequestOutput": "quire.outputs",
+    "CompletionOutput": "quire.outputs",
+    "Logprob": "quire.outputs",
+    "BeamSearchOutput": "quire.outputs",
+    "BeamSearchSequence": "quire.outputs",
+    "TextPrompt": "quire.frontend.input_processor",
+    "TokensPrompt": "quire.frontend.input_processor",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM as AsyncLLM
+    from quire.config import EngineConfig as EngineConfig
+    from quire.frontend.input_processor import TextPrompt as TextPrompt
+    from quire.frontend.input_processor import TokensPrompt as TokensPrompt
+    from quire.llm import LLM as LLM
+    from quire.outputs import BeamSearchOutput as BeamSearchOutput
+    from quire.outputs import BeamSearchSequence as BeamSearchSequence
+    from quire.outputs import CompletionOutput as CompletionOutput
+    from quire.outputs import Logprob as Logprob
+    from quire.outputs import RequestOutput as RequestOutput
+    from quire.sampling_params import BeamSearchParams as BeamSearchParams
+    from quire.sampling_params import SamplingParams as SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,49 @@
+"""The contract of an attention backend.
+
+Dimensions: T tokens, H query heads, G kv heads, E head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.forward_batch import ForwardBatch, LayerCache
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one layer asks for. The block size is the cache's own: [blocks, kv heads, block size, head dim]."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # on q.k
+    sliding_window: int  # a token sees the positions > its own - window; 0 = all before it
+    soft_cap: float  # cap * tanh(score / cap); 0 = none
+    dtype: torch.dtype
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of new tokens over the cache, for the layers of one AttentionSpec."""
+
+    name: str
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Host work, once per step before the layers run. May keep what it needs in `batch.backend_state`."""
+        ...
+
+    def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+        """Attention of the step's tokens -> [T, H, E], contiguous.
+
+        q and k are rotated; k and v are in the cache already and are passed for backends that read them from there.
+        """
+        ...
+
+    @staticmethod
+    def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
+        """Why this backend cannot serve such layers here, or None."""
+        ...

@@ -1,0 +1,59 @@
+"""Attention of one decoder layer: rotate q and k, write k and v to the paged cache, attend.
+
+Dimensions: T tokens, H query heads, G kv heads, E head dim, L positions, R rotary dims.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.forward_batch import ForwardBatch
+from quire.kernels.ops import rope_and_cache
+from quire.layers.norm import RMSNorm
+
+
+class Attention:
+    """Everything between the projections.
+
+    Args:
+        layer: index of the layer's cache in ForwardBatch.caches.
+        backend: for the AttentionSpec of this layer.
+        cos_sin_LR: rotary table, float32; None for a layer without position encoding.
+        q_norm, k_norm: norms of single heads (weights of E), applied before the rotation.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        backend: AttentionBackend,
+        cos_sin_LR: Tensor | None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        assert (q_norm is None) == (k_norm is None)
+        self._layer = layer
+        self._attend = backend.forward
+        self._cos_sin_LR = cos_sin_LR
+        self._q_norm, self._k_norm = q_norm, k_norm
+        self._eps, self._offset = (0.0, 0.0) if q_norm is None else (q_norm.eps, q_norm.offset)
+
+    def __call__(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, H, E], contiguous. q, k, v may be views of one fused tensor; q and k may change in place."""
+        cache = batch.caches[self._layer]
+        q_norm, k_norm = self._q_norm, self._k_norm
+        rope_and_cache(
+            q_THE,
+            k_TGE,
+            v_TGE,
+            batch.positions_T,
+            self._cos_sin_LR,
+            batch.slot_mapping_T,
+            cache.k_BGPE,
+            cache.v_BGPE,
+            None if q_norm is None else q_norm.weight_D,
+            None if k_norm is None else k_norm.weight_D,
+            self._eps,
+            self._offset,
+        )
+        return self._attend(q_THE, k_TGE, v_TGE, cache, batch)

@@ -1,0 +1,66 @@
+"""Which attention backend serves a layer: the best for the device, or the one named by QUIRE_ATTENTION_BACKEND."""
+
+from __future__ import annotations
+
+import torch
+
+from quire import envs
+from quire.attention.backend import AttentionBackend, AttentionSpec
+from quire.attention.cpu import CpuAttention
+from quire.attention.reference import ReferenceAttention
+from quire.errors import ConfigError
+from quire.forward_batch import ForwardBatch
+
+# Best first. The last one supports everything.
+_BACKENDS: tuple[type[CpuAttention] | type[ReferenceAttention], ...] = (CpuAttention, ReferenceAttention)
+
+
+def select_backend(spec: AttentionSpec, device: torch.device, name: str | None = None) -> AttentionBackend:
+    """A backend for layers of this spec.
+
+    Args:
+        name: the backend to use; None reads QUIRE_ATTENTION_BACKEND, and empty means the first that supports the spec.
+
+    Raises:
+        ConfigError: the named backend does not exist or cannot serve the spec, with its reason.
+    """
+    name = envs.ATTENTION_BACKEND.get() if name is None else name
+    names = [backend.name for backend in _BACKENDS]
+    if name and name not in names:
+        raise ConfigError(
+            "Unknown attention backend",
+            value=name,
+            expected="one of " + ", ".join(names),
+            param=envs.ATTENTION_BACKEND.name,
+        )
+    for backend in _BACKENDS:
+        if name and backend.name != name:
+            continue
+        reason = backend.unsupported(spec, device)
+        if reason is None:
+            return backend(spec)
+        if name:
+            raise ConfigError(
+                f"The attention backend {name} cannot be used: {reason}",
+                fix=f"Unset {envs.ATTENTION_BACKEND.name} to use the best one",
+                param=envs.ATTENTION_BACKEND.name,
+            )
+    raise AssertionError("the reference backend supports every spec")
+
+
+class SharedBackends:
+    """The backends of one model: layers with the same spec share an instance, and with it what prepare() does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_spec: dict[AttentionSpec, AttentionBackend] = {}
+
+    def get(self, spec: AttentionSpec) -> AttentionBackend:
+        if spec not in self._by_spec:
+            self._by_spec[spec] = select_backend(spec, self._device)
+        return self._by_spec[spec]
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Once per step, before the first layer."""
+        for backend in self._by_spec.values():
+            backend.prepare(batch)

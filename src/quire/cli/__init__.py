@@ -1,0 +1,1 @@
+"""The `quire` command: one file per subcommand. Nothing heavy is imported before it is needed."""

@@ -1,0 +1,37 @@
+"""`quire`: parse the command line and hand over to the subcommand."""
+
+from __future__ import annotations
+
+import sys
+
+from quire import __version__
+from quire.cli import chat, complete, serve
+from quire.cli.flags import Parser
+from quire.errors import QuireError
+
+COMMANDS = (serve, chat, complete)
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="quire", description="Fast LLM inference and serving that needs no tuning.", allow_abbrev=False)
+    parser.add_argument("-v", "--version", action="version", version=f"quire {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except QuireError as error:
+        print(f"quire: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

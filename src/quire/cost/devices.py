@@ -1,0 +1,97 @@
+"""What this machine is: cores allowed, instruction set, memory allowed. Linux files first, portable calls otherwise; no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from quire.resolve import DeviceFacts
+
+_CGROUP = Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _cgroup_number(*names: str) -> int | None:
+    """First readable of these cgroup files (v2 name, then v1 name) as a number; None for no limit."""
+    for name in names:
+        text = _read_text(_CGROUP / name)
+        if text is not None and text.strip().isdigit():
+            value = int(text)
+            return value if value < _NO_LIMIT_BYTES else None
+    return None
+
+
+def _meminfo(key: str) -> int | None:
+    for line in (_read_text(Path("/proc/meminfo")) or "").splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def total_memory_bytes() -> int:
+    """RAM this process may use: the cgroup's limit or the machine's memory."""
+    total = _meminfo("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
+    return min(total, limit) if limit else total
+
+
+def free_memory_bytes() -> int:
+    """RAM that can be taken now without swapping: MemAvailable, and what the cgroup's limit leaves (its page cache counts as free)."""
+    free = _meminfo("MemAvailable")
+    if free is None:
+        return total_memory_bytes() // 2
+    limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
+    used = _cgroup_number("memory.current", "memory/memory.usage_in_bytes")
+    if limit and used is not None:
+        cached = 0
+        for line in (_read_text(_CGROUP / "memory.stat") or "").splitlines():
+            if line.startswith("inactive_file "):
+                cached = int(line.split()[1])
+        free = min(free, limit - used + cached)
+    return max(free, 0)
+
+
+def resident_memory_bytes() -> int:
+    """Memory this process holds now."""
+    text = _read_text(Path("/proc/self/statm"))
+    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
+
+
+def num_cores() -> int:
+    """Physical cores this process may use: affinity without SMT siblings, cut by the cgroup's CPU quota."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in allowed:
+        siblings = _read_text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+        cores.add(siblings.strip() if siblings else str(cpu))
+    quota = (_read_text(_CGROUP / "cpu.max") or "max").split()
+    if quota[0].isdigit():
+        return max(1, min(len(cores), int(quota[0]) // int(quota[1])))
+    return len(cores)
+
+
+def cpu_name() -> str:
+    for line in (_read_text(Path("/proc/cpuinfo")) or "").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def detect(isa: str) -> DeviceFacts:
+    """Facts of the CPU. `isa` is what the kernels chose (quire.kernels.cpu.isa()), or `torch` without them."""
+    return DeviceFacts(
+        kind="cpu",
+        name=cpu_name(),
+        isa=isa,
+        num_cores=num_cores(),
+        total_memory_bytes=total_memory_bytes(),
+        free_memory_bytes=free_memory_bytes(),
+    )

@@ -1,0 +1,200 @@
+"""The engine core: schedules a batch, submits it, and turns its result into one delta per request."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from quire.errors import EngineDeadError, QuireError
+from quire.logs import get_logger
+from quire.messages import AddRequest, Command, RequestDelta, SetLimits
+from quire.request import Request
+from quire.schedule import Executor, Pending, RowsFailedError, ScheduledBatch, StepRecord, StepResult
+from quire.scheduler.scheduler import Scheduler, ScheduleStats
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A submitted batch."""
+
+    batch: ScheduledBatch
+    pending: Pending[StepResult]
+    stats: ScheduleStats
+    start_time: float
+    schedule_seconds: float
+
+
+class EngineCore:
+    """One scheduler, one executor, up to `depth` batches in flight: 1 is plain, 2 hides scheduling behind compute.
+
+    Not thread-safe: one loop calls everything.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, depth: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if depth < 1:
+            raise ValueError(f"The engine needs a depth of at least 1, got {depth}.")
+        self.scheduler = scheduler
+        self.executor = executor
+        self.depth = depth
+        self.last_record: StepRecord | None = None  # of the batch whose result the last step() took in, if it did
+        self._clock = clock
+        self._in_flight: deque[_Step] = deque()
+        self._refused: list[RequestDelta] = []
+        self._last_end_time = 0.0
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request. If it is refused, the next step answers with its error."""
+        request = Request(
+            request_id=message.request_id,
+            prompt_token_ids=message.prompt_token_ids,
+            sampling_params=message.sampling_params,
+            max_tokens=message.max_tokens,
+            stop_token_ids=frozenset(message.stop_token_ids),
+            arrival_time=message.arrival_time,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            lora_name=message.lora_name,
+            fork_of=message.fork_of,
+        )
+        try:
+            self.scheduler.add(request)
+        except QuireError as error:
+            delta = RequestDelta(message.request_id, finish_reason="error", error=error.message, error_code=error.code)
+            self._refused.append(delta)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Free these requests now. Nothing more is answered for them."""
+        self.scheduler.abort(request_ids)
+
+    def set_limits(self, message: SetLimits) -> None:
+        """Move limits from the next step on. Raises ValueError for an illegal one, and changes none."""
+        self.scheduler.set_limits(message)
+
+    def command(self, message: Command) -> None:
+        """Carry out reset_prefix_cache or shutdown. Raises ValueError for another name."""
+        commands: dict[str, Callable[[], None]] = {
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "shutdown": self.shutdown,
+        }
+        if message.name not in commands:
+            raise ValueError(f"Unknown engine command {message.name!r}, expected one of {', '.join(commands)}.")
+        commands[message.name]()
+
+    def shutdown(self) -> None:
+        """Stop the executor. Batches in flight are dropped."""
+        self._in_flight.clear()
+        self.executor.shutdown()
+
+    def has_work(self) -> bool:
+        """Whether step() has something to do."""
+        return bool(self._in_flight or self._refused) or self.scheduler.has_requests()
+
+    def step(self) -> list[RequestDelta]:
+        """Submit the next batch, and once `depth` are in flight, or no more can be, take in the oldest result.
+
+        An executor that raises ends requests, not the loop, unless it raises EngineDeadError.
+        """
+        self.last_record = None
+        refused, self._refused = self._refused, []
+
+        is_submitted = len(self._in_flight) < self.depth and self._submit()
+        if is_submitted and len(self._in_flight) < self.depth and self.scheduler.has_ready_requests():
+            return refused
+
+        if not self._in_flight:
+            return refused
+        step = self._in_flight.popleft()
+        try:
+            result = step.pending.result()
+            if len(result.token_ids) != len(step.batch.request_ids):
+                raise ValueError(f"{len(step.batch.request_ids)} rows submitted, {len(result.token_ids)} answered")
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            return refused + self._fail(step, error)
+        return refused + self._update(step, result)
+
+    def _submit(self) -> bool:
+        """Schedule and submit a batch, if there is anything to compute."""
+        start = self._clock()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        scheduled = self._clock()
+
+        try:
+            pending = self.executor.submit(batch)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # handled in its turn, as if result() had raised it
+            pending = Future()
+            pending.set_exception(error)
+
+        self._in_flight.append(_Step(batch, pending, self.scheduler.take_stats(), start, scheduled - start))
+        return True
+
+    def _update(self, step: _Step, result: StepResult) -> list[RequestDelta]:
+        arrived = self._clock()
+        deltas = self.scheduler.update(step.batch, result)
+        end = self._clock()
+        self.last_record = self._record(step, result, end - arrived, end)
+        self._last_end_time = end
+        return deltas
+
+    def _fail(self, step: _Step, error: Exception) -> list[RequestDelta]:
+        """End the requests that made the executor raise; the others are computed again."""
+        logger.error("step %d failed: %s", step.batch.step_id, error, exc_info=error)
+        steps = [step, *self._in_flight]
+        self._in_flight.clear()
+        for later in steps[1:]:
+            _wait_for_void(later)
+        request_ids: list[str] = []
+        message = f"The model step failed ({type(error).__name__})."
+        if isinstance(error, QuireError):
+            message = error.message
+        elif isinstance(error, RowsFailedError):
+            request_ids, message = error.request_ids, str(error)
+        return self.scheduler.fail([step.batch for step in steps], message, request_ids)
+
+    def _record(self, step: _Step, result: StepResult, output_seconds: float, end: float) -> StepRecord:
+        batch, stats, scheduler = step.batch, step.stats, self.scheduler
+        num_tokens, pool = batch.num_tokens, scheduler.kv.pool
+        return StepRecord(
+            step_id=batch.step_id,
+            num_prefill_tokens=num_tokens - stats.num_decode_tokens,
+            num_decode_tokens=stats.num_decode_tokens,
+            num_sampled_tokens=sum(map(len, result.token_ids)),
+            num_rows=len(batch.request_ids),
+            num_kv_tokens_read=sum(batch.num_computed_tokens) + num_tokens,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks_in_use=pool.num_used_blocks,
+            num_blocks_total=pool.num_blocks,
+            num_preemptions=stats.num_preemptions,
+            prefix_cache_queries=stats.prefix_cache_queries,
+            prefix_cache_hits=stats.prefix_cache_hits,
+            schedule_seconds=step.schedule_seconds,
+            prepare_seconds=result.prepare_seconds,
+            forward_seconds=result.forward_seconds,
+            sample_seconds=result.sample_seconds,
+            output_seconds=output_seconds,
+            # With two batches in flight a step begins where the one before ended.
+            step_seconds=end - max(step.start_time, self._last_end_time),
+        )
+
+
+def _wait_for_void(step: _Step) -> None:
+    """Let a batch behind a failed one end: the executor must be idle before its requests are computed again."""
+    try:
+        step.pending.result()
+    except EngineDeadError:
+        raise
+    except Exception as error:
+        logger.info("step %d, void because an earlier one failed, failed as well: %s", step.batch.step_id, error)

@@ -1,0 +1,191 @@
+"""An executor without a model: the next token is a hash of the tokens before it, read from a simulated KV cache."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from quire.sampling_params import SamplingParams
+from quire.schedule import NewRow, Pending, ScheduledBatch, StepResult, TokenLogprobs
+
+_MASK = (1 << 61) - 1
+
+
+def _mix(*values: int) -> int:
+    """A 61-bit hash of integers, the same in every process: Knuth's multiplicative step over a Mersenne prime."""
+    state = 1
+    for value in values:
+        state = (state * 6364136223846793005 + value + 1) % _MASK
+        state ^= state >> 29
+    return state
+
+
+def _next_token(state: int, num_output: int, params: SamplingParams, stop_ids: frozenset[int], vocab_size: int) -> int:
+    """Depends on everything read and on the seed. Stop ids are masked while fewer than min_tokens are out."""
+    token = _mix(state, params.seed or 0) % vocab_size
+    while num_output < params.min_tokens and token in stop_ids:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def expected_tokens(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    num_tokens: int,
+    *,
+    stop_token_ids: frozenset[int] = frozenset(),
+    lora_name: str | None = None,
+    vocab_size: int = 1000,
+) -> list[int]:
+    """The first `num_tokens` tokens that DeterministicExecutor gives for a prompt, computed without any cache."""
+    state = zlib.crc32((lora_name or "").encode())
+    output: list[int] = []
+    for position, token in enumerate(prompt_token_ids):
+        state = _mix(state, _mix(token, position, state))
+    while len(output) < num_tokens:
+        output.append(_next_token(state, len(output), params, stop_token_ids, vocab_size))
+        state = _mix(state, _mix(output[-1], len(prompt_token_ids) + len(output) - 1, state))
+    return output
+
+
+@dataclass(slots=True)
+class _Row:
+    """What a worker knows of a request."""
+
+    new: NewRow
+    token_ids: list[int]
+    block_ids: list[int]
+    error: str | None = None  # it failed: batches submitted before the scheduler knew skip it
+
+
+@dataclass(slots=True)
+class _PendingStep:
+    """A result that is computed when somebody waits for it, after those submitted before."""
+
+    executor: DeterministicExecutor
+    batch: ScheduledBatch
+    future: Future[StepResult] = field(default_factory=Future)
+
+    def result(self) -> StepResult:
+        self.executor.run_until(self)
+        return self.future.result()
+
+
+class DeterministicExecutor:
+    """Runs batches as a worker does, on integers.
+
+    Each computed token writes a fingerprint of (token, position, all tokens before) into the slot that the block table
+    names, and each next token hashes what it reads back from the slots of all tokens before. A wrong block, a missed
+    copy, a stale or an overwritten slot changes the output. Tokens of the output are comparable with `expected_tokens`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        vocab_size: int = 1000,
+        is_delayed: bool = False,
+        failure: Callable[[ScheduledBatch], Exception | None] = lambda batch: None,
+        row_failure: Callable[[str], str | None] = lambda request_id: None,
+    ) -> None:
+        """
+        Args:
+            is_delayed: compute a batch when its result is asked for, not when it is submitted.
+            failure: an exception for a batch: raised after its changes are applied and computed, as by a late crash.
+            row_failure: an error message for a request.
+        """
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.rows: dict[str, _Row] = {}
+        self.is_shut_down = False
+        self._slots = [0] * (num_blocks * block_size)
+        self._is_delayed = is_delayed
+        self._failure, self._row_failure = failure, row_failure
+        self._waiting: deque[_PendingStep] = deque()
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        pending = _PendingStep(self, batch)
+        self._waiting.append(pending)
+        if not self._is_delayed:
+            self.run_until(pending)
+        return pending
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def run_until(self, pending: _PendingStep) -> None:
+        """Compute the submitted batches in order, up to this one."""
+        while not pending.future.done():
+            step = self._waiting.popleft()
+            try:
+                step.future.set_result(self._execute(step.batch))
+            except Exception as error:  # delivered by result(), as from any executor
+                step.future.set_exception(error)
+
+    def _execute(self, batch: ScheduledBatch) -> StepResult:
+        self._apply(batch)
+        result = StepResult(batch.step_id, [])
+        for row in range(len(batch.request_ids)):
+            self._compute(batch, row, result)
+        if (error := self._failure(batch)) is not None:
+            raise error
+        return result
+
+    def _apply(self, batch: ScheduledBatch) -> None:
+        """The worker's order: removals, new rows, new blocks, copies."""
+        for request_id in batch.removed_request_ids:
+            self.rows.pop(request_id, None)
+        for new in batch.new_rows:
+            assert new.request_id not in self.rows, f"{new.request_id} is added twice"
+            self.rows[new.request_id] = _Row(new, list(new.token_ids), list(new.block_ids))
+        for request_id, block_ids in zip(batch.request_ids, batch.new_block_ids, strict=True):
+            self.rows[request_id].block_ids += block_ids
+
+        size = self.block_size
+        for source, destination in batch.block_copies:
+            self._slots[destination * size : (destination + 1) * size] = self._slots[
+                source * size : (source + 1) * size
+            ]
+
+    def _compute(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
+        """One row: read the slots before, write the new ones, sample if the row's tokens are all computed."""
+        row = self.rows[batch.request_ids[index]]
+        new, params = row.new, row.new.sampling_params
+        result.token_ids.append([])
+        row.error = row.error or self._row_failure(new.request_id)
+        if row.error is not None:
+            result.errors[index] = row.error
+            return
+        start = batch.num_computed_tokens[index]
+        end = start + batch.num_scheduled_tokens[index]
+        assert start < end <= len(row.token_ids), f"{new.request_id}: tokens {start} .. {end} of {len(row.token_ids)}"
+        state = zlib.crc32((new.lora_name or "").encode())
+        for position in range(start):
+            state = _mix(state, self._slots[self._slot(row, position)])
+        for position in range(start, end):
+            slot = self._slot(row, position)
+            self._slots[slot] = _mix(row.token_ids[position], position, state)
+            state = _mix(state, self._slots[slot])
+            if params.prompt_logprobs is not None and position + 1 < new.num_prompt_tokens:
+                logprobs = _logprobs(row.token_ids[position + 1], state, params.prompt_logprobs)
+                result.prompt_logprobs.setdefault(index, []).append(logprobs)
+        if end == len(row.token_ids):
+            num_output = end - new.num_prompt_tokens
+            token = _next_token(state, num_output, params, new.stop_token_ids, self.vocab_size)
+            row.token_ids.append(token)
+            result.token_ids[index] = [token]
+            if params.logprobs is not None:
+                result.logprobs[index] = [_logprobs(token, state, params.logprobs)]
+
+    def _slot(self, row: _Row, position: int) -> int:
+        return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def _logprobs(token: int, state: int, count: int) -> TokenLogprobs:
+    """Made up, but a function of what was read: the token itself and `count` others."""
+    others = [_mix(state, rank) % 1000 for rank in range(count)]
+    return TokenLogprobs([token, *others], [-(state % 1000) / 100] * (count + 1), [1, *range(1, count + 1)])

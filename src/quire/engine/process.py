@@ -1,0 +1,141 @@
+"""The engine process: reads messages from the API process, steps the core, answers with one message per step.
+
+Started as `python -m quire.engine.process` with one JSON line on standard input (EngineLaunch). It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quire import logs
+from quire.engine.core import EngineCore
+from quire.engine.start import StartedEngine, start_engine
+from quire.errors import QuireError
+from quire.messages import (
+    Abort,
+    AddRequest,
+    Command,
+    EngineFailed,
+    EngineInput,
+    EngineLaunch,
+    EngineMessage,
+    EngineOutputs,
+    EngineProgress,
+    SetLimits,
+)
+
+logger = logs.get_logger(__name__)
+
+IDLE_POLL_MS = 500  # also how often the parent's life is checked while idle
+
+
+class EngineProcess:
+    """The message loop around one EngineCore."""
+
+    def __init__(self, launch: EngineLaunch) -> None:
+        self._launch = launch
+        self._context = zmq.Context()
+        self._inputs = self._context.socket(zmq.PULL)
+        self._inputs.connect(launch.input_address)
+        self._outputs = self._context.socket(zmq.PUSH)
+        self._outputs.setsockopt(zmq.LINGER, 2000)
+        self._outputs.connect(launch.output_address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineInput)
+        self._parent = os.getppid()
+        self._stopping = False
+
+    def run(self) -> int:
+        """Start the engine, serve until told to stop, answer with the exit code."""
+        try:
+            started = start_engine(
+                self._launch.config, Path(self._launch.model_folder), is_server=True, progress=self._send_progress
+            )
+        except QuireError as error:
+            self._send(EngineFailed(error.message, error.code))
+            return 1
+        except Exception as error:
+            logger.exception("the engine could not start")
+            self._send(EngineFailed(f"The engine could not start: {type(error).__name__}: {error}"))
+            return 1
+        self._send(started.ready_message())
+        try:
+            self._serve(started)
+        except Exception as error:
+            logger.exception("the engine loop ended")
+            self._send(EngineFailed(f"The engine stopped after an internal error ({type(error).__name__}); see its log"))
+            return 1
+        finally:
+            started.core.shutdown()
+        return 0
+
+    def _serve(self, started: StartedEngine) -> None:
+        core = started.core
+        while not self._stopping:
+            self._receive(core, 0 if core.has_work() else IDLE_POLL_MS)
+            if not core.has_work():
+                if os.getppid() != self._parent:
+                    return
+                continue
+            deltas = core.step()
+            if deltas or core.last_record is not None:
+                self._send(EngineOutputs(deltas, core.last_record))
+
+    def _receive(self, core: EngineCore, timeout_ms: int) -> None:
+        if not self._inputs.poll(timeout_ms):
+            return
+        handlers: dict[type, Callable[..., None]] = {
+            AddRequest: core.add,
+            Abort: lambda message: core.abort(message.request_ids),
+            SetLimits: core.set_limits,
+            Command: self._command(core),
+        }
+        while True:
+            try:
+                frame = self._inputs.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._decoder.decode(frame)
+            handlers[type(message)](message)
+
+    def _command(self, core: EngineCore) -> Callable[[Command], None]:
+        def handle(command: Command) -> None:
+            if command.name == "shutdown":
+                self._stopping = True
+            else:
+                core.command(command)
+
+        return handle
+
+    def _send(self, message: EngineMessage) -> None:
+        self._outputs.send(self._encoder.encode(message))
+
+    def _send_progress(self, phase: str, fraction: float, detail: str) -> None:
+        self._send(EngineProgress(phase, fraction, detail))
+
+    def close(self) -> None:
+        self._inputs.close(0)
+        self._outputs.close()
+        self._context.term()
+
+
+def main() -> int:
+    # The parent decides when to stop: a Ctrl-C in the terminal reaches both processes, and the parent drains first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.configure()
+    process = EngineProcess(msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineLaunch))
+    try:
+        return process.run()
+    finally:
+        process.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

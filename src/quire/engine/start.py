@@ -1,0 +1,81 @@
+"""From a config to an engine core that has produced a token: model facts, worker, scheduler, executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.executor import InlineExecutor, ThreadExecutor
+from quire.messages import AddRequest, EngineReady
+from quire.model_config import ModelConfig, load_model_config
+from quire.resolve import Resolved
+from quire.sampling_params import SamplingParams
+from quire.scheduler.block_pool import BlockPool
+from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
+from quire.worker.worker import start_worker
+
+Progress = Callable[[str, float, str], None]
+
+WARM_UP_REQUEST_ID = "warm-up"
+
+
+@dataclass(frozen=True)
+class StartedEngine:
+    """A core that is ready to serve, and what it resolved to."""
+
+    core: EngineCore
+    resolved: Resolved
+    model_config: ModelConfig
+
+    def ready_message(self) -> EngineReady:
+        return EngineReady(
+            max_model_len=self.resolved.max_model_len,
+            num_blocks=self.resolved.num_blocks,
+            block_size=self.resolved.block_size,
+            max_num_seqs=self.resolved.max_num_seqs,
+            max_num_batched_tokens=self.resolved.max_num_batched_tokens,
+            resolved=self.resolved.as_dict(),
+        )
+
+
+def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, progress: Progress) -> StartedEngine:
+    """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user."""
+    model_config = load_model_config(model_folder, config.hf_overrides, any_architecture=config.model_impl in ("auto", "transformers"))
+    worker = start_worker(config, model_config, is_server=is_server, progress=progress)
+    resolved = worker.resolved
+    kv = KVCacheManager(
+        BlockPool(resolved.num_blocks, resolved.block_size),
+        enable_prefix_caching=resolved.enable_prefix_caching,
+        watermark=resolved.watermark,
+    )
+    limits = SchedulerLimits(
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_model_len=resolved.max_model_len,
+        long_prefill_token_threshold=resolved.long_prefill_token_threshold,
+        max_num_queued_reqs=resolved.max_num_queued_reqs,
+    )
+    scheduler = Scheduler(limits, kv, policy=resolved.scheduling_policy, enable_chunked_prefill=resolved.enable_chunked_prefill)
+    if resolved.async_scheduling:
+        core = EngineCore(scheduler, ThreadExecutor(worker.runner), depth=2)
+    else:
+        core = EngineCore(scheduler, InlineExecutor(worker.runner), depth=1)
+    _produce_a_token(core)
+    progress("warm up", 1.0, "")
+    return StartedEngine(core, resolved, model_config)
+
+
+def _produce_a_token(core: EngineCore) -> None:
+    """Ready means that a real token has come out of the whole path."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, skip_reading_prefix_cache=True, seed=0)
+    core.add(AddRequest(WARM_UP_REQUEST_ID, [0], params, max_tokens=1))
+    deltas = []
+    while core.has_work():
+        deltas += core.step()
+    assert any(delta.token_ids for delta in deltas), f"the warm-up request produced no token: {deltas}"
+    core.scheduler.reset_prefix_cache()

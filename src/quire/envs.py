@@ -1,0 +1,77 @@
+"""Every environment variable Quire reads, with its type, default and meaning. Read at call time, so that tests can set them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from quire.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def _boolean(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError(text)
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable: `get()` parses the current value or gives the default."""
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    help: str
+
+    def get(self) -> T:
+        text = os.environ.get(self.name)
+        if text is None or text == "":
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ConfigError(
+                f"Environment variable {self.name} has an illegal value",
+                value=text,
+                expected=f"{self.help} (default {self.default!r})",
+                param=self.name,
+            ) from None
+
+    def is_set(self) -> bool:
+        return bool(os.environ.get(self.name))
+
+
+CPU_KVCACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", 0.0, float, "KV cache memory on CPU in GiB; 0 = what is free minus the reserve")
+API_KEY = Variable("VLLM_API_KEY", "", str, "API key of the server; --api-key wins")
+LOGGING_LEVEL = Variable("VLLM_LOGGING_LEVEL", "INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
+LOG_STATS_INTERVAL = Variable("VLLM_LOG_STATS_INTERVAL", 10.0, float, "seconds between two statistics lines")
+ENGINE_READY_TIMEOUT_S = Variable("VLLM_ENGINE_READY_TIMEOUT_S", 600, int, "seconds to wait for the engine at start")
+ALLOW_LONG_MAX_MODEL_LEN = Variable(
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN", False, _boolean, "1 allows --max-model-len above what the model was trained for"
+)
+FORCE_REFERENCE = Variable("QUIRE_FORCE_REFERENCE", False, _boolean, "1 runs the plain-torch path instead of the compiled kernels")
+ATTENTION_BACKEND = Variable("QUIRE_ATTENTION_BACKEND", "", str, "name of the attention backend; empty = chosen by device")
+ISA = Variable("QUIRE_ISA", "", str, "instruction set of the CPU kernels: scalar, avx2, avx512, avx512_bf16, amx; empty = best present")
+NUM_THREADS = Variable("QUIRE_NUM_THREADS", 0, int, "threads of the CPU kernels; 0 = physical cores allowed by affinity and cgroup")
+NO_COLOR = Variable("NO_COLOR", "", str, "any value turns colour off")
+
+VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool], ...] = (
+    CPU_KVCACHE_SPACE,
+    API_KEY,
+    LOGGING_LEVEL,
+    LOG_STATS_INTERVAL,
+    ENGINE_READY_TIMEOUT_S,
+    ALLOW_LONG_MAX_MODEL_LEN,
+    FORCE_REFERENCE,
+    ATTENTION_BACKEND,
+    ISA,
+    NUM_THREADS,
+    NO_COLOR,
+)

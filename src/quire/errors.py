@@ -1,0 +1,107 @@
+"""Exceptions of Quire: a stable code, what happened, the value seen, what is expected, how to fix it, and the HTTP status."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class QuireError(Exception):
+    """Base of every error a user can cause or must act on.
+
+    Args:
+        what: one sentence that says what happened.
+        value: the offending value, shown shortened.
+        expected: what would have been accepted.
+        fix: what to do.
+        param: name of the request field or flag the error is about.
+    """
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+    MAX_VALUE_CHARS: ClassVar[int] = 120
+
+    def __init__(
+        self, what: str, *, value: Any = None, expected: str | None = None, fix: str | None = None, param: str | None = None
+    ) -> None:
+        self.what, self.value, self.expected, self.fix, self.param = what, value, expected, fix, param
+        super().__init__(self.message)
+
+    @property
+    def message(self) -> str:
+        parts = [self.what.rstrip(".") + "."]
+        if self.value is not None:
+            shown = repr(self.value)
+            if len(shown) > self.MAX_VALUE_CHARS:
+                shown = shown[: self.MAX_VALUE_CHARS] + "..."
+            parts.append(f"Got {shown}.")
+        if self.expected:
+            parts.append(f"Expected {self.expected.rstrip('.')}.")
+        if self.fix:
+            parts.append(self.fix.rstrip(".") + ".")
+        return " ".join(parts)
+
+
+class InvalidRequestError(QuireError, ValueError):
+    """A request field has an illegal value."""
+
+    code, status = "invalid_value", 400
+
+
+class UnsupportedFieldError(InvalidRequestError):
+    """A request field that would change the output is unknown, removed or not supported."""
+
+    code = "unsupported_field"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt plus requested tokens do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFoundError(QuireError):
+    """The request names a model that is not served."""
+
+    code, status = "model_not_found", 404
+
+
+class QueueFullError(QuireError):
+    """The waiting queue is at its limit."""
+
+    code, status = "queue_full", 429
+
+
+class EngineDeadError(QuireError):
+    """The engine process ended or does not answer."""
+
+    code, status = "engine_dead", 503
+
+
+class NotReadyError(QuireError):
+    """The engine is still starting or is draining."""
+
+    code, status = "not_ready", 503
+
+
+class ConfigError(QuireError, ValueError):
+    """A flag, environment variable or config value is illegal or does not fit the model or the machine."""
+
+    code, status = "bad_config", 400
+
+
+class ModelConfigError(ConfigError):
+    """config.json is missing, malformed or describes an unsupported architecture."""
+
+    code = "bad_model_config"
+
+
+class WeightsError(ConfigError):
+    """Weights are missing, unexpected, misshapen, truncated or in a refused format."""
+
+    code = "bad_weights"
+
+
+class MemoryPlanError(ConfigError):
+    """Weights, KV cache and reserve do not fit into the memory allowed."""
+
+    code = "out_of_memory_plan"

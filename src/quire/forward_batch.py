@@ -1,0 +1,55 @@
+"""Every tensor a layer may read in one forward pass. Passed down the model, never global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# T tokens of this step, S sequences of this step, M blocks in the longest table, B blocks, G kv heads, P block size, E head dim
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """KV cache of one layer: both tensors [num_blocks, num_kv_heads, block_size, head_dim]."""
+
+    k_BGPE: Tensor
+    v_BGPE: Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.k_BGPE.shape[2]
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step's rows, packed: tokens of sequence s are cu_seqlens_q[s]..cu_seqlens_q[s+1].
+
+    The query tokens of a sequence are its last positions: token i of a row with seq_len L and query length Q is at position L - Q + i.
+    """
+
+    token_ids_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    slot_mapping_T: Tensor  # int64: block_id * block_size + offset
+    cu_seqlens_q_S1: Tensor  # int32, S + 1 prefix sums
+    seq_lens_S: Tensor  # int32, KV length after this step
+    block_tables_SM: Tensor  # int32
+    logits_indices_R: Tensor  # int64: the tokens whose logits are wanted
+    caches: list[LayerCache]  # one per layer
+    max_query_len: int
+    max_seq_len: int
+    backend_state: dict[str, Any] = field(default_factory=dict)  # what an attention backend's prepare() keeps for forward()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids_T.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens_S.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_ids_T.device

@@ -1,0 +1,317 @@
+"""AsyncEngine: the front end as a server uses it. One task receives from the engine; every request has a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
+
+from quire.errors import EngineDeadError, InvalidRequestError, NotReadyError, QuireError
+from quire.frontend.client import EngineClient
+from quire.frontend.input_processor import InputProcessor, ProcessedRequest
+from quire.frontend.output_processor import OutputProcessor, error_of
+from quire.frontend.prompts import PromptType
+from quire.frontend.stats import StepStats
+from quire.frontend.stream import RequestStream
+from quire.logs import get_logger
+from quire.messages import (
+    Abort,
+    Command,
+    EngineFailed,
+    EngineMessage,
+    EngineOutputs,
+    EngineProgress,
+    EngineReady,
+    SetLimits,
+)
+from quire.outputs import RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.schedule import StepRecord
+
+logger = get_logger(__name__)
+
+INLINE_PROMPT_CHARS = 4096  # about 1 ms of tokenization; longer texts are tokenized in a thread
+# A step must end within max(MIN_STEP_SECONDS, SLOW_STEP_FACTOR x the longest of the last STEPS_REMEMBERED steps).
+MIN_STEP_SECONDS = 10.0
+SLOW_STEP_FACTOR = 20
+STEPS_REMEMBERED = 64
+FIRST_STEP_SECONDS = 120.0  # while no step has been seen
+
+
+class AsyncEngine:
+    """Requests in, streams of outputs out, over one engine.
+
+    Args:
+        client: the connection to the engine; owned from now on.
+        input_processor: replaced by one with the engine's context length once that is known.
+        output_processor: owned from now on; its metrics also hear of every step.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        input_processor: InputProcessor,
+        output_processor: OutputProcessor,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self.input_processor = input_processor
+        self.output_processor = output_processor
+        self.ready: EngineReady | None = None
+        self.progress: EngineProgress | None = None  # of the start, until ready
+        self.error: QuireError | None = None  # why the engine is gone
+        self.stats = StepStats(clock())
+        self._clock = clock
+        self._streams: dict[str, RequestStream] = {}
+        self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        self._last_sign_time = clock()  # last step, or first request after an idle time
+        self._task: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()  # ready or dead
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        """Begin to receive. Needs a running event loop; once."""
+        assert self._task is None, "started twice"
+        self._task = asyncio.get_running_loop().create_task(self._receive(), name="engine outputs")
+
+    async def wait_ready(self, timeout: float | None = None) -> EngineReady:
+        """Wait until the engine has produced a token.
+
+        Raises:
+            QuireError: why it could not start. NotReadyError: not within `timeout` seconds.
+        """
+        try:
+            await asyncio.wait_for(self._settled.wait(), timeout)
+        except TimeoutError:
+            raise NotReadyError(f"The engine was not ready within {timeout:g} seconds", fix="See its log") from None
+        if self.error is not None:
+            raise self.error
+        assert self.ready is not None
+        return self.ready
+
+    @property
+    def is_ready(self) -> bool:
+        """A real token has been produced, and the engine lives."""
+        return self.ready is not None and self.error is None
+
+    @property
+    def is_healthy(self) -> bool:
+        """Ready, and a step has ended recently if there is work."""
+        return self.is_ready and self.client.is_alive and not self._is_stuck()
+
+    def _is_stuck(self) -> bool:
+        if self._idle.is_set():
+            return False
+        longest = max(self._step_seconds, default=None)
+        allowed = FIRST_STEP_SECONDS if longest is None else max(MIN_STEP_SECONDS, SLOW_STEP_FACTOR * longest)
+        return self._clock() - self._last_sign_time > allowed
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests without their last output."""
+        return self.output_processor.num_unfinished
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The engine's last step."""
+        return self.stats.last_record
+
+    async def add_request(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+        arrival_time: float | None = None,
+        add_special_tokens: bool = True,
+        clamp_max_tokens: bool = False,
+    ) -> RequestStream:
+        """Check, tokenize and send one request. Whoever gets the stream must iterate it to its end or close it.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: the request is refused. NotReadyError, EngineDeadError: as it says.
+        """
+        self._check_running()
+        arrival = self._clock() if arrival_time is None else arrival_time
+
+        def process() -> ProcessedRequest:
+            return self.input_processor.process(
+                request_id,
+                prompt,
+                sampling_params,
+                priority=priority,
+                cache_salt=cache_salt,
+                lora_name=lora_name,
+                arrival_time=arrival,
+                add_special_tokens=add_special_tokens,
+                clamp_max_tokens=clamp_max_tokens,
+            )
+
+        processed = await asyncio.to_thread(process) if _is_long(prompt) else process()
+        self._check_running()
+        if self.output_processor.is_in_use(processed):
+            raise InvalidRequestError(
+                "The request id is in use", value=request_id, fix="Use another id", param="request_id"
+            )
+        if self._idle.is_set():
+            self._last_sign_time = self._clock()
+            self._idle.clear()
+        self.output_processor.add(processed)
+        is_delta = processed.sampling_params.output_kind is RequestOutputKind.DELTA
+        stream = RequestStream(request_id, is_delta=is_delta, on_leave=self._on_leave)
+        self._streams[request_id] = stream
+        try:
+            for message in processed.requests:
+                self.client.send(message)
+        except EngineDeadError as error:
+            self._die(error)
+            raise
+        return stream
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+        add_special_tokens: bool = True,
+        clamp_max_tokens: bool = False,
+    ) -> AsyncIterator[RequestOutput]:
+        """`add_request` and its stream as one generator: errors come at its first step, leaving it aborts."""
+        stream = await self.add_request(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            lora_name=lora_name,
+            add_special_tokens=add_special_tokens,
+            clamp_max_tokens=clamp_max_tokens,
+        )
+        async with stream:
+            async for output in stream:
+                yield output
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests. Their readers' streams end without a further output; unknown ids are ignored."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.close()
+
+    def _on_leave(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        self._send_abort(self.output_processor.abort([request_id]))
+        self._note_idle()
+
+    def _send_abort(self, engine_ids: list[str]) -> None:
+        if engine_ids and self.error is None:
+            with suppress(EngineDeadError):  # then there is nothing left to abort; `receive` reports the death
+                self.client.send(Abort(engine_ids))
+
+    def set_limits(self, limits: SetLimits) -> None:
+        """Move limits of the running engine. Raises NotReadyError, EngineDeadError."""
+        self._check_running()
+        self.client.send(limits)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prompts that no running request uses. Raises NotReadyError, EngineDeadError."""
+        self._check_running()
+        self.client.send(Command("reset_prefix_cache"))
+
+    def _check_running(self) -> None:
+        if self.error is not None:
+            raise EngineDeadError(self.error.message) from self.error
+        if self.ready is None:
+            phase = f" ({self.progress.phase}, {self.progress.fraction:.0%})" if self.progress is not None else ""
+            raise NotReadyError(f"The engine is starting{phase}", fix="Retry in a few seconds")
+
+    async def _receive(self) -> None:
+        try:
+            while self.error is None:
+                self._handle(await self.client.receive())
+        except EngineDeadError as error:
+            self._die(error)
+        except Exception as error:  # nobody can be served without this task: everybody must hear of it
+            logger.exception("receiving from the engine failed")
+            self._die(EngineDeadError(f"Receiving from the engine failed ({type(error).__name__})"))
+
+    def _handle(self, message: EngineMessage) -> None:
+        match message:
+            case EngineOutputs():
+                self._handle_outputs(message)
+            case EngineProgress():
+                self.progress = message
+            case EngineReady():
+                self.ready, self.progress = message, None
+                self.input_processor = self.input_processor.with_max_model_len(message.max_model_len)
+                self._settled.set()
+            case EngineFailed():
+                self._die(error_of(message.code, message.message))
+
+    def _handle_outputs(self, message: EngineOutputs) -> None:
+        self._last_sign_time = self._clock()
+        if message.record is not None:
+            self._step_seconds.append(message.record.step_seconds)
+            self.stats.add(message.record)
+            self.output_processor.metrics.on_step(message.record)
+        result = self.output_processor.process(message.deltas)
+        streams = self._streams
+        for output in result.outputs:
+            stream = streams.get(output.request_id)
+            if stream is not None:
+                if output.finished:
+                    del streams[output.request_id]
+                stream.put(output)
+                if output.error is not None:
+                    stream.fail(result.errors[output.request_id])
+        self._send_abort(result.abort_ids)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self.output_processor.num_unfinished == 0:
+            self._idle.set()
+
+    def _die(self, error: QuireError) -> None:
+        """Every stream ends with an error, and no request is taken any more."""
+        if self.error is not None:
+            return
+        self.error = error
+        streams, self._streams = self._streams, {}
+        self.output_processor.abort(list(streams))
+        for stream in streams.values():
+            stream.fail(EngineDeadError(error.message))
+        self._idle.set()
+        self._settled.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is unfinished (drain: stop adding first)."""
+        await self._idle.wait()
+
+    async def shutdown(self) -> None:
+        """Tell the engine to stop, end every stream and free the connection."""
+        if self.error is None:
+            with suppress(EngineDeadError):  # already gone is what was asked for
+                self.client.send(Command("shutdown"))
+        self._die(EngineDeadError("The server is shutting down"))
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        self.client.close()
+
+
+def _is_long(prompt: PromptType) -> bool:
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    return isinstance(text, str) and len(text) > INLINE_PROMPT_CHARS

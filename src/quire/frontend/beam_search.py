@@ -1,0 +1,66 @@
+"""Beam search as a state machine over token ids: ask which sequences to extend, take their next-token logprobs, repeat.
+
+The engine sees ordinary one-token requests; the prefix cache keeps each beam's KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from quire.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
+from quire.sampling_params import BeamSearchParams, SamplingParams
+
+
+class BeamSearch:
+    """One prompt. Call `pending`, extend each by one token, hand the logprobs to `advance`, until `pending` is empty.
+
+    As in vLLM, a sequence is ranked by its cumulative logprob / length ** length_penalty, its length without the EOS that ended it.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int], params: BeamSearchParams, eos_token_ids: Iterable[int]) -> None:
+        self._params = params
+        self._num_prompt_tokens = len(prompt_token_ids)
+        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._beams = [BeamSearchSequence(list(prompt_token_ids))]
+        self._finished: list[BeamSearchSequence] = []
+
+    def step_params(self) -> SamplingParams:
+        """For the one-token request that extends a beam: twice the width covers every beam ending at once."""
+        return SamplingParams(
+            temperature=self._params.temperature,
+            max_tokens=1,
+            logprobs=2 * self._params.beam_width,
+            ignore_eos=True,
+            seed=0,
+            detokenize=False,
+        )
+
+    def pending(self) -> list[list[int]]:
+        """Token ids of the sequences to extend; empty when the search is over."""
+        if not self._beams or len(self._beams[0].tokens) - self._num_prompt_tokens >= self._params.max_tokens:
+            return []
+        return [beam.tokens for beam in self._beams]
+
+    def advance(self, logprobs: Sequence[Mapping[int, Logprob]]) -> None:
+        """Next-token logprobs of each pending sequence, in its order."""
+        candidates: list[BeamSearchSequence] = []
+        for beam, choices in zip(self._beams, logprobs, strict=True):
+            for token_id, choice in choices.items():
+                extended = BeamSearchSequence([*beam.tokens, token_id], beam.cum_logprob + choice.logprob)
+                if token_id in self._eos:
+                    extended.finish_reason, extended.stop_reason = "stop", token_id
+                    self._finished.append(extended)
+                else:
+                    candidates.append(extended)
+        self._beams = sorted(candidates, key=self._score, reverse=True)[: self._params.beam_width]
+
+    def result(self) -> BeamSearchOutput:
+        """The best sequences, finished or cut at max_tokens, best first."""
+        for beam in self._beams:
+            beam.finish_reason = "length"
+        best = sorted(self._finished + self._beams, key=self._score, reverse=True)
+        return BeamSearchOutput(best[: self._params.beam_width])
+
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        length = len(sequence.tokens) - (sequence.finish_reason == "stop")
+        return sequence.cum_logprob / length**self._params.length_penalty

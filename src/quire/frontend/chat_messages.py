@@ -1,0 +1,159 @@
+"""Chat messages as templates expect them: plain JSON, content as a string or as text parts, parsed tool arguments."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.errors import InvalidRequestError, UnsupportedFieldError
+
+MAX_DEPTH = 64  # of nested JSON in messages, tools and template arguments
+TEXT_PART_TYPES = ("text", "input_text", "output_text")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the same thing; templates read different ones
+
+
+def plain(value: Any, param: str, depth: int = 0) -> Any:
+    """A copy made of JSON types only: a template must not reach the methods of anything else.
+
+    Raises:
+        InvalidRequestError: another type, a non-finite number, or nested deeper than MAX_DEPTH.
+    """
+    if depth > MAX_DEPTH:
+        raise InvalidRequestError(f"{param} is nested too deeply", expected=f"at most {MAX_DEPTH} levels", param=param)
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str.__str__(value)
+        case int():
+            return int(value)
+        case float() if math.isfinite(value):
+            return float(value)
+        case Mapping():
+            return {_key(key, param): plain(item, param, depth + 1) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item, param, depth + 1) for item in value]
+    raise InvalidRequestError(
+        f"{param} contains a value of type {type(value).__name__}",
+        expected="JSON: finite numbers, strings, lists, objects",
+        param=param,
+    )
+
+
+def _key(key: Any, param: str) -> str:
+    if not isinstance(key, str):
+        raise InvalidRequestError(
+            f"{param} contains a key of type {type(key).__name__}", expected="strings", param=param
+        )
+    return str.__str__(key)
+
+
+def normalise_messages(
+    messages: Sequence[Mapping[str, Any]], *, content_as_parts: bool, keep_strings: bool = True
+) -> list[dict[str, Any]]:
+    """A fresh list of messages that any template can read.
+
+    Args:
+        messages: `{"role": ..., "content": ...}` and whatever else the template knows. Content is a string, a list of
+            text parts, or, for an assistant message, None or missing, which becomes "".
+        content_as_parts: the template reads lists of parts; otherwise parts are joined by newlines.
+        keep_strings: with `content_as_parts`, leave strings as they are.
+
+    Raises:
+        InvalidRequestError: not messages; `param` is the path. UnsupportedFieldError: a part that is not text.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequestError(
+            "messages is empty or no list", expected="a list of at least one message", param="messages"
+        )
+    return [
+        _normalise_message(message, f"messages[{index}]", content_as_parts, keep_strings)
+        for index, message in enumerate(messages)
+    ]
+
+
+def _normalise_message(message: Any, param: str, content_as_parts: bool, keep_strings: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"{param} is not an object", expected='{"role": ..., "content": ...}', param=param)
+    clean = {key: value for key, value in plain(message, param).items() if value is not None}
+    role = clean.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequestError(
+            f"{param} has no role", expected="a string such as user, assistant or system", param=f"{param}.role"
+        )
+    clean["content"] = _normalise_content(
+        clean.get("content"), role, f"{param}.content", content_as_parts, keep_strings
+    )
+    if "tool_calls" in clean:
+        clean["tool_calls"] = _normalise_tool_calls(clean["tool_calls"], f"{param}.tool_calls")
+    reasoning = next((clean[name] for name in REASONING_FIELDS if name in clean), None)
+    if reasoning is not None:
+        clean = {"thinking": reasoning} | clean | {"reasoning_content": reasoning}
+    return clean
+
+
+def _normalise_content(
+    content: Any, role: str, param: str, as_parts: bool, keep_strings: bool
+) -> str | list[dict[str, Any]]:
+    if content is None:
+        if role != "assistant":
+            raise InvalidRequestError(f"{param} is missing", expected="a string or a list of text parts", param=param)
+        content = ""
+    if isinstance(content, str):
+        return content if keep_strings or not as_parts else [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{param} has the wrong type", expected="a string or a list of text parts", param=param
+        )
+    texts = [_part_text(part, f"{param}[{index}]") for index, part in enumerate(content)]
+    return [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
+
+
+def _part_text(part: Any, param: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidRequestError(
+            f"{param} is not a content part", expected='{"type": "text", "text": ...}', param=param
+        )
+    kind = part.get("type", "text")
+    if kind not in TEXT_PART_TYPES:
+        raise UnsupportedFieldError(
+            f"{param} is not text; this model reads text only",
+            value=kind,
+            expected="type text",
+            fix="Remove the part",
+            param=f"{param}.type",
+        )
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequestError(
+            f"{param} has no text", expected='{"type": "text", "text": ...}', param=f"{param}.text"
+        )
+    text: str = part["text"]
+    return text
+
+
+def _normalise_tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
+    """Arguments as objects: clients send them as a JSON string, templates write them with tojson."""
+    if not isinstance(calls, list):
+        raise InvalidRequestError(f"{param} is not a list", param=param)
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise InvalidRequestError(
+                f"{param}[{index}] is not a tool call",
+                expected='{"function": {"name": ..., "arguments": ...}}',
+                param=f"{param}[{index}]",
+            )
+        path = f"{param}[{index}].function.arguments"
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                fix = "Send the arguments as the model wrote them"
+                raise InvalidRequestError(f"{path} is not JSON: {error}", fix=fix, param=path) from error
+        function["arguments"] = plain(arguments, path)
+    return calls

@@ -1,0 +1,121 @@
+"""The boundary to the engine: EngineClient, with a real engine process behind ZeroMQ, or an echo in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from quire.errors import EngineDeadError
+from quire.messages import EngineFailed, EngineInput, EngineMessage
+
+RETRY_SECONDS = 0.005  # between attempts to send while the engine has not connected yet
+CLOSE_LINGER_MS = 1000  # for the last messages (shutdown) to leave
+
+
+class EngineClient(Protocol):
+    """Sends messages to an engine and receives its answers, in order. Used by one event loop."""
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the engine is known to be gone."""
+        ...
+
+    def send(self, message: EngineInput) -> None:
+        """Queue a message; does not wait. Raises EngineDeadError if the engine is gone."""
+        ...
+
+    async def receive(self) -> EngineMessage:
+        """The next message; EngineProgress and EngineReady come first. Raises EngineDeadError if none will."""
+        ...
+
+    def close(self) -> None:
+        """Free the connection. What was sent before still leaves, within a second."""
+        ...
+
+
+class ProcessClient:
+    """An engine in another process: msgpack frames over two Unix sockets in a folder that only this user can enter.
+
+    The engine connects a PULL socket to `input_address` and a PUSH socket to `output_address`. Whoever started the
+    process watches it and calls `mark_dead` when it ends.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
+        self.input_address = f"ipc://{self._folder / 'input'}"
+        self.output_address = f"ipc://{self._folder / 'output'}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._input = self._context.socket(zmq.PUSH)
+        self._input.set_hwm(0)
+        self._input.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        self._output = zmq.asyncio.Context.shadow(self._context.underlying).socket(zmq.PULL)
+        self._output.set_hwm(0)
+        self._input.bind(self.input_address)
+        self._output.bind(self.output_address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+        self._unsent: deque[bytes] = deque()
+        self._retry: asyncio.TimerHandle | None = None
+        self._death: str | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._death is None
+
+    def send(self, message: EngineInput) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        self._unsent.append(self._encoder.encode(message))
+        if self._retry is None:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what is queued. A bound PUSH socket has nowhere to put a message before the engine has connected."""
+        self._retry = None
+        while self._unsent:
+            try:
+                self._input.send(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._flush)
+                return
+            self._unsent.popleft()
+
+    async def receive(self) -> EngineMessage:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        frame = await self._output.recv()
+        try:
+            return self._decoder.decode(frame)
+        except msgspec.MsgspecError as error:
+            raise EngineDeadError(f"The engine sent a message that cannot be read: {error}") from error
+
+    def mark_dead(self, message: str, code: str = EngineDeadError.code) -> None:
+        """The engine process has ended: `receive` answers with EngineFailed, and sending fails from now on.
+
+        Args:
+            message: what happened, fit for the user.
+        """
+        if self._death is not None:
+            return
+        self._death = message
+        with self._context.socket(zmq.PUSH) as waker:  # wakes a pending receive
+            waker.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+            waker.connect(self.output_address)
+            waker.send(self._encoder.encode(EngineFailed(message, code)))
+
+    def close(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        self._death = self._death or "The connection to the engine is closed"
+        self._output.close(0)
+        self._input.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)

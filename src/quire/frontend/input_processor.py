@@ -1,0 +1,296 @@
+"""From a prompt and SamplingParams to engine requests, checked and resolved before the engine sees them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
+from quire.frontend.prompts import (
+    PromptType,
+    TextPrompt,
+    TokensPrompt,
+    check_cache_salt,
+    is_unicode,
+    read_prompt,
+    split_prompts,
+)
+from quire.frontend.tokenizer import Tokenizer
+from quire.messages import AddRequest
+from quire.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
+
+__all__ = [
+    "InputProcessor",
+    "ModelLimits",
+    "ProcessedRequest",
+    "PromptType",
+    "TextPrompt",
+    "TokensPrompt",
+    "sampling_defaults",
+    "split_prompts",
+]
+
+MAX_REQUEST_ID_CHARS = 256
+MAX_PRIORITY = 2**63 - 1
+# Fields of generation_config.json that become defaults of requests, with our names for them.
+_GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What bounds a request: context length in tokens, size of the model's vocabulary, most logprobs (-1: no limit)."""
+
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRequest:
+    """A checked request: `requests` are its n continuations, the first of them computes the prompt for all."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    requests: list[AddRequest]
+
+
+def sampling_defaults(
+    generation_config: Mapping[str, Any], override: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """SamplingParams fields that a model's generation_config.json, with `override` over it, sets by default.
+
+    Raises:
+        ConfigError: a value no request may have.
+    """
+    merged = {**generation_config, **(override or {})}
+    defaults = {ours: merged[theirs] for theirs, ours in _GENERATION_FIELDS.items() if merged.get(theirs) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequestError as error:
+        raise ConfigError(
+            f"The model's generation_config.json has an illegal default: {error.message}",
+            fix="Use --override-generation-config to correct it, or --generation-config vllm to ignore the file",
+            param="generation_config",
+        ) from error
+    return defaults
+
+
+class InputProcessor:
+    """Checks and resolves requests.
+
+    Args:
+        tokenizer: None if prompts and outputs are token ids only.
+        limits: the model's and the server's.
+        defaults: SamplingParams fields for requests without SamplingParams (`sampling_defaults`).
+        eos_token_ids: what ends an output; default: the tokenizer's and the generation config's.
+        seed: of the seeds drawn for requests that bring none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: ModelLimits,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.defaults = dict(defaults or {})
+        if eos_token_ids is None:
+            eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._seeds = random.Random(seed)
+
+    def with_max_model_len(self, max_model_len: int) -> InputProcessor:
+        """The same for the context length that the engine settled on. Seeds go on being drawn from one sequence."""
+        other = copy.copy(self)
+        other.limits = dataclasses.replace(self.limits, max_model_len=max_model_len)
+        return other
+
+    def default_params(self) -> SamplingParams:
+        """For requests without SamplingParams: the model's own defaults."""
+        return SamplingParams(**self.defaults)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+        arrival_time: float | None = None,
+        add_special_tokens: bool = True,
+        clamp_max_tokens: bool = False,
+    ) -> ProcessedRequest:
+        """Check one prompt with its parameters, tokenize it, and make one AddRequest per continuation.
+
+        Args:
+            arrival_time: on the monotonic clock; default: now.
+            add_special_tokens: BOS and the like; False for a rendered chat.
+            clamp_max_tokens: shorten max_tokens to what fits instead of refusing it (offline use).
+
+        Raises:
+            InvalidRequestError: a field is illegal; ContextLengthError: prompt and output do not fit the context.
+        """
+        params = self.default_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params is a {type(params).__name__}", expected="SamplingParams", param="sampling_params"
+            )
+        params.verify(self.limits.vocab_size, self.limits.max_logprobs)
+        _check_request_id(request_id)
+        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+            raise InvalidRequestError(
+                "priority is not usable", expected="a 64-bit integer; lower runs first", param="priority"
+            )
+        text, ids, prompt_salt = self._read(prompt, add_special_tokens)
+        salt = check_cache_salt(cache_salt) if cache_salt is not None else prompt_salt
+        max_tokens = self._resolve_max_tokens(len(ids), params, clamp_max_tokens)
+        own = self._resolve_params(params)
+        stop_token_ids = list(
+            dict.fromkeys([*(() if params.ignore_eos else self.eos_token_ids), *(params.stop_token_ids or ())])
+        )
+        arrival = time.monotonic() if arrival_time is None else arrival_time
+        child_ids = [request_id] if own.n == 1 else [f"{index}_{request_id}" for index in range(own.n)]
+        requests = [
+            AddRequest(
+                request_id=child_id,
+                prompt_token_ids=ids,
+                sampling_params=own if own.n == 1 else own.continuation(index),
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids,
+                arrival_time=arrival,
+                priority=priority,
+                cache_salt=salt,
+                lora_name=lora_name,
+                fork_of=child_ids[0] if index else None,
+            )
+            for index, child_id in enumerate(child_ids)
+        ]
+        return ProcessedRequest(request_id, text, ids, params, requests)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; a text that cannot fit the context is refused before it costs anything."""
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "This model runs without a tokenizer, so prompts must be token ids",
+                fix="Send prompt_token_ids, or start without --skip-tokenizer-init",
+                param="prompt",
+            )
+        self.tokenizer.check_length(text, self.limits.max_model_len)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _read(self, prompt: PromptType, add_special_tokens: bool) -> tuple[str | None, list[int], str | None]:
+        text, ids, salt = read_prompt(prompt)
+        if ids is None:
+            assert text is not None
+            ids = self.encode(text, add_special_tokens)
+        if not ids:
+            raise InvalidRequestError("The prompt has no tokens", expected="at least one token", param="prompt")
+        self._check_ids(ids)
+        return text, ids, salt
+
+    def _check_ids(self, ids: list[int]) -> None:
+        high = self.limits.vocab_size - 1
+        if min(ids) < 0 or max(ids) > high:
+            wrong = next(token_id for token_id in ids if not 0 <= token_id <= high)
+            shown = wrong if wrong.bit_length() <= 64 else "an integer of more than 64 bits"
+            raise InvalidRequestError(
+                "The prompt contains a token id outside the vocabulary",
+                value=shown,
+                expected=f"integers in [0, {high}]",
+                param="prompt",
+            )
+
+    def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams, clamp: bool) -> int:
+        longest = self.limits.max_model_len
+        room = longest - num_prompt_tokens
+        if room < 1:
+            raise ContextLengthError(
+                f"This model's maximum context length is {longest} tokens, but the prompt has {num_prompt_tokens}",
+                expected=f"at most {longest - 1} prompt tokens, so that one can be generated",
+                fix="Shorten the prompt",
+                param="prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > room and not clamp:
+            raise ContextLengthError(
+                f"This model's maximum context length is {longest} tokens, but the prompt has {num_prompt_tokens} "
+                f"tokens and max_tokens asks for {params.max_tokens} more",
+                fix=f"Lower max_tokens to {room}, leave it out, or shorten the prompt",
+                param="max_tokens",
+            )
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > max_tokens:
+            raise ContextLengthError(
+                f"min_tokens asks for {params.min_tokens} tokens, but only {max_tokens} fit after a prompt of "
+                f"{num_prompt_tokens} tokens (maximum context length {longest})",
+                fix=f"Lower min_tokens to {max_tokens}, or shorten the prompt",
+                param="min_tokens",
+            )
+        return max_tokens
+
+    def _resolve_params(self, params: SamplingParams) -> SamplingParams:
+        """A copy with a seed and with bad words as token ids."""
+        own = copy.copy(params)
+        if own.seed is None:
+            own.seed = self._seeds.getrandbits(63)
+        if own.bad_words:
+            own.bad_words_token_ids = self._encode_bad_words(own.bad_words)
+        if own.stop and self.tokenizer is None:
+            raise InvalidRequestError(
+                "stop needs a tokenizer, and this model runs without one", fix="Use stop_token_ids", param="stop"
+            )
+        return own
+
+    def _encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as at the start of a text and, where that begins with another token, after a space (as vLLM)."""
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "bad_words needs a tokenizer, and this model runs without one", fix="Use logit_bias", param="bad_words"
+            )
+        sequences: list[list[int]] = []
+        for word in words:
+            bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
+            spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            if not bare:
+                raise InvalidRequestError("A bad word has no tokens", value=word, fix="Remove it", param="bad_words")
+            sequences.append(bare)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                sequences.append(spaced)
+        high = self.limits.vocab_size - 1
+        if any(token_id > high for sequence in sequences for token_id in sequence):
+            raise InvalidRequestError(
+                "A bad word has tokens the model does not know", fix="Remove it", param="bad_words"
+            )
+        return sequences
+
+
+def _check_request_id(request_id: Any) -> None:
+    if (
+        not isinstance(request_id, str)
+        or not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS
+        or not is_unicode(request_id)
+    ):
+        raise InvalidRequestError(
+            "request_id is not usable",
+            expected=f"a string of 1 to {MAX_REQUEST_ID_CHARS} characters",
+            param="request_id",
+        )

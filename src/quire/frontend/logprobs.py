@@ -1,0 +1,56 @@
+"""Logprobs as vLLM returns them: one dictionary per position, with the text of each token in its place."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from quire.frontend.tokenizer import Tokenizer
+from quire.outputs import Logprob, PositionLogprobs
+from quire.schedule import TokenLogprobs
+
+
+class LogprobDecoder:
+    """Follows one token sequence, so that the token that completes a character shows the whole character.
+
+    A token that leaves a character incomplete shows the text before it, which may be "".
+    """
+
+    __slots__ = ("_pending", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._pending = b""  # bytes of an incomplete character before the next position
+
+    def skip(self, token_id: int) -> None:
+        """Pass a position without logprobs."""
+        if self._tokenizer is not None:
+            self._pending = self._decode(self._tokenizer, token_id)[1]
+
+    def position(self, entry: TokenLogprobs) -> PositionLogprobs:
+        """The dictionary of the next position: the token there first, then the others as given."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            triples = zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+            return {token_id: Logprob(logprob, rank) for token_id, logprob, rank in triples}
+        result: PositionLogprobs = {}
+        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True):
+            if token_id not in result:
+                result[token_id] = Logprob(logprob, rank, self._decode(tokenizer, token_id)[0])
+        self.skip(entry.token_ids[0])
+        return result
+
+    def _decode(self, tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
+        """Text that the token completes here, and the bytes it leaves incomplete."""
+        data = self._pending + tokenizer.token_bytes(token_id)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        return text, data[used:]
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
+) -> list[PositionLogprobs | None]:
+    """One entry per prompt token; the first is None, since nothing predicts it."""
+    decoder = LogprobDecoder(tokenizer)
+    decoder.skip(prompt_token_ids[0])
+    return [None, *(decoder.position(entry) for entry in entries)]

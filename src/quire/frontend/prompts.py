@@ -1,0 +1,126 @@
+"""The shapes a prompt may have, as in vLLM: text, token ids, or a dictionary with one of them; and lists of these."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+from quire.errors import InvalidRequestError, UnsupportedFieldError
+
+MAX_CACHE_SALT_CHARS = 256
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text. `cache_salt`: prefix-cache blocks are shared only among requests with the same salt."""
+
+    prompt: str
+    cache_salt: NotRequired[str | None]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; `prompt` is then only what the output reports as its text."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str | None]
+
+
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
+
+_KNOWN_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_SHAPES = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
+
+
+def split_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    """One prompt or a list of prompts as a list of prompts; a list of integers is one prompt.
+
+    Raises:
+        InvalidRequestError: an empty list, or something that is neither.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise InvalidRequestError(
+            f"The prompt has the wrong type, {type(prompts).__name__}",
+            expected=f"{_SHAPES}, or a list of these",
+            param="prompt",
+        )
+    if not prompts:
+        raise InvalidRequestError("The list of prompts is empty", expected="at least one prompt", param="prompt")
+    if all(_is_token_id(item) for item in prompts):
+        return [prompts]
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, (str, Mapping, list, tuple)):
+            raise InvalidRequestError(
+                f"Prompt {index} has the wrong type, {type(prompt).__name__}",
+                expected=_SHAPES,
+                param=f"prompt[{index}]",
+            )
+    return list(prompts)
+
+
+def read_prompt(prompt: PromptType) -> tuple[str | None, list[int] | None, str | None]:
+    """Text, token ids (a new list) and cache salt of one prompt; at least one of the first two is set.
+
+    Raises:
+        InvalidRequestError: neither text nor ids, or of the wrong type. UnsupportedFieldError: images and the like.
+    """
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if not isinstance(prompt, Mapping):
+        return None, plain_token_ids(prompt), None
+    for key, value in prompt.items():
+        if key not in _KNOWN_KEYS and value is not None:
+            raise UnsupportedFieldError(
+                "Unknown key in a prompt", value=key, expected=", ".join(_KNOWN_KEYS), param="prompt"
+            )
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequestError(
+            f"prompt has the wrong type, {type(text).__name__}", expected="a string", param="prompt"
+        )
+    if text is None and ids is None:
+        raise InvalidRequestError(
+            "A prompt dictionary has neither prompt nor prompt_token_ids", expected=_SHAPES, param="prompt"
+        )
+    return text, None if ids is None else plain_token_ids(ids), check_cache_salt(prompt.get("cache_salt"))
+
+
+def plain_token_ids(ids: Any) -> list[int]:
+    """A list of Python ints from any sequence of integers. Raises InvalidRequestError."""
+    if isinstance(ids, Sequence) and not isinstance(ids, (str, bytes)):
+        if set(map(type, ids)) <= {int}:
+            return list(ids)
+        if all(_is_token_id(item) for item in ids):
+            return [operator.index(item) for item in ids]
+    raise InvalidRequestError(
+        "prompt_token_ids is not a list of integers", expected="a list of token ids", param="prompt_token_ids"
+    )
+
+
+def _is_token_id(item: Any) -> bool:
+    return hasattr(item, "__index__") and not isinstance(item, bool)
+
+
+def check_cache_salt(salt: Any) -> str | None:
+    """The salt itself. Raises InvalidRequestError if it is no usable string."""
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS or not is_unicode(salt):
+        raise InvalidRequestError(
+            "cache_salt is not usable",
+            expected=f"a string of 1 to {MAX_CACHE_SALT_CHARS} characters",
+            fix="Leave it out to share the cache",
+            param="cache_salt",
+        )
+    return salt
+
+
+def is_unicode(text: str) -> bool:
+    """False for lone surrogates, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

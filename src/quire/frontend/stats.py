@@ -1,0 +1,130 @@
+"""What the front end counts: the hooks a metrics registry implements, and the numbers of the statistics line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from quire.outputs import FinishReason
+from quire.schedule import StepRecord
+
+if TYPE_CHECKING:
+    from quire.frontend.input_processor import ProcessedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """One continuation at its end. Times are durations in seconds as the front end sees them; None: it never got there.
+
+    queued + prefill + decode = e2e; inference = prefill + decode; decode starts at the first token.
+    """
+
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    max_tokens: int  # as resolved
+    max_tokens_param: int | None  # as asked for
+    n: int  # continuations of the same prompt
+    e2e_seconds: float
+    queued_seconds: float | None
+    prefill_seconds: float | None
+    decode_seconds: float | None
+
+    @property
+    def inference_seconds(self) -> float | None:
+        if self.prefill_seconds is None or self.decode_seconds is None:
+            return None
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def seconds_per_output_token(self) -> float | None:
+        """Mean over the tokens after the first one."""
+        if self.decode_seconds is None or self.num_output_tokens < 2:
+            return None
+        return self.decode_seconds / (self.num_output_tokens - 1)
+
+
+class EngineMetrics(Protocol):
+    """Called on the event loop for every request and step: implementations must be quick and must not raise."""
+
+    def on_request_arrived(self, request: ProcessedRequest) -> None:
+        """Accepted and sent to the engine."""
+        ...
+
+    def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int) -> None:
+        """Of a continuation, since the request's arrival (TTFT).
+
+        Args:
+            num_tokens: that came at once.
+            num_prompt_tokens: of the request, with its first continuation's first token; 0 for the other continuations.
+        """
+        ...
+
+    def on_tokens(self, num_tokens: int, seconds: float) -> None:
+        """Further tokens of a continuation, since its last ones (ITL)."""
+        ...
+
+    def on_finished(self, finished: FinishedRequest) -> None:
+        """A continuation ended, by itself, by an error or by the caller (abort)."""
+        ...
+
+    def on_step(self, record: StepRecord) -> None:
+        """The engine did a step."""
+        ...
+
+
+class NoMetrics:
+    """EngineMetrics that keeps nothing."""
+
+    def on_request_arrived(self, request: ProcessedRequest) -> None:
+        return None
+
+    def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int) -> None:
+        return None
+
+    def on_tokens(self, num_tokens: int, seconds: float) -> None:
+        return None
+
+    def on_finished(self, finished: FinishedRequest) -> None:
+        return None
+
+    def on_step(self, record: StepRecord) -> None:
+        return None
+
+
+class StepStats:
+    """Sums the step records between two statistics lines."""
+
+    def __init__(self, start_time: float) -> None:
+        self._last_time = start_time
+        self._num_prefill = self._num_sampled = self._num_preemptions = 0
+        self._queries = self._hits = 0  # prefix cache, in tokens, since the start
+        self.last_record: StepRecord | None = None
+
+    def add(self, record: StepRecord) -> None:
+        """Count one step."""
+        self._num_prefill += record.num_prefill_tokens
+        self._num_sampled += record.num_sampled_tokens
+        self._num_preemptions += record.num_preemptions
+        self._queries += record.prefix_cache_queries
+        self._hits += record.prefix_cache_hits
+        self.last_record = record
+
+    def take_line(self, now: float) -> str | None:
+        """The line for the time since the last one, in vLLM's words; None if there was no step in it."""
+        seconds, self._last_time = now - self._last_time, now
+        record = self.last_record
+        if record is None or seconds <= 0 or not (self._num_prefill or self._num_sampled):
+            return None
+        preemptions = f", Preemptions: {self._num_preemptions}" if self._num_preemptions else ""
+        line = (
+            f"Engine 000: Avg prompt throughput: {self._num_prefill / seconds:.1f} tokens/s, "
+            f"Avg generation throughput: {self._num_sampled / seconds:.1f} tokens/s, "
+            f"Running: {record.num_running} reqs, Waiting: {record.num_waiting} reqs{preemptions}, "
+            f"KV cache usage: {100 * record.num_blocks_in_use / max(record.num_blocks_total, 1):.1f}%, "
+            f"Prefix cache hit rate: {100 * self._hits / max(self._queries, 1):.1f}%"
+        )
+        self._num_prefill = self._num_sampled = self._num_preemptions = 0
+        return line

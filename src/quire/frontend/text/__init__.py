@@ -1,0 +1,1 @@
+"""From token ids to text, incrementally: bytes, UTF-8 hold-back, stop strings. Pure state machines."""

@@ -1,0 +1,162 @@
+"""Reads a model folder's tokenizer files: backend, special tokens, chat templates, EOS ids. Errors name the remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quire.errors import ConfigError
+
+# Names in tokenizer_config.json; templates see them under these names too.
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# What a folder without tokenizer.json may have for transformers to convert.
+SLOW_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model.v3",
+    "vocab.json",
+    "tekken.json",
+    "tiktoken.model",
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is no such file. Raises ConfigError if it is something else."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}", fix="Download the file again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object", fix="Download the file again")
+    return content
+
+
+def load_backend(folder: Path, mode: str) -> tokenizers.Tokenizer:
+    """The tokenizers library's object: from tokenizer.json, or converted through transformers ("slow", or no file)."""
+    path = folder / "tokenizer.json"
+    if mode != "slow" and path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(
+                f"{path} cannot be read as a tokenizer: {error}",
+                fix="Download the file again, upgrade the tokenizers package, or use --tokenizer-mode slow",
+            ) from error
+    else:
+        backend = _convert(folder, mode)
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _convert(folder: Path, mode: str) -> tokenizers.Tokenizer:
+    """Through transformers: the only place that imports it."""
+    if mode == "hf":
+        raise ConfigError(
+            f"{folder} has no tokenizer.json",
+            fix="Use --tokenizer-mode slow, or a folder with tokenizer.json",
+            param="tokenizer_mode",
+        )
+    if not any((folder / name).is_file() for name in ("tokenizer.json", *SLOW_FILES)):
+        raise ConfigError(
+            f"{folder} has no tokenizer",
+            expected="tokenizer.json, or one of " + ", ".join(SLOW_FILES),
+            fix="Name a folder that has one with --tokenizer",
+            param="tokenizer",
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, and converting its tokenizer needs the transformers package",
+            fix="pip install transformers sentencepiece tiktoken, or use a folder with tokenizer.json",
+            param="tokenizer",
+        ) from error
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        backend = converted.backend_tokenizer
+    except Exception as error:  # any package's error about any file: all of them mean that this tokenizer is not usable
+        raise ConfigError(
+            f"The tokenizer in {folder} could not be converted: {error}",
+            fix="Use a folder with tokenizer.json, or install what the message asks for",
+            param="tokenizer",
+        ) from error
+    return tokenizers.Tokenizer.from_str(backend.to_str())
+
+
+def add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
+    """Add tokens that the other files name and tokenizer.json lacks, in the order of their ids (as transformers)."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing: dict[str, tokenizers.AddedToken] = {}
+    declared = config.get("added_tokens_decoder") or {}
+    for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+        flags = {
+            name: entry[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in entry
+        }
+        missing[entry["content"]] = tokenizers.AddedToken(entry["content"], **flags)
+    for content, _ in sorted(read_json(folder / "added_tokens.json").items(), key=lambda item: item[1]):
+        missing.setdefault(content, tokenizers.AddedToken(content))
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    extra = list(extra.values()) if isinstance(extra, dict) else extra
+    for special in [*special_tokens(config).values(), *map(_content, extra)]:
+        if special:
+            missing.setdefault(special, tokenizers.AddedToken(special, special=True, normalized=False))
+    new = [token for content, token in missing.items() if content not in known]
+    backend.add_tokens([token for token in new if backend.token_to_id(token.content) is None or token.special])
+
+
+def _content(token: Any) -> str | None:
+    """Special tokens are written as strings or as {"content": ...}."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> token, for those that are set."""
+    found = {name: _content(config.get(name)) for name in SPECIAL_TOKEN_NAMES}
+    return {name: content for name, content in found.items() if content}
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json over the older special_tokens_map.json."""
+    return read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+
+
+def load_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> Jinja source. Files win over tokenizer_config.json; the unnamed template is called "default"."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    templates = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    if templates:
+        return templates
+    declared = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template") or {}
+    if isinstance(declared, str):
+        return {"default": declared}
+    try:
+        return (
+            {entry["name"]: entry["template"] for entry in declared} if isinstance(declared, list) else dict(declared)
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"chat_template in {folder / 'tokenizer_config.json'} is malformed",
+            expected='a string, or a list of {"name": ..., "template": ...}',
+            fix="Correct it, or give a template with --chat-template",
+        ) from error
+
+
+def load_generation_config(folder: Path) -> dict[str, Any]:
+    """generation_config.json; without one, config.json's end-of-sequence ids."""
+    if (folder / "generation_config.json").is_file():
+        return read_json(folder / "generation_config.json")
+    config = read_json(folder / "config.json")
+    text_config = config.get("text_config") or {}
+    eos = config.get("eos_token_id", text_config.get("eos_token_id"))
+    return {} if eos is None else {"eos_token_id": eos}

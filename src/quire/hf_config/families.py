@@ -1,0 +1,179 @@
+"""What config.json leaves out, per model_type: defaults of transformers' config classes, constants of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quire.hf_config.fields import Fields
+
+LayerRule = Callable[[Fields, int], bool]  # (file with defaults, layer) -> does it hold for this layer?
+QkNorm = Literal["none", "head", "full"]
+
+
+def _never(fields: Fields, layer: int) -> bool:
+    return False
+
+
+def _always(fields: Fields, layer: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class HfFamily:
+    """One model_type. `has_window` is asked only if the file sets a sliding_window."""
+
+    architectures: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_window: LayerRule = _never
+    has_rope: LayerRule = _always
+    qk_norm: QkNorm = "none"
+    norms_per_layer: int = 2
+    qkv_bias: bool | None = (
+        None  # None: attention_bias of the file decides for q, k, v and o; else fixed, and o has none
+    )
+    scales_embeddings: bool = False  # by sqrt(hidden_size)
+
+
+def _by_layer_types(default: LayerRule) -> LayerRule:
+    """`layer_types` decides where the file has it, else `default`."""
+
+    def has_window(fields: Fields, layer: int) -> bool:
+        layer_types = fields.sequence("layer_types", str, fields.integer("num_hidden_layers"))
+        return default(fields, layer) if layer_types is None else layer_types[layer] == "sliding_attention"
+
+    return has_window
+
+
+def _qwen_window(fields: Fields, layer: int) -> bool:
+    return layer >= fields.integer("max_window_layers", minimum=0)
+
+
+def _gemma2_window(fields: Fields, layer: int) -> bool:
+    return layer % 2 == 0
+
+
+def _gemma3_window(fields: Fields, layer: int) -> bool:
+    return (layer + 1) % fields.integer("sliding_window_pattern") != 0
+
+
+def _smollm3_rope(fields: Fields, layer: int) -> bool:
+    """`no_rope_layers` holds 1 where a layer does use rope."""
+    flags = fields.sequence("no_rope_layers", int, fields.integer("num_hidden_layers"))
+    return (layer + 1) % fields.integer("no_rope_layer_interval") != 0 if flags is None else bool(flags[layer])
+
+
+def _smollm3_window(fields: Fields, layer: int) -> bool:
+    return not _smollm3_rope(fields, layer)
+
+
+_QWEN = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+
+FAMILIES: dict[str, HfFamily] = {
+    "llama": HfFamily(("LlamaForCausalLM",), {"max_position_embeddings": 2048}),
+    "mistral": HfFamily(
+        ("MistralForCausalLM",),
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072},
+        has_window=_always,
+        qkv_bias=False,
+    ),
+    "qwen2": HfFamily(("Qwen2ForCausalLM",), _QWEN, has_window=_by_layer_types(_qwen_window), qkv_bias=True),
+    "qwen3": HfFamily(
+        ("Qwen3ForCausalLM",), {**_QWEN, "head_dim": 128}, has_window=_by_layer_types(_qwen_window), qk_norm="head"
+    ),
+    "gemma2": HfFamily(
+        ("Gemma2ForCausalLM",),
+        {**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        has_window=_by_layer_types(_gemma2_window),
+        norms_per_layer=4,
+        scales_embeddings=True,
+    ),
+    "gemma3_text": HfFamily(
+        # The second has a vision tower; we run its text part, whose config is nested and leaves out more than others.
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        {
+            **_GEMMA,
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131_072,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        has_window=_by_layer_types(_gemma3_window),
+        qk_norm="head",
+        norms_per_layer=4,
+        scales_embeddings=True,
+    ),
+    "phi3": HfFamily(
+        ("Phi3ForCausalLM",),
+        {
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32_000,
+            "original_max_position_embeddings": 4096,
+        },
+        has_window=_always,
+        qkv_bias=False,
+    ),
+    "smollm3": HfFamily(
+        ("SmolLM3ForCausalLM",),
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+            "use_sliding_window": False,
+            "eos_token_id": 128_001,
+            "bos_token_id": 128_000,
+        },
+        has_window=_by_layer_types(_smollm3_window),
+        has_rope=_smollm3_rope,
+    ),
+    "olmo2": HfFamily(
+        ("Olmo2ForCausalLM",),
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50_279, "bos_token_id": None},
+        qk_norm="full",
+    ),
+    "granite": HfFamily(("GraniteForCausalLM",), {"max_position_embeddings": 2048, "attention_multiplier": 1.0}),
+}
+
+COMMON_DEFAULTS: Mapping[str, Any] = {
+    "rope_theta": 10_000.0,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# For architectures that only the transformers backend runs; older ones call the same things otherwise.
+UNKNOWN = HfFamily((), {"eos_token_id": None, "bos_token_id": None})
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim", "d_ff", "ffn_hidden_size"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
+}
+
+NATIVE_ARCHITECTURES: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.architectures)

@@ -1,0 +1,115 @@
+"""Rotary position encoding of config.json: which kind, its numbers, and the context length it allows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from quire.hf_config.fields import Fields
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_PHI3_LONGROPE = ("su", "yarn")  # what the first Phi-3 files called it
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Which rotation each position gets. layers/rope.py holds the formulas."""
+
+    rotary_dim: int  # leading dimensions of a head that rotate
+    theta: float = 10_000.0
+    type: str = "default"  # one of ROPE_TYPES
+    factor: float = 1.0  # by which the context is stretched
+    max_position: int = 0  # position limit of the file
+    original_max_position: int = 0  # context of the pretraining
+    attention_factor: float = 1.0  # on cos and sin (yarn, longrope)
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the borders of the ramp to whole dimensions
+    short_factor: tuple[float, ...] = ()  # longrope, one per pair of dimensions: contexts up to original_max_position
+    long_factor: tuple[float, ...] = ()  # longrope: longer contexts
+
+
+def parse_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rope of the model, and that of its sliding-window layers where they have their own (Gemma 3).
+
+    `fields` is the whole file with defaults, in either style: rope_theta with rope_scaling, or rope_parameters as
+    transformers 5 writes them.
+    """
+    parameters = fields.object("rope_parameters")
+    scaling = fields.object("rope_scaling")
+    if fields.has("rope_local_base_freq"):
+        full = Fields({**scaling.values, **parameters.object("full_attention").values}, fields.path)
+        local = parameters.object("sliding_attention").with_defaults({"rope_theta": fields.get("rope_local_base_freq")})
+        return _parse_one(full, fields, head_dim), _parse_one(local, fields, head_dim)
+    return _parse_one(parameters if parameters.values else scaling, fields, head_dim), None
+
+
+def _parse_one(given: Fields, fields: Fields, head_dim: int) -> RopeConfig:
+    """One rope from its own object; theta and the partial factor may also stand at the top of the file."""
+    name = given.get("rope_type") or given.get("type") or "default"
+    if fields.get("model_type") == "phi3" and name in _PHI3_LONGROPE:
+        name = "longrope"
+    kind = Fields({"rope_type": name}, given.path).text("rope_type", ROPE_TYPES)
+    top = {"rope_theta": fields.get("rope_theta"), "partial_rotary_factor": fields.get("partial_rotary_factor")}
+    given = given.with_defaults(top)
+    rotary_dim = int(head_dim * given.number("partial_rotary_factor", 1.0))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise given.illegal("partial_rotary_factor", f"a factor that leaves an even part of head_dim = {head_dim}")
+    theta = given.number("rope_theta", minimum=1.0)
+    max_position = fields.integer("max_position_embeddings")
+    if kind == "default":
+        return RopeConfig(rotary_dim, theta, max_position=max_position)
+
+    # The top of the file wins, as in transformers (Phi-3 has it there).
+    where = fields if fields.has("original_max_position_embeddings") else given
+    original = where.integer("original_max_position_embeddings", default=max_position)
+    may_derive = kind in ("yarn", "longrope")
+    factor = given.number("factor", default=max_position / original if may_derive else None, minimum=1e-6)
+    more: dict[str, Any] = {}
+    if kind == "llama3":
+        more = {
+            "low_freq_factor": given.number("low_freq_factor"),
+            "high_freq_factor": given.number("high_freq_factor"),
+        }
+    elif kind == "yarn":
+        more = {
+            "beta_fast": given.number("beta_fast", 32.0),
+            "beta_slow": given.number("beta_slow", 1.0),
+            "truncate": given.flag("truncate", True),
+            "attention_factor": given.number("attention_factor", _yarn_attention_factor(given, factor)),
+        }
+    elif kind == "longrope":
+        # LongRoPE, arXiv 2402.13753, as in transformers' modeling_rope_utils
+        scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
+        more = {
+            "short_factor": given.numbers("short_factor", rotary_dim // 2),
+            "long_factor": given.numbers("long_factor", rotary_dim // 2),
+            "attention_factor": given.number("attention_factor", scale),
+        }
+    return RopeConfig(rotary_dim, theta, kind, factor, max_position, original, **more)
+
+
+def _yarn_attention_factor(given: Fields, factor: float) -> float:
+    """YaRN's factor on cos and sin (arXiv 2309.00071, section 3.4); mscale values as DeepSeek's files give them."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    numerator, denominator = given.number("mscale", 0.0), given.number("mscale_all_dim", 0.0)
+    return scale(numerator) / scale(denominator) if numerator and denominator else scale(1.0)
+
+
+def max_model_len(fields: Fields, rope: RopeConfig) -> int:
+    """The context the model allows, by vLLM's rule: linear, dynamic and yarn stretch the position limit of the file.
+
+    The limits of the other types, and Gemma 3's, include their factor already.
+    """
+    limit = fields.integer("max_position_embeddings")
+    if rope.type == "yarn":
+        return int(rope.original_max_position * rope.factor)
+    if rope.type in ("linear", "dynamic") and not fields.has("rope_local_base_freq"):
+        return int(limit * rope.factor)
+    return limit

@@ -1,0 +1,194 @@
+"""The fields of ModelConfig from the object in config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import ModelConfigError
+from quire.hf_config.families import ALIASES, COMMON_DEFAULTS, FAMILIES, NATIVE_ARCHITECTURES, UNKNOWN, HfFamily
+from quire.hf_config.fields import Fields
+from quire.hf_config.rope import RopeConfig, max_model_len, parse_rope
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+_MAX_LAYERS = 4096
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+_DTYPES = ("bfloat16", "float16", "float32")
+_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`; objects in both are merged."""
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = merge(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict[str, Any]:
+    """Keyword arguments for ModelConfig, all but the folder and the generation defaults.
+
+    Args:
+        raw: the object of config.json.
+        path: the file, for errors.
+        any_architecture: accept an architecture without native implementation.
+    """
+    fields = Fields(raw, path)
+    architecture, family = _find_family(fields, any_architecture)
+    fields = Fields(merge(raw, fields.object("text_config").values), path)
+    _refuse_unsupported(fields)
+    is_native = family is not UNKNOWN
+    if not is_native:
+        fields = Fields(_resolve_aliases(fields.values), path)
+    fields = fields.with_defaults({**COMMON_DEFAULTS, **family.defaults})
+    missing = [name for name in _REQUIRED if not fields.has(name)]
+    if missing:
+        raise ModelConfigError(
+            f"{path} lacks {', '.join(missing)}", fix="Use the config.json that belongs to the checkpoint"
+        )
+    bos = fields.token_ids("bos_token_id")
+    return {
+        **_shapes(fields),
+        **_math(fields, family, is_native),
+        "architecture": architecture,
+        "is_native": is_native,
+        "model_type": str(fields.get("model_type") or ""),
+        "dtype": _dtype(fields),
+        "eos_token_ids": fields.token_ids("eos_token_id"),
+        "bos_token_id": bos[0] if bos else None,
+    }
+
+
+def generation_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling fields of generation_config.json, in the names of SamplingParams."""
+    defaults = {name: raw[name] for name in _GENERATION_KEYS if raw.get(name) is not None}
+    if raw.get("max_new_tokens") is not None:
+        defaults["max_tokens"] = raw["max_new_tokens"]
+    return defaults
+
+
+def _find_family(fields: Fields, any_architecture: bool) -> tuple[str, HfFamily]:
+    named = tuple(fields.sequence("architectures", str) or ())
+    if not named and fields.get("model_type") in tuple(FAMILIES):
+        named = FAMILIES[fields.get("model_type")].architectures[:1]
+    for architecture in named:
+        for family in FAMILIES.values():
+            if architecture in family.architectures:
+                return architecture, family
+    if named and any_architecture:
+        return named[0], UNKNOWN
+    raise ModelConfigError(
+        f"{fields.path} names " + ("an architecture that has no native implementation" if named else "no architecture"),
+        value=", ".join(named) or fields.get("model_type"),
+        expected="one of " + ", ".join(NATIVE_ARCHITECTURES),
+        fix="Use --model-impl transformers to run it through transformers' modelling code",
+    )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    if fields.get("is_encoder_decoder") or fields.get("use_bidirectional_attention"):
+        raise ModelConfigError(
+            f"{fields.path} describes a model that is not a causal decoder", fix="Use a text generation model"
+        )
+    quantization = fields.object("quantization_config")
+    if quantization.values:
+        raise ModelConfigError(
+            f"{fields.path} describes a quantized checkpoint, which this version does not read",
+            value=quantization.get("quant_method") or dict(quantization.values),
+            expected="weights in bfloat16, float16 or float32",
+            fix="Use the unquantized checkpoint of the model",
+        )
+
+
+def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(values)
+    for name, aliases in ALIASES.items():
+        for alias in aliases:
+            if result.get(name) is None and result.get(alias) is not None:
+                result[name] = result[alias]
+    if result.get("intermediate_size") is None and isinstance(result.get("hidden_size"), int):
+        result["intermediate_size"] = 4 * result["hidden_size"]
+    return result
+
+
+def _shapes(fields: Fields) -> dict[str, Any]:
+    num_q_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_q_heads)
+    if num_q_heads % num_kv_heads:
+        raise fields.illegal("num_key_value_heads", f"a divisor of num_attention_heads = {num_q_heads}")
+    head_dim = fields.integer("head_dim", default=fields.integer("hidden_size") // num_q_heads)
+    if head_dim % 2:
+        raise fields.illegal("head_dim", f"an even number (hidden_size / num_attention_heads is {head_dim})")
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_layers": fields.integer("num_hidden_layers", maximum=_MAX_LAYERS),
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _math(fields: Fields, family: HfFamily, is_native: bool) -> dict[str, Any]:
+    shapes = _shapes(fields)
+    layers, head_dim = range(shapes["num_layers"]), shapes["head_dim"]
+    window = fields.integer("sliding_window", default=0, minimum=0) if fields.flag("use_sliding_window", True) else 0
+    rope, local_rope = parse_rope(fields, head_dim) if is_native else (RopeConfig(head_dim), None)
+    attention_bias = fields.flag("attention_bias", False)
+    return {
+        "max_model_len": max_model_len(fields, rope),
+        "rope": rope,
+        "local_rope": local_rope,
+        "rope_layers": tuple(family.has_rope(fields, layer) for layer in layers),
+        "layer_windows": tuple(window if window and family.has_window(fields, layer) else 0 for layer in layers),
+        "attention_scale": _attention_scale(fields, head_dim),
+        "attention_soft_cap": fields.number("attn_logit_softcapping", 0.0, minimum=0.0),
+        "logits_soft_cap": fields.number("final_logit_softcapping", 0.0, minimum=0.0),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, minimum=0.0),
+        "hidden_act": _activation(fields, is_native),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+        "qkv_bias": attention_bias if family.qkv_bias is None else family.qkv_bias,
+        "attention_output_bias": attention_bias if family.qkv_bias is None else False,
+        "mlp_bias": fields.flag("mlp_bias", False),
+        "qk_norm": family.qk_norm,
+        "norms_per_layer": family.norms_per_layer,
+        "embedding_multiplier": (
+            math.sqrt(shapes["hidden_size"]) if family.scales_embeddings else fields.number("embedding_multiplier", 1.0)
+        ),
+        "residual_multiplier": fields.number("residual_multiplier", 1.0),
+        "logits_scaling": fields.number("logits_scaling", 1.0, minimum=1e-6),
+    }
+
+
+def _attention_scale(fields: Fields, head_dim: int) -> float:
+    if fields.has("attention_multiplier"):  # Granite gives the factor itself
+        return fields.number("attention_multiplier")
+    return 1.0 / math.sqrt(fields.number("query_pre_attn_scalar", float(head_dim), minimum=1e-6))
+
+
+def _activation(fields: Fields, is_native: bool) -> str:
+    # Gemma's files hold both, and the first counts.
+    field = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    return _ACTIVATIONS[fields.text(field, tuple(_ACTIVATIONS))] if is_native else "silu"
+
+
+def _dtype(fields: Fields) -> str:
+    name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    return Fields({"dtype": str(name).removeprefix("torch.")}, fields.path).text("dtype", _DTYPES)

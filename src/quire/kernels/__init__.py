@@ -1,0 +1,1 @@
+"""Kernels: typed ops with shape contracts (ops), their plain-torch twins (reference), the compiled CPU path (cpu)."""

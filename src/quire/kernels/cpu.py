@@ -1,0 +1,301 @@
+"""The compiled CPU kernels: thin wrappers that turn tensors into addresses. The only file that imports `quire._C`.
+
+Wrappers trust their arguments; `kernels.ops` checks them. Dimensions: M rows, N out-features, K in-features; those of the
+other ops are in ops.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire import envs
+
+_C: Any
+try:
+    from quire import _C  # type: ignore[attr-defined, no-redef]
+except ImportError:  # installed without a compiler: ops run on plain torch
+    _C = None
+
+# enum class DType of csrc/include/quire/dtype.h
+DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# enum class Activation of csrc/include/quire/kernels/activation.h
+ACTIVATION_CODES: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+# kMaxHeadDim of csrc/kernels/attention_tile.h; above it ops run on plain torch
+MAX_HEAD_DIM = 256
+
+
+def _load() -> bool:
+    if _C is None or envs.FORCE_REFERENCE.get():
+        return False
+    if envs.ISA.get():
+        _C.set_isa(envs.ISA.get())
+    if envs.NUM_THREADS.get() > 0:
+        _C.set_num_threads(envs.NUM_THREADS.get())
+    return True
+
+
+_available = _load()
+
+
+def available() -> bool:
+    """True when ops on CPU tensors run on the compiled kernels (built, and QUIRE_FORCE_REFERENCE not set at import)."""
+    return _available
+
+
+def isas() -> list[str]:
+    """Names of the instruction sets this CPU can run, worst first; empty without the extension."""
+    return list(_C.isas()) if _available else []
+
+
+def isa() -> str:
+    """Name of the active instruction set; "none" without the extension."""
+    return str(_C.isa()) if _available else "none"
+
+
+def set_isa(name: str) -> None:
+    """Run every kernel on instruction set `name` from now on. ValueError if this CPU does not have it."""
+    if not _available:
+        raise ValueError(f"cannot select instruction set {name!r}: the compiled kernels are not in use")
+    _C.set_isa(name)
+
+
+def get_num_threads() -> int:
+    """Threads of the kernels' pool, the calling one included."""
+    return int(_C.num_threads()) if _available else torch.get_num_threads()
+
+
+def set_num_threads(n: int) -> None:
+    """Set the size of the kernels' pool (the default is the physical cores allowed by affinity and cgroup quota)."""
+    if n < 1:
+        raise ValueError(f"number of kernel threads must be at least 1, got {n}")
+    if _available:
+        _C.set_num_threads(n)
+
+
+def default_num_threads() -> int:
+    """Physical cores this process may use: CPU affinity without hyper-thread siblings, limited by the cgroup CPU quota."""
+    return int(_C.default_num_threads()) if _available else torch.get_num_threads()
+
+
+def gemm_pack(weight_NK: Tensor) -> Tensor:
+    """Copy a weight (rows may be strided) into the panel layout of csrc/include/quire/kernels/gemm.h; uint8 tensor."""
+    N, K = weight_NK.shape
+    code = DTYPE_CODES[weight_NK.dtype]
+    packed = torch.empty(_C.gemm_packed_bytes(code, N, K), dtype=torch.uint8)
+    _C.gemm_pack(weight_NK.data_ptr(), code, N, K, weight_NK.stride(0), packed.data_ptr())
+    return packed
+
+
+def gemm(x_MK: Tensor, packed: Tensor, N: int, bias_N: Tensor | None, out_MN: Tensor) -> None:
+    """out = x @ weight.T + bias; rows of x and out may be strided, the last dimension is contiguous."""
+    M, K = x_MK.shape
+    bias_address, bias_code = (0, 0) if bias_N is None else (bias_N.data_ptr(), DTYPE_CODES[bias_N.dtype])
+    _C.gemm(
+        x_MK.data_ptr(),
+        DTYPE_CODES[x_MK.dtype],
+        x_MK.stride(0),
+        packed.data_ptr(),
+        M,
+        N,
+        K,
+        bias_address,
+        bias_code,
+        out_MN.data_ptr(),
+        DTYPE_CODES[out_MN.dtype],
+        out_MN.stride(0),
+    )
+
+
+def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
+    """Best measured bytes per second of reading memory once, over all kernel threads. Needs the extension."""
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    return max(float(_C.read_bandwidth(buffer.data_ptr(), num_bytes)) for _ in range(repeats))
+
+
+def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
+    """Best measured multiply-add rate (FLOP/s) of the active instruction set on registers alone, over all kernel threads.
+
+    bfloat16 uses AMX tiles or vdpbf16ps where active; every other dtype float32. Needs the extension.
+    """
+    rounds = 20_000
+    return max(float(_C.peak_flops(DTYPE_CODES[dtype], rounds)) for _ in range(repeats))
+
+
+def rms_norm(
+    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float, out_TD: Tensor
+) -> None:
+    """See ops.rms_norm and ops.add_rms_norm (residual given). Rows may be strided."""
+    residual, residual_stride = (0, 0) if residual_TD is None else (residual_TD.data_ptr(), residual_TD.stride(0))
+    _C.rms_norm(
+        DTYPE_CODES[x_TD.dtype],
+        x_TD.data_ptr(),
+        x_TD.stride(0),
+        residual,
+        residual_stride,
+        weight_D.data_ptr(),
+        DTYPE_CODES[weight_D.dtype],
+        eps,
+        weight_offset,
+        out_TD.data_ptr(),
+        out_TD.stride(0),
+        *x_TD.shape,
+    )
+
+
+def rope_and_cache(
+    q_THE: Tensor,
+    k_TGE: Tensor,
+    v_TGE: Tensor,
+    positions_T: Tensor,
+    cos_sin_PR: Tensor | None,
+    slot_mapping_T: Tensor,
+    k_cache_BGPE: Tensor,
+    v_cache_BGPE: Tensor,
+    q_norm_weight_E: Tensor | None,
+    k_norm_weight_E: Tensor | None,
+    norm_eps: float,
+    norm_weight_offset: float,
+) -> None:
+    """See ops.rope_and_cache."""
+    cos_sin, rotary_dim = (0, 0) if cos_sin_PR is None else (cos_sin_PR.data_ptr(), cos_sin_PR.shape[1])
+    norm_weight_E = q_norm_weight_E if q_norm_weight_E is not None else k_norm_weight_E
+    _C.rope_and_cache(
+        DTYPE_CODES[q_THE.dtype],
+        q_THE.data_ptr(),
+        q_THE.stride(0),
+        q_THE.stride(1),
+        k_TGE.data_ptr(),
+        k_TGE.stride(0),
+        k_TGE.stride(1),
+        v_TGE.data_ptr(),
+        v_TGE.stride(0),
+        v_TGE.stride(1),
+        positions_T.data_ptr(),
+        cos_sin,
+        rotary_dim,
+        slot_mapping_T.data_ptr(),
+        k_cache_BGPE.data_ptr(),
+        k_cache_BGPE.stride(0),
+        k_cache_BGPE.stride(1),
+        v_cache_BGPE.data_ptr(),
+        v_cache_BGPE.stride(0),
+        v_cache_BGPE.stride(1),
+        q_THE.shape[0],
+        q_THE.shape[1],
+        k_TGE.shape[1],
+        q_THE.shape[2],
+        k_cache_BGPE.shape[2],
+        0 if q_norm_weight_E is None else q_norm_weight_E.data_ptr(),
+        0 if k_norm_weight_E is None else k_norm_weight_E.data_ptr(),
+        DTYPE_CODES[q_THE.dtype if norm_weight_E is None else norm_weight_E.dtype],
+        norm_eps,
+        norm_weight_offset,
+    )
+
+
+def paged_attention(
+    q_THE: Tensor,
+    k_cache_BGPE: Tensor,
+    v_cache_BGPE: Tensor,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    cu_seqlens_q_S1: Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    out_THE: Tensor,
+) -> None:
+    """See ops.paged_attention."""
+    _C.paged_attention(
+        DTYPE_CODES[q_THE.dtype],
+        q_THE.data_ptr(),
+        q_THE.stride(0),
+        q_THE.stride(1),
+        k_cache_BGPE.data_ptr(),
+        k_cache_BGPE.stride(0),
+        k_cache_BGPE.stride(1),
+        v_cache_BGPE.data_ptr(),
+        v_cache_BGPE.stride(0),
+        v_cache_BGPE.stride(1),
+        block_tables_SM.data_ptr(),
+        block_tables_SM.stride(0),
+        seq_lens_S.data_ptr(),
+        cu_seqlens_q_S1.data_ptr(),
+        seq_lens_S.shape[0],
+        q_THE.shape[1],
+        k_cache_BGPE.shape[1],
+        q_THE.shape[2],
+        k_cache_BGPE.shape[2],
+        scale,
+        sliding_window,
+        soft_cap,
+        out_THE.data_ptr(),
+        out_THE.stride(0),
+        out_THE.stride(1),
+    )
+
+
+def gated_activation(name: str, x_T2I: Tensor, out_TI: Tensor) -> None:
+    """out = activation(first half of x) * second half; `name` is a key of ACTIVATION_CODES. Rows may be strided."""
+    _C.gated_activation(
+        DTYPE_CODES[x_T2I.dtype],
+        ACTIVATION_CODES[name],
+        x_T2I.data_ptr(),
+        x_T2I.stride(0),
+        out_TI.data_ptr(),
+        out_TI.stride(0),
+        *out_TI.shape,
+    )
+
+
+def greedy(logits_RV: Tensor, token_ids_R: Tensor) -> None:
+    """See ops.greedy."""
+    _C.greedy(logits_RV.data_ptr(), logits_RV.stride(0), *logits_RV.shape, token_ids_R.data_ptr())
+
+
+def sample(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    uniform_R: Tensor,
+    token_ids_R: Tensor,
+) -> None:
+    """See ops.sample."""
+    _C.sample(
+        logits_RV.data_ptr(),
+        logits_RV.stride(0),
+        *logits_RV.shape,
+        temperature_R.data_ptr(),
+        top_k_R.data_ptr(),
+        top_p_R.data_ptr(),
+        min_p_R.data_ptr(),
+        uniform_R.data_ptr(),
+        token_ids_R.data_ptr(),
+    )
+
+
+def logprobs(
+    logits_RV: Tensor,
+    token_ids_R: Tensor,
+    token_logprobs_R: Tensor,
+    ranks_R: Tensor,
+    top_ids_RN: Tensor,
+    top_logprobs_RN: Tensor,
+) -> None:
+    """See ops.logprobs."""
+    _C.logprobs(
+        logits_RV.data_ptr(),
+        logits_RV.stride(0),
+        *logits_RV.shape,
+        token_ids_R.data_ptr(),
+        top_ids_RN.shape[1],
+        token_logprobs_R.data_ptr(),
+        ranks_R.data_ptr(),
+        top_ids_RN.data_ptr(),
+        top_logprobs_RN.data_ptr(),
+    )

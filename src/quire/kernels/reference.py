@@ -1,0 +1,174 @@
+"""Plain-torch twins of every op in `kernels.ops`: the definition of correct, float32 inside, any device.
+
+Dimensions as in ops.py; L positions of a sequence, Q its query tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Below this the reciprocal overflows float32 and sampling is greedy.
+SMALLEST_TEMPERATURE = 2.0**-128
+
+
+def linear(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """y_TN = x @ weight.T + bias, accumulated in float32, rounded once to `out_dtype` (default: x's dtype)."""
+    y_TN = F.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
+    return y_TN.to(out_dtype or x_TK.dtype)
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) * (weight + offset) over the last dimension, in x's dtype."""
+    x = x_TD.float()
+    y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * (weight_D.float() + weight_offset)
+    return y.to(x_TD.dtype)
+
+
+def gated_activation(name: str, x_T2I: Tensor) -> Tensor:
+    """activation(first half of each row) * second half; name is "silu", "gelu" or "gelu_tanh"."""
+    gate_TI, up_TI = x_T2I.float().chunk(2, dim=-1)
+    if name == "silu":
+        activated_TI = F.silu(gate_TI)
+    else:
+        activated_TI = F.gelu(gate_TI, approximate="tanh" if name == "gelu_tanh" else "none")
+    return (activated_TI * up_TI).to(x_T2I.dtype)
+
+
+def rope_and_cache(
+    q_THE: Tensor,
+    k_TGE: Tensor,
+    v_TGE: Tensor,
+    positions_T: Tensor,
+    cos_sin_PR: Tensor | None,
+    slot_mapping_T: Tensor,
+    k_cache_BGPE: Tensor,
+    v_cache_BGPE: Tensor,
+    q_norm_weight_E: Tensor | None = None,
+    k_norm_weight_E: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_weight_offset: float = 0.0,
+) -> None:
+    """Per-head norm, rotation of the first R dimensions, q in place, k and v into the cache; see ops.rope_and_cache."""
+    q, k = q_THE.float(), k_TGE.float()
+    if q_norm_weight_E is not None:
+        q = rms_norm(q, q_norm_weight_E, norm_eps, norm_weight_offset)
+    if k_norm_weight_E is not None:
+        k = rms_norm(k, k_norm_weight_E, norm_eps, norm_weight_offset)
+    if cos_sin_PR is not None:
+        cos_T1H, sin_T1H = cos_sin_PR[positions_T].unsqueeze(1).chunk(2, dim=-1)
+        q, k = _rotate(q, cos_T1H, sin_T1H), _rotate(k, cos_T1H, sin_T1H)
+    q_THE.copy_(q)
+    is_written_T = slot_mapping_T >= 0
+    slots = slot_mapping_T[is_written_T]
+    block_size = k_cache_BGPE.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    k_cache_BGPE[blocks, :, offsets] = k[is_written_T].to(k_cache_BGPE.dtype)
+    v_cache_BGPE[blocks, :, offsets] = v_TGE[is_written_T]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def paged_attention(
+    q_THE: Tensor,
+    k_cache_BGPE: Tensor,
+    v_cache_BGPE: Tensor,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    cu_seqlens_q_S1: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """Dense softmax attention of each sequence over its gathered keys and values; see ops.paged_attention."""
+    H, G, P = q_THE.shape[1], k_cache_BGPE.shape[1], k_cache_BGPE.shape[2]
+    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
+    starts = cu_seqlens_q_S1.tolist()
+    for s, seq_len in enumerate(seq_lens_S.tolist()):
+        tokens = slice(starts[s], starts[s + 1])
+        blocks = block_tables_SM[s, : -(-seq_len // P)].long()
+        # [blocks, G, P, E] -> [H, positions, E]
+        k_HLE, v_HLE = (
+            cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].float().repeat_interleave(H // G, dim=0)
+            for cache in (k_cache_BGPE, v_cache_BGPE)
+        )
+        scores_HQL = scale * (q_THE[tokens].float().transpose(0, 1) @ k_HLE.transpose(1, 2))
+        if soft_cap > 0:
+            scores_HQL = soft_cap * torch.tanh(scores_HQL / soft_cap)
+        key_L = torch.arange(seq_len, device=q_THE.device)
+        query_Q1 = torch.arange(seq_len - (starts[s + 1] - starts[s]), seq_len, device=q_THE.device).unsqueeze(1)
+        is_visible_QL = key_L <= query_Q1
+        if sliding_window > 0:
+            is_visible_QL &= key_L > query_Q1 - sliding_window
+        probabilities_HQL = scores_HQL.masked_fill(~is_visible_QL, float("-inf")).softmax(dim=-1)
+        out_THE[tokens] = (probabilities_HQL @ v_HLE).transpose(0, 1).to(q_THE.dtype)
+    return out_THE
+
+
+def greedy(logits_RV: Tensor) -> Tensor:
+    """argmax of each row, lowest id on ties, -1 for a row with NaN."""
+    return logits_RV.argmax(dim=-1).masked_fill(logits_RV.isnan().any(dim=-1), -1)
+
+
+def sample(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
+) -> Tensor:
+    """Filters by sorting, then inverse CDF; see ops.sample."""
+    token_ids = []
+    rows = zip(
+        temperature_R.tolist(), top_k_R.tolist(), top_p_R.tolist(), min_p_R.tolist(), uniform_R.tolist(), strict=True
+    )
+    for logits_V, (temperature, top_k, top_p, min_p, uniform) in zip(logits_RV, rows, strict=True):
+        highest = logits_V.max().item()
+        if temperature < SMALLEST_TEMPERATURE:
+            token_ids.append(int(greedy(logits_V.unsqueeze(0)).item()))
+        elif not math.isfinite(highest):
+            token_ids.append(-1)
+        else:
+            cumulated_V = sampling_units(logits_V, temperature, top_k, top_p, min_p).cumsum(0)
+            target = int(uniform * 2**53) * int(cumulated_V[-1].item()) >> 53
+            token_ids.append(int(torch.searchsorted(cumulated_V, target, right=True).item()))
+    return torch.tensor(token_ids, dtype=torch.int64, device=logits_RV.device)
+
+
+def sampling_units(logits_V: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Probabilities of one row after all filters as int64 multiples of 2^-44 of the largest one; 0 = filtered out."""
+    highest = logits_V.max()
+    weights_V = torch.exp((logits_V - highest) * (1.0 / torch.tensor(temperature)).to(logits_V.device))
+    units_V = (weights_V.double() * 2.0**44).long()
+    if min_p > 0:
+        units_V[logits_V.double() < highest.double() + temperature * math.log(min_p)] = 0
+    sorted_V, order_V = logits_V.sort(descending=True, stable=True)
+    if 0 < top_k < len(logits_V):
+        units_V[logits_V < sorted_V[top_k - 1]] = 0
+    if top_p < 1:
+        ordered_units_V = units_V[order_V]
+        total = int(ordered_units_V.sum().item())
+        needed = min(max(math.ceil(top_p * float(total)), 1), total)
+        mass_before_V = ordered_units_V.cumsum(0) - ordered_units_V
+        units_V[order_V[mass_before_V >= needed]] = 0
+    return units_V
+
+
+def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-softmax at the given tokens and at the highest ones; see ops.logprobs."""
+    logprobs_RV = logits_RV.double().log_softmax(dim=-1).float()
+    logits_R1 = logits_RV.gather(1, token_ids_R.unsqueeze(1))
+    ranks_R = (logits_RV > logits_R1).sum(dim=-1) + 1
+    top_ids_RN = logits_RV.argsort(dim=-1, descending=True, stable=True)[:, :num_top]
+    has_none_R = ~logits_RV.max(dim=-1).values.isfinite()
+    return (
+        logprobs_RV.gather(1, token_ids_R.unsqueeze(1)).squeeze(1).masked_fill(has_none_R, math.nan),
+        ranks_R.masked_fill(has_none_R, -1),
+        top_ids_RN.masked_fill(has_none_R.unsqueeze(1), -1),
+        logprobs_RV.gather(1, top_ids_RN).masked_fill(has_none_R.unsqueeze(1), math.nan),
+    )

@@ -1,0 +1,113 @@
+"""Starts what a server or an AsyncLLM is made of: model files, the front end's parts, the engine process, the HTTP server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+import quire.demo
+from quire.config import EngineConfig
+from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
+from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tokenizer_files import load_generation_config
+from quire.loader.hub import resolve_model, resolve_tokenizer_files
+from quire.messages import EngineLaunch
+from quire.model_config import ModelConfig, load_model_config
+
+Progress = Callable[[str, float, str], None]
+
+DEMO_MODEL_NAME = "quire-demo"
+
+
+@dataclass(frozen=True)
+class FrontEndParts:
+    """What the API side knows of a model before its engine is ready."""
+
+    model_folder: Path
+    model_name: str
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    input_processor: InputProcessor
+
+
+def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
+    """Find (or download) the model's files and read what the front end needs. Loads no weights. Raises ConfigErrors."""
+    if config.model is None:
+        folder, name = quire.demo.path("target"), DEMO_MODEL_NAME
+    else:
+        name = config.model
+        folder = resolve_model(
+            name,
+            config.revision,
+            config.download_dir,
+            config.hf_token,
+            progress,
+            weights=config.load_format != "dummy",
+        )
+    any_architecture = config.model_impl in ("auto", "transformers")
+    model_config = load_model_config(folder, config.hf_overrides, any_architecture=any_architecture)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer_folder = folder
+        if config.tokenizer is not None:
+            tokenizer_folder = resolve_tokenizer_files(
+                config.tokenizer, config.tokenizer_revision, config.download_dir, config.hf_token
+            )
+        tokenizer = Tokenizer.from_folder(tokenizer_folder, config.tokenizer_mode)
+    return FrontEndParts(folder, name, model_config, tokenizer, _input_processor(config, model_config, tokenizer))
+
+
+def _input_processor(config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None) -> InputProcessor:
+    generation = load_generation_config(Path(model_config.model)) if config.generation_config == "auto" else {}
+    eos = dict.fromkeys([*(tokenizer.eos_token_ids if tokenizer is not None else ()), *model_config.eos_token_ids])
+    return InputProcessor(
+        tokenizer,
+        ModelLimits(model_config.max_model_len, model_config.vocab_size, config.max_logprobs),
+        defaults=sampling_defaults(generation, config.override_generation_config),
+        eos_token_ids=tuple(eos),
+        seed=config.seed,
+    )
+
+
+class EngineProcessHandle:
+    """One engine process and the private folder of its sockets."""
+
+    def __init__(self, config: EngineConfig, model_folder: Path) -> None:
+        # mkdtemp makes the folder 0700: only this user can reach the sockets in it.
+        self._sockets = tempfile.TemporaryDirectory(prefix="quire-")
+        self.input_address = f"ipc://{self._sockets.name}/input"
+        self.output_address = f"ipc://{self._sockets.name}/output"
+        self._launch = EngineLaunch(config, str(model_folder), self.input_address, self.output_address)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process. The addresses must be bound already."""
+        self._process = subprocess.Popen([sys.executable, "-m", "quire.engine.process"], stdin=subprocess.PIPE)
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(self._launch) + b"\n")
+        self._process.stdin.close()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the process, politely first, and remove its sockets."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._sockets.cleanup()

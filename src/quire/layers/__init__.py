@@ -1,0 +1,1 @@
+"""Building blocks of a decoder: linear layers, embeddings, norms, rotary tables, activations."""

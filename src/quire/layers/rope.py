@@ -1,0 +1,74 @@
+"""Tables of cosines and sines for rotary position encoding, computed in float32 as transformers does.
+
+Dimensions: L positions, R rotary dimensions (first R/2 columns cosines, last R/2 sines), F = R/2 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.hf_config.rope import RopeConfig
+
+
+def cos_sin_table(rope: RopeConfig, max_model_len: int) -> Tensor:
+    """cos_sin_LR float32 for positions 0 .. max_model_len - 1.
+
+    transformers switches the frequencies of `longrope` and `dynamic` with the length of the running sequence, which
+    leaves keys of two kinds in the cache. Here, as in vLLM, `max_model_len` decides once: above original_max_position
+    longrope takes its long factors, and above max_position dynamic takes the base of the full length. A shorter
+    `max_model_len` gives transformers' values.
+    """
+    positions_L = torch.arange(max_model_len, dtype=torch.float32)
+    angles_LF = positions_L[:, None] * frequencies(rope, max_model_len)
+    return torch.cat((angles_LF.cos(), angles_LF.sin()), dim=-1) * rope.attention_factor
+
+
+def frequencies(rope: RopeConfig, max_model_len: int) -> Tensor:
+    """Radians per position of each pair of dimensions, F float32."""
+    steps_F = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    theta = rope.theta
+    if rope.type == "dynamic":
+        stretch = rope.factor * max(max_model_len, rope.max_position) / rope.max_position - (rope.factor - 1)
+        theta *= stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    periods_F = torch.pow(theta, steps_F)
+    if rope.type == "linear":
+        return 1.0 / periods_F / rope.factor
+    if rope.type == "llama3":
+        return _llama3(rope, 1.0 / periods_F)
+    if rope.type == "yarn":
+        return _yarn(rope, periods_F)
+    if rope.type == "longrope":
+        factors = rope.long_factor if max_model_len > rope.original_max_position else rope.short_factor
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods_F)
+    return 1.0 / periods_F
+
+
+def _llama3(rope: RopeConfig, frequencies_F: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
+    wavelengths_F = 2 * math.pi / frequencies_F
+    stretched_F = frequencies_F / rope.factor
+    original, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
+    share_F = (original / wavelengths_F - low) / (high - low)  # of the unstretched frequency
+    between_F = (1 - share_F) * stretched_F + share_F * frequencies_F
+    result_F = torch.where(wavelengths_F > original / low, stretched_F, between_F)
+    return torch.where(wavelengths_F < original / high, frequencies_F, result_F)
+
+
+def _yarn(rope: RopeConfig, periods_F: Tensor) -> Tensor:
+    """YaRN (arXiv 2309.00071): dimensions that rotate often in the pretraining context stay, slow ones stretch."""
+
+    def border(num_rotations: float) -> float:
+        periods = rope.original_max_position / (num_rotations * 2 * math.pi)
+        return rope.rotary_dim * math.log(periods) / (2 * math.log(rope.theta))
+
+    low, high = border(rope.beta_fast), border(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp needs a length
+    ramp_F = ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return ramp_F / (rope.factor * periods_F) + (1 - ramp_F) / periods_F

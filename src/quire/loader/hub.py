@@ -1,0 +1,222 @@
+"""From a model's name to a folder on this machine: a local path, or a hub id downloaded into the hub library's cache.
+
+No torch here: the API process resolves tokenizers through this file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError, ModelConfigError
+
+Progress = Callable[[str, float, str], None]
+
+# Only what is read: never pickles (.bin, .pt) or code (.py). `*/*` leaves out sub-folders (onnx/, original/), and
+# `consolidated*` the second copy of the weights in the publisher's own layout.
+TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
+WEIGHT_PATTERNS = ["*.safetensors"]
+IGNORED_PATTERNS = ["*/*", "consolidated*"]
+
+# Any of these makes a folder usable for tokenization.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tokenizer_config.json",
+)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
+
+
+def resolve_model(
+    name_or_path: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+    weights: bool = True,
+) -> Path:
+    """The folder with config.json, weights and tokenizer of a model.
+
+    Args:
+        name_or_path: an existing folder, or a hub id such as `Qwen/Qwen3-0.6B`.
+        revision: branch, tag or commit of a hub id.
+        download_dir: cache folder instead of the hub library's own (HF_HOME).
+        token: access token; without one the hub library's stored login or HF_TOKEN is used.
+        progress: called with ("download", fraction, text); without it the hub library draws its own bar on a terminal.
+        weights: False leaves the weights out (dummy weights).
+
+    Raises:
+        ConfigError: no such folder or hub id, no access, or no network and not in the cache.
+        ModelConfigError: the folder has no config.json.
+    """
+    patterns = TOKENIZER_PATTERNS + (WEIGHT_PATTERNS if weights else [])
+    folder = _local_folder(name_or_path) or _download(name_or_path, revision, download_dir, token, progress, patterns)
+    if not (folder / "config.json").is_file():
+        raise _no_config(name_or_path, folder)
+    return folder
+
+
+def resolve_tokenizer_files(
+    name_or_path: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: str | None = None,
+) -> Path:
+    """The folder with a tokenizer's files; downloads nothing else. Raises ConfigError as resolve_model does."""
+    folder = _local_folder(name_or_path) or _download(
+        name_or_path, revision, download_dir, token, None, TOKENIZER_PATTERNS
+    )
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        raise ConfigError(
+            "No tokenizer files in the model's folder",
+            value=name_or_path,
+            expected=f"one of {', '.join(TOKENIZER_FILES)}",
+            fix="Name a folder or hub id that has them with --tokenizer, or use --skip-tokenizer-init",
+            param="tokenizer",
+        )
+    return folder
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder if the name is a local path; None if it can only be a hub id."""
+    if not name or "\0" in name:
+        raise _not_found(name, "A model name cannot be empty or contain a zero byte")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ConfigError(
+            "The model is a file",
+            value=name,
+            expected="the folder that holds config.json and *.safetensors",
+            param="model",
+        )
+    looks_local = name.startswith((".", "~", "/")) or name.endswith("/") or (os.sep != "/" and os.sep in name)
+    if looks_local or not _HUB_ID.fullmatch(name):
+        raise _not_found(name, "No such folder")
+    return None
+
+
+def _not_found(name: str, what: str) -> ConfigError:
+    near = _nearest_folder(name)
+    return ConfigError(
+        what,
+        value=name,
+        expected="a folder with config.json, or a hub id such as Qwen/Qwen3-0.6B",
+        fix=f"Did you mean {near}?" if near else None,
+        param="model",
+    )
+
+
+def _nearest_folder(name: str) -> str | None:
+    """The model folder beside the missing one whose name is most like it."""
+    path = Path(name.replace("\0", "")).expanduser()
+    try:
+        siblings = [entry.name for entry in path.parent.iterdir() if (entry / "config.json").is_file()]
+    except OSError:
+        return None
+    match = difflib.get_close_matches(path.name, siblings, n=1)
+    return str(path.parent / match[0]) if match else None
+
+
+def _no_config(name: str, folder: Path) -> ModelConfigError:
+    if (folder / "adapter_config.json").is_file():
+        fix = "This is a LoRA adapter: serve its base model and add the adapter with --lora-modules"
+    elif inside := sorted(entry.name for entry in folder.glob("*") if (entry / "config.json").is_file()):
+        fix = f"Did you mean {folder / inside[0]}?"
+    elif any(folder.glob("*.gguf")):
+        fix = "The folder holds GGUF files; use the same model's safetensors"
+    else:
+        fix = None
+    files = sorted(entry.name for entry in folder.glob("*"))[:10]
+    return ModelConfigError(
+        f"{name} has no config.json",
+        value=files,
+        expected="the files of a Hugging Face model: config.json, *.safetensors, tokenizer.json",
+        fix=fix,
+        param="model",
+    )
+
+
+def _download(
+    name: str,
+    revision: str | None,
+    download_dir: str | None,
+    token: str | None,
+    progress: Progress | None,
+    patterns: list[str],
+) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            token=token,
+            allow_patterns=patterns,
+            ignore_patterns=IGNORED_PATTERNS,
+            tqdm_class=_progress_bar(progress) if progress else None,
+        )
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            "The model is gated: its owner asks for an agreement first",
+            value=name,
+            fix=f"Accept the terms at https://huggingface.co/{name}, then set HF_TOKEN or run `hf auth login`",
+            param="model",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ConfigError(
+            f"{name} has no such revision", value=revision, expected="a branch, tag or commit", param="revision"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        near = _nearest_folder(name)
+        raise ConfigError(
+            "No folder and no model on the hub has this name",
+            value=name,
+            expected="a folder with config.json, or a hub id such as Qwen/Qwen3-0.6B",
+            fix=f"Did you mean {near}?" if near else "If the model is private, set HF_TOKEN or run `hf auth login`",
+            param="model",
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ConfigError(
+            "The model is not completely in the cache and the hub cannot be reached",
+            value=name,
+            expected="a network connection (HF_HUB_OFFLINE unset), or a folder with the model's files",
+            fix="Download it where there is a network: `hf download "
+            + name
+            + "`, and copy the cache or the folder here",
+            param="model",
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        details = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"Downloading {name} failed ({type(error).__name__}: {details})",
+            fix="Start again: the download continues where it stopped",
+            param="model",
+        ) from error
+    return Path(folder)
+
+
+def _progress_bar(progress: Progress) -> type[Any]:
+    """A tqdm class for the hub library that reports the bytes of all files through `progress` and draws nothing."""
+    from tqdm.std import tqdm
+
+    class ReportingBar(tqdm):  # type: ignore[misc]
+        most = 0.0  # bytes; the library drives several bars over the same files, the one that is ahead counts
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+            if self.unit == "B" and self.total and self.n >= ReportingBar.most:
+                ReportingBar.most = self.n
+                progress("download", min(self.n / self.total, 1.0), f"{self.n / 1e6:.0f} of {self.total / 1e6:.0f} MB")
+            return True
+
+    return ReportingBar

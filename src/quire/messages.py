@@ -1,0 +1,109 @@
+"""Messages across the boundary between the API process and the engine process: msgspec structs, never pickle."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.sampling_params import SamplingParams
+from quire.schedule import StepRecord, TokenLogprobs
+
+
+class EngineLaunch(msgspec.Struct):
+    """What the parent tells a new engine process. Addresses are ZMQ endpoints the parent has bound."""
+
+    config: EngineConfig
+    model_folder: str
+    input_address: str
+    output_address: str
+
+
+class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
+    """One prompt and one continuation. Everything is validated and resolved: the engine does not check again."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    max_tokens: int
+    stop_token_ids: list[int] = []  # EOS (unless ignore_eos) and the user's
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    fork_of: str | None = None
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """The caller left: free these requests within one step. No answer is sent for them."""
+
+    request_ids: list[str]
+
+
+class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
+    """Move limits while serving; None leaves a limit as it is."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
+    max_num_queued_reqs: int | None = None
+
+
+class Command(msgspec.Struct, tag="command"):
+    """A rare control message: name is one of reset_prefix_cache, shutdown."""
+
+    name: str
+
+
+EngineInput = AddRequest | Abort | SetLimits | Command
+
+
+class RequestDelta(msgspec.Struct, omit_defaults=True):
+    """What one step added to one request. Times are durations in seconds since the engine received the request."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # all of them at once, with the first sampled token
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    queued_seconds: float | None = None  # arrival to first scheduling; with the first delta
+    error_code: str | None = None  # QuireError.code of `error`, where it is one
+
+
+class EngineOutputs(msgspec.Struct, tag="outputs", omit_defaults=True):
+    """One message per step for all requests that changed."""
+
+    deltas: list[RequestDelta]
+    record: StepRecord | None = None
+
+
+class EngineReady(msgspec.Struct, tag="ready"):
+    """Sent once a real token has been produced: what the front end needs to know of the loaded model."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    resolved: dict[str, object] = {}  # the resolved settings with their sources, for GET /v1/config and the first screen
+
+
+class EngineProgress(msgspec.Struct, tag="progress"):
+    """Start-up progress: phase is one of download, load, pack, warm up; fraction in 0..1."""
+
+    phase: str
+    fraction: float
+    detail: str = ""
+
+
+class EngineFailed(msgspec.Struct, tag="failed"):
+    """The engine could not start or has ended: a message fit for the user."""
+
+    message: str
+    code: str = "engine_dead"
+
+
+EngineMessage = EngineOutputs | EngineReady | EngineProgress | EngineFailed

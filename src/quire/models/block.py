@@ -1,0 +1,174 @@
+"""One decoder layer: its parts, and the pre-norm block that most families are made of.
+
+Dimensions: T tokens, D hidden, H query heads, G kv heads, E head dim, I intermediate, R rotary dims, L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend, AttentionSpec
+from quire.attention.layer import Attention
+from quire.forward_batch import ForwardBatch
+from quire.layers.activation import gated_activation
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.weight_slot import WeightSlots
+from quire.model_config import ModelConfig
+from quire.quantization.scheme import QuantScheme
+
+
+class Weighted(Protocol):
+    """A part that receives tensors of the checkpoint."""
+
+    def slots(self) -> WeightSlots: ...
+
+    def weight_bytes(self) -> int: ...
+
+
+class Block(Protocol):
+    """One layer. It changes the residual stream in place and returns the input of the next block's attention.
+
+    `next_norm` makes that input: it is the next block's `input_norm`, or the model's final norm after the last block.
+    So the addition to the residual and the norm behind it are one kernel, also across blocks.
+    """
+
+    input_norm: RMSNorm | None
+    next_norm: RMSNorm | None
+
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor, batch: ForwardBatch) -> Tensor: ...
+
+
+class SelfAttention:
+    """Projections around attention. Input [T, D], output [T, D]."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        qkv: Linear,
+        output: Linear,
+        wide_norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> None:
+        self._heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
+        self._num_heads, self._head_dim = sum(self._heads), config.head_dim
+        self._q_width, self._kv_width = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._attention, self._qkv, self._output = attention, qkv, output
+        self._wide_norms = wide_norms
+
+    def __call__(self, x_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        qkv = self._qkv(x_TD)
+        if self._wide_norms is not None:
+            self._normalise_width(qkv)
+        num_tokens = qkv.shape[0]
+        q_THE, k_TGE, v_TGE = qkv.view(num_tokens, self._num_heads, self._head_dim).split(self._heads, dim=1)
+        out_THE = self._attention(q_THE, k_TGE, v_TGE, batch)
+        return self._output(out_THE.view(num_tokens, self._q_width))
+
+    def _normalise_width(self, qkv: Tensor) -> None:
+        """OLMo 2: one norm over all q heads and one over all k heads, in place."""
+        assert self._wide_norms is not None
+        q_norm, k_norm = self._wide_norms
+        q, k, _ = qkv.split((self._q_width, self._kv_width, self._kv_width), dim=1)
+        q_norm(q, out=q)
+        k_norm(k, out=k)
+
+
+class MLP:
+    """Gated MLP. Input [T, D], output [T, D]."""
+
+    def __init__(self, gate_up: Linear, activation: Callable[[Tensor], Tensor], down: Linear) -> None:
+        self._gate_up, self._activation, self._down = gate_up, activation, down
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self._down(self._activation(self._gate_up(x_TD)))
+
+
+@dataclass
+class LayerBuilder:
+    """Makes the parts of one layer and remembers under which name the checkpoint has them."""
+
+    config: ModelConfig
+    layer: int
+    dtype: torch.dtype
+    scheme: QuantScheme
+    norm_offset: float
+    has_fused_checkpoint: bool
+    rope_table: Tensor | None  # cos_sin_LR
+    backend: Callable[[AttentionSpec], AttentionBackend]
+    parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (name prefix inside the layer, part)
+
+    def norm(self, name: str, size: int | None = None) -> RMSNorm:
+        """An RMS norm, of the hidden size unless told otherwise."""
+        config = self.config
+        norm = RMSNorm(size or config.hidden_size, config.rms_norm_eps, self.norm_offset, self.dtype)
+        self.parts.append((f"{name}.", norm))
+        return norm
+
+    def linear(self, prefix: str, in_features: int, shards: tuple[tuple[str, int], ...], bias: bool) -> Linear:
+        """A linear layer whose tensors are named `<prefix><shard>.weight`."""
+        linear = Linear(in_features, shards, bias=bias, dtype=self.dtype, scheme=self.scheme)
+        self.parts.append((prefix, linear))
+        return linear
+
+    def attention(self) -> SelfAttention:
+        """Self-attention as the config describes it."""
+        config = self.config
+        q_width, kv_width = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        shards = (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width))
+        if self.has_fused_checkpoint:
+            shards = (("qkv_proj", q_width + 2 * kv_width),)
+        qkv = self.linear("self_attn.", config.hidden_size, shards, config.qkv_bias)
+        output_shards = (("o_proj", config.hidden_size),)
+        output = self.linear("self_attn.", q_width, output_shards, config.attention_output_bias)
+        spec = AttentionSpec(
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            sliding_window=config.layer_windows[self.layer],
+            soft_cap=config.attention_soft_cap,
+            dtype=self.dtype,
+        )
+        backend = self.backend(spec)
+        if config.qk_norm == "none":
+            return SelfAttention(config, Attention(self.layer, backend, self.rope_table), qkv, output, None)
+        per_head = config.qk_norm == "head"
+        q_norm = self.norm("self_attn.q_norm", config.head_dim if per_head else q_width)
+        k_norm = self.norm("self_attn.k_norm", config.head_dim if per_head else kv_width)
+        if per_head:
+            attention = Attention(self.layer, backend, self.rope_table, q_norm, k_norm)
+            return SelfAttention(config, attention, qkv, output, None)
+        return SelfAttention(config, Attention(self.layer, backend, self.rope_table), qkv, output, (q_norm, k_norm))
+
+    def mlp(self) -> MLP:
+        """The gated MLP as the config describes it."""
+        config = self.config
+        inner, bias = config.intermediate_size, config.mlp_bias
+        shards = (
+            (("gate_up_proj", 2 * inner),) if self.has_fused_checkpoint else (("gate_proj", inner), ("up_proj", inner))
+        )
+        gate_up = self.linear("mlp.", config.hidden_size, shards, bias)
+        down = self.linear("mlp.", inner, (("down_proj", config.hidden_size),), bias)
+        return MLP(gate_up, gated_activation(config.hidden_act), down)
+
+
+class PreNormBlock:
+    """x + attention(norm(x)), then x + mlp(norm(x)): Llama and most others."""
+
+    def __init__(self, build: LayerBuilder) -> None:
+        self.input_norm: RMSNorm | None = build.norm("input_layernorm")
+        self.next_norm: RMSNorm | None = None
+        self.attention = build.attention()
+        self.mlp_norm = build.norm("post_attention_layernorm")
+        self.mlp = build.mlp()
+
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        assert self.next_norm is not None
+        x_TD = self.mlp_norm.add(self.attention(x_TD, batch), residual_TD)
+        return self.next_norm.add(self.mlp(x_TD), residual_TD)

@@ -1,0 +1,36 @@
+"""OLMo 2: norms behind attention and MLP instead of before them, and q and k normalised over all heads at once.
+
+Dimensions: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.forward_batch import ForwardBatch
+from quire.layers.norm import RMSNorm
+from quire.models.block import LayerBuilder
+from quire.models.family import Family
+
+
+class PostNormBlock:
+    """x + norm(attention(x)), then x + norm(mlp(x)). Attention reads the residual stream itself."""
+
+    input_norm: RMSNorm | None = None
+
+    def __init__(self, build: LayerBuilder) -> None:
+        self.next_norm: RMSNorm | None = None  # only the last block gets one: the final norm
+        self.attention = build.attention()
+        self.after_attention = build.norm("post_attention_layernorm")
+        self.mlp = build.mlp()
+        self.after_mlp = build.norm("post_feedforward_layernorm")
+
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        x_TD = self.attention(x_TD, batch)
+        residual_TD += self.after_attention(x_TD, out=x_TD)
+        x_TD = self.mlp(residual_TD)
+        residual_TD += self.after_mlp(x_TD, out=x_TD)
+        return residual_TD if self.next_norm is None else self.next_norm(residual_TD)
+
+
+FAMILY = Family(architectures=("Olmo2ForCausalLM",), block=PostNormBlock)

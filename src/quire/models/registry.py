@@ -1,0 +1,69 @@
+"""What a model is to the rest of the engine, and which family builds a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelConfigError
+from quire.forward_batch import ForwardBatch
+from quire.model_config import ModelConfig
+from quire.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from quire.models.decoder import Decoder
+from quire.models.family import Family
+from quire.quantization.scheme import QuantScheme
+from quire.quantization.unquantized import Unquantized
+
+_MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, smollm3, olmo2, granite)
+
+FAMILIES: dict[str, Family] = {name: module.FAMILY for module in _MODULES for name in module.FAMILY.architectures}
+
+
+class CausalLM(Protocol):
+    """A causal language model on our paged KV cache. T tokens, R rows, D hidden, V vocabulary."""
+
+    config: ModelConfig
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Shape by checkpoint name of every tensor `load_weights` needs (what `--load-format dummy` fills)."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take all tensors of the checkpoint by their Hugging Face names. WeightsError names what does not fit."""
+        ...
+
+    def finalize(self) -> None:
+        """After load_weights, before the first forward."""
+        ...
+
+    def weight_bytes(self) -> int:
+        """Bytes the loaded weights take."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """hidden_TD with the final norm applied; writes K and V of the step's tokens to batch.caches."""
+        ...
+
+    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
+        """logits_RV in float32."""
+        ...
+
+
+def build_model(config: ModelConfig, dtype: torch.dtype, quant_scheme: QuantScheme | None = None) -> CausalLM:
+    """The native model of a config, without weights yet.
+
+    Positions are bounded by `config.max_model_len`: replace it with the length that is served. Raises ModelConfigError
+    for an architecture without native implementation.
+    """
+    family = FAMILIES.get(config.architecture)
+    if family is None:
+        raise ModelConfigError(
+            f"{config.model} has an architecture without native implementation",
+            value=config.architecture,
+            expected="one of " + ", ".join(FAMILIES),
+            fix="Use --model-impl transformers to run it through transformers' modelling code",
+        )
+    return Decoder(config, family, dtype, quant_scheme or Unquantized())

@@ -1,0 +1,315 @@
+"""Architectures without native implementation: transformers' modelling code on our paged attention and linear layers.
+
+The tokens of a step go through the code as one row [1, T, D] with their positions; attention alone sees sequences.
+Weights come through our reader and are placed by transformers (`from_pretrained` with a state dict), which knows the
+names of each class and how they changed; no file of the checkpoint but config.json and the validated safetensors is
+opened, and no code in it is run.
+
+Dimensions: T tokens, R rows whose logits are wanted, D hidden, K in-features, N out-features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.layer import Attention
+from quire.attention.select import SharedBackends
+from quire.errors import ConfigError, ModelConfigError, WeightsError
+from quire.forward_batch import ForwardBatch
+from quire.hf_config.translate import merge
+from quire.kernels.ops import linear, pack_linear
+from quire.model_config import ModelConfig
+from quire.models import transformers_attention as attention
+
+# Settings in config.json that would make transformers load other code, other kernels or other files.
+_IGNORED_SETTINGS = (
+    "auto_map",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "fusion_config",
+    "transformers_weights",
+    "custom_generate",
+)
+# Rotary frequencies of these kinds follow the longest sequence of a batch: other requests would change a request's
+# tokens.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_PROBE_SHIFT = 5  # positions by which the second probe differs from the first
+_MAX_NAMES = 5
+
+
+class TransformersModel:
+    """A causal language model of transformers behind the interface of native models.
+
+    Args:
+        config: sizes of the KV cache; the rest is read from config.json with the same overrides.
+        dtype: of weights, activations and KV cache.
+
+    Raises:
+        ModelConfigError: transformers does not know the architecture, or it cannot run on paged attention.
+        ConfigError: transformers is not installed.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self.config = config
+        self.dtype = dtype
+        self._model_class, self._hf_config = _classes(config)
+        self._hf_config.dtype = dtype
+        attention.register()
+        self._backends = SharedBackends(torch.device("cpu"))
+        self._context = attention.StepContext()
+        self._model: Any = None  # with weights, from load_weights on
+        self._body: Any = None  # embeddings to final norm
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Shape by name of every parameter; tied ones once."""
+        with torch.device("meta"):
+            model = self._model_class(self._hf_config)
+        model.tie_weights()
+        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the tensors of a checkpoint, under the names of any version of transformers.
+
+        Raises WeightsError naming what is missing, unexpected or misshapen.
+        """
+        self._hf_config._attn_implementation = attention.PROBE
+        with _quiet_transformers():
+            model, report = self._model_class.from_pretrained(
+                None,
+                config=self._hf_config,
+                state_dict=dict(weights),
+                dtype=self.dtype,
+                attn_implementation=attention.PROBE,
+                ignore_mismatched_sizes=True,  # they are in the report, all of them
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+        _check_report(report)
+        self._model = model.eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def finalize(self) -> None:
+        """Pack the linear layers, see what every layer's attention is, and connect it to the KV cache."""
+        _pack_linear_layers(self._model, self.dtype)
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            tensor.data = tensor.data.clone()  # what is not packed is still a view of the mapped file
+        self._body = self._split_off_head()
+        calls = self._probe(0)
+        attention.check_calls(calls, self._probe(_PROBE_SHIFT), self.config.architecture, self.config.num_layers)
+        for call in calls:
+            self._check_cache_shape(call)
+            paged = Attention(call.layer, self._backends.get(call.spec), cos_sin_LR=None)
+            attention.attach_layer(call.module, attention.LayerAttention(self._context, paged, self.dtype))
+        _set_attention(self._body, attention.PAGED)
+
+    def weight_bytes(self) -> int:
+        """Bytes the loaded weights take; shared ones count once."""
+        parameters: dict[int, int] = {}
+        packed = 0
+        for part in (self._body, self._model):
+            parameters |= {parameter.data_ptr(): parameter.nbytes for parameter in part.parameters()}
+            packed += sum(module.packed.nbytes for module in part.modules() if isinstance(module, PackedLinear))
+        return sum(parameters.values()) + packed
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""
+        self._backends.prepare(batch)
+        self._context.batch = batch
+        try:
+            return self._run_body(batch.token_ids_T, batch.positions_T)
+        finally:
+            self._context.batch = None
+
+    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
+        """logits_RV in float32, by the class's own head with its scaling and capping."""
+        logits_1RV: Tensor = self._model(inputs_embeds=hidden_RD[None], use_cache=False).logits
+        return logits_1RV[0].float()
+
+    def _run_body(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        output = self._body(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False)
+        hidden_1TD: Tensor = output.last_hidden_state
+        return hidden_1TD[0]
+
+    def _split_off_head(self) -> Any:
+        """Take out the part below the head and leave in its place what hands hidden states through."""
+        model = self._model
+        body = getattr(model, model.base_model_prefix)
+        if [name for name, _ in body.named_children()] == ["decoder"]:  # OPT: the head calls model.decoder
+            body = body.decoder
+        if "position_ids" not in inspect.signature(body.forward).parameters:
+            raise attention.refusal(self.config.architecture, "its modelling code takes no positions")
+        setattr(model, model.base_model_prefix, _HiddenStates())
+        return body
+
+    def _probe(self, first_position: int) -> list[attention.AttentionCall]:
+        """What the attention of every layer asks for, from a run on three tokens."""
+        probe = attention.Probe()
+        attention.attach_probe(self._body, probe)
+        token_ids_T = torch.arange(3) % self.config.vocab_size
+        try:
+            self._run_body(token_ids_T, torch.arange(3) + first_position)
+        except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+            raise attention.refusal(self.config.architecture, f"its modelling code fails ({error})") from error
+        finally:
+            attention.detach_probe(self._body)
+        return probe.calls
+
+    def _check_cache_shape(self, call: attention.AttentionCall) -> None:
+        config = self.config
+        actual = call.spec.num_kv_heads, call.spec.head_dim
+        if actual != (config.num_kv_heads, config.head_dim):
+            raise attention.refusal(
+                config.architecture,
+                f"layer {call.layer} stores {actual[0]} heads of {actual[1]} per token, but config.json describes "
+                f"{config.num_kv_heads} of {config.head_dim}",
+            )
+
+
+class PackedLinear(nn.Module):
+    """Stands in for nn.Linear, with its weight in the kernels' layout."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        super().__init__()
+        self.packed = pack_linear(weight_NK)
+        self.in_features, self.out_features = self.packed.K, self.packed.N
+        self.bias = None if bias_N is None else nn.Parameter(bias_N, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        y_TN = linear(x.reshape(-1, self.packed.K), self.packed, self.bias)
+        return y_TN.view(*x.shape[:-1], self.packed.N)
+
+
+class _BodyOutput:
+    """What heads read of a body's output: the hidden states; everything else was not asked for."""
+
+    def __init__(self, hidden_1RD: Tensor) -> None:
+        self.last_hidden_state = hidden_1RD
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _HiddenStates(nn.Module):
+    """In the place of a model's body: hands on as its output what the head's caller passes as embeddings."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _BodyOutput:
+        return _BodyOutput(inputs_embeds)
+
+    @property
+    def decoder(self) -> _HiddenStates:
+        return self
+
+
+def _classes(config: ModelConfig) -> tuple[Any, Any]:
+    """The model class that config.json names, and its config object."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{config.architecture} has no native implementation and transformers is not installed",
+            fix="pip install transformers",
+        ) from error
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    path = Path(config.model) / "config.json"
+    settings = merge(json.loads(path.read_text(encoding="utf-8")), config.hf_overrides)
+    if config.architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or config.model_type not in CONFIG_MAPPING:
+        raise ModelConfigError(
+            f"{path} names an architecture that neither Quire nor transformers {transformers.__version__} knows "
+            "as a causal language model",
+            value=f"{config.architecture} (model_type {config.model_type})",
+            fix="Code in a checkpoint is never run. A newer transformers may know it: pip install -U transformers",
+        )
+    try:
+        hf_config = CONFIG_MAPPING[config.model_type].from_dict(
+            {name: value for name, value in settings.items() if name not in _IGNORED_SETTINGS}
+        )
+    except Exception as error:  # validation errors of many libraries' own kinds
+        raise ModelConfigError(
+            f"transformers refuses {path}: {error}", fix="Use the checkpoint's own config.json"
+        ) from error
+    model_class = getattr(transformers, config.architecture)
+    if model_class._is_stateful or getattr(hf_config, "is_encoder_decoder", False):
+        raise attention.refusal(config.architecture, "it keeps other state than keys and values")
+    if not model_class._can_set_attn_implementation():
+        raise attention.refusal(config.architecture, "its modelling code does not use the attention interface")
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+            raise attention.refusal(
+                config.architecture, f"its {parameters['rope_type']} rope depends on the whole batch"
+            )
+    if getattr(hf_config, "output_router_logits", False):  # a training loss
+        hf_config.output_router_logits = False
+    return model_class, hf_config
+
+
+def _check_report(report: dict[str, Any]) -> None:
+    """Raises WeightsError for what transformers could not place."""
+    problems = []
+    for kind in ("missing", "unexpected", "mismatched"):
+        names = sorted(str(name) for name in report[f"{kind}_keys"])
+        if names:
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            problems.append(f"{len(names)} {kind} ({', '.join(names[:_MAX_NAMES])}{more})")
+    problems += [str(message) for message in report.get("error_msgs", [])]
+    if problems:
+        raise WeightsError(
+            "The checkpoint does not fit its config.json: " + "; ".join(problems),
+            fix="Check that config.json and all weight files are of one model and completely downloaded",
+        )
+
+
+def _pack_linear_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace linear layers one by one, so that few weights are held twice. Subclasses and other dtypes stay."""
+    from transformers.pytorch_utils import Conv1D
+
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            layer: Any = child
+            if type(layer) not in (nn.Linear, Conv1D) or layer.weight.dtype != dtype:
+                continue
+            weight_NK = layer.weight if type(layer) is nn.Linear else layer.weight.T
+            setattr(parent, name, PackedLinear(weight_NK, layer.bias))
+
+
+def _set_attention(body: Any, name: str) -> None:
+    """Every config object of the model, as modelling code reads the one at hand."""
+    for module in body.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
+            module.config._attn_implementation_internal = name
+        if isinstance(getattr(module, "_attn_implementation", None), str):
+            module._attn_implementation = name
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its progress bars and load reports: ours say the same, and only errors matter."""
+    from transformers.utils import logging
+
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()

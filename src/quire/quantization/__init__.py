@@ -1,0 +1,1 @@
+"""How a linear layer stores its weight and multiplies with it: one scheme per format."""

@@ -1,0 +1,35 @@
+"""Weights as they are in bfloat16, float16 or float32, packed for the matrix product.
+
+Dimensions: T tokens, K in-features, N out-features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels import ops
+from quire.quantization.scheme import LinearLayer, ShardedTensor
+
+
+class Unquantized:
+    """The scheme of a checkpoint without quantization."""
+
+    def create_weights(self, layer: LinearLayer) -> None:
+        layer.tensors["weight"] = ShardedTensor((layer.out_features, layer.in_features), layer.dtype)
+
+    def finalize(self, layer: LinearLayer) -> None:
+        tensor = layer.tensors.pop("weight")
+        weight_NK = tensor.data
+        assert weight_NK is not None
+        assert tensor.is_complete
+        packed = ops.pack_linear(weight_NK)
+        if tensor.is_borrowed and packed.data.data_ptr() == weight_NK.data_ptr():
+            packed = ops.pack_linear(weight_NK.clone())
+        layer.weight = packed
+
+    def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return ops.linear(x_TK, layer.weight, layer.bias, out_dtype=out_dtype)
+
+    def weight_bytes(self, layer: LinearLayer) -> int:
+        return int(layer.weight.nbytes)

@@ -1,0 +1,75 @@
+"""One request inside the engine: token ids, counters and the states it can be in. Integers only, no torch."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from quire.outputs import FinishReason
+from quire.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.IntEnum):
+    """WAITING -> RUNNING -> FINISHED, with PREEMPTED (waits again, its blocks are gone) between."""
+
+    WAITING = 0
+    PREEMPTED = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and its single continuation (`n` > 1 is n requests that share blocks).
+
+    There is no phase: `num_computed_tokens` says how much KV is in the cache, `num_tokens` how many tokens are known, and
+    a step computes some of the difference. `num_in_flight_tokens` counts tokens that a submitted batch will sample and whose ids
+    are not known here yet; they are computable (the worker knows them) but not hashable.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    max_tokens: int  # resolved by the front end: never None, prompt + max_tokens <= max_model_len
+    stop_token_ids: frozenset[int]  # EOS (unless ignore_eos) and the user's; checked after min_tokens
+    arrival_time: float = 0.0
+    priority: int = 0  # lower runs first
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    fork_of: str | None = None  # request_id whose prompt blocks are shared once computed (n > 1)
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    num_in_flight_steps: int = 0  # submitted batches that hold this request and whose results are not here yet
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    num_preemptions: int = 0
+    sequence: int = 0  # order of arrival at the scheduler
+    received_time: float = 0.0  # when the scheduler received it, on the scheduler's clock
+    block_hashes: list[bytes] = field(default_factory=list)  # one per full block of known tokens, filled as needed
+    first_scheduled_time: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose ids are known to the scheduler."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens_with_in_flight(self) -> int:
+        """Tokens known to the worker once the submitted batches have run."""
+        return self.num_tokens + self.num_in_flight_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def token_ids(self) -> list[int]:
+        """Prompt and output, a new list."""
+        return self.prompt_token_ids + self.output_token_ids

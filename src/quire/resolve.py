@@ -1,0 +1,223 @@
+"""Turns what the user wants, what the model is and what the machine has into settings that know where they came from.
+
+Two steps, because memory is only known after the weights are loaded: `resolve` gives everything but the number of KV blocks,
+`plan_kv_cache` gives that. The bytes planned here are the bytes the allocator takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quire import envs
+from quire.config import EngineConfig
+from quire.errors import ConfigError, MemoryPlanError
+from quire.model_config import DTYPE_BYTES, ModelConfig
+
+Source = Literal["flag", "environment", "model", "device", "measured", "formula", "default"]
+
+GIB = 1 << 30
+
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+# Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
+MAX_USEFUL_CONTEXTS = 2
+RESERVE_SHARE = 0.05  # of total memory, left to the operating system and to allocator slack
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the machine has. Memory in bytes."""
+
+    kind: Literal["cpu"]
+    name: str
+    isa: str
+    num_cores: int
+    total_memory_bytes: int
+    free_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, where it came from, and for a formula its numbers."""
+
+    value: Any
+    source: Source
+    detail: str = ""
+    is_live: bool = False  # may change while serving
+
+
+@dataclass
+class Resolved:
+    """All settings by name; attribute access gives the value."""
+
+    settings: dict[str, Setting] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.settings[name].value
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON: {name: {value, source, detail, live}}."""
+        return {
+            name: {"value": s.value, "source": s.source, "detail": s.detail, "live": s.is_live} for name, s in self.settings.items()
+        }
+
+
+def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is_server: bool) -> Resolved:
+    """Every setting except num_blocks. Raises ConfigError when a value does not fit the model."""
+    resolved = Resolved()
+
+    def put(name: str, value: Any, source: Source, detail: str = "", is_live: bool = False) -> None:
+        resolved.settings[name] = Setting(value, source, detail, is_live)
+
+    def put_or(name: str, default: Any, source: Source, detail: str, is_live: bool = False) -> None:
+        """The user's value if given, else the default with its reason."""
+        chosen = getattr(config, name)
+        if chosen is None:
+            put(name, default, source, detail, is_live)
+        else:
+            put(name, chosen, "flag", f"default would be {default}: {detail}", is_live)
+
+    if config.dtype == "auto":
+        put("dtype", *_auto_dtype(model))
+    else:
+        put("dtype", DTYPE_ALIASES.get(config.dtype, config.dtype), "flag", f"checkpoint is {model.dtype}")
+    put_or("block_size", 16, "default", "tokens per KV block; waste is under one block per sequence")
+    put_or("num_threads", envs.NUM_THREADS.get() or device.num_cores, "device", "physical cores allowed by affinity and cgroup quota")
+    put("max_model_len", *_max_model_len(config, model))
+
+    # vLLM's table for CPU: `max_num_seqs / max_num_batched_tokens` 128 / 2048 for the server, 256 / 4096 offline.
+    seqs, tokens = (128, 2048) if is_server else (256, 4096)
+    put_or("max_num_seqs", seqs, "default", "as vLLM on CPU", is_live=True)
+    budget_floor = 0 if config.enable_chunked_prefill else resolved.max_model_len
+    put_or(
+        "max_num_batched_tokens",
+        max(tokens, resolved.max_num_seqs, budget_floor),
+        "default",
+        "as vLLM on CPU, at least one token per running request",
+        is_live=True,
+    )
+    if resolved.max_num_batched_tokens < resolved.max_num_seqs:
+        raise ConfigError(
+            "The token budget is smaller than the number of running requests",
+            value=resolved.max_num_batched_tokens,
+            expected=f"max_num_batched_tokens of at least max_num_seqs = {resolved.max_num_seqs}",
+            fix="Raise --max-num-batched-tokens or lower --max-num-seqs",
+            param="max_num_batched_tokens",
+        )
+    if not config.enable_chunked_prefill and resolved.max_num_batched_tokens < resolved.max_model_len:
+        raise ConfigError(
+            "Without chunked prefill the longest prompt must fit into one step",
+            value=resolved.max_num_batched_tokens,
+            expected=f"max_num_batched_tokens of at least max_model_len = {resolved.max_model_len}",
+            fix="Leave --no-enable-chunked-prefill out, or lower --max-model-len",
+            param="max_num_batched_tokens",
+        )
+    put_or("max_num_queued_reqs", 1024 if is_server else None, "default", "bounded in the server, unbounded offline", is_live=True)
+    put_or("async_scheduling", False, "default", "on CPU the kernels use every core, so there is nothing to hide behind")
+    for name in ("enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy", "watermark", "long_prefill_token_threshold"):
+        default = EngineConfig.__dataclass_fields__[name].default
+        value = getattr(config, name)
+        put(name, value, "default" if value == default else "flag", "", EngineConfig.__dataclass_fields__[name].metadata["live"])
+    return resolved
+
+
+def _auto_dtype(model: ModelConfig) -> tuple[str, Source, str]:
+    if model.dtype in DTYPE_BYTES:
+        return model.dtype, "model", "the checkpoint's dtype"
+    return "bfloat16", "default", f"the checkpoint's dtype is {model.dtype}"
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> tuple[int, Source, str]:
+    """-1 is replaced by the longest that fits once memory is known."""
+    wanted = config.max_model_len
+    if wanted is None or wanted == -1:
+        return model.max_model_len, "model", "from config.json" + ("; may be cut to what fits" if wanted == -1 else "")
+    if wanted > model.max_model_len and not envs.ALLOW_LONG_MAX_MODEL_LEN.get():
+        raise ConfigError(
+            "max_model_len is longer than the model was trained for",
+            value=wanted,
+            expected=f"at most {model.max_model_len}",
+            fix="Lower --max-model-len, or set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 to accept wrong output beyond it",
+            param="max_model_len",
+        )
+    return wanted, "flag", f"the model allows {model.max_model_len}"
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Bytes at the moment the KV cache is planned, after the weights are loaded."""
+
+    total_bytes: int
+    free_bytes: int
+    weight_bytes: int
+    work_bytes: int  # measured activation peak, scaled to the full token budget
+
+
+def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> None:
+    """Adds num_blocks and kv_cache_bytes; with max_model_len -1 cuts it to what fits.
+
+    Raises MemoryPlanError naming the missing bytes and the changes that would fit.
+    """
+    block_bytes = resolved.block_size * model.kv_bytes_per_token(DTYPE_BYTES[resolved.dtype])
+    num_blocks, source, detail = _num_blocks(config, resolved, memory, block_bytes)
+    blocks_needed = -(-resolved.max_model_len // resolved.block_size)
+    if config.max_model_len == -1 and 0 < num_blocks < blocks_needed:
+        fitting = num_blocks * resolved.block_size
+        resolved.settings["max_model_len"] = Setting(
+            fitting, "formula", f"{num_blocks} blocks x {resolved.block_size} tokens fit; the model allows {model.max_model_len}"
+        )
+        blocks_needed = num_blocks
+    if num_blocks < blocks_needed:
+        raise _does_not_fit(resolved, memory, block_bytes, num_blocks, blocks_needed)
+    resolved.settings["num_blocks"] = Setting(num_blocks, source, detail)
+    resolved.settings["kv_cache_bytes"] = Setting(num_blocks * block_bytes, "formula", f"{num_blocks} blocks x {block_bytes} bytes")
+
+
+def _num_blocks(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int) -> tuple[int, Source, str]:
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override, "flag", "--num-gpu-blocks-override"
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // block_bytes, "flag", f"--kv-cache-memory-bytes / {block_bytes} bytes per block"
+    if envs.CPU_KVCACHE_SPACE.is_set() and envs.CPU_KVCACHE_SPACE.get() > 0:
+        gib = envs.CPU_KVCACHE_SPACE.get()
+        return int(gib * GIB) // block_bytes, "environment", f"VLLM_CPU_KVCACHE_SPACE = {gib} GiB / {block_bytes} bytes per block"
+    if config.gpu_memory_utilization is not None:
+        share = config.gpu_memory_utilization
+        available = int(memory.total_bytes * share) - memory.weight_bytes - memory.work_bytes
+        detail = (
+            f"{share} x {memory.total_bytes} total - {memory.weight_bytes} weights - {memory.work_bytes} work, "
+            f"/ {block_bytes} bytes per block"
+        )
+        return max(available, 0) // block_bytes, "formula", detail
+    reserve = memory.work_bytes + int(memory.total_bytes * RESERVE_SHARE)
+    fitting = max(memory.free_bytes - reserve, 0) // block_bytes
+    useful = -(-resolved.max_model_len // resolved.block_size) * resolved.max_num_seqs * MAX_USEFUL_CONTEXTS
+    detail = (
+        f"{memory.free_bytes} free after the weights - {reserve} reserve (measured work {memory.work_bytes} + {RESERVE_SHARE:.0%} of RAM), "
+        f"/ {block_bytes} bytes per block"
+    )
+    if useful < fitting:
+        return useful, "formula", f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; {fitting} blocks would fit: {detail}"
+    return fitting, "measured", detail
+
+
+def _does_not_fit(resolved: Resolved, memory: MemoryFacts, block_bytes: int, num_blocks: int, blocks_needed: int) -> MemoryPlanError:
+    missing = (blocks_needed - num_blocks) * block_bytes
+    fixes = []
+    if num_blocks > 0:
+        fixes.append(f"--max-model-len {num_blocks * resolved.block_size} (fits now)")
+    fixes.append(f"--kv-cache-memory-bytes {blocks_needed * block_bytes} (if that much is free)")
+    if resolved.dtype == "float32":
+        fixes.append("--dtype bfloat16 (halves weights and KV cache)")
+    if memory.work_bytes > missing and resolved.max_num_batched_tokens > resolved.max_num_seqs:
+        fixes.append(f"--max-num-batched-tokens {resolved.max_num_seqs} (less work memory)")
+    return MemoryPlanError(
+        f"The KV cache for one request of {resolved.max_model_len} tokens does not fit: {blocks_needed * block_bytes / GIB:.2f} GiB needed, "
+        f"{num_blocks * block_bytes / GIB:.2f} GiB available, {missing / GIB:.2f} GiB missing (weights {memory.weight_bytes / GIB:.2f}, "
+        f"work {memory.work_bytes / GIB:.2f}, free {memory.free_bytes / GIB:.2f} GiB)",
+        fix="Use one of: " + "; ".join(fixes),
+        param="max_model_len",
+    )

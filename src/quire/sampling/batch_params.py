@@ -1,0 +1,92 @@
+"""Sampling state of every row a worker holds: dense arrays for what every row has, sparse maps for what few rows have.
+
+A step touches only the rows that changed. Dimensions: C row capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from quire.sampling.filters import RowFilter
+from quire.sampling.penalties import RowPenalties
+from quire.sampling_params import SamplingParams, SamplingType
+
+
+class SamplingState:
+    """What the sampler knows of each row. Rows are numbers below the capacity, chosen by the caller.
+
+    Empty sparse maps are the fast flags: a batch of plain greedy rows costs an argmax and nothing else.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.temperature_C = np.zeros(max_num_seqs, dtype=np.float32)  # 0: greedy
+        self.top_k_C = np.zeros(max_num_seqs, dtype=np.int32)  # 0: no limit
+        self.top_p_C = np.ones(max_num_seqs, dtype=np.float32)
+        self.min_p_C = np.zeros(max_num_seqs, dtype=np.float32)
+        self.seed_C = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_output_tokens_C = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_random = 0
+        self.filters: dict[int, RowFilter] = {}
+        self.penalties: dict[int, RowPenalties] = {}
+        self.num_logprobs: dict[int, int] = {}  # row -> most likely tokens to report; -1: all
+        self.logprob_token_ids: dict[int, list[int]] = {}  # row -> report exactly these instead
+
+    def add_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        stop_token_ids: Iterable[int],
+    ) -> None:
+        """Fill an empty row: a new request, or one resumed with the output it had.
+
+        Args:
+            params: verified, with a seed unless greedy.
+            stop_token_ids: forbidden while fewer than `params.min_tokens` tokens are out.
+        """
+        is_random = params.sampling_type is not SamplingType.GREEDY
+        assert not is_random or params.seed is not None, "the front end gives every random request a seed"
+        self.num_random += is_random
+        self.temperature_C[row] = params.temperature if is_random else 0.0
+        self.top_k_C[row] = min(params.top_k, self.vocab_size)
+        self.top_p_C[row] = params.top_p
+        self.min_p_C[row] = params.min_p
+        self.seed_C[row] = params.seed or 0
+        self.num_output_tokens_C[row] = len(output_token_ids)
+        row_filter = RowFilter.of(params, output_token_ids, stop_token_ids, self.vocab_size)
+        if row_filter is not None:
+            self.filters[row] = row_filter
+        penalties = RowPenalties.of(params, prompt_token_ids, output_token_ids)
+        if penalties is not None:
+            self.penalties[row] = penalties
+        if params.logprob_token_ids:
+            self.logprob_token_ids[row] = params.logprob_token_ids
+        if params.num_logprobs is not None:
+            self.num_logprobs[row] = params.num_logprobs
+
+    def remove_row(self, row: int) -> None:
+        """Forget a row."""
+        self.num_random -= bool(self.temperature_C[row])
+        self.temperature_C[row] = 0.0
+        for sparse in (self.filters, self.penalties, self.num_logprobs, self.logprob_token_ids):
+            sparse.pop(row, None)
+
+    def append_token(self, row: int, token_id: int) -> None:
+        """Record a sampled token."""
+        self.num_output_tokens_C[row] += 1
+        if (row_filter := self.filters.get(row)) is not None:
+            row_filter.append(token_id)
+        if (penalties := self.penalties.get(row)) is not None:
+            penalties.append(token_id)
+
+    def grow(self, max_num_seqs: int) -> None:
+        """Raise the capacity; rows keep their numbers."""
+        for name in [name for name in vars(self) if name.endswith("_C")]:
+            array = getattr(self, name)
+            grown = np.zeros(max_num_seqs, dtype=array.dtype)
+            grown[: len(array)] = array
+            setattr(self, name, grown)

@@ -1,0 +1,78 @@
+"""Log probabilities of chosen and of most likely tokens, for sampled tokens and for prompts.
+
+Dimensions: R rows, X positions, V vocabulary, K reported tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels import ops
+from quire.kernels.reference import sampling_units
+from quire.schedule import TokenLogprobs
+
+
+def most_likely(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits: bool = False) -> list[TokenLogprobs]:
+    """One entry per row: the given token, then the `num_top` highest, descending, ties by ascending id.
+
+    Args:
+        logits_RV: float32, rows contiguous; normalised here.
+        token_ids_R: int64.
+        num_top: -1: the whole vocabulary.
+        as_logits: report logits instead of log probabilities.
+    The rank of the given token is 1 + the number of tokens with a higher logit.
+    """
+    vocab_size = logits_RV.shape[1]
+    num_top = vocab_size if num_top == -1 else min(num_top, vocab_size)
+    logprobs_R, ranks_R, top_ids_RK, top_logprobs_RK = ops.logprobs(logits_RV, token_ids_R, num_top)
+    if as_logits:
+        logprobs_R = logits_RV.gather(1, token_ids_R[:, None])[:, 0]
+        top_logprobs_RK = logits_RV.gather(1, top_ids_RK)
+    top_ranks = list(range(1, num_top + 1))
+    given = zip(token_ids_R.tolist(), logprobs_R.tolist(), ranks_R.tolist(), strict=True)
+    return [
+        TokenLogprobs([token_id, *top_ids], [logprob, *top_logprobs], [rank, *top_ranks])
+        for (token_id, logprob, rank), top_ids, top_logprobs in zip(
+            given, top_ids_RK.tolist(), top_logprobs_RK.tolist(), strict=True
+        )
+    ]
+
+
+def of_tokens(logits_V: Tensor, token_id: int, others: Sequence[int], as_logits: bool = False) -> TokenLogprobs:
+    """One row's entry for the given token and exactly the `others`, in their order."""
+    token_ids = [token_id, *others]
+    token_ids_K = torch.tensor(token_ids, device=logits_V.device)
+    logprobs_K, ranks_K, _, _ = ops.logprobs(logits_V.expand(len(token_ids), -1), token_ids_K, 0)
+    values_K = logits_V[token_ids_K] if as_logits else logprobs_K
+    return TokenLogprobs(token_ids, values_K.tolist(), ranks_K.tolist())
+
+
+def prompt_logprobs(logits_XV: Tensor, next_token_ids_X: Tensor, num_top: int) -> list[TokenLogprobs]:
+    """Log probabilities of the tokens that follow X prompt positions, from the positions' logits.
+
+    Args:
+        logits_XV: float32, as the model gave them.
+        next_token_ids_X: int64, the prompt token after each position.
+        num_top: most likely tokens besides it; -1: all.
+    """
+    return most_likely(logits_XV, next_token_ids_X.to(logits_XV.device), num_top)
+
+
+def processed(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """Logits / temperature, -inf for what min-p, top-k and top-p leave out: the distribution that sampling draws from.
+
+    Rows of temperature 0 (greedy) stay as they are. For the processed_* logprob modes only: it sorts the vocabulary.
+    """
+    processed_RV = logits_RV.clone()
+    parameters = zip(temperature_R.tolist(), top_k_R.tolist(), top_p_R.tolist(), min_p_R.tolist(), strict=True)
+    for row_V, (temperature, top_k, top_p, min_p) in zip(processed_RV, parameters, strict=True):
+        if temperature == 0.0:
+            continue
+        if top_k or top_p < 1.0 or min_p:
+            row_V[sampling_units(row_V, temperature, top_k, top_p, min_p) == 0] = -math.inf
+        row_V /= temperature
+    return processed_RV

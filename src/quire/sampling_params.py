@@ -1,0 +1,502 @@
+"""SamplingParams and its validation: the only place that knows the legal ranges of a request's sampling fields.
+
+Names, defaults and meanings follow vLLM 0.32. Every door (Python API, each HTTP API, batch files) builds a
+SamplingParams, which checks itself, and then calls `verify(vocab_size, max_logprobs)` with what only the server knows.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import enum
+import math
+import numbers
+from typing import Any, Final
+
+import msgspec
+
+from quire.errors import InvalidRequestError, UnsupportedFieldError
+
+GREEDY_TEMPERATURE: Final = 1e-5  # below it sampling is greedy
+MIN_TEMPERATURE: Final = 1e-2  # lower positive temperatures are raised to it, as in vLLM
+MAX_TEMPERATURE: Final = 2.0  # vLLM's and OpenAI's limit
+MAX_REPETITION_PENALTY: Final = 100.0  # a positive logit is divided by it; 1.0 to 1.5 is what people use
+MAX_N: Final = 128
+MAX_TOKENS: Final = 2**31 - 1  # any count of tokens
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_BYTES: Final = 256
+MAX_STOP_TOKEN_IDS: Final = 128
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_BYTES: Final = 256
+MAX_LOGIT_BIAS: Final = 1024
+MAX_LOGPROB_TOKEN_IDS: Final = 128
+MAX_VOCAB_SIZE: Final = 2**20  # bound of allowed_token_ids while the vocabulary is not known
+DEFAULT_MAX_LOGPROBS: Final = 20
+ABOVE_ZERO: Final = math.ulp(0.0)  # the smallest positive float: a closed lower bound that means "greater than 0"
+
+_INT_RANGES: Final[dict[str, tuple[int, int]]] = {
+    "n": (1, MAX_N),
+    "top_k": (-1, MAX_TOKENS),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, MAX_TOKENS),
+    "min_tokens": (0, MAX_TOKENS),
+    "logprobs": (-1, MAX_VOCAB_SIZE),
+    "prompt_logprobs": (-1, MAX_VOCAB_SIZE),
+    "stream_interval": (1, MAX_TOKENS),
+}
+_FLOAT_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (ABOVE_ZERO, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (ABOVE_ZERO, MAX_REPETITION_PENALTY),
+}
+_BOOLS: Final = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "skip_clone",
+)
+_TOKEN_ID_LIMITS: Final[dict[str, int]] = {
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_VOCAB_SIZE,
+    "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
+}
+_STRING_LIMITS: Final[dict[str, tuple[int, int]]] = {
+    "stop": (MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES),
+    "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_BYTES),
+}
+_NULLABLE: Final = frozenset(("seed", "max_tokens", "logprobs", "prompt_logprobs", "stream_interval"))
+# Known to vLLM, not implemented here: any value but these is refused, never ignored.
+_UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
+    "watermarking": (None,),
+    "structured_outputs": (None,),
+    "extra_args": (None, {}),
+    "thinking_token_budget": (None, -1),
+    "repetition_detection": (None,),
+    "routed_experts_prompt_start": (0,),
+    "trace_decode_token_ids": (None,),
+    "prompt_logprob_token_ids": (None,),
+    "prompt_logprob_start": (None, 0),
+    "flat_logprobs": (False,),
+}
+_GUIDED: Final = (
+    "It was replaced by structured_outputs, which is not implemented yet; remove it and check the output yourself"
+)
+REMOVED_FIELDS: Final[dict[str, str]] = {
+    "best_of": "Use n and choose among the outputs by cumulative_logprob",
+    "use_beam_search": "Use LLM.beam_search with BeamSearchParams",
+    "early_stopping": "Use LLM.beam_search with BeamSearchParams",
+    "length_penalty": "Use LLM.beam_search with BeamSearchParams(length_penalty=...)",
+    "logits_processors": "Use logit_bias, allowed_token_ids or bad_words",
+    "truncate_prompt_tokens": "Shorten the prompt before sending it",
+    "guided_decoding": _GUIDED,
+    "guided_json": _GUIDED,
+    "guided_regex": _GUIDED,
+    "guided_choice": _GUIDED,
+    "guided_grammar": _GUIDED,
+}
+
+
+class RequestOutputKind(enum.Enum):
+    """What each RequestOutput of a stream holds: everything so far, only what is new, or everything once at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingType(enum.IntEnum):
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
+class _KnownFieldsOnly(msgspec.StructMeta):
+    """Refuses removed and unknown fields by name and with the replacement, which a plain Struct does not."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
+        for name in fields.keys() - set(cls.__struct_fields__):
+            refuse_field(name, cls.__struct_fields__)
+        return super().__call__(*args, **fields)
+
+
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=_KnownFieldsOnly):
+    """Constraint on the output text: exactly one of the first six. SamplingParams refuses it until it is done."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=_KnownFieldsOnly):
+    """How to sample one request. Construction normalises and checks; errors are InvalidRequestError with a param."""
+
+    n: int = 1  # continuations of the prompt
+    presence_penalty: float = 0.0  # subtracted once from the logit of every token in the output
+    frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
+    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or output
+    temperature: float = 1.0  # 0 is greedy; ]0, 0.01[ becomes 0.01
+    watermarking: Any = None
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: no limit
+    min_p: float = 0.0  # tokens less likely than min_p times the most likely one are left out
+    seed: int | None = None  # None or -1: the front end draws one
+    stop: str | list[str] | None = None  # always a list after construction
+    stop_token_ids: list[int] | None = None  # always a list after construction
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: up to the context length
+    min_tokens: int = 0  # no EOS and none of stop_token_ids before
+    logprobs: int | None = (
+        None  # most likely tokens reported per output token, besides the sampled one; -1: all. True is 1
+    )
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    prompt_logprob_token_ids: list[int] | None = None
+    prompt_logprob_start: int | None = None
+    logprob_token_ids: list[int] | None = None  # report exactly these besides the sampled one
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None  # tokens per streamed output
+    skip_clone: bool = False  # clone() may return this object itself
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None  # token id (JSON: its decimal string) -> added to its logit
+    allowed_token_ids: list[int] | None = None  # no other token is sampled
+    extra_args: dict[str, Any] | None = None
+    bad_words: list[str] | None = None  # always a list after construction
+    skip_reading_prefix_cache: bool | None = (
+        None  # a bool after construction: prompt logprobs need the whole prompt computed
+    )
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: list[int] | None = None
+    # Set by the front end, which has the tokenizer: token id sequences of bad_words. The last id of a sequence is
+    # forbidden where the ids before it end the output so far.
+    bad_words_token_ids: list[list[int]] | None = None
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """For JSON bodies, where null means the default: a None is dropped unless None is a value of that field."""
+        return cls(**{name: value for name, value in fields.items() if value is not None or name in _NULLABLE})
+
+    def __post_init__(self) -> None:
+        self._normalise_types()
+        self.verify(max_logprobs=-1)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+        if self.sampling_type is SamplingType.GREEDY:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        self.top_k = max(self.top_k, 0)
+        if self.seed == -1:
+            self.seed = None
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
+        if self.skip_reading_prefix_cache is None:
+            self.skip_reading_prefix_cache = self.prompt_logprobs is not None
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        if self.temperature < GREEDY_TEMPERATURE:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Logprobs reported per output token besides the sampled token's. None: no logprobs at all; -1: all."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
+    def clone(self) -> SamplingParams:
+        """A deep copy, or this object itself if `skip_clone`."""
+        return self if self.skip_clone else copy.deepcopy(self)
+
+    def continuation(self, index: int) -> SamplingParams:
+        """Parameters of the `index`-th of n continuations: n = 1 and, where there is a seed, an own one."""
+        own = copy.deepcopy(self)
+        own.n = 1
+        if self.seed is not None and index > 0:
+            own.seed = (self.seed + index) % 2**63  # never -1, which means none
+        return own
+
+    def _normalise_types(self) -> None:
+        """Plain Python types for what means the same; what is wrong stays for `verify` to refuse."""
+        for name in _INT_RANGES:
+            setattr(self, name, _plain_int(getattr(self, name)))
+        for name in _FLOAT_RANGES:
+            setattr(self, name, _plain_float(getattr(self, name)))
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(flag := getattr(self, name), bool):
+                setattr(self, name, 1 if flag else None)
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:
+                setattr(self, name, [])
+        for name, (max_count, _) in _STRING_LIMITS.items():
+            setattr(self, name, _plain_list(getattr(self, name), max_count))
+        for name, max_count in _TOKEN_ID_LIMITS.items():
+            setattr(self, name, _plain_list(getattr(self, name), max_count))
+        if isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_LOGIT_BIAS:
+            bias = {_token_id_key(key): _plain_float(value) for key, value in self.logit_bias.items()}
+            if len(bias) < len(self.logit_bias):
+                raise InvalidRequestError(
+                    "logit_bias names a token twice, as a number and as a string", param="logit_bias"
+                )
+            self.logit_bias = bias
+
+    def verify(self, vocab_size: int | None = None, max_logprobs: int = DEFAULT_MAX_LOGPROBS) -> None:
+        """Check every field. Called at construction without the server's limits, and by every door with them.
+
+        Args:
+            vocab_size: token ids must be below it; None checks the sign only.
+            max_logprobs: limit of logprobs and prompt_logprobs; -1 is no limit.
+        Raises:
+            InvalidRequestError: naming the field in `param`; UnsupportedFieldError for what is not implemented.
+        """
+        for name, neutral in _UNSUPPORTED.items():
+            value = getattr(self, name)
+            if not any(type(value) is type(item) and value == item for item in neutral):
+                raise UnsupportedFieldError(f"{name} is not supported yet", fix=f"Remove {name}", param=name)
+        for name, (low, high) in _INT_RANGES.items():
+            if (value := getattr(self, name)) is not None or name not in _NULLABLE:
+                _check_int(name, value, low, high)
+        for name, (lowest, highest) in _FLOAT_RANGES.items():
+            _check_float(name, getattr(self, name), lowest, highest)
+        for name in _BOOLS:
+            _check_type(name, getattr(self, name), bool, "true or false")
+        if self.skip_reading_prefix_cache is not None:
+            _check_type("skip_reading_prefix_cache", self.skip_reading_prefix_cache, bool, "true or false")
+        _check_type("output_kind", self.output_kind, RequestOutputKind, "a RequestOutputKind")
+        for name, (max_count, max_bytes) in _STRING_LIMITS.items():
+            _check_strings(name, getattr(self, name), max_count, max_bytes)
+        for name, limit in _TOKEN_ID_LIMITS.items():
+            if (ids := getattr(self, name)) is not None:
+                _check_token_ids(name, ids, limit, vocab_size)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError(
+                "allowed_token_ids is empty: no token could be sampled",
+                fix="Name at least one token",
+                param="allowed_token_ids",
+            )
+        self._verify_logit_bias(vocab_size)
+        self._verify_bad_words_token_ids(vocab_size)
+        self._verify_logprobs(vocab_size, max_logprobs)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                "min_tokens is greater than max_tokens",
+                value=self.min_tokens,
+                expected=f"at most {self.max_tokens}",
+                fix="Lower min_tokens or raise max_tokens",
+                param="min_tokens",
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError(
+                "stop needs text, but detokenize is false", fix="Use stop_token_ids or detokenize", param="stop"
+            )
+
+    def _verify_logit_bias(self, vocab_size: int | None) -> None:
+        if self.logit_bias is None:
+            return
+        _check_type("logit_bias", self.logit_bias, dict, "a map from token id to a number")
+        _check_token_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
+        for bias in self.logit_bias.values():
+            _check_float("logit_bias", bias, -100.0, 100.0)
+
+    def _verify_bad_words_token_ids(self, vocab_size: int | None) -> None:
+        name = "bad_words_token_ids"
+        if self.bad_words_token_ids is None:
+            return
+        _check_type(name, self.bad_words_token_ids, list, "a list of lists of token ids")
+        # Each word with and without a leading space.
+        _check_count(name, len(self.bad_words_token_ids), 2 * MAX_BAD_WORDS)
+        for token_ids in self.bad_words_token_ids:
+            _check_token_ids(name, token_ids, 2 * MAX_BAD_WORD_BYTES, vocab_size)
+            if not token_ids:
+                raise InvalidRequestError("A bad word has no tokens", fix="Remove it", param=name)
+
+    def _verify_logprobs(self, vocab_size: int | None, max_logprobs: int) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is None or max_logprobs == -1:
+                continue
+            wanted = count if count >= 0 else vocab_size or MAX_VOCAB_SIZE
+            if wanted > max_logprobs:
+                raise InvalidRequestError(
+                    f"{name} is above this server's limit",
+                    value=count,
+                    expected=f"0 to {max_logprobs}",
+                    fix="Ask for fewer, or start the server with a higher --max-logprobs (-1: no limit)",
+                    param=name,
+                )
+        ids = self.logprob_token_ids
+        if ids is not None and self.logprobs not in (None, len(ids)):
+            raise InvalidRequestError(
+                "logprobs and logprob_token_ids disagree",
+                value=self.logprobs,
+                expected=f"logprobs unset or {len(ids)}, the number of logprob_token_ids",
+                param="logprob_token_ids",
+            )
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=_KnownFieldsOnly):
+    """How to run beam search: keep `beam_width` sequences, ranked by cumulative logprob / length ** length_penalty."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self.beam_width, self.max_tokens = _plain_int(self.beam_width), _plain_int(self.max_tokens)
+        self.temperature, self.length_penalty = _plain_float(self.temperature), _plain_float(self.length_penalty)
+        self.verify()
+
+    def verify(self) -> None:
+        """Check every field; raises InvalidRequestError naming the field in `param`."""
+        _check_int("beam_width", self.beam_width, 1, MAX_N)
+        _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _check_type(name, getattr(self, name), bool, "true or false")
+        if self.structured_outputs is not None:
+            raise UnsupportedFieldError(
+                "structured_outputs is not supported yet", fix="Remove it", param="structured_outputs"
+            )
+
+
+def refuse_field(name: str, known: tuple[str, ...] | None = None) -> None:
+    """Raise UnsupportedFieldError for a field that was removed or never existed, with what to use instead."""
+    shown = name[:64]
+    if name in REMOVED_FIELDS:
+        raise UnsupportedFieldError(
+            f"{shown} is not a sampling parameter any more", fix=REMOVED_FIELDS[name], param=shown
+        )
+    close = difflib.get_close_matches(shown, known or SamplingParams.__struct_fields__, n=1)
+    fix = f"Did you mean {close[0]}?" if close else "Remove it"
+    raise UnsupportedFieldError(f"Unknown sampling parameter {shown!r}", fix=fix, param=shown)
+
+
+def _plain_int(value: Any) -> Any:
+    if type(value) is not int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return value
+
+
+def _plain_float(value: Any) -> Any:
+    """Numbers as float. An int too large for a float stays: the range check refuses it."""
+    if type(value) is float or not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return value
+
+
+def _plain_list(value: Any, max_count: int) -> Any:
+    """Sequences and sets as a list in which each item occurs once, integers as int. Above `max_count` only a list."""
+    if not isinstance(value, (list, tuple, set, frozenset, range)):
+        return value
+    if len(value) > max_count:
+        return list(value)
+    items = [_plain_int(item) for item in value]
+    return list(dict.fromkeys(items)) if set(map(type, items)) <= {int, str} else items
+
+
+def _token_id_key(key: Any) -> Any:
+    """A JSON object's key as the token id it spells."""
+    if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdigit() and str(int(key)) == key:
+        return int(key)
+    return _plain_int(key)
+
+
+def _shown(value: Any) -> Any:
+    """The value if its text is short and safe to make; None leaves it out of the message."""
+    if type(value) is int:
+        return value if value.bit_length() <= 128 else "an integer of more than 128 bits"
+    if type(value) is str:
+        return value[:64]
+    return value if type(value) in (float, bool) else None
+
+
+def _wrong_type(name: str, value: Any, expected: str) -> InvalidRequestError:
+    kind = type(value).__name__[:64]
+    return InvalidRequestError(f"{name} has the wrong type, {kind}", value=_shown(value), expected=expected, param=name)
+
+
+def _check_type(name: str, value: Any, kind: type, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise _wrong_type(name, value, expected)
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    expected = f"an integer in [{low}, {high}]"
+    if type(value) is not int:
+        raise _wrong_type(name, value, expected)
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} is out of range", value=_shown(value), expected=expected, param=name)
+
+
+def _check_float(name: str, value: Any, low: float, high: float) -> None:
+    expected = f"a finite number in {'(0' if low == ABOVE_ZERO else f'[{low:g}'}, {high:g}]"
+    if type(value) not in (int, float):
+        raise _wrong_type(name, value, expected)
+    if not low <= value <= high:  # false for NaN
+        raise InvalidRequestError(f"{name} is out of range", value=_shown(value), expected=expected, param=name)
+
+
+def _check_count(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequestError(f"{name} has too many entries", value=count, expected=f"at most {limit}", param=name)
+
+
+def _check_strings(name: str, values: Any, max_count: int, max_bytes: int) -> None:
+    _check_type(name, values, list, "a list of strings")
+    _check_count(name, len(values), max_count)
+    for value in values:
+        _check_type(name, value, str, "strings")
+        if not value:
+            raise InvalidRequestError(f"{name} contains an empty string", fix="Remove it", param=name)
+        try:
+            num_bytes = len(value.encode())
+        except UnicodeEncodeError:  # a lone surrogate, which JSON can spell
+            raise InvalidRequestError(f"{name} contains a string that is not valid Unicode", param=name) from None
+        if num_bytes > max_bytes:
+            raise InvalidRequestError(
+                f"{name} contains a string that is too long",
+                value=f"{num_bytes} bytes",
+                expected=f"at most {max_bytes}",
+                param=name,
+            )
+
+
+def _check_token_ids(name: str, ids: Any, max_count: int, vocab_size: int | None) -> None:
+    _check_type(name, ids, list, "a list of token ids")
+    _check_count(name, len(ids), max_count)
+    high = (vocab_size or MAX_VOCAB_SIZE) - 1
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= high):
+        return
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id <= high:
+            raise InvalidRequestError(
+                f"{name} contains a token id outside the vocabulary",
+                value=_shown(token_id),
+                expected=f"integers in [0, {high}]",
+                param=name,
+            )

@@ -1,0 +1,122 @@
+"""What the scheduler asks of the workers for one step, and what they answer. Plain integers, so that both sides test alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from quire.sampling_params import SamplingParams
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(slots=True)
+class NewRow:
+    """A request the worker does not hold yet: first admission, or resumption after preemption."""
+
+    request_id: str
+    token_ids: list[int]  # prompt and the output sampled so far
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    block_ids: list[int]
+    stop_token_ids: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
+    lora_name: str | None = None
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One step. Lists are aligned: row i is request_ids[i].
+
+    A row samples one token iff num_computed_tokens[i] + num_scheduled_tokens[i] reaches the number of tokens the worker knows
+    for it. The worker applies, in order: removed_request_ids, new_rows, new_block_ids, block_copies; then computes.
+    """
+
+    step_id: int
+    request_ids: list[str] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)  # before this step
+    num_scheduled_tokens: list[int] = field(default_factory=list)
+    new_block_ids: list[list[int]] = field(default_factory=list)  # appended to the row's block table; [] for new rows
+    new_rows: list[NewRow] = field(default_factory=list)
+    removed_request_ids: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last batch
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination): copy-on-write
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens)
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs of one position: the chosen token first, then the most likely ones (natural log)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The workers' answer, aligned with ScheduledBatch.request_ids."""
+
+    step_id: int
+    token_ids: list[list[int]]  # per row: the sampled tokens ([] if the row is still in its prompt)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> one per sampled token
+    # row -> one per prompt position computed in this step and predicting its successor: entry j of the list describes the prompt
+    # token at position num_computed_tokens[row] + j + 1
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
+    prepare_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
+
+
+class RowsFailedError(Exception):
+    """Raised by an executor for a whole batch when it knows which requests are at fault: the others are computed again.
+
+    The message is fit for the user: it becomes the error of the requests.
+    """
+
+    def __init__(self, request_ids: list[str], message: str) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids
+
+
+class Pending(Protocol[T_co]):
+    """A result that may not be there yet."""
+
+    def result(self) -> T_co:
+        """Wait for it. Raises what the worker raised."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs batches in the order submitted."""
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]: ...
+
+    def shutdown(self) -> None: ...
+
+
+class StepRecord(msgspec.Struct):
+    """What one step did and cost: the one source for metrics, the log line and calibration. Times in seconds."""
+
+    step_id: int
+    num_prefill_tokens: int  # scheduled tokens that are not a row's newest sampled token
+    num_decode_tokens: int
+    num_sampled_tokens: int
+    num_rows: int
+    num_kv_tokens_read: int  # sum over rows of KV length after the step
+    num_running: int
+    num_waiting: int
+    num_blocks_in_use: int
+    num_blocks_total: int
+    num_preemptions: int  # in this step
+    prefix_cache_queries: int  # tokens looked up in this step
+    prefix_cache_hits: int  # tokens found
+    schedule_seconds: float = 0.0
+    prepare_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    output_seconds: float = 0.0
+    step_seconds: float = 0.0

@@ -1,0 +1,49 @@
+"""Content hash of KV-cache blocks: a SHA-256 chain over adapter, salt and token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+from quire.request import Request
+
+
+class BlockHasher:
+    """Hashes full blocks of a request's tokens.
+
+    hash[i] = SHA-256(hash[i - 1] + the block's token ids as little-endian int64); hash[-1] = SHA-256(adapter, salt).
+
+    Equal hash means equal everything before and in the block, under the same adapter and salt, so one lookup compares a
+    whole prefix. Tokens are not compared again on a hit: nobody can construct two token lists of one SHA-256 digest
+    (FIPS 180-4), and a chance collision among 2**64 blocks has a probability below 2**-128.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._pack = struct.Struct(f"<{block_size}q").pack
+
+    def extend(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Fill request.block_hashes up to `num_blocks` (all its tokens known) and return it.
+
+        Raises struct.error if a token id is not a 64-bit integer.
+        """
+        hashes, prompt, output = request.block_hashes, request.prompt_token_ids, request.output_token_ids
+        assert num_blocks * self._block_size <= request.num_tokens, "a block with unknown tokens has no hash"
+        size, num_prompt = self._block_size, len(prompt)
+        parent = hashes[-1] if hashes else _seed(request.lora_name, request.cache_salt)
+        for start in range(len(hashes) * size, num_blocks * size, size):
+            end = start + size
+            if end <= num_prompt:
+                tokens = prompt[start:end]
+            elif start >= num_prompt:
+                tokens = output[start - num_prompt : end - num_prompt]
+            else:
+                tokens = prompt[start:] + output[: end - num_prompt]
+            parent = hashlib.sha256(parent + self._pack(*tokens)).digest()
+            hashes.append(parent)
+        return hashes
+
+
+def _seed(lora_name: str | None, cache_salt: str | None) -> bytes:
+    """Start of the chain. repr() of a pair of str | None is injective: no other pair prints the same."""
+    return hashlib.sha256(repr((lora_name, cache_salt)).encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,141 @@
+"""The pool of KV-cache blocks: reference counts, an LRU list of free blocks and the map from content hash to block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Blocks 0 .. num_blocks - 1 of `block_size` slots each; only their numbers live here.
+
+    A block with references is in use. One without is free and stands in a doubly linked list kept in two arrays, so
+    that taking, returning and reviving a block are O(1). A free block keeps its hash until it is handed out again: it
+    can be revived by `acquire`. Blocks without a hash are handed out first, then the least recently used.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """Raises ValueError unless both sizes are positive."""
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"A block pool needs at least one block of at least one slot, got {num_blocks} x {block_size}."
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_free_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._block_of_hash: dict[bytes, int] = {}
+        # The free list is a ring through the sentinel `num_blocks`: next[sentinel] is handed out first.
+        self._next = [*range(1, num_blocks + 1), 0]
+        self._prev = [num_blocks, *range(num_blocks)]
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - self.num_free_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that a prefix lookup can find, in use or free."""
+        return len(self._block_of_hash)
+
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block that holds this content, or None. It may be free: `acquire` it before allocating."""
+        return self._block_of_hash.get(block_hash)
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """How many of these are free, that is: would leave the free list when acquired."""
+        ref_counts = self._ref_counts
+        return sum(1 for block in blocks if not ref_counts[block])
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` of num_free_blocks, each with one reference. What they cached is forgotten."""
+        assert count <= self.num_free_blocks, f"{count} blocks wanted, {self.num_free_blocks} free"
+        blocks = []
+        for _ in range(count):
+            block = self._next[self.num_blocks]
+            self._unlink(block)
+            self._forget(block)
+            self._ref_counts[block] = 1
+            blocks.append(block)
+        self.num_free_blocks -= count
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each block; a free one is in use again with its content."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                self._unlink(block)
+                self.num_free_blocks -= 1
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference from each block. Of cached blocks that get free, the first will be evicted first."""
+        for block in blocks:
+            self._ref_counts[block] -= 1
+            assert self._ref_counts[block] >= 0, f"block {block} was freed twice"
+            if self._ref_counts[block] == 0:
+                is_cached = self._hashes[block] is not None
+                self._link_after(self._prev[self.num_blocks] if is_cached else self.num_blocks, block)
+                self.num_free_blocks += 1
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Let `lookup` find the content of a block in use. Of blocks with the same content the first stays the one."""
+        assert self._ref_counts[block] > 0, f"block {block} is free: its content may be gone"
+        if block_hash not in self._block_of_hash:
+            assert self._hashes[block] is None, f"block {block} is registered under another content"
+            self._block_of_hash[block_hash] = block
+            self._hashes[block] = block_hash
+
+    def forget_all(self) -> None:
+        """Forget all cached content; blocks in use stay in use."""
+        for block in self._block_of_hash.values():
+            self._hashes[block] = None
+        self._block_of_hash.clear()
+
+    def free_blocks(self) -> list[int]:
+        """Free blocks in the order in which they will be handed out. O(num_blocks): for tests and reports."""
+        blocks, block = [], self._next[self.num_blocks]
+        while block != self.num_blocks:
+            blocks.append(block)
+            block = self._next[block]
+        return blocks
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert every invariant, given the block tables of all owners. O(num_blocks): for tests."""
+        owners = [0] * self.num_blocks
+        for table in tables:
+            assert len(set(table)) == len(table), f"a block appears twice in one table: {table}"
+            for block in table:
+                owners[block] += 1
+        assert owners == self._ref_counts, "reference counts differ from the number of tables that hold each block"
+        free = self.free_blocks()
+        assert sorted(free) == [b for b in range(self.num_blocks) if not owners[b]], (
+            "the free list is not the unused blocks"
+        )
+        assert len(free) == self.num_free_blocks
+        backward, block = [], self._prev[self.num_blocks]
+        while block != self.num_blocks:
+            backward.append(block)
+            block = self._prev[block]
+        assert backward[::-1] == free, "the free list reads differently in the two directions"
+        cached = {h: b for b, h in enumerate(self._hashes) if h is not None}
+        assert cached == self._block_of_hash, "hash map and hashes of blocks disagree"
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
+
+    def _link_after(self, before: int, block: int) -> None:
+        after = self._next[before]
+        self._next[before] = self._prev[after] = block
+        self._prev[block], self._next[block] = before, after
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._block_of_hash[block_hash]
+            self._hashes[block] = None

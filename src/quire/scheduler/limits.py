@@ -1,0 +1,68 @@
+"""What bounds the scheduler, and the check of a request against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from quire.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of a step and of the queue; all but max_model_len may move while serving. Raises ValueError."""
+
+    max_num_seqs: int  # running requests
+    max_num_batched_tokens: int  # tokens of one step
+    max_model_len: int  # prompt and output of one request
+    long_prefill_token_threshold: int = 0  # most tokens of one request in one step; 0: no such limit
+    max_num_queued_reqs: int | None = None  # waiting requests; None: no limit
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_queued_reqs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        threshold = self.long_prefill_token_threshold
+        if threshold < 0:
+            raise ValueError(f"long_prefill_token_threshold must be positive, or 0 for no limit, got {threshold}.")
+
+
+def check_queue(num_waiting: int, limits: SchedulerLimits) -> None:
+    """Raises QueueFullError if no further request may wait."""
+    if limits.max_num_queued_reqs is not None and num_waiting >= limits.max_num_queued_reqs:
+        raise QueueFullError(
+            "The waiting queue is full",
+            value=num_waiting,
+            expected=f"fewer than {limits.max_num_queued_reqs} waiting requests (max_num_queued_reqs)",
+            fix="Retry later, or raise --max-num-queued-reqs",
+        )
+
+
+def check_request(request: Request, limits: SchedulerLimits, num_blocks: int, block_size: int) -> None:
+    """Refuse a request that could never finish within `limits` and a cache of `num_blocks` blocks.
+
+    Raises InvalidRequestError or ContextLengthError.
+    """
+    num_prompt = request.num_prompt_tokens
+    if num_prompt == 0:
+        raise InvalidRequestError("The prompt has no tokens", expected="at least one token", param="prompt")
+    if request.max_tokens < 1:
+        raise InvalidRequestError(
+            "max_tokens is too small", value=request.max_tokens, expected="at least 1", param="max_tokens"
+        )
+    if num_prompt + request.max_tokens > limits.max_model_len:
+        raise ContextLengthError(
+            f"The prompt has {num_prompt} tokens and up to {request.max_tokens} more are wanted",
+            expected=f"at most {limits.max_model_len} tokens together",
+            fix="Shorten the prompt or lower max_tokens",
+            param="max_tokens",
+        )
+    num_computed = num_prompt + request.max_tokens - 1  # the last token is never computed
+    if num_computed > num_blocks * block_size:
+        raise ContextLengthError(
+            f"Prompt and output need room for {num_computed} tokens in the KV cache",
+            expected=f"at most {num_blocks * block_size}, the whole cache",
+            fix="Lower max_tokens, or give the KV cache more memory",
+            param="max_tokens",
+        )

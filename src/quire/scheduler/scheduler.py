@@ -1,0 +1,416 @@
+"""The scheduler: which requests get how many tokens in the next step, and what a step's result means for them."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+
+from quire.errors import InvalidRequestError
+from quire.logs import RateLimited, get_logger
+from quire.messages import RequestDelta, SetLimits
+from quire.outputs import FinishReason
+from quire.request import Request, RequestStatus
+from quire.schedule import NewRow, ScheduledBatch, StepResult
+from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix
+from quire.scheduler.limits import SchedulerLimits, check_queue, check_request
+from quire.scheduler.queue import ORDER_KEYS, SchedulingPolicy, WaitingQueue
+from quire.scheduler.results import PromptLogprobs, append_tokens, delta_of
+
+logger = get_logger(__name__)
+
+WAITING, PREEMPTED, RUNNING, FINISHED = RequestStatus
+
+
+@dataclass(slots=True)
+class ScheduleStats:
+    """What scheduling did since the last `take_stats`."""
+
+    num_decode_tokens: int = 0  # scheduled tokens that are a row's newest sampled token
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # tokens of requests admitted for the first time
+    prefix_cache_hits: int = 0  # how many of them were cached
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A batch whose result is not here yet, and its requests: an id may have been given again since."""
+
+    batch: ScheduledBatch
+    rows: list[Request]
+
+
+class Scheduler:
+    """Requests without phases: each has tokens that are known and not computed, and a step computes some of them.
+
+    `schedule` counts what it hands out as computed at once, so it may be called again before the result is there. A
+    token that a submitted batch will sample is in flight: it can be scheduled, because the worker will know it, but not
+    hashed or streamed.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVCacheManager,
+        *,
+        policy: SchedulingPolicy = "fcfs",
+        enable_chunked_prefill: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if policy not in ORDER_KEYS:
+            raise ValueError(f"Unknown scheduling policy {policy!r}, expected one of {', '.join(ORDER_KEYS)}.")
+        self.limits = limits
+        self.kv = kv
+        self._enable_chunked_prefill = enable_chunked_prefill
+        self._clock = clock
+        self._key = ORDER_KEYS[policy]
+        self._queue = WaitingQueue(self._key)
+        self._running: list[Request] = []  # in order of service: the last one is the first to be preempted
+        self._requests: dict[str, Request] = {}  # all that are not finished
+        self._waiting_forks: list[Request] = []  # not in the queue: they wait for the parent's prompt
+        self._in_flight: dict[int, _Submitted] = {}  # by step_id, oldest first
+        self._removed: list[str] = []  # the worker holds these and should not
+        self._prompt_logprobs = PromptLogprobs()
+        self._stats = ScheduleStats()
+        self._num_added = 0
+        self._next_step_id = 0
+        self._preemption_log = RateLimited(logger)
+
+    # What the caller sees of the state
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self._running)
+
+    def has_requests(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._requests)
+
+    def has_ready_requests(self) -> bool:
+        """Whether `schedule` may find work before a result arrives; without free blocks it still answers None."""
+        return len(self._queue) > 0 or any(self._num_schedulable(request) > 0 for request in self._running)
+
+    def take_stats(self) -> ScheduleStats:
+        """Counts since the last call."""
+        stats, self._stats = self._stats, ScheduleStats()
+        return stats
+
+    # What the caller does
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises QueueFullError, ContextLengthError if it can never fit, and InvalidRequestError for an empty prompt, an
+        illegal token id or a request id in use.
+        """
+        check_queue(self.num_waiting, self.limits)
+        if request.request_id in self._requests:
+            raise InvalidRequestError("The request id is in use", value=request.request_id, param="request_id")
+        check_request(request, self.limits, self.kv.pool.num_blocks, self.kv.block_size)
+        self.kv.hash_prompt(request)
+        request.received_time = self._clock()
+        request.sequence = self._num_added
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        self._queue.push(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget these requests and free their blocks now; results on their way are ignored, and so are unknown ids."""
+        for request_id in request_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                self._finish(request, "abort")
+        self._drop_stopped()
+
+    def preempt_last(self) -> None:
+        """Take the blocks of the last running request: it is computed again later. One must be running."""
+        self._preempt(self._running.pop())
+
+    def set_limits(self, change: SetLimits) -> None:
+        """Move limits from the next step on; requests that run above a lowered limit run on. Raises ValueError."""
+        given = {name: value for name in change.__struct_fields__ if (value := getattr(change, name)) is not None}
+        self.limits = replace(self.limits, **given)
+
+    def reset_prefix_cache(self) -> None:
+        """Later requests compute everything anew."""
+        self.kv.forget_cached_prefixes()
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next batch, or None if there is nothing to do before a result arrives.
+
+        Running requests come first, in order, then waiting ones, all within one token budget. Who needs a block that is
+        not there preempts the last running request, and nobody is admitted in that step.
+        """
+        batch = ScheduledBatch(self._next_step_id)
+        rows: list[Request] = []
+        budget = self.limits.max_num_batched_tokens
+        num_preemptions = self._stats.num_preemptions
+        self._requeue_forks()
+
+        for request in self._running:  # preemption shortens this list from its end, which ends the loop early
+            count = self._num_schedulable(request, budget)
+            if count == 0:
+                continue
+            new_blocks = self._extend_or_preempt(request, count)
+            if new_blocks is None:
+                break
+            batch.new_block_ids.append(new_blocks)
+            budget -= self._add_row(batch, rows, request, count)
+
+        while budget > 0 and (head := self._next_to_admit(num_preemptions)) is not None:
+            prefix = self._find_prefix(head, batch)
+            if prefix is None:
+                self._waiting_forks.append(self._queue.pop())
+                continue
+            count = self._chunk(head.num_tokens - prefix.num_tokens, budget)
+            if count == 0 or not self._admit(head, prefix, batch):
+                break
+            batch.new_block_ids.append([])
+            budget -= self._add_row(batch, rows, head, count)
+
+        return self._close(batch, rows)
+
+    def update(self, batch: ScheduledBatch, result: StepResult) -> list[RequestDelta]:
+        """Take in the result of the oldest submitted batch: what each request got. Finished requests are freed."""
+        deltas: list[RequestDelta] = []
+        block_size, errors = self.kv.block_size, result.errors
+        rows = self._in_flight.pop(batch.step_id).rows
+        columns = zip(rows, batch.num_computed_tokens, batch.num_scheduled_tokens, result.token_ids, strict=True)
+        for row, (request, start, count, token_ids) in enumerate(columns):
+            request.num_in_flight_steps -= 1
+            if request.status is FINISHED:
+                continue
+            if row in errors:
+                self._finish(request, "error", errors[row])
+                deltas.append(delta_of(request, []))
+                continue
+            end = start + count
+            if request.status is RUNNING and start // block_size != end // block_size:
+                self.kv.register_computed(request, start, end)
+            if result.prompt_logprobs:
+                self._prompt_logprobs.collect(request, start, row, result)
+            if end == request.num_tokens:  # all known tokens are computed: the row sampled
+                deltas.append(self._take_tokens(request, row, token_ids, result))
+        self._drop_stopped()
+        return deltas
+
+    def fail(self, batches: list[ScheduledBatch], error: str, request_ids: Collection[str] = ()) -> list[RequestDelta]:
+        """The executor raised on batches[0]; the others were submitted behind it and are void as well.
+
+        The rows in `request_ids` end with `error`, or, if none of them is in the batch, all its rows. The others are
+        computed again from their known tokens.
+        """
+        rows = self._in_flight[batches[0].step_id].rows
+        culprits = [request for request in rows if request.request_id in request_ids] or rows
+        void = [request for batch in batches for request in self._in_flight.pop(batch.step_id).rows]
+        deltas = []
+        for request in culprits:
+            if request.status is not FINISHED:
+                self._finish(request, "error", error)
+                deltas.append(delta_of(request, []))
+        for request in void:
+            request.num_in_flight_steps = request.num_in_flight_tokens = 0
+            if request.status is RUNNING:
+                self._preempt(request)
+        self._drop_stopped()
+        # Whether the worker has applied what these batches removed is unknown: it is told again.
+        unsure = [request_id for batch in batches for request_id in batch.removed_request_ids]
+        self._removed = list(dict.fromkeys(unsure + self._removed))
+        return deltas
+
+    # Scheduling
+
+    def _num_schedulable(self, request: Request, budget: int | None = None) -> int:
+        """Tokens of a running request to compute now; 0 once all it may sample are sampled or in flight."""
+        num_known = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_in_flight_tokens
+        if num_known - len(request.prompt_token_ids) >= request.max_tokens:
+            return 0
+        count = num_known - request.num_computed_tokens
+        return count if budget is None or count == 1 <= budget else self._chunk(count, budget)
+
+    def _chunk(self, count: int, budget: int) -> int:
+        """How many of `count` tokens one request gets in one step.
+
+        Without chunked prefill all or none, unless they exceed the whole budget of a step: such a request could never
+        run.
+        """
+        if self._enable_chunked_prefill:
+            return min(count, budget, self.limits.long_prefill_token_threshold or count)
+        is_too_long = count > self.limits.max_num_batched_tokens
+        return min(count, budget) if count <= budget or is_too_long else 0
+
+    def _add_row(self, batch: ScheduledBatch, rows: list[Request], request: Request, count: int) -> int:
+        """Put `count` tokens of a running request into the batch; answers `count`."""
+        start, num_prompt = request.num_computed_tokens, len(request.prompt_token_ids)
+        batch.request_ids.append(request.request_id)
+        batch.num_computed_tokens.append(start)
+        batch.num_scheduled_tokens.append(count)
+        rows.append(request)
+        end = request.num_computed_tokens = start + count
+        request.num_in_flight_steps += 1
+        if end == num_prompt + len(request.output_token_ids) + request.num_in_flight_tokens:
+            request.num_in_flight_tokens += 1
+            self._stats.num_decode_tokens += end > num_prompt
+        return count
+
+    def _extend_or_preempt(self, request: Request, count: int) -> list[int] | None:
+        """New blocks for `count` more tokens. None: the request itself was the last running one, and is preempted."""
+        num_tokens = request.num_computed_tokens + count
+        while (new_blocks := self.kv.extend(request, num_tokens)) is None:
+            victim = self._running[-1]
+            self._warn_of_preemption(victim)
+            self.preempt_last()
+            if victim is request:
+                return None
+        return new_blocks
+
+    def _next_to_admit(self, num_preemptions_before: int) -> Request | None:
+        """The head of the queue if there is room. One that was preempted waits for its results on their way."""
+        if len(self._running) >= self.limits.max_num_seqs or self._stats.num_preemptions > num_preemptions_before:
+            return None
+        request = self._queue.peek()
+        return request if request is not None and request.num_in_flight_steps == 0 else None
+
+    def _find_prefix(self, request: Request, batch: ScheduledBatch) -> Prefix | None:
+        """The KV that exists for a waiting request; None for a fork whose parent still computes the prompt."""
+        params = request.sampling_params
+        if params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
+            return NO_PREFIX
+        parent = self._requests.get(request.fork_of) if request.fork_of is not None else None
+        if parent is None or parent.status is not RUNNING or not _share_prompt(parent, request):
+            return self.kv.find_cached_prefix(request)
+        return (
+            self.kv.fork_prefix(parent) if self._num_certain_tokens(parent, batch) >= parent.num_prompt_tokens else None
+        )
+
+    def _num_certain_tokens(self, request: Request, batch: ScheduledBatch) -> int:
+        """Tokens of a running request whose KV is there: what submitted batches and this one compute may still fail."""
+        for pending in (*(submitted.batch for submitted in self._in_flight.values()), batch):
+            if request.request_id in pending.request_ids:
+                return pending.num_computed_tokens[pending.request_ids.index(request.request_id)]
+        return request.num_computed_tokens
+
+    def _admit(self, request: Request, prefix: Prefix, batch: ScheduledBatch) -> bool:
+        """Start a waiting request if blocks for all its known tokens are free: prompts do not compete half-way."""
+        copies = self.kv.admit(request, prefix, request.num_tokens, keep_watermark=bool(self._running))
+        if copies is None:
+            return False
+        popped = self._queue.pop()
+        assert popped is request, "the head of the queue changed during admission"
+        request.status = RUNNING
+        request.num_computed_tokens = prefix.num_tokens
+        insort(self._running, request, key=self._key)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = self._clock()
+            if request.fork_of is None:
+                request.num_cached_tokens = prefix.num_tokens
+                self._stats.prefix_cache_queries += request.num_tokens
+                self._stats.prefix_cache_hits += prefix.num_tokens
+        batch.block_copies += copies
+        batch.new_rows.append(
+            NewRow(
+                request_id=request.request_id,
+                token_ids=request.token_ids(),
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling_params=request.sampling_params,
+                block_ids=list(self.kv.block_table(request)),
+                stop_token_ids=request.stop_token_ids,
+                lora_name=request.lora_name,
+            )
+        )
+        return True
+
+    def _close(self, batch: ScheduledBatch, rows: list[Request]) -> ScheduledBatch | None:
+        """Count the batch as submitted. An empty one is no step; what it would have removed goes with the next."""
+        if not rows:
+            return None
+        batch.removed_request_ids, self._removed = self._removed, []
+        self._in_flight[batch.step_id] = _Submitted(batch, rows)
+        self._next_step_id += 1
+        return batch
+
+    # Rare turns in a request's life
+
+    def _preempt(self, request: Request) -> None:
+        """Take the blocks of a running request; it waits where it stood. The caller drops it from `_running`."""
+        self.kv.free(request)
+        request.status = PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._stats.num_preemptions += 1
+        self._removed.append(request.request_id)
+        self._queue.push(request)
+
+    def _warn_of_preemption(self, victim: Request) -> None:
+        self._preemption_log.warning(
+            "Request %s is preempted by PreemptionMode.RECOMPUTE: %d running requests use all %d KV cache blocks, so "
+            "it will be computed again later. If this happens often, give the KV cache more memory "
+            "(--gpu-memory-utilization, --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE), or lower --max-num-seqs or "
+            "--max-model-len.",
+            victim.request_id,
+            len(self._running),
+            self.kv.pool.num_blocks,
+        )
+
+    def _requeue_forks(self) -> None:
+        """Back to the queue with forks whose parent has its prompt computed, is gone or was preempted."""
+        waiting_forks, self._waiting_forks = self._waiting_forks, []
+        for child in waiting_forks:
+            parent = self._requests.get(child.fork_of or "")
+            if (
+                parent is not None
+                and parent.status is RUNNING
+                and parent.num_computed_tokens < parent.num_prompt_tokens
+            ):
+                self._waiting_forks.append(child)
+            else:
+                self._queue.push(child)
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """Free a request at once. One that runs stays in `_running` until `_drop_stopped`."""
+        if request.status is RUNNING:
+            self.kv.free(request)
+            self._removed.append(request.request_id)
+        elif request in self._waiting_forks:
+            self._waiting_forks.remove(request)
+        else:
+            self._queue.remove(request)
+        request.status = FINISHED
+        request.finish_reason = reason
+        request.error = error
+        del self._requests[request.request_id]
+        self._prompt_logprobs.drop(request)
+
+    def _take_tokens(self, request: Request, row: int, token_ids: list[int], result: StepResult) -> RequestDelta:
+        """Add what one row sampled; if that ends the request, its blocks are free."""
+
+        if not token_ids:
+            self._finish(request, "error", "The model produced no token for this request.")
+            return delta_of(request, [])
+        request.num_in_flight_tokens -= 1
+        num_taken, reason = append_tokens(request, token_ids)
+        prompt_logprobs = self._prompt_logprobs.take(request) if len(request.output_token_ids) == num_taken else None
+        if reason is not None:
+            self._finish(request, reason)
+        delta = delta_of(request, token_ids[:num_taken])
+        delta.prompt_logprobs = prompt_logprobs
+        if row in result.logprobs:
+            delta.logprobs = result.logprobs[row][:num_taken]
+        return delta
+
+    def _drop_stopped(self) -> None:
+        """`_finish` and `_preempt` leave it to this, so that many requests that end in one step cost one pass."""
+        self._running = [request for request in self._running if request.status is RUNNING]
+
+
+def _share_prompt(parent: Request, child: Request) -> bool:
+    """Whether a fork may take over the parent's KV: not if anything differs that the KV depends on."""
+    return (
+        parent.prompt_token_ids == child.prompt_token_ids
+        and parent.lora_name == child.lora_name
+        and parent.cache_salt == child.cache_salt
+    )

@@ -1,0 +1,83 @@
+"""Who may ask: API keys on every route but the health probes, and the names this server answers to."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.errors import ConfigError
+from quire.server.errors import HttpError, error_response
+
+# Everything else needs the key, including paths that do not exist: a route added later is guarded without being listed.
+PUBLIC_PATHS = frozenset(("/health", "/livez", "/readyz"))
+
+
+class AccessControl:
+    """ASGI middleware. Looks only at the raw path of the scope: never at a URL rebuilt from headers."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = (), allowed_hosts: Sequence[str] = ()) -> None:
+        """
+        Args:
+            api_keys: any of them opens every route; none leaves the server open.
+            allowed_hosts: host names (without port) a request may be addressed to; none allows all. Against pages that make a browser
+                talk to a loopback server under their own name (DNS rebinding).
+        """
+        if any(not key or key != key.strip() or not key.isprintable() for key in api_keys):
+            raise ConfigError("An API key is empty, or has spaces around it or control characters", fix="Set --api-key anew", param="api_key")
+        self._app = app
+        self._key_hashes = [_hash(key.encode()) for key in api_keys]
+        self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in PUBLIC_PATHS):
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # there is no such route
+        elif not self._is_host_allowed(scope["headers"]):
+            error = HttpError(
+                403,
+                "host_not_allowed",
+                "The Host header names a host this server does not answer to",
+                expected="one of " + ", ".join(sorted(self._allowed_hosts)),
+            )
+            await error_response(error)(scope, receive, send)
+        elif not self._has_key(scope["headers"]):
+            error = HttpError(
+                401, "invalid_api_key", "The API key is missing or wrong", expected="the header Authorization: Bearer <key>"
+            )
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        if not self._key_hashes:
+            return True
+        given = [value for name, value in headers if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, key = given[0].partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        given_hash = _hash(key.strip())
+        # All keys are compared, so that the time taken does not say which one was close.
+        matches = [hmac.compare_digest(given_hash, known) for known in self._key_hashes]
+        return any(matches)
+
+    def _is_host_allowed(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        if not self._allowed_hosts:
+            return True
+        given = [value for name, value in headers if name == b"host"]
+        return len(given) == 1 and _host_name(given[0].decode("latin-1")) in self._allowed_hosts
+
+
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _host_name(host: str) -> str:
+    """The name in a Host header, without the port; an IPv6 address keeps its brackets."""
+    name, separator, port = host.rpartition(":")
+    return (name if separator and port.isdigit() else host).lower()

@@ -1,0 +1,88 @@
+"""Every error as OpenAI's JSON: status, type and code from the exception, nothing internal in the text."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import NotReadyError, QueueFullError, QuireError
+from quire.server.protocol.common import ErrorBody, ErrorDetail
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_CODES = {404: "unknown_route", 405: "method_not_allowed"}
+# Seconds a client is asked to wait: one short answer later there is room again; start-up takes longer.
+_RETRY_AFTER_SECONDS = {QueueFullError: 1, NotReadyError: 5}
+
+
+class HttpError(QuireError):
+    """An error of the HTTP layer itself: its status and code are given where it is raised."""
+
+    def __init__(self, status: int, code: str, what: str, *, expected: str | None = None, fix: str | None = None) -> None:
+        super().__init__(what, expected=expected, fix=fix)
+        self.http_status, self.http_code = status, code
+
+
+def error_body(error: QuireError) -> bytes:
+    """The JSON body for an error."""
+    status, code = _status_and_code(error)
+    return _encode(status, code, error.message, error.param)
+
+
+def error_response(error: QuireError) -> Response:
+    status, _ = _status_and_code(error)
+    headers = {}
+    for kind, seconds in _RETRY_AFTER_SECONDS.items():
+        if isinstance(error, kind):
+            headers["retry-after"] = str(seconds)
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(error), status, headers, "application/json")
+
+
+def internal_error_body(request_id: str) -> bytes:
+    """What a client learns of an unexpected exception: the id under which the log has it."""
+    return _encode(500, "internal_error", f"Internal error. The server's log has it under request id {request_id}.", None)
+
+
+async def on_quire_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, QuireError)
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own errors: no such route, wrong method."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    if status == 404:
+        message = "No such route. GET /v1/models, POST /v1/chat/completions and POST /v1/completions are some that exist."
+    elif status == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"This route does not take this method. Use {allowed}."
+    else:
+        message = f"The server answered with status {status}."
+    body = _encode(status, _CODES.get(status, "http_error"), message, None)
+    return Response(body, status, error.headers, "application/json")
+
+
+def _status_and_code(error: QuireError) -> tuple[int, str]:
+    if isinstance(error, HttpError):
+        return error.http_status, error.http_code
+    return error.status, error.code
+
+
+def _encode(status: int, code: str, message: str, param: str | None) -> bytes:
+    kind = _TYPES.get(status, "server_error")
+    return msgspec.json.encode(ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)))

@@ -1,0 +1,93 @@
+"""Bounds on what one HTTP request may cost before it reaches the engine, and the reading of bodies within them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from quire.errors import InvalidRequestError
+from quire.server.errors import HttpError
+
+T = TypeVar("T")
+
+MAX_JSON_DEPTH = 64
+# Objects and lists in one body. A conversation of 4096 messages with ten parts each has a twentieth of it.
+MAX_JSON_CONTAINERS = 1_000_000
+# Bodies above this are decoded in a thread, so that other requests' streams go on meanwhile.
+_INLINE_BODY_BYTES = 256 * 1024
+
+_BRACKETS = b"[]{}"
+_NOT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
+_IS_OPENING = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one HTTP request; sequences = prompts times n."""
+
+    max_body_bytes: int = 16 * 2**20
+    body_timeout_seconds: float = 60.0
+    max_prompts: int = 256
+    max_sequences: int = 256
+
+
+async def read_json(request: Request, limits: Limits, decode: Callable[[bytes], T]) -> T:
+    """The decoded body.
+
+    Raises:
+        HttpError: 415 not JSON by its content type, 413 too large, 408 too slow.
+        InvalidRequestError: nested too deeply, and what `decode` raises.
+        ClientDisconnect: the client left.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise HttpError(415, "unsupported_media_type", "The content type is not JSON", expected="content-type: application/json")
+    try:
+        async with asyncio.timeout(limits.body_timeout_seconds):
+            body = await _read_body(request, limits.max_body_bytes)
+    except TimeoutError:
+        raise HttpError(408, "body_timeout", f"The body did not arrive within {limits.body_timeout_seconds:g} seconds") from None
+    if len(body) <= _INLINE_BODY_BYTES:
+        return _checked(body, decode)
+    return await asyncio.to_thread(_checked, body, decode)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> HttpError:
+    return HttpError(413, "body_too_large", "The body is too large", expected=f"at most {max_bytes} bytes")
+
+
+def _checked(body: bytes, decode: Callable[[bytes], T]) -> T:
+    check_nesting(body)
+    return decode(body)
+
+
+def check_nesting(body: bytes) -> None:
+    """Raise InvalidRequestError if the JSON text is nested deeper than MAX_JSON_DEPTH. Linear, and cheap for ordinary bodies."""
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+        return
+    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside_strings = b"".join(without_escapes.split(b'"')[::2])
+    brackets = outside_strings.translate(None, _NOT_BRACKETS)
+    if len(brackets) > 2 * MAX_JSON_CONTAINERS:
+        raise InvalidRequestError("The body has too many lists and objects", expected=f"at most {MAX_JSON_CONTAINERS}")
+    if max(accumulate(map(_IS_OPENING.__getitem__, brackets)), default=0) > MAX_JSON_DEPTH:
+        raise InvalidRequestError("The body is nested too deeply", expected=f"at most {MAX_JSON_DEPTH} levels")

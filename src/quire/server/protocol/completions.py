@@ -1,0 +1,48 @@
+"""Bodies of POST /v1/completions: OpenAI's shape with vLLM's extra fields."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.server.protocol.common import GenerationRequest, PromptLogprobs, Usage
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    # A string, its token ids, or a list of either; the mixed list is refused after decoding, which the type cannot say.
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Aligned lists, one entry per token; text_offset counts characters from the start of the choice's text."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """The whole answer; a streamed chunk has the same shape with usage only where it was asked for."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET

@@ -1,0 +1,165 @@
+"""Which body fields are refused, with what to use instead, and which are accepted and named in a header. Nothing else is unknown.
+
+A field that would change the generated text and has no effect here must never be dropped: the client would take unconstrained text
+for a constrained one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from quire.errors import InvalidRequestError, UnsupportedFieldError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# Accepted, without effect on the generated text, and named in the answer's header.
+IGNORED_FIELDS = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "session_id",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",
+        "parallel_tool_calls",
+        "include_reasoning",
+    )
+)
+
+_STRUCTURED = "Structured output is not supported yet: remove the field and check the text yourself"
+_GUIDED = "vLLM replaced it by structured_outputs, which is not supported yet: remove the field and check the text yourself"
+_TEXT_ONLY = "This server reads and writes text only: remove the field"
+_TOOLS = "Tools are not supported yet: remove the field"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a field is refused. `neutral` lists the values that ask for nothing and are therefore accepted (null always is)."""
+
+    fix: str
+    neutral: tuple[Any, ...] = ()
+
+
+_REFUSED_EVERYWHERE: dict[str, Refusal] = {
+    "structured_outputs": Refusal(_STRUCTURED),
+    "guided_json": Refusal(_GUIDED),
+    "guided_regex": Refusal(_GUIDED),
+    "guided_choice": Refusal(_GUIDED),
+    "guided_grammar": Refusal(_GUIDED),
+    "guided_decoding_backend": Refusal(_GUIDED),
+    "guided_whitespace_pattern": Refusal(_GUIDED),
+    "grammar": Refusal(_STRUCTURED),
+    "json_schema": Refusal(_STRUCTURED),
+    "early_stopping": Refusal("Beam search always runs to the end: remove the field", (False,)),
+    "logits_processors": Refusal("Use logit_bias, allowed_token_ids or bad_words"),
+    "truncate_prompt_tokens": Refusal("Shorten the prompt before sending it"),
+    "truncation_side": Refusal("Shorten the prompt before sending it"),
+    "thinking_token_budget": Refusal("Use max_completion_tokens", (-1,)),
+    "repetition_detection": Refusal("Use repetition_penalty or frequency_penalty"),
+    "watermarking": Refusal("Watermarks are not supported: remove the field"),
+    "guide": Refusal("Remove the field"),
+    "kv_transfer_params": Refusal("KV transfer is not supported yet: remove the field"),
+    "vllm_xargs": Refusal("Put what you need into fields of their own"),
+    "return_prompt_text": Refusal("Use echo, or return_token_ids", (False,)),
+    "prompt_embeds": Refusal("Send text or token ids"),
+    "max_new_tokens": Refusal("Use max_tokens"),
+    "num_predict": Refusal("Use max_tokens"),
+    "n_predict": Refusal("Use max_tokens"),
+    "repeat_penalty": Refusal("Use repetition_penalty"),
+    "typical_p": Refusal("Use top_p or min_p", (1, 1.0)),
+    "do_sample": Refusal("Use temperature; 0 is greedy"),
+}
+REFUSED_IN_CHAT: dict[str, Refusal] = {
+    **_REFUSED_EVERYWHERE,
+    "best_of": Refusal("Use n", (1,)),
+    "functions": Refusal(_TOOLS, ([],)),
+    "function_call": Refusal(_TOOLS, ("none", "auto")),
+    "modalities": Refusal(_TEXT_ONLY, (["text"],)),
+    "audio": Refusal(_TEXT_ONLY),
+    "mm_processor_kwargs": Refusal(_TEXT_ONLY, ({},)),
+    "media_io_kwargs": Refusal(_TEXT_ONLY, ({},)),
+    "web_search_options": Refusal("There is no web search: remove the field"),
+    "reasoning_effort": Refusal('Use "chat_template_kwargs": {"reasoning_effort": ...} if the model\'s template knows it'),
+    "enable_thinking": Refusal('Use "chat_template_kwargs": {"enable_thinking": ...}'),
+    "verbosity": Refusal("Say it in the system message"),
+    "chat_template": Refusal("Templates in requests are not accepted: start the server with --chat-template"),
+    "prompt": Refusal("Use messages, or POST /v1/completions"),
+    "suffix": Refusal("Put the text into a message"),
+}
+REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
+    **_REFUSED_EVERYWHERE,
+    "suffix": Refusal("Insertion is not supported: build the model's fill-in-the-middle prompt yourself", ("",)),
+    "response_format": Refusal(_STRUCTURED, ({"type": "text"},)),
+    "messages": Refusal("Use prompt, or POST /v1/chat/completions"),
+    "max_completion_tokens": Refusal("Use max_tokens"),
+    "top_logprobs": Refusal("Use logprobs with a number"),
+    "tools": Refusal("Use POST /v1/chat/completions", ([],)),
+    "chat_template_kwargs": Refusal("Use POST /v1/chat/completions", ({},)),
+}
+# A neutral value is never longer than this, so a longer one need not be decoded.
+_MAX_NEUTRAL_BYTES = 64
+
+
+class BodyDecoder(Generic[T]):
+    """Decodes one API's JSON body: every field is known, named as ignored, or refused."""
+
+    def __init__(self, request_type: type[T], refused: dict[str, Refusal]) -> None:
+        self._known = frozenset(request_type.__struct_fields__)
+        self._refused = refused
+        self._typed = msgspec.json.Decoder(request_type)
+        self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+    def decode(self, body: bytes) -> tuple[T, list[str]]:
+        """The request, and the names of the fields that were accepted without effect.
+
+        Raises:
+            InvalidRequestError: malformed JSON or a value of the wrong type, naming the field in `param`.
+            UnsupportedFieldError: a field that is refused or unknown, with what to use instead.
+        """
+        try:
+            ignored = [name for name, raw in self._names.decode(body).items() if self._is_ignored(name, raw)]
+            return self._typed.decode(body), ignored
+        except msgspec.ValidationError as error:
+            raise _wrong_type(str(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            detail = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+            raise InvalidRequestError(f"The body is not valid JSON: {detail}", expected="one JSON object in UTF-8") from None
+
+    def _is_ignored(self, name: str, raw: msgspec.Raw) -> bool:
+        """Whether the field is accepted without effect; False for a known one. Raises for the others."""
+        if name in self._known:
+            return False
+        if name in IGNORED_FIELDS:
+            return True
+        refusal = self._refused.get(name)
+        if refusal is None:
+            raise self._unknown_field(name)
+        text = bytes(raw)
+        if len(text) <= _MAX_NEUTRAL_BYTES:
+            value = msgspec.json.decode(text)
+            # Types too: JSON's true is not 1.
+            if value is None or any(type(value) is type(item) and value == item for item in refusal.neutral):
+                return True
+        raise UnsupportedFieldError(f"{name} is not supported", fix=refusal.fix, param=name)
+
+    def _unknown_field(self, name: str) -> UnsupportedFieldError:
+        shown = name[:64]
+        near = difflib.get_close_matches(shown, sorted(self._known), n=1)
+        fix = f"Did you mean {near[0]}?" if near else "Remove it"
+        return UnsupportedFieldError(f"Unknown field {shown!r}", fix=fix, param=shown)
+
+
+def _wrong_type(message: str) -> InvalidRequestError:
+    """msgspec's "Expected `int`, got `str` - at `$.a.b[0]`" with the place as `param`."""
+    what, _, place = message.partition(" - at `")
+    param = place.rstrip("`").removeprefix("$").removeprefix(".") or None
+    what = what.replace("`", "")
+    return InvalidRequestError(f"{param}: {what}" if param else f"The body has a wrong shape: {what}", param=param)

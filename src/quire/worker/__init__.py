@@ -1,0 +1,1 @@
+"""Runs batches on one device: persistent rows, the KV cache's memory, the forward pass and sampling."""

@@ -1,0 +1,39 @@
+"""The memory of the paged KV cache: one K and one V tensor per layer, and block copies for copy-on-write.
+
+Dimensions: B blocks, G kv heads, P block size, E head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.forward_batch import LayerCache
+
+
+def allocate(
+    num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> list[LayerCache]:
+    """Uninitialised caches. On CPU the pages are taken by the operating system when first written."""
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    return [
+        LayerCache(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+        for _ in range(num_layers)
+    ]
+
+
+def num_bytes(caches: Sequence[LayerCache]) -> int:
+    """Bytes the caches take when fully written."""
+    return sum(tensor.numel() * tensor.element_size() for cache in caches for tensor in (cache.k_BGPE, cache.v_BGPE))
+
+
+def copy_blocks(caches: Sequence[LayerCache], copies: Sequence[tuple[int, int]]) -> None:
+    """Copy whole blocks (source, destination) in every layer. Sources are read before destinations are written."""
+    if not copies:
+        return
+    sources = torch.tensor([source for source, _ in copies])
+    destinations = torch.tensor([destination for _, destination in copies])
+    for cache in caches:
+        cache.k_BGPE[destinations] = cache.k_BGPE[sources]
+        cache.v_BGPE[destinations] = cache.v_BGPE[sources]

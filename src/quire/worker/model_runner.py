@@ -1,0 +1,95 @@
+"""One step on the device: rows -> forward pass -> logits -> sampled tokens and logprobs.
+
+Dimensions: T tokens, S rows, R rows that sample, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.forward_batch import LayerCache
+from quire.models.registry import CausalLM
+from quire.sampling.logprobs import prompt_logprobs
+from quire.sampling.sampler import Sampler
+from quire.schedule import ScheduledBatch, StepResult, TokenLogprobs
+from quire.worker.input_batch import InputBatch, StepRows
+from quire.worker.kv_cache import copy_blocks
+
+# Prompt positions turned into logits at once: bounds the [X, V] float32 scratch (64 x 152k x 4 bytes = 39 MB).
+PROMPT_LOGPROBS_CHUNK = 64
+
+
+class ModelRunner:
+    """Executes ScheduledBatch after ScheduledBatch; the rows it holds are its only state."""
+
+    def __init__(self, model: CausalLM, caches: list[LayerCache], input_batch: InputBatch, logprobs_mode: str) -> None:
+        self.model = model
+        self.caches = caches
+        self.input_batch = input_batch
+        self.sampler = Sampler(input_batch.sampling, logprobs_mode=logprobs_mode)
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Run one step. A row that fails is reported in `errors`; the others are not affected."""
+        started = time.perf_counter()
+        inputs = self.input_batch
+        inputs.apply(batch)
+        copy_blocks(self.caches, batch.block_copies)
+        result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
+        if not batch.request_ids:
+            return result
+        step = inputs.step_rows(batch)
+        forward_batch = inputs.forward_batch(step, self.caches)
+        prepared = time.perf_counter()
+        hidden_TD = self.model.forward(forward_batch)
+        sampling = np.flatnonzero(step.samples_S)
+        logits_RV: Tensor | None = None
+        if len(sampling):
+            everything = len(sampling) == forward_batch.num_tokens
+            hidden_RD = hidden_TD if everything else hidden_TD[forward_batch.logits_indices_R]
+            logits_RV = self.model.compute_logits(hidden_RD)
+        forwarded = time.perf_counter()
+        if logits_RV is not None:
+            self._sample(logits_RV, step, sampling, result)
+        if inputs.num_prompt_logprobs:
+            self._prompt_logprobs(hidden_TD, forward_batch.cu_seqlens_q_S1.tolist(), step, result)
+        result.prepare_seconds = prepared - started
+        result.forward_seconds = forwarded - prepared
+        result.sample_seconds = time.perf_counter() - forwarded
+        return result
+
+    def _sample(self, logits_RV: Tensor, step: StepRows, sampling: np.ndarray, result: StepResult) -> None:
+        rows = step.rows_S[sampling].tolist()
+        sampled = self.sampler(logits_RV, rows)
+        for index, (position, row) in enumerate(zip(sampling.tolist(), rows, strict=True)):
+            if index in sampled.errors:
+                result.errors[position] = sampled.errors[index]
+                continue
+            token_id = sampled.token_ids[index]
+            result.token_ids[position].append(token_id)
+            self.input_batch.append_token(row, token_id)
+        for index, logprobs in sampled.logprobs.items():
+            result.logprobs[int(sampling[index])] = [logprobs]
+
+    def _prompt_logprobs(self, hidden_TD: Tensor, cu_seqlens: list[int], step: StepRows, result: StepResult) -> None:
+        """Logprobs of the prompt tokens that follow the positions computed in this step."""
+        inputs = self.input_batch
+        for position, row in enumerate(step.rows_S.tolist()):
+            num_top = inputs.num_prompt_logprobs.get(row)
+            if num_top is None:
+                continue
+            start = int(step.starts_S[position])
+            stop = min(start + int(step.lens_S[position]), int(inputs.num_prompt_tokens[row]) - 1)
+            entries: list[TokenLogprobs] = []
+            for begin in range(start, stop, PROMPT_LOGPROBS_CHUNK):
+                end = min(begin + PROMPT_LOGPROBS_CHUNK, stop)
+                offset = cu_seqlens[position] - start
+                logits_XV = self.model.compute_logits(hidden_TD[offset + begin : offset + end])
+                next_token_ids = torch.from_numpy(inputs.token_ids[row, begin + 1 : end + 1])
+                entries += prompt_logprobs(logits_XV, next_token_ids, num_top)
+            if entries:
+                result.prompt_logprobs[position] = entries

@@ -1,0 +1,133 @@
+"""Brings a device up: load the model, measure its working memory, plan and allocate the KV cache, build the runner."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire import envs
+from quire.config import EngineConfig
+from quire.cost import devices
+from quire.kernels import cpu
+from quire.loader.load import load_model
+from quire.logs import get_logger
+from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.models.registry import CausalLM
+from quire.resolve import MemoryFacts, Resolved, plan_kv_cache, resolve
+from quire.sampling_params import SamplingParams
+from quire.schedule import NewRow, ScheduledBatch
+from quire.worker import kv_cache
+from quire.worker.input_batch import InputBatch
+from quire.worker.model_runner import ModelRunner
+
+Progress = Callable[[str, float, str], None]
+
+logger = get_logger(__name__)
+
+# Tokens of the run that measures working memory. Activations grow linearly with tokens, so a short run is enough.
+PROFILE_TOKENS = 256
+# Logits rows held at once (float32) beside the sampler's scratch copy.
+LOGITS_COPIES = 2
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A device that is ready to run batches."""
+
+    runner: ModelRunner
+    resolved: Resolved
+    model_config: ModelConfig
+
+
+def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: bool, progress: Progress) -> Worker:
+    """Load and allocate everything. Errors are ConfigError, WeightsError or MemoryPlanError, fit for the user."""
+    if envs.ISA.get():
+        cpu.set_isa(envs.ISA.get())
+    isa = cpu.isa() if cpu.available() else "torch"
+    device = devices.detect(isa)
+    resolved = resolve(config, model_config, device, is_server=is_server)
+    _check_fit_before_load(config, model_config, resolved, device.total_memory_bytes)
+    if cpu.available():
+        cpu.set_num_threads(resolved.num_threads)
+    torch.set_num_threads(resolved.num_threads)
+    dtype: torch.dtype = getattr(torch, resolved.dtype)
+    model_config = replace(model_config, max_model_len=resolved.max_model_len)
+    model = load_model(model_config, dtype, config.load_format, progress, config.model_impl)
+    progress("warm up", 0.0, "measuring working memory")
+    work_bytes = _measure_work_bytes(model, model_config, resolved, dtype)
+    memory = MemoryFacts(
+        total_bytes=device.total_memory_bytes,
+        free_bytes=devices.free_memory_bytes(),
+        weight_bytes=model_config.weight_bytes(resolved.dtype),
+        work_bytes=work_bytes,
+    )
+    plan_kv_cache(config, model_config, resolved, memory)
+    caches = _allocate_caches(model_config, resolved, resolved.num_blocks, dtype)
+    inputs = InputBatch(resolved.max_num_seqs, resolved.max_model_len, resolved.block_size, model_config.vocab_size)
+    return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved, model_config)
+
+
+def _check_fit_before_load(config: EngineConfig, model_config: ModelConfig, resolved: Resolved, total_bytes: int) -> None:
+    """Refuse weights that cannot fit before minutes are spent on reading them."""
+    weight_bytes = model_config.weight_bytes(resolved.dtype)
+    if weight_bytes >= total_bytes:
+        memory = MemoryFacts(total_bytes=total_bytes, free_bytes=0, weight_bytes=weight_bytes, work_bytes=0)
+        plan_kv_cache(config, model_config, resolved, memory)
+
+
+def _allocate_caches(model_config: ModelConfig, resolved: Resolved, num_blocks: int, dtype: torch.dtype) -> list[kv_cache.LayerCache]:
+    return kv_cache.allocate(
+        model_config.num_layers,
+        num_blocks,
+        model_config.num_kv_heads,
+        resolved.block_size,
+        model_config.head_dim,
+        dtype,
+        torch.device("cpu"),
+    )
+
+
+def _peak_resident_bytes() -> int:
+    """Highest resident memory of this process so far (KiB on Linux, bytes on macOS)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _measure_work_bytes(model: CausalLM, model_config: ModelConfig, resolved: Resolved, dtype: torch.dtype) -> int:
+    """Peak memory of one step at the full token budget: measured on a short run, scaled, plus the logits of every row.
+
+    The run also warms the kernels: the first request does not pay for thread start and page faults.
+    """
+    num_tokens = min(PROFILE_TOKENS, resolved.max_num_batched_tokens, resolved.max_model_len)
+    num_blocks = -(-num_tokens // resolved.block_size)
+    caches = _allocate_caches(model_config, resolved, num_blocks, dtype)
+    inputs = InputBatch(1, num_tokens, resolved.block_size, model_config.vocab_size)
+    runner = ModelRunner(model, caches, inputs, "raw_logprobs")
+    before = devices.resident_memory_bytes()
+    peak_before = _peak_resident_bytes()
+    runner.execute(_profile_batch(num_tokens, num_blocks))
+    held = kv_cache.num_bytes(caches)
+    growth = max(_peak_resident_bytes() - max(before, peak_before), devices.resident_memory_bytes() - before) - held
+    # Floor: input, output and residual of the widest layer, should the peak hide under that of loading.
+    widest = 2 * model_config.intermediate_size + 4 * model_config.hidden_size
+    floor = num_tokens * widest * DTYPE_BYTES[resolved.dtype]
+    scale = resolved.max_num_batched_tokens / num_tokens
+    logits = resolved.max_num_seqs * model_config.vocab_size * 4 * LOGITS_COPIES
+    return int(max(growth, floor) * scale) + logits
+
+
+def _profile_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    row = NewRow("profile", [0] * num_tokens, num_tokens, params, list(range(num_blocks)))
+    return ScheduledBatch(
+        step_id=0,
+        request_ids=["profile"],
+        num_computed_tokens=[0],
+        num_scheduled_tokens=[num_tokens],
+        new_block_ids=[[]],
+        new_rows=[row],
+    )

@@ -1,0 +1,196 @@
+"""Every attention backend against a dense softmax written here, on mixed batches over a scattered paged cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend, AttentionSpec
+from quire.attention.select import SharedBackends, select_backend
+from quire.errors import ConfigError
+from quire.forward_batch import ForwardBatch, LayerCache
+from quire.kernels import cpu
+
+CPU = torch.device("cpu")
+# (query length, sequence length): a decode, a whole prompt, a chunk in the middle, one token of one
+ROWS = [(1, 23), (9, 9), (7, 31), (1, 1)]
+SPECS = {
+    "plain": AttentionSpec(6, 6, 16, 0.25, 0, 0.0, torch.float32),
+    "grouped": AttentionSpec(6, 2, 24, 0.2, 0, 0.0, torch.float32),
+    "one-kv-head": AttentionSpec(5, 1, 8, 0.3, 0, 0.0, torch.float32),
+    "window": AttentionSpec(6, 2, 16, 0.25, 5, 0.0, torch.float32),
+    "window-1": AttentionSpec(4, 2, 16, 0.25, 1, 0.0, torch.float32),
+    "soft-cap": AttentionSpec(4, 2, 16, 1.0, 0, 3.0, torch.float32),
+    "window-soft-cap-bf16": AttentionSpec(4, 2, 32, 0.2, 6, 5.0, torch.bfloat16),
+    "fp16": AttentionSpec(4, 4, 64, 0.125, 0, 0.0, torch.float16),
+}
+# The output is a mean of values of size 1: rounded once to the dtype.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def dense_attention(q_QHE: Tensor, k_LGE: Tensor, v_LGE: Tensor, spec: AttentionSpec) -> Tensor:
+    """Head by head, token by token."""
+    num_queries, seq_len = len(q_QHE), len(k_LGE)
+    out = torch.zeros(q_QHE.shape, dtype=torch.float64)
+    for i in range(num_queries):
+        position = seq_len - num_queries + i
+        first = max(0, position + 1 - spec.sliding_window) if spec.sliding_window else 0
+        for head in range(spec.num_q_heads):
+            kv_head = head // (spec.num_q_heads // spec.num_kv_heads)
+            keys = k_LGE[first : position + 1, kv_head].double()
+            scores = keys @ q_QHE[i, head].double() * spec.scale
+            if spec.soft_cap:
+                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+            out[i, head] = torch.softmax(scores, dim=0) @ v_LGE[first : position + 1, kv_head].double()
+    return out
+
+
+def make_batch(
+    spec: AttentionSpec, block_size: int, rows: list[tuple[int, int]]
+) -> tuple[ForwardBatch, list[Tensor], list[Tensor], Tensor]:
+    """A batch with random K and V in scattered blocks of the cache, NaN elsewhere; K and V by sequence; queries."""
+    generator = torch.Generator().manual_seed(17)
+    max_blocks = max(-(-seq_len // block_size) for _, seq_len in rows)
+    num_blocks = len(rows) * max_blocks + 1
+    tables = torch.randperm(num_blocks, generator=generator)[: len(rows) * max_blocks].view(len(rows), max_blocks)
+    shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    cache = LayerCache(*(torch.full(shape, torch.nan, dtype=spec.dtype) for _ in range(2)))
+    keys, values = [], []
+    for row, (_, seq_len) in enumerate(rows):
+        k, v = (
+            torch.randn(seq_len, spec.num_kv_heads, spec.head_dim, generator=generator).to(spec.dtype) for _ in range(2)
+        )
+        positions = torch.arange(seq_len)
+        blocks, offsets = tables[row][positions // block_size], positions % block_size
+        cache.k_BGPE[blocks, :, offsets], cache.v_BGPE[blocks, :, offsets] = k, v
+        keys.append(k)
+        values.append(v)
+    query_lens = torch.tensor([query_len for query_len, _ in rows])
+    num_tokens = int(query_lens.sum())
+    queries = torch.randn(num_tokens, spec.num_q_heads, spec.head_dim, generator=generator).to(spec.dtype)
+    unused = torch.zeros(num_tokens, dtype=torch.int64)
+    batch = ForwardBatch(
+        token_ids_T=unused,
+        positions_T=unused,
+        slot_mapping_T=unused,
+        cu_seqlens_q_S1=torch.cat([torch.zeros(1), query_lens.cumsum(0)]).int(),
+        seq_lens_S=torch.tensor([seq_len for _, seq_len in rows], dtype=torch.int32),
+        block_tables_SM=tables.int(),
+        logits_indices_R=unused,
+        caches=[cache],
+        max_query_len=int(query_lens.max()),
+        max_seq_len=max(seq_len for _, seq_len in rows),
+    )
+    return batch, keys, values, queries
+
+
+def run(backend: AttentionBackend, batch: ForwardBatch, queries: Tensor) -> Tensor:
+    backend.prepare(batch)
+    return backend.forward(queries, queries, queries, batch.caches[0], batch)
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def backend_name(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu" and not cpu.available():
+        pytest.skip("the compiled kernels are not in use")
+    return request.param
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+@pytest.mark.parametrize("name", SPECS)
+def test_equals_a_dense_softmax(name, block_size, backend_name):
+    spec = SPECS[name]
+    batch, keys, values, queries = make_batch(spec, block_size, ROWS)
+    out = run(select_backend(spec, CPU, backend_name), batch, queries)
+    assert out.shape == queries.shape
+    assert out.dtype == spec.dtype
+    assert out.is_contiguous()
+    pieces = out.split([query_len for query_len, _ in ROWS])
+    inputs = queries.split([query_len for query_len, _ in ROWS])
+    for row, (q, k, v, piece) in enumerate(zip(inputs, keys, values, pieces, strict=True)):
+        want = dense_attention(q, k, v, spec)
+        error = (piece.double() - want).abs().max().item()
+        assert error <= TOLERANCES[spec.dtype], f"row {row} {ROWS[row]} is off by {error}"
+
+
+def test_queries_may_be_views_of_a_fused_tensor(backend_name):
+    spec = SPECS["grouped"]
+    batch, _, _, queries = make_batch(spec, 8, ROWS)
+    fused = torch.randn(len(queries), spec.num_q_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    fused[:, : spec.num_q_heads] = queries
+    backend = select_backend(spec, CPU, backend_name)
+    assert torch.equal(run(backend, batch, fused[:, : spec.num_q_heads]), run(backend, batch, queries))
+
+
+def test_rows_do_not_depend_on_their_mates(backend_name):
+    spec = SPECS["window"]
+    batch, _, _, queries = make_batch(spec, 8, ROWS)
+    backend = select_backend(spec, CPU, backend_name)
+    together = run(backend, batch, queries)
+    start = 0
+    for row, (query_len, seq_len) in enumerate(ROWS):
+        alone = ForwardBatch(
+            token_ids_T=batch.token_ids_T[:query_len],
+            positions_T=batch.positions_T[:query_len],
+            slot_mapping_T=batch.slot_mapping_T[:query_len],
+            cu_seqlens_q_S1=torch.tensor([0, query_len], dtype=torch.int32),
+            seq_lens_S=torch.tensor([seq_len], dtype=torch.int32),
+            block_tables_SM=batch.block_tables_SM[row : row + 1],
+            logits_indices_R=batch.logits_indices_R[:query_len],
+            caches=batch.caches,
+            max_query_len=query_len,
+            max_seq_len=seq_len,
+        )
+        piece = slice(start, start + query_len)
+        assert torch.equal(run(backend, alone, queries[piece]), together[piece]), (
+            f"row {row} changes with its batch mates"
+        )
+        start += query_len
+
+
+def test_best_backend_is_the_kernel_where_it_is_built(monkeypatch):
+    monkeypatch.delenv("QUIRE_ATTENTION_BACKEND", raising=False)
+    monkeypatch.setattr(cpu, "_available", True)
+    assert select_backend(SPECS["plain"], CPU).name == "cpu"
+    monkeypatch.setattr(cpu, "_available", False)
+    assert select_backend(SPECS["plain"], CPU).name == "reference"
+
+
+def test_environment_variable_names_the_backend(monkeypatch):
+    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", "reference")
+    assert select_backend(SPECS["plain"], CPU).name == "reference"
+
+
+def test_unknown_backend_is_refused_with_the_known_ones(monkeypatch):
+    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", "flash")
+    with pytest.raises(ConfigError, match=r"'flash'.*one of cpu, reference"):
+        select_backend(SPECS["plain"], CPU)
+
+
+def test_named_backend_that_cannot_run_says_why(monkeypatch):
+    monkeypatch.setattr(cpu, "_available", False)
+    with pytest.raises(
+        ConfigError, match=r"cpu cannot be used: the compiled kernels are not in use.*Unset QUIRE_ATTENTION_BACKEND"
+    ):
+        select_backend(SPECS["plain"], CPU, "cpu")
+    monkeypatch.setattr(cpu, "_available", True)
+    with pytest.raises(ConfigError, match="it runs on CPU, not on cuda"):
+        select_backend(SPECS["plain"], torch.device("cuda"), "cpu")
+
+
+def test_heads_too_wide_for_the_kernel_run_on_the_reference(monkeypatch):
+    monkeypatch.delenv("QUIRE_ATTENTION_BACKEND", raising=False)
+    monkeypatch.setattr(cpu, "_available", True)
+    wide = dataclasses.replace(SPECS["plain"], head_dim=cpu.MAX_HEAD_DIM + 8)
+    assert select_backend(wide, CPU).name == "reference"
+    with pytest.raises(ConfigError, match=f"up to {cpu.MAX_HEAD_DIM} dimensions, not {cpu.MAX_HEAD_DIM + 8}"):
+        select_backend(wide, CPU, "cpu")
+
+
+def test_layers_of_one_spec_share_a_backend():
+    backends = SharedBackends(CPU)
+    assert backends.get(SPECS["plain"]) is backends.get(SPECS["plain"])
+    assert backends.get(SPECS["plain"]) is not backends.get(SPECS["window"])

@@ -1,0 +1,101 @@
+"""The demo model under any schedule: one set of weights, a fresh cache, scheduler and core for every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+import quire.demo
+from quire.engine.core import EngineCore
+from quire.engine.executor import InlineExecutor, ThreadExecutor
+from quire.loader.load import load_model
+from quire.messages import AddRequest
+from quire.model_config import ModelConfig, load_model_config
+from quire.models.registry import CausalLM
+from quire.sampling_params import SamplingParams
+from quire.scheduler.block_pool import BlockPool
+from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
+from quire.worker import kv_cache
+from quire.worker.input_batch import InputBatch
+from quire.worker.model_runner import ModelRunner
+
+EOS = 2
+
+
+@cache
+def demo_model(dtype: torch.dtype) -> tuple[ModelConfig, CausalLM]:
+    """The bundled model, loaded once per dtype and test process."""
+    config = load_model_config(quire.demo.path("target"))
+    return config, load_model(config, dtype)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request of a run."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    fork_of: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Everything that must not change the tokens."""
+
+    block_size: int = 16
+    num_blocks: int = 256
+    max_num_seqs: int = 8
+    chunk: int = 2048  # token budget of a step
+    prefix_caching: bool = False
+    depth: int = 1
+
+
+def build_core(schedule: Schedule, dtype: torch.dtype) -> EngineCore:
+    """A core over the demo model with an empty cache."""
+    config, model = demo_model(dtype)
+    shape = (config.num_kv_heads, schedule.block_size, config.head_dim)
+    caches = kv_cache.allocate(config.num_layers, schedule.num_blocks, *shape, dtype, torch.device("cpu"))
+    for layer in caches:  # a slot read before it is written must show
+        layer.k_BGPE.fill_(float("nan"))
+        layer.v_BGPE.fill_(float("nan"))
+    inputs = InputBatch(schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size)
+    runner = ModelRunner(model, caches, inputs, "raw_logprobs")
+    kv = KVCacheManager(BlockPool(schedule.num_blocks, schedule.block_size), enable_prefix_caching=schedule.prefix_caching)
+    limits = SchedulerLimits(
+        max_num_seqs=schedule.max_num_seqs, max_num_batched_tokens=schedule.chunk, max_model_len=config.max_model_len
+    )
+    executor = InlineExecutor(runner) if schedule.depth == 1 else ThreadExecutor(runner)
+    return EngineCore(Scheduler(limits, kv), executor, depth=schedule.depth)
+
+
+def run(
+    core: EngineCore, prompts: Iterable[Prompt], *, before_step: Callable[[EngineCore, int], None] | None = None, prefix: str = "r"
+) -> list[list[int]]:
+    """Tokens of every prompt, all added at once. `before_step(core, step)` may interfere."""
+    tokens: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        request_id = f"{prefix}{index}"
+        tokens[request_id] = []
+        max_tokens = prompt.params.max_tokens
+        assert max_tokens is not None
+        core.add(
+            AddRequest(
+                request_id, list(prompt.token_ids), prompt.params, max_tokens, stop_token_ids=[EOS], fork_of=prompt.fork_of
+            )
+        )
+    step = 0
+    while core.has_work():
+        if before_step is not None:
+            before_step(core, step)
+        for delta in core.step():
+            assert delta.error is None, delta.error
+            tokens[delta.request_id] += delta.token_ids
+        step += 1
+    core.scheduler.kv.check()
+    assert core.scheduler.kv.pool.num_used_blocks == 0, "blocks leaked"
+    return list(tokens.values())

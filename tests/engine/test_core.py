@@ -1,0 +1,229 @@
+"""EngineCore: the step loop at depth 1 and 2, refused requests, failing executors, step records. No model, no torch."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from quire.engine.core import EngineCore
+from quire.errors import EngineDeadError, MemoryPlanError
+from quire.messages import Command, SetLimits
+from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
+from tests.scheduler.driver import Driver, expected, request
+
+
+class FailOnce:
+    """Raises `error` for one batch: the one with this step id."""
+
+    def __init__(self, step_id: int, error: Exception) -> None:
+        self.step_id, self.error = step_id, error
+
+    def __call__(self, batch: ScheduledBatch) -> Exception | None:
+        return self.error if batch.step_id == self.step_id else None
+
+
+def finish(core: EngineCore) -> None:
+    while core.has_work():
+        core.step()
+
+
+def test_depth_one_answers_in_the_same_step() -> None:
+    driver = Driver()
+    driver.add(request("a", [1, 2], 2))
+    assert [d.token_ids for d in driver.step()] == [expected(driver.messages["a"])[0][:1]]
+    (last,) = driver.step()
+    assert last.finish_reason == "length"
+    assert not driver.core.has_work()
+    assert driver.step() == []
+
+
+def test_depth_two_keeps_two_batches_in_flight() -> None:
+    driver = Driver(depth=2)
+    driver.add(request("a", [1, 2], 4))
+    assert driver.step() == []
+    assert driver.core.last_record is None, "no result was taken in"
+    for number in range(2, 5):
+        assert len(driver.step()) == 1
+        assert len(driver.batches) == number, "the next batch is submitted before the oldest result is taken"
+    assert driver.step()[0].finish_reason == "length"
+    assert len(driver.batches) == 4
+    driver.check_outputs()
+
+
+def test_depth_two_computes_one_token_for_nothing_after_a_stop() -> None:
+    tokens, _ = expected(request("a", [1, 2], 9))
+    driver = Driver(depth=2)
+    driver.run_all(request("a", [1, 2], 9, stop_token_ids=[tokens[2]]))
+    assert len(driver.batches) == 4
+    assert sum(len(d.token_ids) for d in driver.deltas["a"]) == 3
+
+
+def test_depth_must_be_positive() -> None:
+    driver = Driver()
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        EngineCore(driver.scheduler, driver, 0)
+
+
+def test_refused_requests_are_answered_by_the_next_step() -> None:
+    driver = Driver(max_num_queued_reqs=1)
+    driver.add(request("a", [1], 1))
+    driver.add(request("full", [1]))
+    driver.core.abort(["a"])
+    driver.add(request("empty", []))
+    driver.add(request("long", [1] * 300))
+    assert driver.core.has_work()
+    deltas = {d.request_id: d for d in driver.step()}
+    assert {name: d.error_code for name, d in deltas.items()} == {
+        "full": "queue_full",
+        "empty": "invalid_value",
+        "long": "context_length_exceeded",
+    }
+    assert all(d.finish_reason == "error" and d.error for d in deltas.values())
+    assert not driver.core.has_work()
+
+
+def test_limits_and_commands() -> None:
+    driver = Driver()
+    driver.run_all(request("a", range(9)))
+    driver.core.set_limits(SetLimits(max_num_seqs=3))
+    assert driver.scheduler.limits.max_num_seqs == 3
+    assert driver.pool.num_cached_blocks > 0
+    driver.core.command(Command("reset_prefix_cache"))
+    assert driver.pool.num_cached_blocks == 0
+    with pytest.raises(ValueError, match="'dance', expected one of reset_prefix_cache, shutdown"):
+        driver.core.command(Command("dance"))
+    driver.core.command(Command("shutdown"))
+    assert driver.executor.is_shut_down
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("step_id", range(6))
+def test_a_row_that_is_known_to_fail_fails_alone(step_id: int, depth: int) -> None:
+    """The rest of the batch is computed again and gets its own tokens."""
+    driver = Driver(depth=depth, failure=FailOnce(step_id, RowsFailedError(["b"], "b is broken")))
+    for name in "abc":
+        driver.add(request(name, [*range(9), ord(name)], 8))
+    driver.add(request("fork", [*range(9), ord("a")], 8, seed=3, fork_of="a"))
+    driver.run()
+    driver.check_outputs(except_for=["b"])
+    assert driver.last("b").finish_reason == "error"
+    assert driver.last("b").error == "b is broken"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("named", [[], ["somebody else"]])
+def test_an_unknown_failure_ends_the_rows_of_that_batch_alone(depth: int, named: list[str]) -> None:
+    error = RowsFailedError(named, "?") if named else RuntimeError("out of luck")
+    driver = Driver(depth=depth, max_num_seqs=2, failure=FailOnce(1, error))
+    for name in "abcd":
+        driver.add(request(name, [*range(9), ord(name)], 8))
+    driver.run()
+    driver.check_outputs(except_for=["a", "b"])
+    assert driver.last("a").finish_reason == driver.last("b").finish_reason == "error"
+    if not named:
+        assert driver.last("a").error == "The model step failed (RuntimeError).", "a client does not see internals"
+
+
+def test_an_error_fit_for_the_user_is_shown() -> None:
+    driver = Driver(failure=FailOnce(0, MemoryPlanError("No memory left", fix="Buy some")))
+    driver.add(request("a", [1]))
+    driver.run()
+    assert driver.last("a").error == "No memory left. Buy some."
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_row_error_ends_that_row_alone(depth: int) -> None:
+    driver = Driver(depth=depth, row_failure=lambda name: "not a number" if name == "bad" else None)
+    for name in ("a", "bad", "c"):
+        driver.add(request(name, [1, 2, 3], 6))
+    driver.run()
+    driver.check_outputs(except_for=["bad"])
+    (delta,) = driver.deltas["bad"]
+    assert (delta.finish_reason, delta.error, delta.token_ids) == ("error", "not a number", [])
+
+
+class OddExecutor:
+    """Answers as told: raises in submit(), or gives a result of the wrong shape."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        future: Future[StepResult] = Future()
+        future.set_result(StepResult(batch.step_id, self.answer))  # type: ignore[arg-type]
+        return future
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("answer", [OSError("pipe"), [], [[1], [2]], [[]]])
+def test_an_executor_that_breaks_the_contract_ends_requests_not_the_loop(answer: object) -> None:
+    driver = Driver()
+    core = EngineCore(driver.scheduler, OddExecutor(answer))
+    core.add(request("a", [1]))
+    (delta,) = core.step()
+    assert delta.finish_reason == "error"
+    assert not core.has_work()
+    assert driver.pool.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("where", ["submit", "result", "behind a failure"])
+def test_a_dead_engine_is_not_hidden(where: str) -> None:
+    dead = EngineDeadError("The worker is gone")
+    if where == "submit":
+        core = EngineCore(Driver().scheduler, OddExecutor(dead))
+    elif where == "result":
+        core = Driver(failure=FailOnce(0, dead)).core
+    else:
+        core = Driver(depth=2, failure=lambda batch: [RuntimeError("?"), dead][batch.step_id]).core
+    core.add(request("a", range(9), 4))
+    with pytest.raises(EngineDeadError):
+        finish(core)
+
+
+def test_shutdown_drops_what_is_in_flight() -> None:
+    driver = Driver(depth=2)
+    driver.add(request("a", range(9), 4))
+    driver.step()
+    driver.core.shutdown()
+    assert driver.executor.is_shut_down
+
+
+def test_a_record_says_what_the_step_did() -> None:
+    driver = Driver(max_num_batched_tokens=16, block_size=4, num_blocks=10)
+    driver.add(request("a", range(8), 3))
+    driver.step()
+    driver.add(request("b", range(10), 3))
+    driver.add(request("c", range(20, 30), 3))
+    driver.step()
+    record = driver.core.last_record
+    assert record is not None
+    # a: one token of its output. b: 8 tokens are cached, in the 2 full blocks of a, so 2 are computed. c: 10.
+    assert driver.deltas["b"][0].num_cached_tokens == 8
+    assert (record.num_rows, record.num_prefill_tokens, record.num_decode_tokens) == (3, 2 + 10, 1)
+    assert (record.num_sampled_tokens, record.num_kv_tokens_read) == (3, 9 + 10 + 10)
+    assert (record.prefix_cache_queries, record.prefix_cache_hits) == (20, 8)
+    assert (record.num_running, record.num_waiting, record.num_preemptions) == (3, 0, 0)
+    assert (record.num_blocks_in_use, record.num_blocks_total) == (3 + 1 + 3, 10)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_step_times_add_up_to_the_time_that_passed(depth: int) -> None:
+    """On a clock that ticks at each look: records of overlapping steps do not count the same time twice."""
+    ticks = iter(range(10_000))
+    driver = Driver()
+    core = EngineCore(driver.scheduler, driver.executor, depth, clock=lambda: float(next(ticks)))
+    core.add(request("a", range(9), 20))
+    total = 0.0
+    while core.has_work():
+        core.step()
+        if core.last_record is not None:
+            assert core.last_record.step_seconds >= core.last_record.output_seconds > 0
+            assert core.last_record.schedule_seconds > 0
+            total += core.last_record.step_seconds
+    assert total <= next(ticks)
+    assert total >= 20

@@ -1,0 +1,184 @@
+"""The sameness matrix: no schedule may change a token. Demo model, greedy and seeded random requests, exact equality."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+import quire.demo
+from quire.engine.core import EngineCore
+from quire.kernels import cpu
+from quire.sampling_params import SamplingParams
+from tests.engine.harness import Prompt, Schedule, build_core, run
+
+BLOCK_SIZE = 16
+QUESTIONS = (
+    "What does os.path.join do?",
+    "how to sort a list",
+    "Describe random.shuffle as JSON.",
+    "Which module provides heapq.heappush?",
+    "Explain itertools.chain in Python and tell me about functools.lru_cache as well, please.",
+)
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _params(index: int) -> SamplingParams:
+    """Greedy and random requests side by side."""
+    if index % 2 == 0:
+        return SamplingParams(temperature=0.0, max_tokens=24)
+    return SamplingParams(temperature=1.5, top_p=0.95, top_k=50, seed=1000 + index, max_tokens=24)
+
+
+@cache
+def prompts() -> tuple[Prompt, ...]:
+    tokenizer = Tokenizer.from_file(str(quire.demo.path("target") / "tokenizer.json"))
+    texts = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
+    return tuple(Prompt(tuple(tokenizer.encode(text).ids), _params(index)) for index, text in enumerate(texts))
+
+
+@cache
+def expected(dtype: torch.dtype, isa: str) -> list[list[int]]:
+    """Each request alone, its prompt in one step."""
+    del isa  # part of the key: another instruction set rounds differently
+    return [run(build_core(Schedule(), dtype), [prompt])[0] for prompt in prompts()]
+
+
+def _expected(dtype: torch.dtype) -> list[list[int]]:
+    return expected(dtype, cpu.isa())
+
+
+def test_the_questions_exercise_the_matrix() -> None:
+    lengths = [len(prompt.token_ids) for prompt in prompts()]
+    assert max(lengths) > 2 * BLOCK_SIZE - 1, "no prompt spans several blocks"
+    outputs = _expected(torch.bfloat16)
+    assert max(map(len, outputs)) == 24
+    assert len({tuple(output) for output in outputs}) == len(outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk", [1, 7, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2048])
+def test_chunk_size_and_depth(chunk: int, depth: int, dtype: torch.dtype) -> None:
+    """Alone, under every chunk size, with one or two batches in flight."""
+    for prompt, tokens in zip(prompts(), _expected(dtype), strict=True):
+        core = build_core(Schedule(chunk=chunk, depth=depth), dtype)
+        assert run(core, [prompt]) == [tokens]
+        core.shutdown()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk", [8, BLOCK_SIZE + 1, 2048])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_batch_mates(block_size: int, chunk: int, depth: int, dtype: torch.dtype) -> None:
+    """All at once, with prompts and decodes in one batch."""
+    core = build_core(Schedule(block_size=block_size, chunk=chunk, depth=depth), dtype)
+    assert run(core, prompts()) == _expected(dtype)
+    core.shutdown()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefix_hit_at_every_block_boundary(dtype: torch.dtype) -> None:
+    """The cache holds the prompt's first k blocks, and one token more or less."""
+    longest = max(range(len(QUESTIONS)), key=lambda index: len(prompts()[index].token_ids))
+    prompt, tokens = prompts()[longest], _expected(dtype)[longest]
+    length = len(prompt.token_ids)
+    for boundary in range(BLOCK_SIZE, length + BLOCK_SIZE, BLOCK_SIZE):
+        for warm in {boundary - 1, boundary, min(boundary + 1, length)} & set(range(1, length + 1)):
+            core = build_core(Schedule(prefix_caching=True), dtype)
+            run(core, [Prompt(prompt.token_ids[:warm], SamplingParams(temperature=0.0, max_tokens=1))], prefix="warm")
+            assert run(core, [prompt]) == [tokens], f"prefix of {warm} tokens"
+            stats = core.scheduler.take_stats()
+            del stats
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_full_prefix_hit_is_a_hit(dtype: torch.dtype) -> None:
+    """Asking twice gives the same tokens, and the second time is served from the cache."""
+    core = build_core(Schedule(prefix_caching=True), dtype)
+    assert run(core, prompts(), prefix="first") == _expected(dtype)
+    hits = []
+
+    def collect(core: EngineCore, step: int) -> None:
+        if core.last_record is not None:
+            hits.append(core.last_record.prefix_cache_hits)
+
+    assert run(core, prompts(), prefix="second", before_step=collect) == _expected(dtype)
+    assert sum(hits) == sum((len(prompt.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("at_step", range(26))
+def test_forced_preemption_at_every_step(at_step: int, depth: int, dtype: torch.dtype) -> None:
+    """Every running request loses its blocks before one step and is computed again."""
+    core = build_core(Schedule(chunk=BLOCK_SIZE + 1, depth=depth, prefix_caching=at_step % 2 == 0), dtype)
+    preempted = []
+
+    def preempt(core: EngineCore, step: int) -> None:
+        if step == at_step:
+            preempted.append(core.scheduler.num_running)
+            core.scheduler.preempt_all()
+
+    assert run(core, prompts(), before_step=preempt) == _expected(dtype)
+    assert preempted, "the run ended before the preemption"
+    core.shutdown()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_preemption_by_lack_of_blocks(dtype: torch.dtype) -> None:
+    """A cache in which the requests do not fit together."""
+    needed = max(len(prompt.token_ids) for prompt in prompts()) + 24
+    core = build_core(Schedule(num_blocks=needed // BLOCK_SIZE + 3), dtype)
+    preemptions = []
+
+    def collect(core: EngineCore, step: int) -> None:
+        if core.last_record is not None:
+            preemptions.append(core.last_record.num_preemptions)
+
+    assert run(core, prompts(), before_step=collect) == _expected(dtype)
+    assert sum(preemptions) > 0, "nothing was preempted: the check proves nothing"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_forks_share_the_prompt(prefix_caching: bool, depth: int) -> None:
+    """n > 1: children over the first one's blocks answer as if they were alone."""
+    dtype = torch.bfloat16
+    token_ids = prompts()[-1].token_ids
+    children = [
+        Prompt(token_ids, SamplingParams(temperature=1.5, seed=seed, max_tokens=24), fork_of="r0" if seed else None)
+        for seed in range(4)
+    ]
+    alone = [run(build_core(Schedule(), dtype), [Prompt(child.token_ids, child.params)])[0] for child in children]
+    core = build_core(Schedule(prefix_caching=prefix_caching, depth=depth), dtype)
+    in_use = []
+
+    def collect(core: EngineCore, step: int) -> None:
+        if core.scheduler.num_running == 4:
+            in_use.append(core.scheduler.kv.pool.num_used_blocks)
+
+    assert run(core, children, before_step=collect) == alone
+    num_prompt_blocks = (len(token_ids) - 1) // BLOCK_SIZE
+    assert in_use, "the four never ran together"
+    assert min(in_use) <= num_prompt_blocks + 4 * 3, "the prompt's blocks are not shared"
+    core.shutdown()
+
+
+@pytest.mark.parametrize("isa", cpu.isas()[:-1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_instruction_set(isa: str, dtype: torch.dtype) -> None:
+    """Chunks, batch mates and preemption once more on the paths other CPUs take."""
+    best = cpu.isa()
+    cpu.set_isa(isa)
+    try:
+        demo_tokens = _expected(dtype)
+        for schedule in (Schedule(chunk=7), Schedule(chunk=BLOCK_SIZE + 1, depth=2), Schedule(num_blocks=8, block_size=16)):
+            core = build_core(schedule, dtype)
+            assert run(core, prompts()) == demo_tokens, schedule
+            core.shutdown()
+    finally:
+        cpu.set_isa(best)

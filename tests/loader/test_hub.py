@@ -1,0 +1,251 @@
+"""Names become folders: local paths, downloads from a small local hub, the cache without a network, clear errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
+
+from quire.errors import ConfigError, ModelConfigError
+from quire.loader.hub import resolve_model, resolve_tokenizer_files
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": b"w" * 300_000,
+    "consolidated.safetensors": b"second copy",
+    "pytorch_model.bin": b"pickle",
+    "training_args.pt": b"pickle",
+    "modeling_evil.py": b"open('canary', 'w')",
+    "onnx/config.json": b"{}",
+    "original/model.safetensors": b"third copy",
+}
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of the hub's protocol as a snapshot download uses."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.paths: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def respond(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.server.paths.append(f"{self.command} {path}")
+        if "/gated" in path:
+            self.respond(403, b"{}", X_Error_Code="GatedRepo", X_Error_Message="Access restricted")
+        elif "small/model" not in path:
+            self.respond(404, b"{}", X_Error_Code="RepoNotFound")
+        elif path.startswith("/api/") and "/revision/" in path and not path.endswith("/revision/main"):
+            self.respond(404, b"{}", X_Error_Code="RevisionNotFound")
+        elif path.startswith("/api/") and "/tree/" in path:
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in FILES.items()]
+            self.respond(200, json.dumps(tree).encode(), Content_Type="application/json")
+        elif path.startswith("/api/"):
+            info = {"id": "small/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
+            self.respond(200, json.dumps(info).encode(), Content_Type="application/json")
+        else:
+            data = FILES[path.split(f"/resolve/{COMMIT}/")[1]]
+            self.respond(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=COMMIT)
+
+    do_HEAD = do_GET  # noqa: N815 (the name http.server calls)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def model_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    assert resolve_model(str(model_folder(tmp_path / "mine"))) == tmp_path / "mine"
+
+
+def test_a_relative_folder_that_looks_like_a_hub_id_is_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_folder(tmp_path / "org" / "model")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("org/model") == Path("org/model")
+
+
+def test_download_takes_only_what_is_read_and_reports_progress(hub: Hub, tmp_path: Path) -> None:
+    reports: list[tuple[str, float, str]] = []
+    folder = resolve_model("small/model", download_dir=str(tmp_path), progress=lambda *report: reports.append(report))
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    assert files == {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+    assert not any(".bin" in path or ".py" in path or ".pt" in path for path in hub.paths)
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert reports
+    assert {phase for phase, _, _ in reports} == {"download"}
+    assert all(0 <= fraction <= 1 for _, fraction, _ in reports)
+    assert reports[-1][1] == 1.0
+
+
+def test_without_weights_none_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    folder = resolve_model("small/model", download_dir=str(tmp_path), weights=False)
+    assert (folder / "config.json").is_file()
+    assert not (folder / "model.safetensors").exists()
+
+
+def test_a_downloaded_model_needs_no_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolve_model("small/model", download_dir=str(tmp_path))
+    go_offline(monkeypatch)
+    hub.paths.clear()
+    assert resolve_model("small/model", download_dir=str(tmp_path)) == first
+    assert not hub.paths
+
+
+def test_a_second_start_downloads_no_file_again(hub: Hub, tmp_path: Path) -> None:
+    resolve_model("small/model", download_dir=str(tmp_path))
+    hub.paths.clear()
+    resolve_model("small/model", download_dir=str(tmp_path))
+    assert not [path for path in hub.paths if path.startswith("GET") and "/resolve/" in path]
+
+
+def test_tokenizer_files_only(hub: Hub, tmp_path: Path) -> None:
+    folder = resolve_tokenizer_files("small/model", download_dir=str(tmp_path))
+    assert (folder / "tokenizer.json").is_file()
+    assert not (folder / "model.safetensors").exists()
+
+
+def failure(name: str, **arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve_model(name, **arguments)
+    return str(caught.value)
+
+
+def test_unknown_hub_id(hub: Hub, tmp_path: Path) -> None:
+    assert "No folder and no model on the hub" in failure("nobody/nothing", download_dir=str(tmp_path))
+
+
+def test_unknown_revision(hub: Hub, tmp_path: Path) -> None:
+    assert "no such revision" in failure("small/model", revision="v9", download_dir=str(tmp_path))
+
+
+def test_gated_model(hub: Hub, tmp_path: Path) -> None:
+    message = failure("small/gated", download_dir=str(tmp_path))
+    assert "gated" in message
+    assert "HF_TOKEN" in message
+
+
+def test_offline_and_not_cached(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_offline(monkeypatch)
+    message = failure("small/model", download_dir=str(tmp_path))
+    assert "not completely in the cache" in message
+    assert not hub.paths
+
+
+def test_hub_that_does_not_answer(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert "hub cannot be reached" in failure("small/model", download_dir=str(tmp_path))
+
+
+def test_a_token_is_never_in_the_message(hub: Hub, tmp_path: Path) -> None:
+    assert "hf_secret" not in failure("small/gated", token="hf_secret", download_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("missing", ["qwen3-0.6", "qwen3-06b"])
+def test_a_mistyped_folder_names_the_nearest(tmp_path: Path, missing: str) -> None:
+    model_folder(tmp_path / "qwen3-0.6b")
+    message = failure(str(tmp_path / missing))
+    assert "No such folder" in message
+    assert str(tmp_path / "qwen3-0.6b") in message
+
+
+def test_a_mistyped_relative_folder_names_the_nearest(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_folder(tmp_path / "models" / "small")
+    monkeypatch.chdir(tmp_path)
+    assert "Did you mean models/small?" in failure("models/smal", download_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a\0b", "../x", "/no/such/folder", "~/no-such-folder", "a/b/c", "a b", "org/..", "x/"]
+)
+def test_an_illegal_name_never_reaches_the_hub(hub: Hub, name: str) -> None:
+    failure(name)
+    assert not hub.paths
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "The model is a file" in failure(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("file", "advice"),
+    [
+        ("weights/config.json", "weights"),
+        ("adapter_config.json", "--lora-modules"),
+        ("x.gguf", "GGUF"),
+        ("a.txt", "a.txt"),
+    ],
+)
+def test_a_folder_without_config(tmp_path: Path, file: str, advice: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    with pytest.raises(ModelConfigError, match=r"has no config\.json") as caught:
+        resolve_model(str(tmp_path))
+    assert advice in str(caught.value)
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No tokenizer files"):
+        resolve_tokenizer_files(str(model_folder(tmp_path)))
+
+
+def test_hub_does_not_import_torch() -> None:
+    code = "import quire.loader.hub, sys; assert 'torch' not in sys.modules and 'huggingface_hub' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,427 @@
+"""Every family against transformers on tiny random weights: float32 logits, chunked prefill, greedy tokens, bfloat16.
+
+The sizes are ones nobody would choose, windows are shorter than the sequences, and blocks are scattered over the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quire.forward_batch import ForwardBatch, LayerCache
+from quire.hf_config.families import FAMILIES as HF_FAMILIES
+from quire.hf_config.families import NATIVE_ARCHITECTURES
+from quire.kernels import cpu
+from quire.model_config import ModelConfig, load_model_config
+from quire.models.registry import FAMILIES, CausalLM, build_model
+
+# float32 logits of magnitude 1 to 10 through three layers; the sums run in another order than torch's.
+TOLERANCE = 1e-4
+# bfloat16 has 8 bits of mantissa; three layers of rounding at other places than transformers' leave about this much.
+BF16_TOLERANCE = 0.15
+BLOCK_SIZE = 8
+NUM_DECODE = 12
+
+COMMON = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_implementation": "eager",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 300.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 8,
+    "beta_slow": 1,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
+    "partial_rotary_factor": 0.75,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model. `prompt_lens` are of two sequences that run together."""
+
+    config_class: str
+    settings: dict[str, Any]
+    prompt_lens: tuple[int, int] = (37, 11)
+    max_model_len: int | None = None  # None: the config's
+
+
+CASES = {
+    "llama": Case("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-biases": Case(
+        "LlamaConfig",
+        {
+            "hidden_size": 96,
+            "head_dim": 24,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1000.0},
+        },
+    ),
+    "mistral": Case("MistralConfig", {"sliding_window": 9}),
+    "mistral-no-window": Case("MistralConfig", {"sliding_window": None, "num_key_value_heads": 6}),
+    "qwen2": Case("Qwen2Config", {"rope_parameters": YARN}),
+    "qwen2-window": Case(
+        "Qwen2Config",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": Case("Qwen3Config", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma2": Case("Gemma2Config", {"sliding_window": 9, "query_pre_attn_scalar": 20, "final_logit_softcapping": 5.0}),
+    "gemma3": Case(
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": GEMMA3_ROPE,
+        },
+    ),
+    "phi3": Case("Phi3Config", {"head_dim": 8, "sliding_window": 9, "num_key_value_heads": 3}),
+    "phi3-longrope-short": Case(
+        "Phi3Config",
+        {"hidden_size": 96, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+        max_model_len=64,
+    ),
+    "phi3-longrope-long": Case(
+        "Phi3Config",
+        {"hidden_size": 96, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+        prompt_lens=(37, 34),
+    ),
+    "smollm3": Case("SmolLM3Config", {"no_rope_layer_interval": 2, "head_dim": 8}),
+    "smollm3-window": Case(
+        "SmolLM3Config",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "tie_word_embeddings": False,
+            "head_dim": 8,
+        },
+    ),
+    "olmo2": Case("Olmo2Config", {"head_dim": 8}),
+    "granite": Case(
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "head_dim": 8,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What transformers says: by sequence the tokens, greedy continuation included, and logits of every position."""
+
+    folder: Path
+    tokens: list[list[int]]
+    logits: list[Tensor]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
+    """Builds a case once: a checkpoint folder written by transformers, and its answers."""
+    built: dict[str, Expected] = {}
+
+    def get(name: str) -> Expected:
+        if name not in built:
+            built[name] = make_expected(CASES[name], tmp_path_factory.mktemp(name))
+        return built[name]
+
+    return get
+
+
+def random_hf_model(case: Case) -> Any:
+    """Weights wide enough that logits differ by whole numbers: the defaults' 0.02 would hide almost any mistake."""
+    torch.manual_seed(11)
+    config = getattr(transformers, case.config_class)(**{**COMMON, **case.settings})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+            else:
+                parameter.normal_(0.0, 0.2)
+    return model
+
+
+def make_expected(case: Case, folder: Path) -> Expected:
+    model = random_hf_model(case)
+    model.save_pretrained(folder)
+    tokens, logits = [], []
+    for length in case.prompt_lens:
+        sequence = torch.randint(3, COMMON["vocab_size"], (length,)).tolist()
+        for _ in range(NUM_DECODE):
+            sequence.append(int(hf_logits(model, sequence)[-1].argmax()))
+        tokens.append(sequence)
+        logits.append(hf_logits(model, sequence))
+    assert logits[0].abs().max() > 0.5, "the logits are too small for the tolerance to mean anything"
+    return Expected(folder, tokens, logits)
+
+
+def hf_logits(model: Any, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+def load(case: Case, folder: Path, dtype: torch.dtype) -> CausalLM:
+    config = load_model_config(folder)
+    if case.max_model_len is not None:
+        config = dataclasses.replace(config, max_model_len=case.max_model_len)
+    model = build_model(config, dtype)
+    model.load_weights(load_file(folder / "model.safetensors").items())
+    model.finalize()
+    return model
+
+
+class Sequences:
+    """Runs sequences in any chunks on a paged cache whose blocks are handed out in a scattered order."""
+
+    NUM_BLOCKS = 40
+
+    def __init__(self, model: CausalLM, dtype: torch.dtype) -> None:
+        config = model.config
+        shape = (self.NUM_BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        self.caches = [
+            LayerCache(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))) for _ in range(config.num_layers)
+        ]
+        self.model = model
+        order = torch.randperm(self.NUM_BLOCKS, generator=torch.Generator().manual_seed(5)).to(torch.int32)
+        self.tables = order.view(2, -1)
+        self.computed = [0, 0]
+
+    def step(self, chunks: dict[int, list[int]]) -> Tensor:
+        """Logits of every new token: chunks holds the next tokens by sequence."""
+        starts = [self.computed[s] for s in chunks]
+        lens = [len(tokens) for tokens in chunks.values()]
+        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lens, strict=True)])
+        tables = torch.stack([self.tables[s] for s in chunks])
+        rows = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+        blocks = tables[rows, positions // BLOCK_SIZE].long()
+        ends = [start + length for start, length in zip(starts, lens, strict=True)]
+        batch = ForwardBatch(
+            token_ids_T=torch.tensor([token for tokens in chunks.values() for token in tokens]),
+            positions_T=positions,
+            slot_mapping_T=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+            cu_seqlens_q_S1=torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32),
+            seq_lens_S=torch.tensor(ends, dtype=torch.int32),
+            block_tables_SM=tables,
+            logits_indices_R=torch.arange(sum(lens)),
+            caches=self.caches,
+            max_query_len=max(lens),
+            max_seq_len=max(ends),
+        )
+        with torch.inference_mode():
+            logits = self.model.compute_logits(self.model.forward(batch)[batch.logits_indices_R])
+        for s, end in zip(chunks, ends, strict=True):
+            self.computed[s] = end
+        return logits
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The plain-torch path (ops and attention), and the compiled kernels."""
+    if request.param == "cpu" and not cpu.available():
+        pytest.skip("the compiled kernels are not in use")
+    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", request.param)
+    monkeypatch.setattr(cpu, "_available", request.param == "cpu")
+    return request.param
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens(name, path, expected):
+    """One sequence in chunks 1, 7, rest, the other whole beside its last chunk, then both decode together."""
+    case, want = CASES[name], expected(name)
+    sequences = Sequences(load(case, want.folder, torch.float32), torch.float32)
+    (first_len, second_len), (first, second) = case.prompt_lens, want.tokens
+    steps = [{0: first[:1]}, {0: first[1:8]}, {0: first[8:first_len], 1: second[:second_len]}]
+    logits: dict[int, list[Tensor]] = {0: [], 1: []}
+
+    def run(chunks: dict[int, list[int]]) -> None:
+        parts = sequences.step(chunks).split([len(tokens) for tokens in chunks.values()])
+        for s, part in zip(chunks, parts, strict=True):
+            logits[s].append(part)
+
+    for chunks in steps:
+        run(chunks)
+    outputs: list[list[int]] = [[], []]
+    for _ in range(NUM_DECODE):
+        for s in (0, 1):
+            outputs[s].append(int(logits[s][-1][-1].argmax()))
+        run({s: outputs[s][-1:] for s in (0, 1)})
+    assert outputs == [first[first_len:], second[second_len:]], "greedy tokens differ from transformers"
+    for s in (0, 1):
+        torch.testing.assert_close(torch.cat(logits[s]), want.logits[s], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whole_prompt_equals_chunks(name, path, expected):
+    """Without any cache in between; transformers' logits again."""
+    want = expected(name)
+    sequences = Sequences(load(CASES[name], want.folder, torch.float32), torch.float32)
+    torch.testing.assert_close(sequences.step({0: want.tokens[0]}), want.logits[0], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3-longrope-long", "olmo2", "granite"])
+def test_half_precision_stays_close(name, dtype, path, expected):
+    want = expected(name)
+    sequences = Sequences(load(CASES[name], want.folder, dtype), dtype)
+    logits = sequences.step({0: want.tokens[0]})
+    assert logits.dtype == torch.float32
+    assert torch.isfinite(logits).all()
+    error = (logits - want.logits[0]).abs().mean() / want.logits[0].abs().mean()
+    assert error < BF16_TOLERANCE, f"mean error is {error:.3f} of the mean logit"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_and_bytes_are_those_of_the_config(name, path, expected):
+    """What plan prints is what is allocated: to the byte but for the padding of packed panels."""
+    case, folder = CASES[name], expected(name).folder
+    model = load(case, folder, torch.float32)
+    shapes = model.expected_weights().values()
+    assert sum(torch.Size(shape).numel() for shape in shapes) == model.config.num_parameters()
+    want = model.config.weight_bytes("float32")
+    if path == "reference":
+        assert model.weight_bytes() == want
+    else:
+        assert want <= model.weight_bytes() < 2 * want
+
+
+def test_aligned_sizes_have_no_padding(tmp_path, path):
+    """Sizes as real models have them (multiples of 64): packed weights take exactly the planned bytes."""
+    raw = {
+        **COMMON,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "vocab_size": 256,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+    }
+    raw = {
+        **raw,
+        "num_key_value_heads": 2,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_model_config(tmp_path)
+    model = build_model(config, torch.bfloat16)
+    model.load_weights((name, torch.zeros(shape)) for name, shape in model.expected_weights().items())
+    assert model.weight_bytes() == config.weight_bytes("bfloat16")
+
+
+def test_every_family_is_covered_and_known_to_the_config():
+    assert set(FAMILIES) == set(NATIVE_ARCHITECTURES), "models/ and hf_config/families.py disagree"
+    covered = {getattr(transformers, case.config_class).model_type for case in CASES.values()}
+    assert covered == set(HF_FAMILIES), "a family has no case here"
+
+
+@pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."), ("model.language_model.", "")])
+def test_gemma3_with_vision_tower_runs_its_text_part(prefixes, expected, tmp_path, path):
+    """The nested config and both ways of naming; the tower's weights are left alone."""
+    want = expected("gemma3")
+    inner = json.loads((want.folder / "config.json").read_text())
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = build_model(load_model_config(tmp_path), torch.float32)
+    model_prefix, head_prefix = prefixes
+    weights = {
+        name.replace("model.", model_prefix, 1) if name.startswith("model.") else head_prefix + name: tensor
+        for name, tensor in load_file(want.folder / "model.safetensors").items()
+    }
+    weights["vision_tower.vision_model.embeddings.weight"] = torch.zeros(3)
+    model.load_weights(weights.items())
+    logits = Sequences(model, torch.float32).step({0: want.tokens[0]})
+    torch.testing.assert_close(logits, want.logits[0], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("config_class", sorted({case.config_class for case in CASES.values()}))
+def test_defaults_are_those_of_transformers(config_class, tmp_path):
+    """A file with nothing but sizes means what transformers' config class makes of it."""
+    hf_class = getattr(transformers, config_class)
+    model_type = hf_class.model_type
+    sizes = {
+        "vocab_size": 131,
+        "hidden_size": 128,
+        "intermediate_size": 72,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": model_type}))
+    ours: ModelConfig = load_model_config(tmp_path)
+    theirs = hf_class(**sizes)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.max_model_len == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    eos = theirs.eos_token_id
+    assert ours.eos_token_ids == (() if eos is None else (eos,))
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.attention_soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0.0)
+    assert ours.logits_soft_cap == (getattr(theirs, "final_logit_softcapping", None) or 0.0)
+    rope = theirs.rope_parameters
+    if "full_attention" in rope:
+        assert (ours.rope.theta, ours.local_rope.theta) == tuple(
+            rope[k]["rope_theta"] for k in ("full_attention", "sliding_attention")
+        )
+    else:
+        assert ours.rope.theta == rope["rope_theta"]
+    layer_types = getattr(theirs, "layer_types", None)
+    window = theirs.sliding_window if hasattr(theirs, "sliding_window") else None
+    if layer_types is None:
+        assert ours.sliding_window == (window or 0)
+    else:
+        assert ours.layer_windows == tuple(window or 0 if kind == "sliding_attention" else 0 for kind in layer_types)

@@ -1,0 +1,114 @@
+"""Parts of a decoder on their own: rotary tables against transformers, fused linear layers, packed lookup."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quire.hf_config.fields import Fields
+from quire.hf_config.rope import RopeConfig, parse_rope
+from quire.kernels import cpu, ops
+from quire.layers.linear import Linear
+from quire.layers.rope import cos_sin_table, frequencies
+from quire.quantization.unquantized import Unquantized
+
+MAX_POSITION = 64
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.4,
+        "beta_fast": 4,
+        "truncate": False,
+    },
+    "yarn-given": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 32},
+    "longrope-factor": {"rope_type": "longrope", **FACTORS, "factor": 5.0, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("length", [32, 33, 64, 200])
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_are_those_of_transformers(name, length):
+    """For the length that is served; 32 and 64 are the borders at which longrope and dynamic change."""
+    raw = {"hidden_size": 48, "num_attention_heads": 4, "max_position_embeddings": MAX_POSITION, "model_type": "llama"}
+    parameters = {**ROPES[name], "rope_theta": 300.0}
+    rope, local = parse_rope(Fields({**raw, "rope_parameters": parameters}, "config.json"), head_dim=12)
+    theirs, factor = ROPE_INIT_FUNCTIONS[rope.type](
+        LlamaConfig(**raw, rope_parameters=dict(parameters)), seq_len=length
+    )
+    assert local is None
+    assert rope.attention_factor == pytest.approx(factor)
+    torch.testing.assert_close(frequencies(rope, length), theirs, rtol=1e-6, atol=0)
+
+
+def test_table_holds_cosines_then_sines():
+    rope = RopeConfig(rotary_dim=4, theta=100.0, attention_factor=1.5)
+    table = cos_sin_table(rope, 9)
+    assert table.shape == (9, 4)
+    assert table.dtype == torch.float32
+    angles = torch.tensor([[p * 1.0, p * 0.1] for p in range(9)])
+    torch.testing.assert_close(table, 1.5 * torch.cat([angles.cos(), angles.sin()], dim=1))
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "kernels" and not cpu.available():
+        pytest.skip("the compiled kernels are not in use")
+    monkeypatch.setattr(cpu, "_available", request.param == "kernels")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (63, 31), (64, 32), (65, 33), (131, 48), (200, 111)])
+def test_rows_of_a_packed_weight_are_exact(shape, dtype, path):
+    weight = torch.randn(shape).to(dtype)
+    rows = torch.randint(0, shape[0], (19,))
+    rows[0], rows[1] = 0, shape[0] - 1
+    assert torch.equal(ops.packed_rows(ops.pack_linear(weight), rows), weight[rows])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_fused_shards_land_in_their_columns(order, path):
+    layer = Linear(7, (("q", 5), ("k", 2), ("v", 3)), bias=True, dtype=torch.float32, scheme=Unquantized())
+    slots = dict(layer.slots())
+    weights = {name: torch.randn(slot.shape) for name, slot in slots.items()}
+    assert {name: slot.shape for name, slot in slots.items() if name.startswith("k")} == {
+        "k.weight": (2, 7),
+        "k.bias": (2,),
+    }
+    for shard in (("q", "k", "v")[i] for i in order):
+        for suffix in ("weight", "bias"):
+            slots[f"{shard}.{suffix}"].load(weights[f"{shard}.{suffix}"])
+    x = torch.randn(4, 7)
+    want = torch.cat([x @ weights[f"{s}.weight"].T + weights[f"{s}.bias"] for s in ("q", "k", "v")], dim=1)
+    torch.testing.assert_close(layer(x), want)
+
+
+def test_weights_are_converted_to_the_layers_dtype(path):
+    layer = Linear(8, (("o", 6),), bias=False, dtype=torch.bfloat16, scheme=Unquantized())
+    weight = torch.randn(6, 8)
+    dict(layer.slots())["o.weight"].load(weight)
+    x = torch.randn(3, 8).bfloat16()
+    y = layer(x, torch.float32)
+    assert y.dtype == torch.float32
+    # plain torch rounds the product to bfloat16 first
+    torch.testing.assert_close(y, x.float() @ weight.bfloat16().float().T, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,192 @@
+"""Drives an EngineCore over a DeterministicExecutor and checks every batch and every invariant on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.engine.core import EngineCore
+from quire.engine.deterministic import DeterministicExecutor, expected_tokens
+from quire.messages import AddRequest, RequestDelta
+from quire.request import Request, RequestStatus
+from quire.sampling_params import SamplingParams
+from quire.schedule import Pending, ScheduledBatch, StepResult
+from quire.scheduler.block_pool import BlockPool
+from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.queue import SchedulingPolicy
+from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+
+VOCAB_SIZE = 50
+MAX_STEPS = 5000
+
+
+def request(
+    request_id: str, prompt: Sequence[int], max_tokens: int = 5, *, eos_token_ids: Sequence[int] = (), **fields: Any
+) -> AddRequest:
+    """An AddRequest; fields of SamplingParams, which take precedence, and of AddRequest may be mixed."""
+    of_params = {name: fields.pop(name) for name in list(fields) if name in SamplingParams.__struct_fields__}
+    params = SamplingParams(max_tokens=max_tokens, **of_params)
+    stop_token_ids = [*eos_token_ids, *(params.stop_token_ids or ())]
+    return AddRequest(request_id, list(prompt), params, max_tokens, stop_token_ids, **fields)
+
+
+def expected(message: AddRequest) -> tuple[list[int], str]:
+    """Tokens and finish reason of a request, by the definition of DeterministicExecutor and of stopping."""
+    stop_ids = frozenset(message.stop_token_ids)
+    tokens = expected_tokens(
+        message.prompt_token_ids,
+        message.sampling_params,
+        message.max_tokens,
+        stop_token_ids=stop_ids,
+        lora_name=message.lora_name,
+        vocab_size=VOCAB_SIZE,
+    )
+    for count, token in enumerate(tokens, start=1):
+        if token in stop_ids and count >= message.sampling_params.min_tokens:
+            return tokens[:count], "stop"
+    return tokens, "length"
+
+
+class Driver:
+    """An engine of plain integers. `outputs` and `deltas` collect what each request got."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 200,
+        long_prefill_token_threshold: int = 0,
+        max_num_queued_reqs: int | None = None,
+        policy: SchedulingPolicy = "fcfs",
+        enable_chunked_prefill: bool = True,
+        enable_prefix_caching: bool = True,
+        watermark: float = 0.0,
+        depth: int = 1,
+        failure: Callable[[ScheduledBatch], Exception | None] = lambda batch: None,
+        row_failure: Callable[[str], str | None] = lambda request_id: None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.kv = KVCacheManager(self.pool, enable_prefix_caching=enable_prefix_caching, watermark=watermark)
+        limits = SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            max_num_queued_reqs=max_num_queued_reqs,
+        )
+        self.scheduler = Scheduler(
+            limits, self.kv, policy=policy, enable_chunked_prefill=enable_chunked_prefill, clock=clock
+        )
+        self.executor = DeterministicExecutor(
+            num_blocks,
+            block_size,
+            vocab_size=VOCAB_SIZE,
+            is_delayed=depth > 1,
+            failure=failure,
+            row_failure=row_failure,
+        )
+        self.core = EngineCore(self.scheduler, self, depth)
+        self.batches: list[ScheduledBatch] = []
+        self.messages: dict[str, AddRequest] = {}
+        self.deltas: dict[str, list[RequestDelta]] = {}
+
+    # The executor that the core sees: it checks each batch before it runs.
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        self._check_batch(batch)
+        self.batches.append(batch)
+        return self.executor.submit(batch)
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()
+
+    # What tests call
+
+    def add(self, message: AddRequest) -> None:
+        self.messages[message.request_id] = message
+        self.deltas[message.request_id] = []
+        self.core.add(message)
+
+    def step(self) -> list[RequestDelta]:
+        deltas = self.core.step()
+        for delta in deltas:
+            self.deltas[delta.request_id].append(delta)
+        self.check()
+        return deltas
+
+    def run(self, before_step: Callable[[int], None] = lambda index: None) -> None:
+        """Step until nothing is left; then every block must be free."""
+        for index in range(MAX_STEPS):
+            if not self.core.has_work():
+                break
+            before_step(index)
+            self.step()
+        assert not self.core.has_work(), f"requests do not finish: {self.live()}"
+        assert self.pool.num_free_blocks == self.pool.num_blocks, "blocks leaked"
+
+    def run_all(self, *messages: AddRequest) -> dict[str, list[int]]:
+        """Add all, run, and compare every output with its definition."""
+        for message in messages:
+            self.add(message)
+        self.run()
+        self.check_outputs()
+        return {message.request_id: self.tokens(message.request_id) for message in messages}
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for delta in self.deltas[request_id] for token in delta.token_ids]
+
+    def last(self, request_id: str) -> RequestDelta:
+        return self.deltas[request_id][-1]
+
+    def live(self) -> list[Request]:
+        """Requests that are not finished, in order of arrival."""
+        return list(self.scheduler._requests.values())
+
+    def running_ids(self) -> list[str]:
+        return [r.request_id for r in self.scheduler._running]
+
+    # Checks
+
+    def check_outputs(self, *, except_for: Sequence[str] = ()) -> None:
+        """Every request ended as defined, whatever else was in the batches."""
+        for request_id, message in self.messages.items():
+            if request_id not in except_for:
+                tokens, reason = expected(message)
+                assert self.tokens(request_id) == tokens, f"{request_id} got wrong tokens"
+                assert self.last(request_id).finish_reason == reason
+
+    def check(self) -> None:
+        """Invariants that hold between any two steps."""
+        self.kv.check()
+        scheduler = self.scheduler
+        running = [r for r in self.live() if r.status is RequestStatus.RUNNING]
+        assert set(running) == set(scheduler._running)
+        assert scheduler._running == sorted(running, key=scheduler._key), "running requests are out of order"
+        assert scheduler.num_waiting == len(self.live()) - len(running)
+        assert len(scheduler._queue) + len(scheduler._waiting_forks) == scheduler.num_waiting
+        assert set(self.kv._tables) == {r.request_id for r in running}, "exactly the running requests own blocks"
+        for r in running:
+            unused = self.kv.num_unused_slots([r])
+            assert 0 <= unused < self.kv.block_size, f"{r.request_id} wastes {unused} slots"
+            assert r.num_computed_tokens <= r.num_tokens_with_in_flight
+            assert len(r.output_token_ids) + r.num_in_flight_tokens <= r.max_tokens
+            assert r.num_in_flight_steps <= self.core.depth
+
+    def _check_batch(self, batch: ScheduledBatch) -> None:
+        limits, size = self.scheduler.limits, self.kv.block_size
+        counts = batch.num_scheduled_tokens
+        assert 0 < sum(counts) <= limits.max_num_batched_tokens, "the token budget is exceeded"
+        assert min(counts) > 0
+        assert len(set(batch.request_ids)) == len(batch.request_ids) == len(counts) == len(batch.new_block_ids)
+        if limits.long_prefill_token_threshold and self.scheduler._enable_chunked_prefill:
+            assert max(counts) <= limits.long_prefill_token_threshold
+        new_ids = {new.request_id for new in batch.new_rows}
+        assert len(self.scheduler._running) <= limits.max_num_seqs or not new_ids, "admitted above max_num_seqs"
+        for request_id, start, count in zip(batch.request_ids, batch.num_computed_tokens, counts, strict=True):
+            table = self.kv._tables[request_id]
+            for index in range(start // size, -(-(start + count) // size)):
+                assert self.pool.ref_count(table[index]) == 1, f"{request_id} writes into a shared block"
