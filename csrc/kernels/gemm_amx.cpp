@@ -18,7 +18,7 @@ constexpr int64_t kStepBytes = 4 * kWeightTileBytes;       // of a panel per 32 
 constexpr int64_t kHalfColumns = kPanelWidth / 2;
 constexpr int64_t kHalfSums = kGroupRows * kHalfColumns;
 constexpr int64_t kMaxStepsPerBlock = 64;                  // 2048 k: half a panel of weights is 128 KiB of L2
-constexpr int64_t kInputBytes = 1 << 20;                   // of L2 for the input of a block
+constexpr int64_t kInputBytes = 768 * 1024;                // of L2 for the input of a block
 constexpr int64_t kMaxPanelsPerBlock = 16;                 // bounds the scratch for sums between K blocks
 constexpr int64_t kStreamDistance = 64 * 1024;             // prefetch distance where weights are used once
 
@@ -76,10 +76,58 @@ void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps, float*
   _tile_stored(3, sums + 48, kPitch);
 }
 
+// Finished sums of 32 columns on their way to the output. They are stored a row per step between the products of the next
+// tiles, which hides the stores' cache misses.
+class PendingRows {
+ public:
+  PendingRows() = default;
+  PendingRows(const GemmArgs& args, const float* sums, int64_t row, int64_t num_rows, int64_t column, const float* bias)
+      : sums_(sums),
+        bias_(bias),
+        out_(static_cast<char*>(args.out) + (row * args.out_stride + column) * size_of(args.out_dtype)),
+        out_stride_bytes_(args.out_stride * size_of(args.out_dtype)),
+        rows_left_(num_rows),
+        columns_(static_cast<int>(std::clamp<int64_t>(args.n - column, 0, kHalfColumns))),
+        dtype_(args.out_dtype) {}
+
+  int64_t rows_left() const { return rows_left_; }
+
+  void store(int64_t max_rows) {
+    for (; rows_left_ > 0 && max_rows > 0; --rows_left_, --max_rows) {
+      store_row();
+      sums_ += kHalfColumns;
+      out_ += out_stride_bytes_;
+    }
+  }
+
+ private:
+  void store_row() {
+    const __m512 low = _mm512_add_ps(_mm512_load_ps(sums_), _mm512_load_ps(bias_));
+    const __m512 high = _mm512_add_ps(_mm512_load_ps(sums_ + 16), _mm512_load_ps(bias_ + 16));
+    const __mmask32 mask = columns_ == 32 ? ~__mmask32{0} : (__mmask32{1} << columns_) - 1;
+    if (dtype_ == DType::bf16) {
+      _mm512_mask_storeu_epi16(out_, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+    } else if (dtype_ == DType::f16) {
+      _mm512_mask_storeu_epi16(out_, mask, _mm512_inserti64x4(_mm512_castsi256_si512(narrow_f16(low)), narrow_f16(high), 1));
+    } else {
+      _mm512_mask_storeu_ps(out_, static_cast<__mmask16>(mask), low);
+      _mm512_mask_storeu_ps(out_ + 64, static_cast<__mmask16>(mask >> 16), high);
+    }
+  }
+
+  const float* sums_ = nullptr;
+  const float* bias_ = nullptr;
+  char* out_ = nullptr;
+  int64_t out_stride_bytes_ = 0, rows_left_ = 0;
+  int columns_ = 0;
+  DType dtype_ = DType::f32;
+};
+
 // 32 columns of a panel for the two tiles of a group; sums[32][32]. Both operands come from L2, whose bandwidth is the limit;
 // loads that ask not to be kept in L1 (TILELOADDT1) and all loads ahead of the products gave 2400 GFLOP/s per core where the
 // plain order gave 2000 (of 2700; Emerald Rapids).
-void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_first, Prefetch prefetch) {
+void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_first, Prefetch prefetch,
+             PendingRows& pending) {
   constexpr int64_t kPitch = kHalfColumns * sizeof(float);
   float* sums_low = sums + kTileRows * kHalfColumns;
   if (is_first) {
@@ -93,6 +141,7 @@ void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_f
     _tile_loadd(2, sums_low, kPitch);
     _tile_loadd(3, sums_low + 16, kPitch);
   }
+  const int64_t pending_per_step = (pending.rows_left() + steps - 1) / steps;
   for (int64_t step = 0; step < steps; ++step, a += kGroupRows * kRowBytes, b += kStepBytes) {
     prefetch.fetch();
     _tile_stream_loadd(6, b, kRowBytes);
@@ -103,6 +152,7 @@ void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_f
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(3, 5, 7);
+    pending.store(pending_per_step);
   }
   _tile_stored(0, sums, kPitch);
   _tile_stored(1, sums + 16, kPitch);
@@ -177,43 +227,48 @@ void multiply_panels(const GemmBlock& block) {
   const bool has_half_group = rest != 0 && rest <= kTileRows;
   const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows, num_full = num_groups - has_half_group;
   const int num_passes = static_cast<int>(2 * num_full + has_half_group);
-  const bool is_one_block = max_steps == num_steps;
-  const int64_t num_sums = is_one_block ? kHalfSums : 2 * kHalfSums * num_groups * num_panels;
-  float* const all_sums = static_cast<float*>(scratch(Scratch::gemm_tiles, sizeof(float) * num_sums));
+  // One K block: two buffers, one of them pending. More: every group, half and panel has its own.
+  const int64_t num_buffers = max_steps == num_steps ? 2 : 2 * num_groups * num_panels;
+  float* const buffers = static_cast<float*>(scratch(Scratch::gemm_tiles, sizeof(float) * kHalfSums * num_buffers));
   const char* input = static_cast<const char*>(block.input) + block.row_begin * num_steps * kRowBytes;
-  alignas(64) float bias[kPanelWidth];
+  alignas(64) float biases[2][kPanelWidth];
+  PendingRows pending;
 
   for (int64_t step = 0; step < num_steps; step += max_steps) {
     const int64_t steps = std::min(max_steps, num_steps - step);
     const bool is_first = step == 0, is_last = step + steps == num_steps;
-    float* sums = all_sums;
+    int64_t buffer = 0;
     for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
       const char* b = static_cast<const char*>(args.packed) + (panel * num_steps + step) * kStepBytes;
       const PrefetchPlan plan{b + num_steps * kStepBytes, static_cast<int>(kStepBytes / 64), steps, num_passes};
-      int pass = 0;
+      float* bias = biases[panel % 2];
       if (is_last) load_bias(args, panel, bias);
+      int pass = 0;
       for (int64_t half = 0; half < kPanelWidth; half += kHalfColumns) {
-        for (int64_t group = 0; group < num_full; ++group) {
+        for (int64_t group = 0; group < num_full; ++group, ++buffer) {
           const int64_t row = group * kGroupRows;
+          float* sums = buffers + buffer % num_buffers * kHalfSums;
           run_2x2(input + (row * num_steps + step * kGroupRows) * kRowBytes, b + half / 16 * kWeightTileBytes, steps, sums,
-                  is_first, plan.of_pass(pass++));
+                  is_first, plan.of_pass(pass++), pending);
           if (is_last)
-            store_finished(args, {sums, kHalfColumns, block.row_begin + row, std::min(kGroupRows, num_rows - row),
-                                  panel * kPanelWidth + half, kHalfColumns, bias + half});
-          if (!is_one_block) sums += kHalfSums;
+            pending = {args,    sums, block.row_begin + row, std::min(kGroupRows, num_rows - row), panel * kPanelWidth + half,
+                       bias + half};
         }
       }
       if (has_half_group) {
         const int64_t row = num_full * kGroupRows;
+        float* sums = buffers + buffer % num_buffers * kHalfSums;
+        pending.store(kGroupRows);
         run_1x4(input + (row * num_steps + step * kTileRows) * kRowBytes, kTileRows * kRowBytes, b, steps, sums, is_first,
                 plan.of_pass(pass));
         if (is_last)
           store_finished(args, {sums, kPanelWidth, block.row_begin + row, num_rows - row, panel * kPanelWidth, kPanelWidth,
                                 bias});
-        if (!is_one_block) sums += kHalfSums;
+        ++buffer;
       }
     }
   }
+  pending.store(kGroupRows);
 }
 
 void run(const GemmBlock& block) {

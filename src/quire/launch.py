@@ -1,4 +1,4 @@
-"""Starts what a server or an AsyncLLM is made of: model files, the front end's parts, the engine process, the HTTP server."""
+"""Starts what every way in is made of: model files, the front end's parts, the engine process and its client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import msgspec
 
 import quire.demo
 from quire.config import EngineConfig
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.client import ProcessClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.stats import EngineMetrics
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tokenizer_files import load_generation_config
 from quire.loader.hub import resolve_model, resolve_tokenizer_files
@@ -111,3 +115,13 @@ class EngineProcessHandle:
                 self._process.kill()
                 self._process.wait()
         self._sockets.cleanup()
+
+
+def start_async_engine(
+    config: EngineConfig, parts: FrontEndParts, metrics: EngineMetrics | None = None
+) -> tuple[AsyncEngine, EngineProcessHandle]:
+    """An engine process and the front end connected to it. The process begins to load at once; `AsyncEngine.start` is the caller's."""
+    handle = EngineProcessHandle(config, parts.model_folder)
+    client = ProcessClient(handle.input_address, handle.output_address, handle.is_alive)
+    handle.start()
+    return AsyncEngine(client, parts.input_processor, OutputProcessor(parts.tokenizer, metrics)), handle

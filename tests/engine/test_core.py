@@ -14,13 +14,13 @@ from tests.scheduler.driver import Driver, expected, request
 
 
 class FailOnce:
-    """Raises `error` for one batch: the one with this step id."""
+    """Raises `error` for the batch with this step id, before anything of it is applied or when it is computed."""
 
-    def __init__(self, step_id: int, error: Exception) -> None:
-        self.step_id, self.error = step_id, error
+    def __init__(self, step_id: int, error: Exception, *, is_late: bool = True) -> None:
+        self.step_id, self.error, self.is_late = step_id, error, is_late
 
-    def __call__(self, batch: ScheduledBatch) -> Exception | None:
-        return self.error if batch.step_id == self.step_id else None
+    def __call__(self, batch: ScheduledBatch, is_computed: bool) -> Exception | None:
+        return self.error if (batch.step_id, is_computed) == (self.step_id, self.is_late) else None
 
 
 def finish(core: EngineCore) -> None:
@@ -99,9 +99,11 @@ def test_limits_and_commands() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("step_id", range(6))
-def test_a_row_that_is_known_to_fail_fails_alone(step_id: int, depth: int) -> None:
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_row_that_is_known_to_fail_fails_alone(is_late: bool, step_id: int, depth: int) -> None:
     """The rest of the batch is computed again and gets its own tokens."""
-    driver = Driver(depth=depth, failure=FailOnce(step_id, RowsFailedError(["b"], "b is broken")))
+    failure = FailOnce(step_id, RowsFailedError(["b"], "b is broken"), is_late=is_late)
+    driver = Driver(depth=depth, failure=failure)
     for name in "abc":
         driver.add(request(name, [*range(9), ord(name)], 8))
     driver.add(request("fork", [*range(9), ord("a")], 8, seed=3, fork_of="a"))
@@ -109,6 +111,17 @@ def test_a_row_that_is_known_to_fail_fails_alone(step_id: int, depth: int) -> No
     driver.check_outputs(except_for=["b"])
     assert driver.last("b").finish_reason == "error"
     assert driver.last("b").error == "b is broken"
+
+
+def test_what_a_failed_batch_removed_is_removed_again() -> None:
+    """The worker never saw that the first request was gone, and would hold it for ever."""
+    driver = Driver(failure=FailOnce(1, RuntimeError("?"), is_late=False))
+    driver.run_all(request("gone", [1], 1))
+    driver.add(request("fails", [2], 1))
+    driver.step()
+    driver.add(request("last", [3], 1))
+    driver.run()
+    assert list(driver.executor.rows) == ["last"]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -179,7 +192,7 @@ def test_a_dead_engine_is_not_hidden(where: str) -> None:
     elif where == "result":
         core = Driver(failure=FailOnce(0, dead)).core
     else:
-        core = Driver(depth=2, failure=lambda batch: [RuntimeError("?"), dead][batch.step_id]).core
+        core = Driver(depth=2, failure=lambda batch, is_computed: [RuntimeError("?"), dead][batch.step_id]).core
     core.add(request("a", range(9), 4))
     with pytest.raises(EngineDeadError):
         finish(core)

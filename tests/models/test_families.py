@@ -312,6 +312,24 @@ def test_whole_prompt_equals_chunks(name, path, expected):
     torch.testing.assert_close(sequences.step({0: want.tokens[0]}), want.logits[0], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_give_the_same_bits_for_any_chunks_and_mates(name, dtype, expected):
+    """Batch invariance of the whole model: what a token gets does not depend on what else is computed with it."""
+    if not cpu.available():
+        pytest.skip("the compiled kernels are not in use")
+    case, want = CASES[name], expected(name)
+    model = load(case, want.folder, dtype)
+    first, second = want.tokens
+    whole = Sequences(model, dtype).step({0: first})
+    sequences = Sequences(model, dtype)
+    pieces = [sequences.step({0: first[:1]})]
+    pieces.append(sequences.step({1: second[:5], 0: first[1:8]})[5:])
+    pieces.append(sequences.step({0: first[8:25], 1: second[5:]})[:17])
+    pieces += [sequences.step({0: [token]}) for token in first[25:]]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3-longrope-long", "olmo2", "granite"])
 def test_half_precision_stays_close(name, dtype, path, expected):

@@ -65,7 +65,7 @@ class Driver:
         enable_prefix_caching: bool = True,
         watermark: float = 0.0,
         depth: int = 1,
-        failure: Callable[[ScheduledBatch], Exception | None] = lambda batch: None,
+        failure: Callable[[ScheduledBatch, bool], Exception | None] = lambda batch, is_computed: None,
         row_failure: Callable[[str], str | None] = lambda request_id: None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:

@@ -161,8 +161,7 @@ def test_fork_whose_parent_goes(at: int, event: str) -> None:
             if event == "abort":
                 driver.core.abort(["parent"])
             else:
-                while driver.scheduler.num_running:
-                    driver.scheduler.preempt_last()
+                driver.scheduler.preempt_all()
 
     driver.run(lose_parent)
     driver.check_outputs(except_for=["parent"])

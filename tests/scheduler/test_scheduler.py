@@ -1,4 +1,4 @@
-"""Scheduling rules one by one: order, budget, admission, preemption, stopping, limits, abort, the prefix cache."""
+"""Scheduling rules one by one: order, budget, admission, preemption, stopping, abort, limits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.schedule import ScheduledBatch
 from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.results import append_tokens
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.scheduler.driver import Driver, expected, request
 
@@ -169,7 +170,7 @@ def test_preemption_takes_the_newest_and_warns_once(caplog: pytest.LogCaptureFix
     assert "--max-num-seqs" in record.message
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_nobody_overtakes_a_preempted_request() -> None:
     driver = Driver(num_blocks=5, enable_prefix_caching=False)
     driver.add(request("a", range(8), max_tokens=8))
     driver.add(request("b", range(8), max_tokens=8))
@@ -223,6 +224,14 @@ def test_a_stop_id_at_the_last_token_is_a_stop() -> None:
     driver = Driver()
     driver.run_all(request("a", [1, 2, 3], 5, stop_token_ids=[tokens[4]]))
     assert driver.last("a").finish_reason == "stop"
+
+
+def test_a_stop_id_before_min_tokens_does_not_stop() -> None:
+    """Also if a worker did not mask it."""
+    early = Request("r", [1], SamplingParams(min_tokens=3, stop_token_ids=[7]), 9, frozenset({7}))
+    assert append_tokens(early, [7, 7]) == (2, None)
+    assert append_tokens(early, [7, 5]) == (1, "stop")
+    assert (early.output_token_ids, early.stop_reason) == ([7, 7, 7], 7)
 
 
 def test_min_tokens_come_before_any_stop() -> None:
@@ -367,82 +376,7 @@ def test_illegal_construction() -> None:
         Scheduler(driver.scheduler.limits, driver.kv, policy="lifo")  # type: ignore[arg-type]
 
 
-# Prefix cache
-
-
-def cached(driver: Driver, request_id: str, prompt: list[int], **fields: object) -> int:
-    driver.run_all(request(request_id, prompt, 2, **fields))
-    return driver.last(request_id).num_cached_tokens
-
-
-def test_salt_and_adapter_isolate() -> None:
-    driver = Driver()
-    prompt = list(range(13))
-    kinds: list[dict[str, object]] = [
-        {},
-        {"cache_salt": "x"},
-        {"lora_name": "x"},
-        {"cache_salt": "x", "lora_name": "x"},
-    ]
-    assert [cached(driver, f"cold{i}", prompt, **kind) for i, kind in enumerate(kinds)] == [0, 0, 0, 0]
-    assert [cached(driver, f"warm{i}", prompt, **kind) for i, kind in enumerate(kinds)] == [12, 12, 12, 12]
-
-
-def test_requests_can_leave_the_cache_unread() -> None:
-    driver = Driver()
-    prompt = list(range(13))
-    cached(driver, "first", prompt)
-    assert cached(driver, "skips", prompt, skip_reading_prefix_cache=True) == 0
-    assert cached(driver, "prompt logprobs", prompt, prompt_logprobs=1) == 0
-    assert cached(driver, "reads", prompt) == 12
-    driver.scheduler.reset_prefix_cache()
-    assert cached(driver, "after reset", prompt) == 0
-    off = Driver(enable_prefix_caching=False)
-    assert [cached(off, name, prompt) for name in "ab"] == [0, 0]
-    assert off.pool.num_cached_blocks == 0
-
-
-def test_output_is_cached_too() -> None:
-    driver = Driver()
-    first = driver.run_all(request("first", range(6), 8))["first"]
-    # 6 + 8 tokens, of which the last is never computed: 13 in the cache, 12 of them in full blocks.
-    assert cached(driver, "continued", [*range(6), *first, 7, 7]) == 12
-
-
-def test_tokens_in_flight_are_not_shared() -> None:
-    """Nothing of a batch whose result is not here is found by a lookup."""
-    driver = Driver(depth=2)
-    driver.add(request("a", range(12), 4))
-    driver.step()
-    assert driver.pool.num_cached_blocks == 0
-    driver.step()
-    assert driver.pool.num_cached_blocks == 3
-
-
-def num_found(driver: Driver, prompt: list[int]) -> int:
-    """Blocks of a prompt that a lookup finds, without using them."""
-    looked_up = Request("look-up", [*prompt, 0], SamplingParams(), 1, frozenset())
-    return len(driver.kv.find_cached_prefix(looked_up).blocks)
-
-
-def test_eviction_takes_the_oldest_request_first_and_the_end_of_a_prefix_before_its_beginning() -> None:
-    driver = Driver(num_blocks=8)
-    old, new = [1] * 12, [2] * 12
-    cached(driver, "old", old)
-    cached(driver, "new", new)
-    assert (num_found(driver, old), num_found(driver, new)) == (3, 3)
-    cached(driver, "other", [3] * 14)  # 4 blocks: the 2 that hold nothing, and two of the oldest
-    assert (num_found(driver, old), num_found(driver, new)) == (1, 3)
-
-
-def test_a_hit_keeps_a_prefix_alive() -> None:
-    driver = Driver(num_blocks=8)
-    old, new = [1] * 12, [2] * 12
-    cached(driver, "old", old)
-    cached(driver, "new", new)
-    assert cached(driver, "old is used", [*old, 5]) == 12
-    cached(driver, "other", [3] * 14)
-    assert (num_found(driver, old), num_found(driver, new)) == (3, 1)
+# Records
 
 
 def test_step_records_add_up() -> None:

@@ -30,6 +30,7 @@ class Histories(RuleBasedStateMachine):
     )
     def start(self, block_size, spare_blocks, depth, policy, chunked, caching, watermark) -> None:  # type: ignore[no-untyped-def]
         self.next_failure: Exception | None = None
+        self.is_failure_late = False
         self.bad_rows: set[str] = set()
         self.failed_rows: set[str] = set()
         self.driver = Driver(
@@ -48,7 +49,9 @@ class Histories(RuleBasedStateMachine):
         )
         self.aborted: set[str] = set()
 
-    def take_failure(self, batch: ScheduledBatch) -> Exception | None:
+    def take_failure(self, batch: ScheduledBatch, is_computed: bool) -> Exception | None:
+        if is_computed != self.is_failure_late:
+            return None
         error, self.next_failure = self.next_failure, None
         if isinstance(error, RowsFailedError):
             error.request_ids = batch.request_ids[-1:]
@@ -105,8 +108,9 @@ class Histories(RuleBasedStateMachine):
         self.driver.check()
 
     @precondition(lambda self: self.driver.live())
-    @rule(is_known=st.booleans())
-    def fail_a_step(self, is_known: bool) -> None:
+    @rule(is_known=st.booleans(), is_late=st.booleans())
+    def fail_a_step(self, is_known: bool, is_late: bool) -> None:
+        self.is_failure_late = is_late
         self.next_failure = RowsFailedError([], "known") if is_known else RuntimeError("unknown")
 
     @precondition(lambda self: self.driver.live())
@@ -153,6 +157,6 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestHistories = Histories.TestCase

@@ -25,6 +25,6 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.model_tag
     engine_config = config_from_args(EngineConfig, args)
     server_config = config_from_args(ServerConfig, args)
-    from quire.launch import serve
+    from quire.serve import serve
 
     return serve(engine_config, server_config)

@@ -89,13 +89,13 @@ class DeterministicExecutor:
         *,
         vocab_size: int = 1000,
         is_delayed: bool = False,
-        failure: Callable[[ScheduledBatch], Exception | None] = lambda batch: None,
+        failure: Callable[[ScheduledBatch, bool], Exception | None] = lambda batch, is_computed: None,
         row_failure: Callable[[str], str | None] = lambda request_id: None,
     ) -> None:
         """
         Args:
             is_delayed: compute a batch when its result is asked for, not when it is submitted.
-            failure: an exception for a batch: raised after its changes are applied and computed, as by a late crash.
+            failure: asked for an exception before anything of a batch is applied, and again when it is computed.
             row_failure: an error message for a request.
         """
         self.block_size = block_size
@@ -127,13 +127,17 @@ class DeterministicExecutor:
                 step.future.set_exception(error)
 
     def _execute(self, batch: ScheduledBatch) -> StepResult:
+        self._raise_failure(batch, is_computed=False)
         self._apply(batch)
         result = StepResult(batch.step_id, [])
         for row in range(len(batch.request_ids)):
             self._compute(batch, row, result)
-        if (error := self._failure(batch)) is not None:
-            raise error
+        self._raise_failure(batch, is_computed=True)
         return result
+
+    def _raise_failure(self, batch: ScheduledBatch, *, is_computed: bool) -> None:
+        if (error := self._failure(batch, is_computed)) is not None:
+            raise error
 
     def _apply(self, batch: ScheduledBatch) -> None:
         """The worker's order: removals, new rows, new blocks, copies."""

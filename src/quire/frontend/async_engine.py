@@ -241,6 +241,7 @@ class AsyncEngine:
         try:
             while self.error is None:
                 self._handle(await self.client.receive())
+                await asyncio.sleep(0)  # readers run between two messages, however fast these come
         except EngineDeadError as error:
             self._die(error)
         except Exception as error:  # nobody can be served without this task: everybody must hear of it

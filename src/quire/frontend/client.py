@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections import deque
-from pathlib import Path
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -17,6 +15,7 @@ from quire.errors import EngineDeadError
 from quire.messages import EngineFailed, EngineInput, EngineMessage
 
 RETRY_SECONDS = 0.005  # between attempts to send while the engine has not connected yet
+LIFE_CHECK_SECONDS = 1.0
 CLOSE_LINGER_MS = 1000  # for the last messages (shutdown) to leave
 
 
@@ -42,24 +41,28 @@ class EngineClient(Protocol):
 
 
 class ProcessClient:
-    """An engine in another process: msgpack frames over two Unix sockets in a folder that only this user can enter.
+    """An engine in another process: msgpack frames over two Unix sockets, bound here.
 
-    The engine connects a PULL socket to `input_address` and a PUSH socket to `output_address`. Whoever started the
-    process watches it and calls `mark_dead` when it ends.
+    Args:
+        input_address: where the engine connects its PULL socket: `ipc://` and a path in a folder of mode 0700.
+        output_address: where it connects its PUSH socket.
+        is_process_alive: asked every LIFE_CHECK_SECONDS while receiving; False counts as `mark_dead`.
     """
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
-        self.input_address = f"ipc://{self._folder / 'input'}"
-        self.output_address = f"ipc://{self._folder / 'output'}"
+    def __init__(
+        self, input_address: str, output_address: str, is_process_alive: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._output_address = output_address
+        self._is_process_alive = is_process_alive
+        self._life_check: asyncio.TimerHandle | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._input = self._context.socket(zmq.PUSH)
         self._input.set_hwm(0)
         self._input.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
         self._output = zmq.asyncio.Context.shadow(self._context.underlying).socket(zmq.PULL)
         self._output.set_hwm(0)
-        self._input.bind(self.input_address)
-        self._output.bind(self.output_address)
+        self._input.bind(input_address)
+        self._output.bind(output_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
         self._unsent: deque[bytes] = deque()
@@ -89,13 +92,21 @@ class ProcessClient:
             self._unsent.popleft()
 
     async def receive(self) -> EngineMessage:
-        if self._death is not None:
-            raise EngineDeadError(self._death)
-        frame = await self._output.recv()
+        if self._life_check is None:
+            self._check_life()
         try:
+            frame = await self._output.recv(0 if self._death is None else zmq.NOBLOCK)
             return self._decoder.decode(frame)
+        except zmq.ZMQError:  # nothing is left of what was sent before the death, or the connection is closed
+            raise EngineDeadError(self._death or "The connection to the engine is closed") from None
         except msgspec.MsgspecError as error:
             raise EngineDeadError(f"The engine sent a message that cannot be read: {error}") from error
+
+    def _check_life(self) -> None:
+        if self._is_process_alive():
+            self._life_check = asyncio.get_running_loop().call_later(LIFE_CHECK_SECONDS, self._check_life)
+        else:
+            self.mark_dead("The engine process has ended; its log says why")
 
     def mark_dead(self, message: str, code: str = EngineDeadError.code) -> None:
         """The engine process has ended: `receive` answers with EngineFailed, and sending fails from now on.
@@ -108,14 +119,14 @@ class ProcessClient:
         self._death = message
         with self._context.socket(zmq.PUSH) as waker:  # wakes a pending receive
             waker.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-            waker.connect(self.output_address)
+            waker.connect(self._output_address)
             waker.send(self._encoder.encode(EngineFailed(message, code)))
 
     def close(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
+        for timer in (self._retry, self._life_check):
+            if timer is not None:
+                timer.cancel()
         self._death = self._death or "The connection to the engine is closed"
         self._output.close(0)
         self._input.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)

@@ -301,6 +301,7 @@ class _Continuation:
             queued_seconds=queued,
             prefill_seconds=None if first is None or queued is None else max(first - arrival - queued, 0.0),
             decode_seconds=None if first is None or last is None else last - first,
+            longest_num_output_tokens=self.request.longest_num_output_tokens if self.request.num_running == 0 else None,
         )
 
 
@@ -332,6 +333,11 @@ class _Request:
     @property
     def request_id(self) -> str:
         return self.processed.request_id
+
+    @property
+    def longest_num_output_tokens(self) -> int:
+        """Tokens of the longest continuation so far."""
+        return max(child.num_tokens for child in self.continuations)
 
     def take_facts(self, child: _Continuation, delta: RequestDelta) -> None:
         """What a delta says about the prompt and the schedule."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
 
@@ -32,14 +32,14 @@ _KNOWN_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _SHAPES = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
 
 
-def split_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+def split_prompts(prompts: Any) -> list[PromptType]:
     """One prompt or a list of prompts as a list of prompts; a list of integers is one prompt.
 
     Raises:
         InvalidRequestError: an empty list, or something that is neither.
     """
     if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+        return [cast("PromptType", prompts)]
     if not isinstance(prompts, (list, tuple)):
         raise InvalidRequestError(
             f"The prompt has the wrong type, {type(prompts).__name__}",

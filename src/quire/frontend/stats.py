@@ -31,6 +31,7 @@ class FinishedRequest:
     queued_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None
+    longest_num_output_tokens: int | None = None  # of the n continuations, with the last of them to end
 
     @property
     def inference_seconds(self) -> float | None:

@@ -1,1 +1,1 @@
-"""Metrics: every one declared once in `registry`, filled by `prometheus`, summed up every ten seconds by `log_line`. No torch."""
+"""Metrics: each declared once in `registry`, filled by `prometheus`, summed up every ten seconds by `log_line`."""

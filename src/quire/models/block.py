@@ -66,7 +66,7 @@ class SelfAttention:
         if self._wide_norms is not None:
             self._normalise_width(qkv)
         num_tokens = qkv.shape[0]
-        q_THE, k_TGE, v_TGE = qkv.view(num_tokens, self._num_heads, self._head_dim).split(self._heads, dim=1)
+        q_THE, k_TGE, v_TGE = qkv.view(num_tokens, self._num_heads, self._head_dim).split_with_sizes(self._heads, 1)
         out_THE = self._attention(q_THE, k_TGE, v_TGE, batch)
         return self._output(out_THE.view(num_tokens, self._q_width))
 
@@ -74,7 +74,7 @@ class SelfAttention:
         """OLMo 2: one norm over all q heads and one over all k heads, in place."""
         assert self._wide_norms is not None
         q_norm, k_norm = self._wide_norms
-        q, k, _ = qkv.split((self._q_width, self._kv_width, self._kv_width), dim=1)
+        q, k, _ = qkv.split_with_sizes((self._q_width, self._kv_width, self._kv_width), 1)
         q_norm(q, out=q)
         k_norm(k, out=k)
 
@@ -120,7 +120,7 @@ class LayerBuilder:
         """Self-attention as the config describes it."""
         config = self.config
         q_width, kv_width = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        shards = (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width))
+        shards: tuple[tuple[str, int], ...] = (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width))
         if self.has_fused_checkpoint:
             shards = (("qkv_proj", q_width + 2 * kv_width),)
         qkv = self.linear("self_attn.", config.hidden_size, shards, config.qkv_bias)
@@ -150,9 +150,9 @@ class LayerBuilder:
         """The gated MLP as the config describes it."""
         config = self.config
         inner, bias = config.intermediate_size, config.mlp_bias
-        shards = (
-            (("gate_up_proj", 2 * inner),) if self.has_fused_checkpoint else (("gate_proj", inner), ("up_proj", inner))
-        )
+        shards: tuple[tuple[str, int], ...] = (("gate_proj", inner), ("up_proj", inner))
+        if self.has_fused_checkpoint:
+            shards = (("gate_up_proj", 2 * inner),)
         gate_up = self.linear("mlp.", config.hidden_size, shards, bias)
         down = self.linear("mlp.", inner, (("down_proj", config.hidden_size),), bias)
         return MLP(gate_up, gated_activation(config.hidden_act), down)

@@ -72,11 +72,14 @@ class TransformersModel:
         self._body: Any = None  # embeddings to final norm
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Shape by name of every parameter; tied ones once."""
+        """Shape by name of every parameter and saved buffer; tied ones once."""
         with torch.device("meta"):
             model = self._model_class(self._hf_config)
         model.tie_weights()
-        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        by_tensor = {
+            id(tensor): (name, tuple(tensor.shape)) for name, tensor in model.state_dict(keep_vars=True).items()
+        }
+        return dict(by_tensor.values())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the tensors of a checkpoint, under the names of any version of transformers.
@@ -144,7 +147,9 @@ class TransformersModel:
     def _split_off_head(self) -> Any:
         """Take out the part below the head and leave in its place what hands hidden states through."""
         model = self._model
-        body = getattr(model, model.base_model_prefix)
+        body = getattr(model, model.base_model_prefix, None)
+        if body is None:
+            raise attention.refusal(self.config.architecture, "its modelling code does not separate body and head")
         if [name for name, _ in body.named_children()] == ["decoder"]:  # OPT: the head calls model.decoder
             body = body.decoder
         if "position_ids" not in inspect.signature(body.forward).parameters:
@@ -183,6 +188,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.packed = pack_linear(weight_NK)
         self.in_features, self.out_features = self.packed.K, self.packed.N
+        # modelling code may ask for the dtype of a layer; one that computes with the weight itself must fail
+        self.weight = torch.empty(0, dtype=weight_NK.dtype)
         self.bias = None if bias_N is None else nn.Parameter(bias_N, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

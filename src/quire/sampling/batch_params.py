@@ -52,7 +52,7 @@ class SamplingState:
         assert not is_random or params.seed is not None, "the front end gives every random request a seed"
         self.num_random += is_random
         self.temperature_C[row] = params.temperature if is_random else 0.0
-        self.top_k_C[row] = min(params.top_k, self.vocab_size)
+        self.top_k_C[row] = params.top_k if params.top_k < self.vocab_size else 0
         self.top_p_C[row] = params.top_p
         self.min_p_C[row] = params.min_p
         self.seed_C[row] = params.seed or 0

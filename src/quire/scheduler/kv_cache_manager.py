@@ -24,6 +24,15 @@ class Prefix:
 NO_PREFIX = Prefix((), 0)
 
 
+def share_prompt(parent: Request, child: Request) -> bool:
+    """Whether a fork may take over the parent's KV: not if anything differs that the KV depends on."""
+    return (
+        parent.prompt_token_ids == child.prompt_token_ids
+        and parent.lora_name == child.lora_name
+        and parent.cache_salt == child.cache_salt
+    )
+
+
 class KVCacheManager:
     """Block tables of the running requests over one BlockPool.
 

@@ -51,7 +51,7 @@ class PromptLogprobs:
 
     def collect(self, request: Request, start: int, row: int, result: StepResult) -> None:
         """Keep what a step that began at token `start` says. A recomputed chunk overwrites itself."""
-        if row in result.prompt_logprobs and not request.output_token_ids:
+        if row in result.prompt_logprobs:
             new = result.prompt_logprobs[row]
             self._of.setdefault(request, [])[start : start + len(new)] = new
 

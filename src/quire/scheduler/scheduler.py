@@ -13,7 +13,7 @@ from quire.messages import RequestDelta, SetLimits
 from quire.outputs import FinishReason
 from quire.request import Request, RequestStatus
 from quire.schedule import NewRow, ScheduledBatch, StepResult
-from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix
+from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
 from quire.scheduler.limits import SchedulerLimits, check_queue, check_request
 from quire.scheduler.queue import ORDER_KEYS, SchedulingPolicy, WaitingQueue
 from quire.scheduler.results import PromptLogprobs, append_tokens, delta_of
@@ -130,6 +130,11 @@ class Scheduler:
         """Take the blocks of the last running request: it is computed again later. One must be running."""
         self._preempt(self._running.pop())
 
+    def preempt_all(self) -> None:
+        """Take the blocks of every running request: all are computed again."""
+        while self._running:
+            self.preempt_last()
+
     def set_limits(self, change: SetLimits) -> None:
         """Move limits from the next step on; requests that run above a lowered limit run on. Raises ValueError."""
         given = {name: value for name in change.__struct_fields__ if (value := getattr(change, name)) is not None}
@@ -142,13 +147,12 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next batch, or None if there is nothing to do before a result arrives.
 
-        Running requests come first, in order, then waiting ones, all within one token budget. Who needs a block that is
-        not there preempts the last running request, and nobody is admitted in that step.
+        Running requests come first, in order, then waiting ones, all within one token budget. A running request that
+        lacks a block preempts the last running one; a waiting one preempts nobody.
         """
         batch = ScheduledBatch(self._next_step_id)
         rows: list[Request] = []
         budget = self.limits.max_num_batched_tokens
-        num_preemptions = self._stats.num_preemptions
         self._requeue_forks()
 
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
@@ -161,7 +165,7 @@ class Scheduler:
             batch.new_block_ids.append(new_blocks)
             budget -= self._add_row(batch, rows, request, count)
 
-        while budget > 0 and (head := self._next_to_admit(num_preemptions)) is not None:
+        while budget > 0 and (head := self._next_to_admit()) is not None:
             prefix = self._find_prefix(head, batch)
             if prefix is None:
                 self._waiting_forks.append(self._queue.pop())
@@ -268,11 +272,9 @@ class Scheduler:
                 return None
         return new_blocks
 
-    def _next_to_admit(self, num_preemptions_before: int) -> Request | None:
+    def _next_to_admit(self) -> Request | None:
         """The head of the queue if there is room. One that was preempted waits for its results on their way."""
-        if len(self._running) >= self.limits.max_num_seqs or self._stats.num_preemptions > num_preemptions_before:
-            return None
-        request = self._queue.peek()
+        request = self._queue.peek() if len(self._running) < self.limits.max_num_seqs else None
         return request if request is not None and request.num_in_flight_steps == 0 else None
 
     def _find_prefix(self, request: Request, batch: ScheduledBatch) -> Prefix | None:
@@ -281,7 +283,7 @@ class Scheduler:
         if params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
             return NO_PREFIX
         parent = self._requests.get(request.fork_of) if request.fork_of is not None else None
-        if parent is None or parent.status is not RUNNING or not _share_prompt(parent, request):
+        if parent is None or parent.status is not RUNNING or not share_prompt(parent, request):
             return self.kv.find_cached_prefix(request)
         return (
             self.kv.fork_prefix(parent) if self._num_certain_tokens(parent, batch) >= parent.num_prompt_tokens else None
@@ -405,12 +407,3 @@ class Scheduler:
     def _drop_stopped(self) -> None:
         """`_finish` and `_preempt` leave it to this, so that many requests that end in one step cost one pass."""
         self._running = [request for request in self._running if request.status is RUNNING]
-
-
-def _share_prompt(parent: Request, child: Request) -> bool:
-    """Whether a fork may take over the parent's KV: not if anything differs that the KV depends on."""
-    return (
-        parent.prompt_token_ids == child.prompt_token_ids
-        and parent.lora_name == child.lora_name
-        and parent.cache_salt == child.cache_salt
-    )

@@ -15,18 +15,27 @@ from quire.server.errors import HttpError, error_response
 PUBLIC_PATHS = frozenset(("/health", "/livez", "/readyz"))
 
 
+def check_api_keys(api_keys: Sequence[str]) -> None:
+    """Raise ConfigError for a key no client could send."""
+    if any(not key or key != key.strip() or not key.isprintable() for key in api_keys):
+        raise ConfigError(
+            "An API key is empty, or has spaces around it or control characters",
+            fix="Set --api-key anew",
+            param="api_key",
+        )
+
+
 class AccessControl:
     """ASGI middleware. Looks only at the raw path of the scope: never at a URL rebuilt from headers."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str] = (), allowed_hosts: Sequence[str] = ()) -> None:
-        """
+        """Guard `app`.
+
         Args:
             api_keys: any of them opens every route; none leaves the server open.
-            allowed_hosts: host names (without port) a request may be addressed to; none allows all. Against pages that make a browser
-                talk to a loopback server under their own name (DNS rebinding).
+            allowed_hosts: host names (without port) a request may be addressed to; none allows all. Against pages that
+                make a browser talk to a loopback server under their own name (DNS rebinding).
         """
-        if any(not key or key != key.strip() or not key.isprintable() for key in api_keys):
-            raise ConfigError("An API key is empty, or has spaces around it or control characters", fix="Set --api-key anew", param="api_key")
         self._app = app
         self._key_hashes = [_hash(key.encode()) for key in api_keys]
         self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
@@ -46,7 +55,10 @@ class AccessControl:
             await error_response(error)(scope, receive, send)
         elif not self._has_key(scope["headers"]):
             error = HttpError(
-                401, "invalid_api_key", "The API key is missing or wrong", expected="the header Authorization: Bearer <key>"
+                401,
+                "invalid_api_key",
+                "The API key is missing or wrong",
+                expected="the header Authorization: Bearer <key>",
             )
             await error_response(error)(scope, receive, send)
         else:

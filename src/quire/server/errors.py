@@ -30,7 +30,9 @@ _RETRY_AFTER_SECONDS = {QueueFullError: 1, NotReadyError: 5}
 class HttpError(QuireError):
     """An error of the HTTP layer itself: its status and code are given where it is raised."""
 
-    def __init__(self, status: int, code: str, what: str, *, expected: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, what: str, *, expected: str | None = None, fix: str | None = None
+    ) -> None:
         super().__init__(what, expected=expected, fix=fix)
         self.http_status, self.http_code = status, code
 
@@ -54,7 +56,9 @@ def error_response(error: QuireError) -> Response:
 
 def internal_error_body(request_id: str) -> bytes:
     """What a client learns of an unexpected exception: the id under which the log has it."""
-    return _encode(500, "internal_error", f"Internal error. The server's log has it under request id {request_id}.", None)
+    return _encode(
+        500, "internal_error", f"Internal error. The server's log has it under request id {request_id}.", None
+    )
 
 
 async def on_quire_error(request: Request, error: Exception) -> Response:
@@ -67,7 +71,9 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     if status == 404:
-        message = "No such route. GET /v1/models, POST /v1/chat/completions and POST /v1/completions are some that exist."
+        message = (
+            "No such route. GET /v1/models, POST /v1/chat/completions and POST /v1/completions are some that exist."
+        )
     elif status == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"This route does not take this method. Use {allowed}."

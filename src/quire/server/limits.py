@@ -46,12 +46,16 @@ async def read_json(request: Request, limits: Limits, decode: Callable[[bytes], 
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise HttpError(415, "unsupported_media_type", "The content type is not JSON", expected="content-type: application/json")
+        raise HttpError(
+            415, "unsupported_media_type", "The content type is not JSON", expected="content-type: application/json"
+        )
     try:
         async with asyncio.timeout(limits.body_timeout_seconds):
             body = await _read_body(request, limits.max_body_bytes)
     except TimeoutError:
-        raise HttpError(408, "body_timeout", f"The body did not arrive within {limits.body_timeout_seconds:g} seconds") from None
+        raise HttpError(
+            408, "body_timeout", f"The body did not arrive within {limits.body_timeout_seconds:g} seconds"
+        ) from None
     if len(body) <= _INLINE_BODY_BYTES:
         return _checked(body, decode)
     return await asyncio.to_thread(_checked, body, decode)
@@ -81,7 +85,7 @@ def _checked(body: bytes, decode: Callable[[bytes], T]) -> T:
 
 
 def check_nesting(body: bytes) -> None:
-    """Raise InvalidRequestError if the JSON text is nested deeper than MAX_JSON_DEPTH. Linear, and cheap for ordinary bodies."""
+    """InvalidRequestError if the JSON text is nested deeper than MAX_JSON_DEPTH. Linear, cheap for most bodies."""
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return
     without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from quire.errors import QuireError
+from quire.logs import get_logger
+from quire.server.errors import error_body, internal_error_body
+from quire.server.state import request_id_of
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -23,13 +30,8 @@ def event(data: msgspec.Struct) -> bytes:
     return b"data: " + _encoder.encode(data) + b"\n\n"
 
 
-def raw_event(json: bytes) -> bytes:
-    """One event from JSON that is already encoded."""
-    return b"data: " + json + b"\n\n"
-
-
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The result of `work`. If the client leaves first, `work` is cancelled, has ended, and ClientDisconnect is raised."""
+    """The result of `work`. If the client leaves first: ClientDisconnect, and `work` was cancelled and has ended."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(receive))
     try:
@@ -49,23 +51,42 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `events` as they come. The generator is closed when it ends, fails or the client leaves."""
+    """Sends events as they come. The generator is closed when it ends, fails or the client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
-        self._events = events
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        self._first, self._events = first, events
         self.status_code = 200
         self.background = None
         # No proxy may hold events back.
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await run_until_disconnect(self._send_all(send), receive)
+    @classmethod
+    async def start(cls, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> EventStream:
+        """Wait for the first event, so that a request that fails before it is answered with a status of its own."""
+        return cls(await anext(events), events, headers)
 
-    async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for data in events:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            with suppress(ClientDisconnect):  # there is nobody left to tell
+                await run_until_disconnect(self._send_all(scope, send), receive)
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except QuireError as error:
+            await send({"type": "http.response.body", "body": _last_event(error_body(error)), "more_body": True})
+        except Exception:
+            request_id = request_id_of(scope)
+            logger.exception("request %s failed while streaming", request_id)
+            body = _last_event(internal_error_body(request_id))
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _last_event(error: bytes) -> bytes:
+    return b"data: " + error + b"\n\n" + DONE

@@ -49,8 +49,8 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
+    role: str
     content: str
-    role: str = "assistant"
     refusal: str | None = None
 
 
@@ -85,7 +85,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -96,6 +96,6 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET

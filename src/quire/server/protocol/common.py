@@ -99,7 +99,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """Every chunk of a streamed answer holds usage; only with include_usage, as in vLLM."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def sampling_params(self, defaults: dict[str, Any], *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling_params(
+        self, defaults: dict[str, Any], *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
         """The request over the model's defaults; InvalidRequestError for an illegal value.
 
         Args:
@@ -156,7 +158,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "quire"
     root: str
     parent: str | None = None
-    max_model_len: int | None | UnsetType = UNSET
+    max_model_len: int | UnsetType | None = UNSET
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -45,4 +45,4 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET

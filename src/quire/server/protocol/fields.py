@@ -1,7 +1,7 @@
-"""Which body fields are refused, with what to use instead, and which are accepted and named in a header. Nothing else is unknown.
+"""Which body fields are refused, with what to use instead, and which are accepted and named in a header.
 
-A field that would change the generated text and has no effect here must never be dropped: the client would take unconstrained text
-for a constrained one.
+A field that would change the generated text and has no effect here must never be dropped: the client would take
+unconstrained text for a constrained one. So every other name is refused as unknown.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ IGNORED_FIELDS = frozenset(
 )
 
 _STRUCTURED = "Structured output is not supported yet: remove the field and check the text yourself"
-_GUIDED = "vLLM replaced it by structured_outputs, which is not supported yet: remove the field and check the text yourself"
+_GUIDED = (
+    "vLLM replaced it by structured_outputs, which is not supported yet: remove the field and check the text yourself"
+)
 _TEXT_ONLY = "This server reads and writes text only: remove the field"
 _TOOLS = "Tools are not supported yet: remove the field"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a field is refused. `neutral` lists the values that ask for nothing and are therefore accepted (null always is)."""
+    """What to do instead. `neutral`: values that ask for nothing, and are therefore accepted; null always is."""
 
     fix: str
     neutral: tuple[Any, ...] = ()
@@ -58,7 +60,7 @@ _REFUSED_EVERYWHERE: dict[str, Refusal] = {
     "guided_whitespace_pattern": Refusal(_GUIDED),
     "grammar": Refusal(_STRUCTURED),
     "json_schema": Refusal(_STRUCTURED),
-    "early_stopping": Refusal("Beam search always runs to the end: remove the field", (False,)),
+    "early_stopping": Refusal("Beam search always runs until max_tokens: remove the field", (False,)),
     "logits_processors": Refusal("Use logit_bias, allowed_token_ids or bad_words"),
     "truncate_prompt_tokens": Refusal("Shorten the prompt before sending it"),
     "truncation_side": Refusal("Shorten the prompt before sending it"),
@@ -87,7 +89,9 @@ REFUSED_IN_CHAT: dict[str, Refusal] = {
     "mm_processor_kwargs": Refusal(_TEXT_ONLY, ({},)),
     "media_io_kwargs": Refusal(_TEXT_ONLY, ({},)),
     "web_search_options": Refusal("There is no web search: remove the field"),
-    "reasoning_effort": Refusal('Use "chat_template_kwargs": {"reasoning_effort": ...} if the model\'s template knows it'),
+    "reasoning_effort": Refusal(
+        'Use "chat_template_kwargs": {"reasoning_effort": ...} if the model\'s template knows it'
+    ),
     "enable_thinking": Refusal('Use "chat_template_kwargs": {"enable_thinking": ...}'),
     "verbosity": Refusal("Say it in the system message"),
     "chat_template": Refusal("Templates in requests are not accepted: start the server with --chat-template"),
@@ -131,7 +135,9 @@ class BodyDecoder(Generic[T]):
             raise _wrong_type(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             detail = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-            raise InvalidRequestError(f"The body is not valid JSON: {detail}", expected="one JSON object in UTF-8") from None
+            raise InvalidRequestError(
+                f"The body is not valid JSON: {detail}", expected="one JSON object in UTF-8"
+            ) from None
 
     def _is_ignored(self, name: str, raw: msgspec.Raw) -> bool:
         """Whether the field is accepted without effect; False for a known one. Raises for the others."""

@@ -1,0 +1,154 @@
+"""How much one core serves before the engine matters: streamed tokens per second and short requests per second.
+
+The server (HTTP, front end, detokenizer, SSE) runs in a process pinned to one core, over an EchoClient in place of an
+engine; the load comes from another core. What is measured is the whole way: sockets, HTTP parsing, validation, chat
+template, tokenization, text pipeline, JSON, metrics.
+
+    python benchmarks/frontend_capacity.py [--streams 64] [--max-tokens 256] [--seconds 8] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import socket
+import time
+from dataclasses import dataclass
+
+import uvicorn
+import uvloop
+
+import quire.demo
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.echo_client import EchoClient
+from quire.frontend.input_processor import InputProcessor, ModelLimits
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.tokenizer import Tokenizer
+from quire.metrics.prometheus import PrometheusMetrics
+from quire.server.app import create_app
+from quire.server.state import ServerSettings
+
+MAX_MODEL_LEN = 4096
+QUESTION = "What does os.path.join do, and what happens if one of the parts is an absolute path?"
+
+
+@dataclass
+class Load:
+    """What the clients do and have seen."""
+
+    port: int
+    body: dict[str, object]
+    deadline: float = 0.0
+    num_requests: int = 0
+    num_events: int = 0
+    num_tokens: int = 0
+
+
+def serve(listener: socket.socket, core: int) -> None:
+    """The server process: pinned to one core, until it is killed."""
+    os.sched_setaffinity(0, {core})
+    tokenizer = Tokenizer.from_folder(quire.demo.path("target"))
+    metrics = PrometheusMetrics("echo", MAX_MODEL_LEN)
+    inputs = InputProcessor(tokenizer, ModelLimits(MAX_MODEL_LEN, tokenizer.vocab_size))
+    client = EchoClient(max_model_len=MAX_MODEL_LEN, max_num_seqs=1024)
+    engine = AsyncEngine(client, inputs, OutputProcessor(tokenizer, metrics))
+    app = create_app(engine, tokenizer, ServerSettings(("echo",), log_stats_interval=0.0), metrics)
+    config = uvicorn.Config(app, http="httptools", ws="none", log_level="warning", access_log=False)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(uvicorn.Server(config).serve(sockets=[listener]))
+
+
+async def client(load: Load) -> None:
+    """One connection that sends one request after the other until the deadline."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", load.port, limit=1 << 20)
+    body = json.dumps(load.body).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    request = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    while time.monotonic() < load.deadline:
+        writer.write(request)
+        if load.body.get("stream"):
+            await read_stream(reader, load)
+        else:
+            await read_answer(reader, load)
+    writer.close()
+
+
+async def read_stream(reader: asyncio.StreamReader, load: Load) -> None:
+    """Count the events with text until the end of the chunked answer."""
+    tail, num_events = b"", 0
+    while not tail.endswith(b"\r\n0\r\n\r\n"):
+        data = await reader.read(1 << 16)
+        num_events += data.count(b'"content":"') + (tail[-10:] + data[:10]).count(b'"content":"')
+        tail = (tail + data)[-400:]
+    usage = json.loads(tail[tail.rindex(b'"usage":') + 8 : tail.rindex(b"}\n\ndata: [DONE]")])
+    if time.monotonic() < load.deadline:
+        load.num_requests += 1
+        load.num_events += num_events - 1  # the opening one has the role and no text
+        load.num_tokens += usage["completion_tokens"]
+
+
+async def read_answer(reader: asyncio.StreamReader, load: Load) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200"), head
+    length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+    answer = json.loads(await reader.readexactly(length))
+    if time.monotonic() < load.deadline:
+        load.num_requests += 1
+        load.num_tokens += answer["usage"]["completion_tokens"]
+
+
+async def drive(load: Load, num_clients: int, seconds: float) -> float:
+    """Run the clients; returns the seconds measured."""
+    start = time.monotonic()
+    load.deadline = start + seconds
+    await asyncio.gather(*(client(load) for _ in range(num_clients)))
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64, help="connections at once")
+    parser.add_argument("--max-tokens", type=int, default=256, help="tokens of a streamed answer")
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of each measurement")
+    parser.add_argument("--json", help="file for the results")
+    arguments = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        parser.error("two cores are needed: one for the server, one for the load")
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    server = multiprocessing.get_context("fork").Process(target=serve, args=(listener, cores[0]), daemon=True)
+    server.start()
+    os.sched_setaffinity(0, set(cores[1:]))
+    messages = [{"role": "user", "content": QUESTION}]
+    streamed = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    cases = {
+        "streamed": Load(port, {**streamed, "max_tokens": arguments.max_tokens, "ignore_eos": True}),
+        "short": Load(port, {"messages": messages, "max_tokens": 8, "ignore_eos": True}),
+    }
+    results: dict[str, dict[str, float]] = {}
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(drive(Load(port, cases["short"].body), 4, 1.0))  # warm up
+        for name, load in cases.items():
+            seconds = runner.run(drive(load, arguments.streams, arguments.seconds))
+            results[name] = {
+                "requests_per_s": load.num_requests / seconds,
+                "events_per_s": load.num_events / seconds,
+                "tokens_per_s": load.num_tokens / seconds,
+            }
+            print(
+                f"{name:9} {arguments.streams} connections: {results[name]['requests_per_s']:8.0f} requests/s "
+                f"{results[name]['events_per_s']:8.0f} events/s {results[name]['tokens_per_s']:8.0f} tokens/s"
+            )
+    server.terminate()
+    server.join(5)
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump({"streams": arguments.streams, "max_tokens": arguments.max_tokens, **results}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

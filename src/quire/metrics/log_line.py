@@ -1,0 +1,72 @@
+"""The statistics line that people grep for, in vLLM's words, from the step records."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+
+from quire.logs import get_logger
+from quire.schedule import StepRecord
+
+logger = get_logger(__name__)
+
+# The hit rate speaks of recent prompts: of the last steps that looked any up.
+HIT_RATE_STEPS = 1000
+
+
+class StatsLine:
+    """Sums up the steps since the last line."""
+
+    def __init__(self, engine: str = "000", device: str = "CPU", now: float | None = None) -> None:
+        self._prefix, self._device = f"Engine {engine}", device
+        self._last_time = time.monotonic() if now is None else now
+        self._num_prompt = self._num_generated = self._num_preemptions = 0
+        self._lookups: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_STEPS)
+        self._record: StepRecord | None = None
+        self._was_idle = True
+
+    def add(self, record: StepRecord) -> None:
+        """Count one step."""
+        self._record = record
+        self._num_prompt += record.num_prefill_tokens
+        self._num_generated += record.num_sampled_tokens
+        self._num_preemptions += record.num_preemptions
+        if record.prefix_cache_queries:
+            self._lookups.append((record.prefix_cache_queries, record.prefix_cache_hits))
+
+    def take(self, now: float) -> tuple[int, str] | None:
+        """Log level and text for the time since the last call; None before the first step.
+
+        INFO while there is work and once after it, DEBUG when idle. `now` in monotonic seconds.
+        """
+        seconds, self._last_time = max(now - self._last_time, 1e-9), now
+        record = self._record
+        if record is None:
+            return None
+        is_idle = not (self._num_prompt or self._num_generated)
+        level = logging.DEBUG if is_idle and self._was_idle else logging.INFO
+        self._was_idle = is_idle
+        queries = sum(queried for queried, _ in self._lookups)
+        hits = sum(hit for _, hit in self._lookups)
+        parts = [
+            f"Avg prompt throughput: {self._num_prompt / seconds:.1f} tokens/s",
+            f"Avg generation throughput: {self._num_generated / seconds:.1f} tokens/s",
+            f"Running: {record.num_running} reqs",
+            f"Waiting: {record.num_waiting} reqs",
+            f"{self._device} KV cache usage: {100 * record.num_blocks_in_use / max(record.num_blocks_total, 1):.1f}%",
+            f"Prefix cache hit rate: {100 * hits / max(queries, 1):.1f}%",
+        ]
+        if self._num_preemptions:
+            parts.insert(4, f"Preemptions: {self._num_preemptions}")
+        self._num_prompt = self._num_generated = self._num_preemptions = 0
+        return level, f"{self._prefix}: " + ", ".join(parts)
+
+
+async def log_forever(line: StatsLine, interval: float) -> None:
+    """Log the line every `interval` seconds until cancelled."""
+    while True:
+        await asyncio.sleep(interval)
+        if (taken := line.take(time.monotonic())) is not None:
+            logger.log(*taken)

@@ -1,0 +1,152 @@
+"""The ASGI application: routes, middleware, start and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from importlib import resources
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.errors import QuireError
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.tokenizer import Tokenizer
+from quire.logs import get_logger
+from quire.metrics import log_line
+from quire.metrics.prometheus import PrometheusMetrics
+from quire.server import health, models
+from quire.server.auth import AccessControl, check_api_keys
+from quire.server.chat import chat_completions
+from quire.server.completions import completions
+from quire.server.errors import internal_error_body, on_http_exception, on_quire_error
+from quire.server.state import REQUEST_ID_KEY, ServerSettings, ServerState, new_request_id, sane_request_id
+
+logger = get_logger(__name__)
+
+# The page is one file with its own style and script: nothing else may be loaded or called.
+PLAYGROUND_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+def create_app(
+    engine: AsyncEngine, tokenizer: Tokenizer | None, settings: ServerSettings, metrics: PrometheusMetrics | None = None
+) -> Starlette:
+    """The server for one engine.
+
+    Args:
+        engine: need not be started or ready: /readyz says when it is.
+        tokenizer: the engine's; None if it works on token ids only.
+        metrics: the same object as the engine's output processor has; None: no /metrics and no statistics line.
+    Raises:
+        ConfigError: the chat template is not valid, or a setting is illegal.
+    """
+    check_api_keys(settings.api_keys)
+    state = ServerState(engine, tokenizer, settings, metrics)
+    app = Starlette(
+        routes=[
+            Route("/", _playground(), methods=["GET"]),
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/models", models.list_models, methods=["GET"]),
+            Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
+            Route("/health", health.health, methods=["GET"]),
+            Route("/livez", health.livez, methods=["GET"]),
+            Route("/readyz", health.readyz, methods=["GET"]),
+            Route("/metrics", health.metrics, methods=["GET"]),
+            Route("/version", health.version, methods=["GET"]),
+        ],
+        middleware=[
+            Middleware(RequestContext),
+            Middleware(AccessControl, api_keys=settings.api_keys, allowed_hosts=settings.allowed_hosts),
+        ],
+        exception_handlers={
+            QuireError: on_quire_error,
+            HTTPException: on_http_exception,
+            ClientDisconnect: _on_disconnect,
+        },
+        lifespan=_lifespan(state),
+    )
+    app.router.redirect_slashes = False
+    app.state.quire = state
+    return app
+
+
+class RequestContext:
+    """ASGI middleware around everything: an id for every request, and an answer to every unexpected exception."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
+        request_id = sane_request_id(None if given is None else given.decode("latin-1")) or new_request_id()
+        scope[REQUEST_ID_KEY] = request_id
+        id_header = (b"x-request-id", request_id.encode())
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                message["headers"] = [*message["headers"], id_header]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            if not has_started:
+                response = Response(internal_error_body(request_id), 500, media_type="application/json")
+                await response(scope, receive, send_with_id)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """The client has left: 499 is nginx's word for it, and nobody reads it."""
+    return Response(status_code=499)
+
+
+def _playground() -> Callable[[Request], object]:
+    page = resources.files("quire.server").joinpath("playground/index.html").read_bytes()
+
+    async def playground(request: Request) -> Response:
+        return Response(page, headers=PLAYGROUND_HEADERS, media_type="text/html; charset=utf-8")
+
+    return playground
+
+
+def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        if state.settings.owns_engine:
+            state.engine.start()
+        line_task = None
+        if state.metrics is not None and state.settings.log_stats_interval > 0:
+            line_task = asyncio.create_task(
+                log_line.log_forever(state.metrics.stats_line, state.settings.log_stats_interval)
+            )
+        try:
+            yield
+        finally:
+            state.is_draining = True
+            if line_task is not None:
+                line_task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await line_task
+            if state.settings.owns_engine:
+                await state.engine.shutdown()
+
+    return lifespan

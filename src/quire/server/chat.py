@@ -1,0 +1,262 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import InvalidRequestError, UnsupportedFieldError
+from quire.frontend.stream import RequestStream
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.server import beam_search, generation
+from quire.server.generation import Generation
+from quire.server.limits import read_json
+from quire.server.logprobs import LogprobWriter, prompt_logprobs
+from quire.server.protocol.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatRequest,
+    ChatResponse,
+    Delta,
+)
+from quire.server.protocol.common import make_usage
+from quire.server.protocol.fields import REFUSED_IN_CHAT, BodyDecoder
+from quire.server.sse import DONE, EventStream, event, run_until_disconnect
+from quire.server.state import SYSTEM_FINGERPRINT, ServerState, request_id_of, state_of
+
+# Conversations of more messages are rendered in a thread, so that other requests' streams go on meanwhile.
+INLINE_MESSAGES = 32
+
+_decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
+
+
+async def chat_completions(request: Request) -> Response:
+    """One answer, or its events as they come."""
+    state = state_of(request)
+    body, ignored = await read_json(request, state.settings.limits, _decoder.decode)
+    return await run_until_disconnect(_answer(state, body, ignored, request_id_of(request.scope)), request.receive)
+
+
+async def _answer(state: ServerState, body: ChatRequest, ignored: list[str], request_id: str) -> Response:
+    state.check_accepting()
+    state.check_model(body.model)
+    generation.check_stream_options(body)
+    generation.check_beam_search(body)
+    ignored += _check_tools(body)
+    if body.response_format is not None and body.response_format.type != "text":
+        raise UnsupportedFieldError(
+            "Structured output is not supported yet",
+            value=body.response_format.type,
+            expected="response_format of type text",
+            fix="Remove response_format and check the text yourself",
+            param="response_format",
+        )
+    if body.priority and not state.settings.has_priorities:
+        ignored.append("priority")
+    asked = _generation(state, body, await _render(state, body), request_id)
+    writer = _ChatWriter(state, body, asked)
+    headers = generation.ignored_headers(ignored)
+    if body.use_beam_search:
+        (output,) = await beam_search.run(state, body, asked)
+        return writer.response(output, headers)
+    streams = await generation.start(state, asked)
+    if body.is_streamed:
+        return await EventStream.start(writer.events(streams), headers)
+    (output,) = await generation.collect(streams)
+    return writer.response(output, headers)
+
+
+def _check_tools(body: ChatRequest) -> list[str]:
+    """Refuse tools the model may call; those it may only look at are the template's business. Gives ignored fields."""
+    if body.tools and body.tool_choice != "none":
+        raise UnsupportedFieldError(
+            "Calling tools is not supported yet",
+            fix='Remove tools, or set tool_choice to "none" to only show them to the model',
+            param="tools",
+        )
+    if body.tool_choice is not None and not body.tools:
+        if body.tool_choice not in ("none", "auto"):
+            raise UnsupportedFieldError(
+                "tool_choice names a tool, but there are no tools", fix="Remove tool_choice", param="tool_choice"
+            )
+        return ["tool_choice"]
+    return []
+
+
+async def _render(state: ServerState, body: ChatRequest) -> str:
+    continues = bool(body.continue_final_message)
+    adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    render = partial(
+        state.renderer.render,
+        body.messages,
+        tools=body.tools or None,
+        add_generation_prompt=adds_prompt,
+        continue_final_message=continues,
+        documents=body.documents,
+        kwargs=body.chat_template_kwargs,
+    )
+    return render() if len(body.messages) <= INLINE_MESSAGES else await asyncio.to_thread(render)
+
+
+def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: str) -> Generation:
+    defaults = dict(state.settings.default_sampling_params)
+    default_max_tokens = defaults.pop("max_tokens", None)
+    chosen = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    params = body.sampling_params(
+        defaults, max_tokens=default_max_tokens if chosen is None else chosen, logprobs=_num_logprobs(body)
+    )
+    return Generation(
+        response_id=generation.response_id("chatcmpl", body, request_id),
+        prompts=[prompt],
+        params=params,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        add_special_tokens=bool(body.add_special_tokens),
+        max_tokens_is_default=chosen is None,
+    )
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.logprobs:
+        if body.logprob_token_ids:
+            return None  # exactly these are reported
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs", fix="Set logprobs to true", param="top_logprobs")
+    if body.logprob_token_ids:
+        raise InvalidRequestError(
+            "logprob_token_ids needs logprobs", fix="Set logprobs to true", param="logprob_token_ids"
+        )
+    return None
+
+
+class _ChatWriter:
+    """Turns the outputs of one request into OpenAI's answer or its chunks."""
+
+    def __init__(self, state: ServerState, body: ChatRequest, asked: Generation) -> None:
+        self._body = body
+        self._id = asked.response_id
+        self._created = int(time.time())
+        self._model = state.model_name
+        self._role = state.settings.response_role
+        self._n = asked.params.n
+        self._prefix = _echoed_text(body, self._role)
+        self._logprobs: LogprobWriter | None = None
+        if body.logprobs:
+            max_top = -1 if body.logprob_token_ids else body.top_logprobs or 0
+            self._logprobs = LogprobWriter(
+                state.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids), max_top=max_top
+            )
+
+    def response(self, output: RequestOutput, headers: dict[str, str]) -> Response:
+        """The whole answer."""
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        answer = ChatResponse(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+            choices=[self._choice(completion) for completion in output.outputs],
+            usage=make_usage(len(output.prompt_token_ids), num_tokens, output.num_cached_tokens),
+        )
+        self._add_prompt(answer, output)
+        return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        logprobs = completion.logprobs
+        return ChatChoice(
+            index=completion.index,
+            message=AnswerMessage(role=self._role, content=self._prefix + completion.text),
+            logprobs=self._logprobs.chat(logprobs) if self._logprobs is not None and logprobs is not None else None,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if self._body.return_token_ids else UNSET,
+        )
+
+    def _add_prompt(self, answer: ChatResponse | ChatChunk, output: RequestOutput) -> None:
+        if self._body.return_token_ids:
+            answer.prompt_token_ids = output.prompt_token_ids
+        if output.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+
+    async def events(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events. The first one comes with the engine's first output."""
+        num_prompt_tokens = num_tokens = num_cached_tokens = 0
+        is_first = True
+        async with aclosing(generation.merged(streams)) as outputs:
+            async for _, output in outputs:
+                if output.error is not None:
+                    continue  # the stream raises it next
+                data = b""
+                if is_first:
+                    num_prompt_tokens, num_cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
+                    data = self._opening(output, num_prompt_tokens, num_cached_tokens)
+                    is_first = False
+                for completion in output.outputs:
+                    num_tokens += len(completion.token_ids)
+                    if (choice := self._delta(completion)) is not None:
+                        data += event(self._chunk([choice], num_prompt_tokens, num_tokens, num_cached_tokens))
+                if data:
+                    yield data
+        if self._body.includes_usage:
+            usage = self._chunk([], num_prompt_tokens, num_tokens, num_cached_tokens)
+            usage.usage = make_usage(num_prompt_tokens, num_tokens, num_cached_tokens)
+            yield event(usage)
+        yield DONE
+
+    def _opening(self, output: RequestOutput, num_prompt_tokens: int, num_cached_tokens: int) -> bytes:
+        """The role of every choice, and the text it continues."""
+        data = b""
+        for index in range(self._n):
+            choice = ChatChunkChoice(index=index, delta=Delta(role=self._role, content=self._prefix))
+            chunk = self._chunk([choice], num_prompt_tokens, 0, num_cached_tokens)
+            if index == 0:
+                self._add_prompt(chunk, output)
+            data += event(chunk)
+        return data
+
+    def _delta(self, completion: CompletionOutput) -> ChatChunkChoice | None:
+        """What is new in a continuation; None if nothing of it shows (half a character, a possible stop string)."""
+        if not (completion.text or completion.finish_reason or self._logprobs or self._body.return_token_ids):
+            return None
+        choice = ChatChunkChoice(
+            index=completion.index, delta=Delta(content=completion.text) if completion.text else Delta()
+        )
+        if completion.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
+        if self._logprobs is not None and completion.logprobs:
+            choice.logprobs = self._logprobs.chat(completion.logprobs)
+        if self._body.return_token_ids:
+            choice.token_ids = completion.token_ids
+        return choice
+
+    def _chunk(self, choices: list[ChatChunkChoice], num_prompt: int, num_tokens: int, num_cached: int) -> ChatChunk:
+        chunk = ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+            choices=choices,
+        )
+        if self._body.includes_continuous_usage:
+            chunk.usage = make_usage(num_prompt, num_tokens, num_cached)
+        elif self._body.includes_usage:
+            chunk.usage = None
+        return chunk
+
+
+def _echoed_text(body: ChatRequest, role: str) -> str:
+    """With `echo`, the last message if the answer's role wrote it: the answer then begins with it."""
+    last = body.messages[-1]
+    content = last.get("content")
+    return content if body.echo and last.get("role") == role and isinstance(content, str) else ""

@@ -1,0 +1,235 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import InvalidRequestError
+from quire.frontend.input_processor import split_prompts
+from quire.frontend.stream import RequestStream
+from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from quire.server import beam_search, generation
+from quire.server.generation import Generation
+from quire.server.limits import read_json
+from quire.server.logprobs import LogprobWriter, prompt_logprobs
+from quire.server.protocol.common import Usage, make_usage
+from quire.server.protocol.completions import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from quire.server.protocol.fields import REFUSED_IN_COMPLETIONS, BodyDecoder
+from quire.server.sse import DONE, EventStream, event, run_until_disconnect
+from quire.server.state import SYSTEM_FINGERPRINT, ServerState, request_id_of, state_of
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+_decoder = BodyDecoder(CompletionRequest, REFUSED_IN_COMPLETIONS)
+
+
+async def completions(request: Request) -> Response:
+    """The continuations of one or several prompts, or their events as they come."""
+    state = state_of(request)
+    body, ignored = await read_json(request, state.settings.limits, _decoder.decode)
+    return await run_until_disconnect(_answer(state, body, ignored, request_id_of(request.scope)), request.receive)
+
+
+async def _answer(state: ServerState, body: CompletionRequest, ignored: list[str], request_id: str) -> Response:
+    state.check_accepting()
+    state.check_model(body.model)
+    generation.check_stream_options(body)
+    generation.check_beam_search(body)
+    if body.priority and not state.settings.has_priorities:
+        ignored.append("priority")
+    asked = _generation(state, body, request_id)
+    writer = _CompletionWriter(state, body, asked)
+    headers = generation.ignored_headers(ignored)
+    if body.use_beam_search:
+        return writer.response(await beam_search.run(state, body, asked), headers)
+    streams = await generation.start(state, asked)
+    if body.is_streamed:
+        return await EventStream.start(writer.events(streams), headers)
+    return writer.response(await generation.collect(streams), headers)
+
+
+def _generation(state: ServerState, body: CompletionRequest, request_id: str) -> Generation:
+    defaults = dict(state.settings.default_sampling_params)
+    default_max_tokens = defaults.pop("max_tokens", DEFAULT_MAX_TOKENS)
+    if body.logprob_token_ids and body.logprobs is not None:
+        raise InvalidRequestError(
+            "logprobs and logprob_token_ids exclude each other", fix="Remove one of them", param="logprobs"
+        )
+    max_tokens = default_max_tokens if body.max_tokens is None else body.max_tokens
+    if _is_echo_only(body):
+        max_tokens = 1  # the prompt is computed by the step that samples; its token is dropped
+    params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and params.prompt_logprobs is None and body.logprobs is not None:
+        params.prompt_logprobs = body.logprobs
+        params.skip_reading_prefix_cache = True
+    return Generation(
+        response_id=generation.response_id("cmpl", body, request_id),
+        prompts=split_prompts(body.prompt),
+        params=params,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        add_special_tokens=body.add_special_tokens is not False,
+        max_tokens_is_default=body.max_tokens is None,
+    )
+
+
+def _is_echo_only(body: CompletionRequest) -> bool:
+    """max_tokens 0 with echo asks for the prompt and its logprobs only."""
+    return body.max_tokens == 0 and bool(body.echo)
+
+
+class _CompletionWriter:
+    """Turns the outputs of one request into OpenAI's answer or its chunks."""
+
+    def __init__(self, state: ServerState, body: CompletionRequest, asked: Generation) -> None:
+        self._state, self._body = state, body
+        self._id = asked.response_id
+        self._created = int(time.time())
+        self._n = asked.params.n
+        self._is_echo_only = _is_echo_only(body)
+        self._logprobs: LogprobWriter | None = None
+        if asked.params.num_logprobs is not None:
+            max_top = -1 if body.logprob_token_ids else body.logprobs or 0
+            self._logprobs = LogprobWriter(
+                state.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids), max_top=max_top
+            )
+        self._prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}  # by prompt, for choices that begin later
+        self._offsets: dict[int, int] = {}  # by choice: characters written so far; a choice that has begun is in it
+
+    def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
+        """The whole answer."""
+        choices = [
+            self._choice(prompt_index, output, completion)
+            for prompt_index, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        num_tokens = sum(self._num_tokens(completion) for output in outputs for completion in output.outputs)
+        answer = self._envelope(choices)
+        answer.usage = make_usage(
+            sum(len(output.prompt_token_ids) for output in outputs),
+            num_tokens,
+            sum(output.num_cached_tokens for output in outputs),
+        )
+        return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+
+    async def events(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events. The first one comes with the engine's first output."""
+        num_prompt_tokens: dict[int, int] = {}
+        num_cached_tokens: dict[int, int] = {}
+        num_tokens = 0
+
+        def usage() -> Usage:
+            return make_usage(sum(num_prompt_tokens.values()), num_tokens, sum(num_cached_tokens.values()))
+
+        async with aclosing(generation.merged(streams)) as outputs:
+            async for prompt_index, output in outputs:
+                if output.error is not None:
+                    continue  # the stream raises it next
+                if prompt_index not in num_prompt_tokens:
+                    num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+                    num_cached_tokens[prompt_index] = output.num_cached_tokens
+                data = b""
+                for completion in output.outputs:
+                    num_tokens += self._num_tokens(completion)
+                    if self._shows(prompt_index, completion):
+                        chunk = self._envelope([self._choice(prompt_index, output, completion)])
+                        if self._body.includes_usage:
+                            chunk.usage = usage() if self._body.includes_continuous_usage else None
+                        data += event(chunk)
+                if data:
+                    yield data
+        if self._body.includes_usage:
+            last = self._envelope([])
+            last.usage = usage()
+            yield event(last)
+        yield DONE
+
+    def _shows(self, prompt_index: int, completion: CompletionOutput) -> bool:
+        """Whether there is anything to write: half a character or a possible stop string is held back."""
+        if completion.text or completion.finish_reason or self._logprobs or self._body.return_token_ids:
+            return True
+        return prompt_index * self._n + completion.index not in self._offsets and bool(self._body.echo)
+
+    def _num_tokens(self, completion: CompletionOutput) -> int:
+        return 0 if self._is_echo_only else len(completion.token_ids)
+
+    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+        """A continuation as far as it is new; the first time with the prompt where that was asked for."""
+        index = prompt_index * self._n + completion.index
+        is_first = index not in self._offsets
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
+        offset = self._offsets.setdefault(index, 0)
+        token_ids = list(completion.token_ids)
+        text, logprobs = completion.text, completion.logprobs
+        if self._is_echo_only:
+            text, token_ids, logprobs = "", [], None
+        parts: list[CompletionLogprobs] = []
+        if is_first and self._body.echo:
+            prompt = self._prompt_text(output)
+            text = prompt + text
+            if self._logprobs is not None and (positions := self._prompt_logprobs.get(prompt_index)) is not None:
+                part, _ = self._logprobs.completion(output.prompt_token_ids, positions, offset)
+                parts.append(part)
+            offset += len(prompt)
+        if self._logprobs is not None and logprobs is not None:
+            part, offset = self._logprobs.completion(token_ids, logprobs, offset)
+            parts.append(part)
+        self._offsets[index] = offset
+        choice = CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=_joined(parts),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+        if self._body.return_token_ids:
+            choice.token_ids = token_ids
+        if is_first:
+            self._add_prompt(choice, prompt_index, output)
+        return choice
+
+    def _add_prompt(self, choice: CompletionChoice, prompt_index: int, output: RequestOutput) -> None:
+        if self._body.return_token_ids:
+            choice.prompt_token_ids = output.prompt_token_ids
+        if self._body.prompt_logprobs is not None and prompt_index in self._prompt_logprobs:
+            choice.prompt_logprobs = prompt_logprobs(self._prompt_logprobs[prompt_index])
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None or self._state.tokenizer is None:
+            return output.prompt or ""
+        return self._state.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _envelope(self, choices: list[CompletionChoice]) -> CompletionResponse:
+        return CompletionResponse(
+            id=self._id,
+            created=self._created,
+            model=self._state.model_name,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+            choices=choices,
+            usage=UNSET,
+        )
+
+
+def _joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs | None:
+    if not parts:
+        return None
+    first, *others = parts
+    for part in others:
+        first.text_offset += part.text_offset
+        first.token_logprobs += part.token_logprobs
+        first.tokens += part.tokens
+        first.top_logprobs += part.top_logprobs
+    return first

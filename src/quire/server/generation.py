@@ -1,0 +1,168 @@
+"""One HTTP request as engine requests: one per prompt, started together, read as one stream, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from quire.errors import InvalidRequestError, NotReadyError, UnsupportedFieldError
+from quire.frontend.prompts import PromptType
+from quire.frontend.stream import RequestStream
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.server.protocol.common import GenerationRequest
+from quire.server.state import ServerState, sane_request_id
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a route asks of the engine.
+
+    Args:
+        max_tokens_is_default: the client did not choose max_tokens, so it is cut to what fits instead of refused.
+    """
+
+    response_id: str
+    prompts: Sequence[PromptType]
+    params: SamplingParams
+    priority: int
+    cache_salt: str | None
+    add_special_tokens: bool
+    max_tokens_is_default: bool
+
+
+async def start(state: ServerState, generation: Generation) -> list[RequestStream]:
+    """Send every prompt; none is left running if one is refused."""
+    num_sequences = len(generation.prompts) * generation.params.n
+    limits = state.settings.limits
+    if len(generation.prompts) > limits.max_prompts or num_sequences > limits.max_sequences:
+        raise InvalidRequestError(
+            "The request asks for too many continuations",
+            value=num_sequences,
+            expected=f"at most {limits.max_prompts} prompts, and {limits.max_sequences} prompts times n",
+            fix="Split it into several requests",
+            param="prompt" if len(generation.prompts) > 1 else "n",
+        )
+    streams: list[RequestStream] = []
+    try:
+        for prompt in generation.prompts:
+            stream = await state.engine.add_request(
+                prompt,
+                generation.params,
+                state.engine_request_id(generation.response_id),
+                priority=generation.priority,
+                cache_salt=generation.cache_salt,
+                add_special_tokens=generation.add_special_tokens,
+                clamp_max_tokens=generation.max_tokens_is_default,
+            )
+            streams.append(stream)
+    except BaseException:  # whatever ends this, nobody will read the streams
+        _close(streams)
+        raise
+    return streams
+
+
+async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """(index of the prompt, output) as they come. The first error ends all; closing the generator aborts what runs."""
+    if len(streams) == 1:
+        async with streams[0] as stream:
+            async for output in stream:
+                yield 0, output
+        return
+    # One place: while the reader is busy, outputs wait and merge in their streams.
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
+
+    async def pump(index: int, stream: RequestStream) -> None:
+        try:
+            async for output in stream:
+                await queue.put((index, output))
+            await queue.put((index, None))
+        except Exception as error:
+            await queue.put((index, error))
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            index, item = await queue.get()
+            if item is None:
+                num_running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        _close(streams)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def collect(streams: Sequence[RequestStream]) -> list[RequestOutput]:
+    """The final output of every prompt, for requests with FINAL_ONLY outputs."""
+    finals: list[RequestOutput | None] = [None] * len(streams)
+    async with aclosing(merged(streams)) as outputs:
+        async for index, output in outputs:
+            finals[index] = output
+    complete = [output for output in finals if output is not None]
+    if len(complete) < len(finals):
+        raise NotReadyError("The request was ended by the server before it was answered", fix="Send it again")
+    return complete
+
+
+def _close(streams: Sequence[RequestStream]) -> None:
+    for stream in streams:
+        stream.close()
+
+
+def response_id(prefix: str, body: GenerationRequest, header_id: str) -> str:
+    """The id of the answer: the body's request_id, or the id of the HTTP request."""
+    if body.request_id is not None and sane_request_id(body.request_id) is None:
+        raise InvalidRequestError(
+            "request_id is not usable", expected="1 to 128 letters, digits and . _ : -", param="request_id"
+        )
+    return f"{prefix}-{body.request_id or header_id}"
+
+
+def check_stream_options(body: GenerationRequest) -> None:
+    if body.stream_options is not None and not body.is_streamed:
+        raise InvalidRequestError(
+            "stream_options is only for streamed answers",
+            fix="Set stream to true, or remove it",
+            param="stream_options",
+        )
+
+
+def check_beam_search(body: GenerationRequest) -> None:
+    """What beam search cannot do is refused; its own field without it too."""
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1.0):
+            raise UnsupportedFieldError(
+                "length_penalty is only for beam search",
+                fix="Set use_beam_search to true, or remove it",
+                param="length_penalty",
+            )
+        return
+    if body.is_streamed:
+        raise UnsupportedFieldError("Beam search cannot be streamed", fix="Set stream to false", param="stream")
+    for name in (
+        "logprobs",
+        "prompt_logprobs",
+        "stop",
+        "stop_token_ids",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "min_tokens",
+    ):
+        if getattr(body, name) not in (None, False, [], {}, 0):
+            raise UnsupportedFieldError(
+                f"{name} does not work with beam search", fix=f"Remove {name} or use_beam_search", param=name
+            )
+
+
+def ignored_headers(names: Sequence[str]) -> dict[str, str]:
+    """The header that names the fields accepted without effect."""
+    return {"x-quire-ignored-fields": ", ".join(names)} if names else {}

@@ -1,0 +1,87 @@
+"""GET /livez, /readyz, /health, /version and /metrics: for probes, load balancers and Prometheus."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__
+from quire.errors import EngineDeadError, NotReadyError, QuireError
+from quire.server.errors import HttpError, error_response
+from quire.server.protocol.common import ErrorDetail
+from quire.server.state import ServerState, state_of
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Starting(msgspec.Struct, kw_only=True):
+    """Why the server is not ready: phase of the start (download, load, pack, warm up) and how much of it is done."""
+
+    error: ErrorDetail
+    phase: str
+    fraction: float
+    detail: str
+
+
+async def livez(request: Request) -> Response:
+    """200 as long as this process answers."""
+    return _json(b'{"status":"ok"}')
+
+
+async def readyz(request: Request) -> Response:
+    """200 once a real token has been produced and while the server takes requests; 503 with the phase before."""
+    state = state_of(request)
+    if (error := _why_not_ready(state)) is None:
+        return _json(b'{"status":"ready"}')
+    response = error_response(error)
+    progress = state.engine.progress
+    if state.engine.error is None and progress is not None:
+        detail = ErrorDetail(message=error.message, type="service_unavailable_error", param=None, code=error.code)
+        body = Starting(error=detail, phase=progress.phase, fraction=progress.fraction, detail=progress.detail)
+        return Response(
+            msgspec.json.encode(body), 503, {"retry-after": response.headers["retry-after"]}, "application/json"
+        )
+    return response
+
+
+async def health(request: Request) -> Response:
+    """200 while steps end in time; 503 before the engine is ready, when it is stuck and when it is gone."""
+    engine = state_of(request).engine
+    if engine.is_healthy:
+        return _json(b'{"status":"ok"}')
+    if not engine.is_ready:
+        return error_response(_engine_error(engine.error))
+    return error_response(EngineDeadError("The engine has not finished a step for too long", fix="Restart the server"))
+
+
+async def version(request: Request) -> Response:
+    return _json(msgspec.json.encode({"version": __version__}))
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    state = state_of(request)
+    if state.metrics is None:
+        raise HttpError(404, "metrics_disabled", "This server keeps no metrics")
+    if state.engine.ready is not None:
+        state.metrics.set_cache_config(state.engine.ready)
+    return Response(state.metrics.render(), headers={"content-type": METRICS_CONTENT_TYPE})
+
+
+def _why_not_ready(state: ServerState) -> QuireError | None:
+    if not state.engine.is_ready:
+        return _engine_error(state.engine.error)
+    if state.is_draining:
+        return NotReadyError("The server is shutting down", fix="Send requests to another server")
+    return None
+
+
+def _engine_error(error: QuireError | None) -> QuireError:
+    if error is not None:
+        return EngineDeadError(error.message)
+    return NotReadyError("The engine is starting", fix="Retry in a few seconds")
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

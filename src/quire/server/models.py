@@ -1,0 +1,36 @@
+"""GET /v1/models and /v1/models/{model}: what is served, with its context length."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.protocol.common import ModelCard, ModelList
+from quire.server.state import ServerState, state_of
+
+
+async def list_models(request: Request) -> Response:
+    """One card per served name; all are the same model."""
+    state = state_of(request)
+    cards = [_card(state, name) for name in state.settings.served_model_names]
+    return Response(msgspec.json.encode(ModelList(data=cards)), media_type="application/json")
+
+
+async def get_model(request: Request) -> Response:
+    """One card; ModelNotFoundError for a name that is not served."""
+    state = state_of(request)
+    name: str = request.path_params["model"]
+    state.check_model(name)
+    return Response(msgspec.json.encode(_card(state, name)), media_type="application/json")
+
+
+def _card(state: ServerState, name: str) -> ModelCard:
+    max_model_len = state.max_model_len
+    return ModelCard(
+        id=name,
+        created=state.created,
+        root=state.settings.model_root or state.model_name,
+        max_model_len=UNSET if max_model_len is None else max_model_len,
+    )

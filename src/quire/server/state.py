@@ -1,0 +1,150 @@
+"""What the routes share: the settings of the server, the engine, the tokenizer, the chat template."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from quire import __version__
+from quire.errors import ConfigError, ModelNotFoundError, NotReadyError
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.chat_template import ChatRenderer
+from quire.frontend.tokenizer import Tokenizer
+from quire.metrics.prometheus import PrometheusMetrics
+from quire.server.limits import Limits
+
+SYSTEM_FINGERPRINT = f"quire-{__version__}"
+# Where the middleware leaves the request's id in the ASGI scope.
+REQUEST_ID_KEY = "quire.request_id"
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the operator chose, and what is known of the model before the engine is ready.
+
+    Args:
+        served_model_names: names of the one model; the first is reported.
+        model_root: hub id the model card shows as root; never a path of this machine.
+        api_keys: any of them is accepted; none leaves the server open.
+        allowed_hosts: host names (without port) requests may be addressed to; none allows all.
+        max_model_len: context length, until the engine says its own.
+        default_sampling_params: SamplingParams fields from the model's generation_config.json.
+        chat_template: Jinja source, or the name of one of the model's templates, in place of the model's default.
+        response_role: role of the answers.
+        has_priorities: the scheduler looks at priorities; if not, a priority is named among the ignored fields.
+        owns_engine: the app starts the engine's receiving with itself and shuts it down with itself.
+        log_stats_interval: seconds between two statistics lines; 0: none.
+    """
+
+    served_model_names: tuple[str, ...]
+    model_root: str | None = None
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    response_role: str = "assistant"
+    has_priorities: bool = False
+    owns_engine: bool = True
+    log_stats_interval: float = 10.0
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names:
+            raise ConfigError("The model has no name", fix="Give --served-model-name", param="served_model_name")
+
+
+class ServerState:
+    """One per app. `is_draining` is set by whoever stops the server: new requests are refused, running ones go on."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer | None,
+        settings: ServerSettings,
+        metrics: PrometheusMetrics | None,
+    ) -> None:
+        self.engine, self.tokenizer, self.settings, self.metrics = engine, tokenizer, settings, metrics
+        self.created = int(time.time())
+        self.is_draining = False
+        self._renderer = None
+        if tokenizer is not None:
+            self._renderer = ChatRenderer(
+                tokenizer.chat_templates, tokenizer.special_tokens, override=settings.chat_template, name="The model"
+            )
+        self._numbers = count()
+
+    @property
+    def model_name(self) -> str:
+        """The name answers report."""
+        return self.settings.served_model_names[0]
+
+    @property
+    def max_model_len(self) -> int | None:
+        ready = self.engine.ready
+        return self.settings.max_model_len if ready is None else ready.max_model_len
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """Raises ConfigError if the model runs without a tokenizer."""
+        if self._renderer is None:
+            raise ConfigError(
+                "This model runs without a tokenizer, so it cannot read messages",
+                fix="Use /v1/completions with token ids, or start without --skip-tokenizer-init",
+            )
+        return self._renderer
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFoundError unless the model is served; leaving it out means the only one."""
+        names = self.settings.served_model_names
+        if name is None or name in names:
+            return
+        near = difflib.get_close_matches(name[:256], names, n=1, cutoff=0.5)
+        raise ModelNotFoundError(
+            "This model is not served",
+            value=name,
+            expected="one of " + ", ".join(names),
+            fix=f"Did you mean {near[0]}?" if near else "Leave model out to use the one served",
+            param="model",
+        )
+
+    def check_accepting(self) -> None:
+        """Raise NotReadyError while the server drains."""
+        if self.is_draining:
+            raise NotReadyError("The server is shutting down", fix="Send the request to another server")
+
+    def engine_request_id(self, response_id: str) -> str:
+        """An id no other request has, even if a client uses its own twice."""
+        return f"{response_id}-{next(self._numbers):x}"
+
+
+def state_of(request: Request) -> ServerState:
+    """The app's state."""
+    state: ServerState = request.app.state.quire
+    return state
+
+
+def request_id_of(scope: Scope) -> str:
+    """The id in the answer's x-request-id."""
+    request_id: str = scope[REQUEST_ID_KEY]
+    return request_id
+
+
+def sane_request_id(given: str | None) -> str | None:
+    """The client's id if it may be repeated in headers, logs and the engine; else None."""
+    return given if given is not None and _SANE_ID.fullmatch(given) else None
+
+
+def new_request_id() -> str:
+    return uuid4().hex

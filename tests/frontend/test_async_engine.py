@@ -1,0 +1,332 @@
+"""AsyncEngine over EchoClient: streams, slow readers, leaving, errors, death, health and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from quire.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    NotReadyError,
+    QueueFullError,
+)
+from quire.frontend import async_engine
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.echo_client import EchoClient
+from quire.frontend.input_processor import InputProcessor, ModelLimits
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.tokenizer import Tokenizer
+from quire.messages import (
+    Abort,
+    AddRequest,
+    Command,
+    EngineFailed,
+    EngineOutputs,
+    EngineProgress,
+    RequestDelta,
+    SetLimits,
+)
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from tests.text.small_tokenizers import build
+
+TOKENIZER = Tokenizer(build("gemma"), special_tokens={"eos_token": "</s>"})
+ANSWER = TOKENIZER.encode("the quick fox")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def params(**fields: object) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 50, "output_kind": RequestOutputKind.DELTA} | fields))
+
+
+class Running:
+    """An engine that is ready, and its client."""
+
+    def __init__(self, client: EchoClient, clock=None) -> None:
+        self.client = client
+        inputs = InputProcessor(TOKENIZER, ModelLimits(10**6, TOKENIZER.vocab_size))
+        options = {} if clock is None else {"clock": clock}
+        self.engine = AsyncEngine(client, inputs, OutputProcessor(TOKENIZER), **options)
+
+    async def __aenter__(self) -> Running:
+        self.engine.start()
+        await self.engine.wait_ready(10)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.engine.shutdown()
+
+    def sent(self, kind: type) -> list:
+        return [message for message in self.client.sent if isinstance(message, kind)]
+
+
+async def texts(stream) -> str:
+    return "".join([output.outputs[0].text async for output in stream])
+
+
+async def test_a_request_from_prompt_to_text():
+    async with Running(EchoClient(ANSWER)) as running:
+        outputs = [output async for output in running.engine.generate("ab", params(), "r")]
+        assert "".join(output.outputs[0].text for output in outputs) == "the quick fox"
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert outputs[-1].outputs[0].finish_reason == "stop"
+        assert running.engine.num_unfinished == 0
+        assert running.engine.last_record.num_rows == 1
+        assert running.engine.input_processor.limits.max_model_len == 2048, "the engine's own limit holds"
+
+
+async def test_many_requests_at_once_keep_apart():
+    async with Running(EchoClient(max_num_seqs=7)) as running:
+        prompts = {f"r{index}": "abc"[index % 3] * (index + 1) for index in range(40)}
+        streams = [
+            texts(running.engine.generate(prompt, params(max_tokens=index + 1), name))
+            for index, (name, prompt) in enumerate(prompts.items())
+        ]
+        assert await asyncio.gather(*streams) == list(prompts.values())
+
+
+async def test_a_slow_reader_gets_everything_in_few_pieces():
+    async with Running(EchoClient()) as running:
+        stream = await running.engine.add_request("abc", params(max_tokens=30), "r")
+        await running.engine.wait_idle()
+        outputs = [output async for output in stream]
+        assert len(outputs) == 1, "unread outputs are merged"
+        assert outputs[0].outputs[0].text == "abc" * 10
+        assert len(outputs[0].outputs[0].token_ids) == 30
+
+
+async def test_continuations_of_one_prompt():
+    async with Running(EchoClient(ANSWER)) as running:
+        seen = {0: "", 1: "", 2: ""}
+        async for output in running.engine.generate("ab", params(n=3), "r"):
+            for completion in output.outputs:
+                seen[completion.index] += completion.text
+        assert seen == dict.fromkeys(range(3), "the quick fox")
+        final = params(n=2, output_kind=RequestOutputKind.FINAL_ONLY)
+        (output,) = [output async for output in running.engine.generate("ab", final, "f")]
+        assert [completion.text for completion in output.outputs] == ["the quick fox"] * 2
+
+
+async def test_stop_strings_abort_in_the_engine():
+    async with Running(EchoClient(ANSWER)) as running:
+        assert await texts(running.engine.generate("a", params(stop=["quick"]), "r")) == "the "
+        await asyncio.sleep(0)
+        assert running.sent(Abort) == [Abort(["r"])]
+        assert running.client.num_requests == 0
+
+
+async def test_leaving_a_generator_aborts():
+    async with Running(EchoClient()) as running:
+        generator = running.engine.generate("ab", params(n=2, max_tokens=1000), "r")
+        await anext(generator)
+        await generator.aclose()
+        assert running.sent(Abort) == [Abort(["0_r", "1_r"])]
+        assert (running.engine.num_unfinished, running.client.num_requests) == (0, 0)
+
+
+async def test_a_cancelled_reader_aborts():
+    async with Running(EchoClient(step_seconds=0.05)) as running:
+        reader = asyncio.ensure_future(texts(running.engine.generate("ab", params(max_tokens=1000), "r")))
+        while not running.client.num_requests:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert running.sent(Abort) == [Abort(["r"])]
+
+
+async def test_a_generator_that_is_dropped_aborts():
+    async with Running(EchoClient()) as running:
+        generator = running.engine.generate("ab", params(max_tokens=1000), "r")
+        await anext(generator)
+        del generator
+        gc.collect()
+        while running.engine.num_unfinished:
+            await asyncio.sleep(0)
+        assert running.sent(Abort) == [Abort(["r"])]
+
+
+async def test_leaving_at_the_end_aborts_nothing():
+    async with Running(EchoClient()) as running:
+        async with await running.engine.add_request("ab", params(max_tokens=2), "r") as stream:
+            assert await texts(stream) == "ab"
+        assert running.sent(Abort) == []
+
+
+async def test_abort_by_id_ends_the_stream():
+    async with Running(EchoClient()) as running:
+        stream = await running.engine.add_request("ab", params(max_tokens=1000), "r")
+        reader = asyncio.ensure_future(texts(stream))
+        await asyncio.sleep(0.01)
+        running.engine.abort(["r", "unknown"])
+        assert (await reader).startswith("ab")
+        assert running.sent(Abort) == [Abort(["r"])]
+
+
+async def test_refusals_come_before_anything_is_sent():
+    async with Running(EchoClient(max_model_len=5)) as running:
+        with pytest.raises(ContextLengthError):
+            await running.engine.add_request("abcdef", params(max_tokens=None), "r")
+        with pytest.raises(InvalidRequestError):
+            await anext(running.engine.generate("", params(), "r"))
+        assert running.sent(AddRequest) == []
+        assert running.engine.num_unfinished == 0
+
+
+async def test_an_id_in_use_is_refused():
+    async with Running(EchoClient()) as running:
+        async with await running.engine.add_request("ab", params(n=2, max_tokens=1000), "r"):
+            for name in ("r", "0_r"):
+                with pytest.raises(InvalidRequestError, match="in use"):
+                    await running.engine.add_request("ab", params(), name)
+        async with await running.engine.add_request("ab", params(), "r"):
+            pass
+
+
+async def test_errors_of_the_engine_reach_one_reader():
+    full = QueueFullError("The waiting queue is full")
+    client = EchoClient(ANSWER, error_of=lambda request: full if request.request_id.endswith("bad") else None)
+    async with Running(client) as running:
+        good = asyncio.ensure_future(texts(running.engine.generate("a", params(), "good")))
+        with pytest.raises(QueueFullError, match="waiting queue is full") as caught:
+            await texts(running.engine.generate("a", params(), "bad"))
+        assert caught.value.status == 429
+        stream = await running.engine.add_request("a", params(max_tokens=1000), "late")
+        await anext(stream)
+        client.fail_request("late", InvalidRequestError("poison"))
+        with pytest.raises(InvalidRequestError, match="poison"):
+            await texts(stream)
+        assert await good == "the quick fox"
+        assert running.engine.is_healthy
+
+
+@pytest.mark.parametrize("how", ["failed", "garbage", "send"])
+async def test_death_ends_every_stream(how):
+    async with Running(EchoClient(step_seconds=0.001)) as running:
+        engine, client = running.engine, running.client
+        streams = [await engine.add_request("ab", params(max_tokens=1000), f"r{index}") for index in range(3)]
+        await anext(streams[0])
+        if how == "failed":
+            client.die("Killed by signal 9")
+        elif how == "garbage":
+            client.push(EngineOutputs([None]))
+        else:
+            client._death = "gone"
+            with pytest.raises(EngineDeadError):
+                await engine.add_request("ab", params(), "new")
+        for stream in streams:
+            with pytest.raises(EngineDeadError):
+                await texts(stream)
+        assert not engine.is_healthy
+        assert not engine.is_ready
+        assert isinstance(engine.error, EngineDeadError)
+        assert engine.num_unfinished == 0
+        with pytest.raises(EngineDeadError):
+            await engine.add_request("ab", params(), "new")
+        with pytest.raises(EngineDeadError):
+            engine.set_limits(SetLimits(max_num_seqs=1))
+        await engine.wait_idle()
+
+
+async def test_not_ready_yet():
+    client = EchoClient(is_ready=False)
+    running = Running(client)
+    running.engine.start()
+    client.push(EngineProgress("load", 0.25))
+    with pytest.raises(NotReadyError, match=r"within 0\.01 seconds"):
+        await running.engine.wait_ready(0.01)
+    assert running.engine.progress.phase == "load"
+    assert not running.engine.is_healthy
+    with pytest.raises(NotReadyError, match=r"starting \(load, 25%\)"):
+        await running.engine.add_request("ab", params(), "r")
+    client.make_ready()
+    assert (await running.engine.wait_ready(10)).max_model_len == 2048
+    assert running.engine.is_healthy
+    await running.engine.shutdown()
+
+
+async def test_a_start_that_fails_says_why():
+    client = EchoClient(is_ready=False)
+    client.push(EngineFailed("No such model.", ConfigError.code))
+    running = Running(client)
+    running.engine.start()
+    with pytest.raises(ConfigError, match="No such model"):
+        await running.engine.wait_ready(10)
+    with pytest.raises(EngineDeadError, match="No such model"):
+        await running.engine.add_request("ab", params(), "r")
+    await running.engine.shutdown()
+
+
+async def test_a_stuck_engine_is_not_healthy_and_an_idle_one_is():
+    clock = Clock()
+    async with Running(EchoClient(), clock) as running:
+        engine, client = running.engine, running.client
+        clock.now += 1000
+        assert engine.is_healthy, "idle"
+        assert await texts(engine.generate("ab", params(max_tokens=2), "r")) == "ab"
+        client.is_paused = True
+        stream = await engine.add_request("ab", params(max_tokens=2), "s")
+        clock.now += async_engine.MIN_STEP_SECONDS - 1
+        assert engine.is_healthy, "a step may take this long"
+        clock.now += 2
+        assert not engine.is_healthy
+        client.is_paused = False
+        client._wake.set()
+        assert await texts(stream) == "ab"
+        assert engine.is_healthy
+
+
+async def test_a_long_first_step_is_healthy():
+    clock = Clock()
+    async with Running(EchoClient(), clock) as running:
+        running.client.is_paused = True
+        async with await running.engine.add_request("ab", params(), "s"):
+            clock.now += async_engine.FIRST_STEP_SECONDS - 1
+            assert running.engine.is_healthy
+            clock.now += 2
+            assert not running.engine.is_healthy
+
+
+async def test_commands_and_draining():
+    async with Running(EchoClient(step_seconds=0.001)) as running:
+        running.engine.set_limits(SetLimits(max_num_seqs=3))
+        running.engine.reset_prefix_cache()
+        assert running.client.sent == [SetLimits(max_num_seqs=3), Command("reset_prefix_cache")]
+        stream = await running.engine.add_request("ab", params(max_tokens=5), "r")
+        await asyncio.wait_for(running.engine.wait_idle(), 10)
+        assert await texts(stream) == "ababa"
+        open_stream = await running.engine.add_request("ab", params(max_tokens=1000), "s")
+    assert running.client.sent[-1] == Command("shutdown")
+    with pytest.raises(EngineDeadError, match="shutting down"):
+        await texts(open_stream)
+
+
+async def test_long_texts_are_tokenized_off_the_loop():
+    async with Running(EchoClient(max_model_len=10**6)) as running:
+        text = "the quick " * async_engine.INLINE_PROMPT_CHARS
+        ticks = 0
+        adding = asyncio.ensure_future(running.engine.add_request(text, params(), "r"))
+        while not adding.done():
+            ticks += 1
+            await asyncio.sleep(0)
+        assert ticks > 2, "the event loop stood still"
+        stream = await adding
+        stream.close()
+
+
+async def test_late_deltas_are_ignored():
+    async with Running(EchoClient()) as running:
+        running.client.push(EngineOutputs([RequestDelta("nobody", [1], finish_reason="length")]))
+        assert await texts(running.engine.generate("ab", params(max_tokens=2), "r")) == "ab"

@@ -1,0 +1,74 @@
+"""Runs a model on a paged KV cache with scattered blocks, without scheduler or worker: a test says what is computed."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from quire.forward_batch import ForwardBatch, LayerCache
+from quire.models.registry import CausalLM
+
+
+class PagedRun:
+    """Sequences by number; each call of `step` gives some of them some more tokens."""
+
+    def __init__(self, model: CausalLM, dtype: torch.dtype, num_blocks: int = 64, block_size: int = 4) -> None:
+        config = model.config
+        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        # NaN where nothing was written: reading a foreign slot shows at once
+        self.caches = [
+            LayerCache(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
+            for _ in range(config.num_layers)
+        ]
+        self.model, self.block_size = model, block_size
+        self.free = random.Random(0).sample(range(num_blocks), num_blocks)
+        self.tables: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def step(self, rows: dict[int, list[int]]) -> dict[int, Tensor]:
+        """Compute the new tokens of every sequence together -> their logits [new tokens, V]."""
+        token_ids, positions, slots, starts, last = [], [], [], [0], []
+        for sequence, tokens in rows.items():
+            table = self.tables.setdefault(sequence, [])
+            first = self.lengths.get(sequence, 0)
+            self.lengths[sequence] = first + len(tokens)
+            while len(table) * self.block_size < first + len(tokens):
+                table.append(self.free.pop())
+            for position, token in enumerate(tokens, first):
+                token_ids.append(token)
+                positions.append(position)
+                slots.append(table[position // self.block_size] * self.block_size + position % self.block_size)
+            starts.append(len(token_ids))
+            last.append(len(token_ids) - 1)
+        longest = max(len(self.tables[sequence]) for sequence in rows)
+        tables = [self.tables[sequence] + [0] * (longest - len(self.tables[sequence])) for sequence in rows]
+        batch = ForwardBatch(
+            token_ids_T=torch.tensor(token_ids),
+            positions_T=torch.tensor(positions),
+            slot_mapping_T=torch.tensor(slots),
+            cu_seqlens_q_S1=torch.tensor(starts, dtype=torch.int32),
+            seq_lens_S=torch.tensor([self.lengths[sequence] for sequence in rows], dtype=torch.int32),
+            block_tables_SM=torch.tensor(tables, dtype=torch.int32),
+            logits_indices_R=torch.tensor(last),
+            caches=self.caches,
+            max_query_len=max(map(len, rows.values())),
+            max_seq_len=max(self.lengths[sequence] for sequence in rows),
+        )
+        logits = self.model.compute_logits(self.model.forward(batch))
+        return {sequence: logits[starts[i] : starts[i + 1]] for i, sequence in enumerate(rows)}
+
+
+def greedy(
+    model: CausalLM, dtype: torch.dtype, prompt: list[int], max_tokens: int, stop: int | None = None
+) -> list[int]:
+    """The most likely continuation, token by token, up to and including `stop`."""
+    run = PagedRun(model, dtype, num_blocks=64, block_size=16)
+    output: list[int] = []
+    tokens = prompt
+    while len(output) < max_tokens and (not output or output[-1] != stop):
+        tokens = [int(run.step({0: tokens})[0][-1].argmax())]
+        output += tokens
+    return output

@@ -1,0 +1,83 @@
+"""The prefix cache: what a later request finds, what keeps requests apart, and the order of eviction."""
+
+from __future__ import annotations
+
+from quire.request import Request
+from quire.sampling_params import SamplingParams
+from tests.scheduler.driver import Driver, request
+
+
+def cached(driver: Driver, request_id: str, prompt: list[int], **fields: object) -> int:
+    driver.run_all(request(request_id, prompt, 2, **fields))
+    return driver.last(request_id).num_cached_tokens
+
+
+def test_salt_and_adapter_isolate() -> None:
+    driver = Driver()
+    prompt = list(range(13))
+    kinds: list[dict[str, object]] = [
+        {},
+        {"cache_salt": "x"},
+        {"lora_name": "x"},
+        {"cache_salt": "x", "lora_name": "x"},
+    ]
+    assert [cached(driver, f"cold{i}", prompt, **kind) for i, kind in enumerate(kinds)] == [0, 0, 0, 0]
+    assert [cached(driver, f"warm{i}", prompt, **kind) for i, kind in enumerate(kinds)] == [12, 12, 12, 12]
+
+
+def test_requests_can_leave_the_cache_unread() -> None:
+    driver = Driver()
+    prompt = list(range(13))
+    cached(driver, "first", prompt)
+    assert cached(driver, "skips", prompt, skip_reading_prefix_cache=True) == 0
+    assert cached(driver, "prompt logprobs", prompt, prompt_logprobs=1) == 0
+    assert cached(driver, "in spite of all", prompt, prompt_logprobs=1, skip_reading_prefix_cache=False) == 0
+    assert cached(driver, "reads", prompt) == 12
+    driver.scheduler.reset_prefix_cache()
+    assert cached(driver, "after reset", prompt) == 0
+    off = Driver(enable_prefix_caching=False)
+    assert [cached(off, name, prompt) for name in "ab"] == [0, 0]
+    assert off.pool.num_cached_blocks == 0
+
+
+def test_output_is_cached_too() -> None:
+    driver = Driver()
+    first = driver.run_all(request("first", range(6), 8))["first"]
+    # 6 + 8 tokens, of which the last is never computed: 13 in the cache, 12 of them in full blocks.
+    assert cached(driver, "continued", [*range(6), *first, 7, 7]) == 12
+
+
+def test_tokens_in_flight_are_not_shared() -> None:
+    """Nothing of a batch whose result is not here is found by a lookup."""
+    driver = Driver(depth=2)
+    driver.add(request("a", range(12), 4))
+    driver.step()
+    assert driver.pool.num_cached_blocks == 0
+    driver.step()
+    assert driver.pool.num_cached_blocks == 3
+
+
+def num_found(driver: Driver, prompt: list[int]) -> int:
+    """Blocks of a prompt that a lookup finds, without using them."""
+    looked_up = Request("look-up", [*prompt, 0], SamplingParams(), 1, frozenset())
+    return len(driver.kv.find_cached_prefix(looked_up).blocks)
+
+
+def test_eviction_takes_the_oldest_request_first_and_the_end_of_a_prefix_before_its_beginning() -> None:
+    driver = Driver(num_blocks=8)
+    old, new = [1] * 12, [2] * 12
+    cached(driver, "old", old)
+    cached(driver, "new", new)
+    assert (num_found(driver, old), num_found(driver, new)) == (3, 3)
+    cached(driver, "other", [3] * 14)  # 4 blocks: the 2 that hold nothing, and two of the oldest
+    assert (num_found(driver, old), num_found(driver, new)) == (1, 3)
+
+
+def test_a_hit_keeps_a_prefix_alive() -> None:
+    driver = Driver(num_blocks=8)
+    old, new = [1] * 12, [2] * 12
+    cached(driver, "old", old)
+    cached(driver, "new", new)
+    assert cached(driver, "old is used", [*old, 5]) == 12
+    cached(driver, "other", [3] * 14)
+    assert (num_found(driver, old), num_found(driver, new)) == (3, 1)

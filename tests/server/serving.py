@@ -1,0 +1,135 @@
+"""A real server on a free loopback port in a thread, over an EchoClient: what the tests of the HTTP side talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import uvicorn
+import uvloop
+
+import quire.demo
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.echo_client import EchoClient
+from quire.frontend.input_processor import InputProcessor, ModelLimits
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.tokenizer import Tokenizer
+from quire.metrics.prometheus import PrometheusMetrics
+from quire.server.app import create_app
+from quire.server.state import ServerSettings
+
+T = TypeVar("T")
+
+MODEL = "echo/model-1"
+MAX_MODEL_LEN = 2048
+TEXT = "Hello, wörld 😀! The answer is: 42 naïve cafés.\nSecond line"
+TOKENIZER = Tokenizer.from_folder(quire.demo.path("target"))
+ANSWER = TOKENIZER.encode(TEXT, add_special_tokens=False)
+
+# What no body may show: addresses, paths of the machine, tracebacks.
+LEAK = re.compile(r"0x[0-9a-f]{6,}|Traceback|File \"|site-packages|/src/quire|/home/|/root/")
+
+
+def check_no_leak(response: httpx.Response) -> None:
+    """httpx hook: reads the body unless it is a stream of events."""
+    assert response.headers.get("x-request-id"), f"{response.request.url} has no x-request-id"
+    if response.headers.get("content-type", "").startswith("text/event-stream"):
+        return
+    leak = LEAK.search(response.read().decode())
+    assert leak is None, f"{response.request.url} shows internals: {leak}"
+
+
+class RunningServer:
+    """`with RunningServer(...) as server`. The engine echoes `answer`, or the prompt without end if that is None."""
+
+    def __init__(
+        self,
+        client: EchoClient | None = None,
+        *,
+        answer: list[int] | None = ANSWER,
+        tokenizer: Tokenizer | None = TOKENIZER,
+        max_logprobs: int = 20,
+        **settings: Any,
+    ) -> None:
+        self.client = EchoClient(answer, max_model_len=MAX_MODEL_LEN) if client is None else client
+        self.metrics = PrometheusMetrics(MODEL, MAX_MODEL_LEN)
+        inputs = InputProcessor(
+            tokenizer, ModelLimits(MAX_MODEL_LEN, TOKENIZER.vocab_size, max_logprobs), eos_token_ids=TOKENIZER.eos_token_ids
+        )
+        self.engine = AsyncEngine(self.client, inputs, OutputProcessor(tokenizer, self.metrics))
+        self.settings = replace(ServerSettings((MODEL, "alias"), log_stats_interval=0.0), **settings)
+        self.app = create_app(self.engine, tokenizer, self.settings, self.metrics)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(
+            self.app, http="httptools", ws="none", lifespan="on", log_level="critical", timeout_graceful_shutdown=2
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="server")
+        self.loop: asyncio.AbstractEventLoop | None = None
+        headers = {"authorization": f"Bearer {settings['api_keys'][0]}"} if settings.get("api_keys") else {}
+        self.http = httpx.Client(base_url=self.url, timeout=20, headers=headers, event_hooks={"response": [check_no_leak]})
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            self.loop = runner.get_loop()
+            runner.run(self._server.serve(sockets=[self._socket]))
+
+    def __enter__(self) -> RunningServer:
+        self._thread.start()
+        self.wait_for(lambda: self._server.started, "the server to start")
+        if self.client.sent is not None and self.client._messages:
+            self.wait_for(lambda: self.engine.is_ready or self.engine.error is not None, "the engine")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+        """Poll until true; fails naming what was waited for."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+            time.sleep(0.002)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call a function on the server's event loop."""
+
+        async def call() -> T:
+            return function()
+
+        assert self.loop is not None
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(10)
+
+    def wait_for_idle(self) -> None:
+        """Until no request is left in the front end and in the engine."""
+        self.wait_for(lambda: self.engine.num_unfinished == 0 and self.client.num_requests == 0, "all requests to end")
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=20, **options)
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=20)
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        """POST a chat with one short message unless `messages` is given."""
+        body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": "Hi", **fields})
+
+
+AsyncCall = Callable[[], Awaitable[None]]
