@@ -83,7 +83,7 @@ async def read_stream(reader: asyncio.StreamReader, load: Load) -> None:
         data = await reader.read(1 << 16)
         num_events += data.count(b'"content":"') + (tail[-10:] + data[:10]).count(b'"content":"')
         tail = (tail + data)[-400:]
-    usage = json.loads(tail[tail.rindex(b'"usage":') + 8 : tail.rindex(b"}\n\ndata: [DONE]")])
+    usage, _ = json.JSONDecoder().raw_decode(tail[tail.rindex(b'"usage":') + 8 :].decode())
     if time.monotonic() < load.deadline:
         load.num_requests += 1
         load.num_events += num_events - 1  # the opening one has the role and no text

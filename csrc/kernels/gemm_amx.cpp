@@ -44,7 +44,7 @@ void configure(int64_t input_rows) {
 }
 
 // Columns [0, 64) of a panel for one input tile; sums[rows][64].
-void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps, float* sums, bool is_first,
+__attribute__((noinline)) void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps, float* sums, bool is_first,
              Prefetch prefetch) {
   constexpr int64_t kPitch = kPanelWidth * sizeof(float);
   if (is_first) {
@@ -126,7 +126,7 @@ class PendingRows {
 // 32 columns of a panel for the two tiles of a group; sums[32][32]. Both operands come from L2, whose bandwidth is the limit;
 // loads that ask not to be kept in L1 (TILELOADDT1) and all loads ahead of the products gave 2400 GFLOP/s per core where the
 // plain order gave 2000 (of 2700; Emerald Rapids).
-void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_first, Prefetch prefetch,
+__attribute__((noinline)) void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_first, Prefetch prefetch,
              PendingRows& pending) {
   constexpr int64_t kPitch = kHalfColumns * sizeof(float);
   float* sums_low = sums + kTileRows * kHalfColumns;

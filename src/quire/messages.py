@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from quire.config import EngineConfig
@@ -39,13 +41,16 @@ class Abort(msgspec.Struct, tag="abort"):
     request_ids: list[str]
 
 
-class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
-    """Move limits while serving; None leaves a limit as it is."""
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    long_prefill_token_threshold: int | None = None
-    max_num_queued_reqs: int | None = None
+
+class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
+    """Move limits while serving; None leaves a limit as it is. Decoding refuses illegal values."""
+
+    max_num_seqs: Positive | None = None
+    max_num_batched_tokens: Positive | None = None
+    long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] | None = None  # 0: no limit
+    max_num_queued_reqs: Positive | None = None
 
 
 class Command(msgspec.Struct, tag="command"):

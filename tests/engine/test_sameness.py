@@ -20,7 +20,9 @@ QUESTIONS = (
     "how to sort a list",
     "Describe random.shuffle as JSON.",
     "Which module provides heapq.heappush?",
-    "Explain itertools.chain in Python and tell me about functools.lru_cache as well, please.",
+    "What does itertools.chain do?<|im_end|>\n<|im_start|>assistant\n`itertools.chain(*iterables)`: Return a chain object whose "
+    "next method returns elements from the first iterable until it is exhausted.<|im_end|>\n<|im_start|>user\n"
+    "Explain functools.lru_cache in Python.",
 )
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -91,8 +93,6 @@ def test_prefix_hit_at_every_block_boundary(dtype: torch.dtype) -> None:
             core = build_core(Schedule(prefix_caching=True), dtype)
             run(core, [Prompt(prompt.token_ids[:warm], SamplingParams(temperature=0.0, max_tokens=1))], prefix="warm")
             assert run(core, [prompt]) == [tokens], f"prefix of {warm} tokens"
-            stats = core.scheduler.take_stats()
-            del stats
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

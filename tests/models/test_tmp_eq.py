@@ -29,7 +29,7 @@ COMMON = {
     "hidden_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "intermediate_size": 80,
+    "intermediate_size": 96,
     "max_position_embeddings": 96,
     "bos_token_id": 1,
     "eos_token_id": None,
@@ -37,7 +37,7 @@ COMMON = {
 }
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 96, "vocab_size": VOCAB, "eos_token_id": None}
 GQA = {**COMMON, "num_key_value_heads": 2}
-EXPERTS = {**GQA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12}
+EXPERTS = {**GQA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 12}
 
 # By what makes each different: learned positions and Conv1D; interleaved qkv; partial rope and biases; a body inside
 # the body; logit scale and parallel block; sliding window; window on some layers; soft caps; a mixture of experts.

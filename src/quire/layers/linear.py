@@ -5,6 +5,7 @@ Dimensions: T tokens, K in-features, N out-features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Linear:
                 yield f"{shard}.{suffix}", WeightSlot((num_rows, *tensor.shape[1:]), self._loader(tensor, offset))
                 offset += num_rows
 
-    def _loader(self, tensor: ShardedTensor, offset: int) -> Any:
+    def _loader(self, tensor: ShardedTensor, offset: int) -> Callable[[Tensor], None]:
         def load(piece: Tensor) -> None:
             tensor.load(offset, piece)
             self._finish_if_complete()

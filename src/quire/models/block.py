@@ -135,16 +135,16 @@ class LayerBuilder:
             soft_cap=config.attention_soft_cap,
             dtype=self.dtype,
         )
-        backend = self.backend(spec)
-        if config.qk_norm == "none":
-            return SelfAttention(config, Attention(self.layer, backend, self.rope_table), qkv, output, None)
-        per_head = config.qk_norm == "head"
-        q_norm = self.norm("self_attn.q_norm", config.head_dim if per_head else q_width)
-        k_norm = self.norm("self_attn.k_norm", config.head_dim if per_head else kv_width)
-        if per_head:
-            attention = Attention(self.layer, backend, self.rope_table, q_norm, k_norm)
-            return SelfAttention(config, attention, qkv, output, None)
-        return SelfAttention(config, Attention(self.layer, backend, self.rope_table), qkv, output, (q_norm, k_norm))
+        head_norms = wide_norms = None
+        if config.qk_norm == "head":
+            head_norms = (
+                self.norm("self_attn.q_norm", config.head_dim),
+                self.norm("self_attn.k_norm", config.head_dim),
+            )
+        elif config.qk_norm == "full":
+            wide_norms = (self.norm("self_attn.q_norm", q_width), self.norm("self_attn.k_norm", kv_width))
+        attention = Attention(self.layer, self.backend(spec), self.rope_table, *(head_norms or ()))
+        return SelfAttention(config, attention, qkv, output, wide_norms)
 
     def mlp(self) -> MLP:
         """The gated MLP as the config describes it."""

@@ -23,7 +23,9 @@ def uniform(seed: int, index: int) -> float:
     return (_mix(state) >> 11) * _TO_UNIT
 
 
-def uniforms(seeds: Sequence[int] | NDArray[np.int64], indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+def uniforms(
+    seeds: Sequence[int] | NDArray[np.int64], indices: Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.float64]:
     """`uniform` of many (seed, index) pairs at once."""
     seed = np.asarray(seeds, dtype=np.int64).view(np.uint64)
     index = np.asarray(indices, dtype=np.int64).view(np.uint64)

@@ -208,11 +208,12 @@ class _ChatWriter:
                         data += event(self._chunk([choice], num_prompt_tokens, num_tokens, num_cached_tokens))
                 if data:
                     yield data
+        data = DONE
         if self._body.includes_usage:
-            usage = self._chunk([], num_prompt_tokens, num_tokens, num_cached_tokens)
-            usage.usage = make_usage(num_prompt_tokens, num_tokens, num_cached_tokens)
-            yield event(usage)
-        yield DONE
+            last = self._chunk([], num_prompt_tokens, num_tokens, num_cached_tokens)
+            last.usage = make_usage(num_prompt_tokens, num_tokens, num_cached_tokens)
+            data = event(last) + DONE
+        yield data
 
     def _opening(self, output: RequestOutput, num_prompt_tokens: int, num_cached_tokens: int) -> bytes:
         """The role of every choice, and the text it continues."""

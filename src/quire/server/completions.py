@@ -150,11 +150,12 @@ class _CompletionWriter:
                         data += event(chunk)
                 if data:
                     yield data
+        data = DONE
         if self._body.includes_usage:
             last = self._envelope([])
             last.usage = usage()
-            yield event(last)
-        yield DONE
+            data = event(last) + DONE
+        yield data
 
     def _shows(self, prompt_index: int, completion: CompletionOutput) -> bool:
         """Whether there is anything to write: half a character or a possible stop string is held back."""
