@@ -59,9 +59,13 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Stream the outputs of one prompt; how much each holds is `sampling_params.output_kind`. Leaving the loop aborts."""
         if lora_request is not None:
-            raise UnsupportedFieldError("LoRA adapters are not supported in this version", fix="Leave lora_request out", param="lora_request")
+            raise UnsupportedFieldError(
+                "LoRA adapters are not supported in this version", fix="Leave lora_request out", param="lora_request"
+            )
         await self.wait_ready()
-        async for output in self._engine.generate(prompt, sampling_params, request_id, priority=priority, clamp_max_tokens=True):
+        async for output in self._engine.generate(
+            prompt, sampling_params, request_id, priority=priority, clamp_max_tokens=True
+        ):
             yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:

@@ -25,7 +25,9 @@ def parse_human_int(text: str | int) -> int:
     try:
         value = float(number) * factor if "." in number else int(number) * factor
     except ValueError:
-        raise ConfigError("Not a number", value=text, expected="an integer, or one with a suffix k, K, m, M, g or G") from None
+        raise ConfigError(
+            "Not a number", value=text, expected="an integer, or one with a suffix k, K, m, M, g or G"
+        ) from None
     if value != int(value):
         raise ConfigError("Not a whole number", value=text, expected="a whole number after applying the suffix")
     return int(value)
@@ -56,7 +58,9 @@ class EngineConfig:
 
     model: str | None = option(None, "Folder or hub id of the model; none: the bundled demo model.")
     tokenizer: str | None = option(None, "Folder or hub id of the tokenizer, if it is not the model's.")
-    tokenizer_mode: str = option("auto", "auto or hf: tokenizer.json; slow: convert through transformers.", choices=("auto", "hf", "slow"))
+    tokenizer_mode: str = option(
+        "auto", "auto or hf: tokenizer.json; slow: convert through transformers.", choices=("auto", "hf", "slow")
+    )
     skip_tokenizer_init: bool = option(False, "No tokenizer: prompts and outputs are token ids only.")
     trust_remote_code: bool = option(False, "Accepted for compatibility; code from a model repository is never run.")
     revision: str | None = option(None, "Branch, tag or commit of the model on the hub.")
@@ -66,33 +70,53 @@ class EngineConfig:
     download_dir: str | None = option(None, "Folder for downloaded weights; else the hub's cache.")
     load_format: str = option("auto", "auto or safetensors: read weights; dummy: random weights.", choices=LOAD_FORMATS)
     model_impl: str = option(
-        "auto", "auto: native, else through transformers' modelling code; native; transformers.", choices=("auto", "native", "vllm", "transformers")
+        "auto",
+        "auto: native, else through transformers' modelling code; native; transformers.",
+        choices=("auto", "native", "vllm", "transformers"),
     )
-    dtype: str = option("auto", "Weights and activations: auto (the checkpoint's), bfloat16, float16 = half, float32 = float.", choices=DTYPES)
+    dtype: str = option(
+        "auto",
+        "Weights and activations: auto (the checkpoint's), bfloat16, float16 = half, float32 = float.",
+        choices=DTYPES,
+    )
     quantization: str | None = option(None, "Quantization of the weights; none: as the checkpoint is.", flags=("-q",))
     seed: int = option(0, "Seed for requests that bring none (with an own counter each) and for dummy weights.")
     served_model_name: tuple[str, ...] = option((), "Names the API answers to; the first is reported.", many=True)
     max_model_len: int | None = option(
         None, "Longest prompt plus output in tokens; -1: the longest that fits; suffixes k, K, M.", type=parse_human_int
     )
-    generation_config: str = option("auto", "auto: the model's generation_config.json gives request defaults; vllm: none.")
-    override_generation_config: dict[str, Any] | None = option(None, "JSON object merged over the generation config.", type="json")
+    generation_config: str = option(
+        "auto", "auto: the model's generation_config.json gives request defaults; vllm: none."
+    )
+    override_generation_config: dict[str, Any] | None = option(
+        None, "JSON object merged over the generation config.", type="json"
+    )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: no cap.")
     logprobs_mode: str = option(
-        "raw_logprobs", "raw_logprobs: before penalties and temperature; processed_logprobs: after.", choices=("raw_logprobs", "processed_logprobs")
+        "raw_logprobs",
+        "raw_logprobs: before penalties and temperature; processed_logprobs: after.",
+        choices=("raw_logprobs", "processed_logprobs"),
     )
     enforce_eager: bool = option(False, "Accepted: no graphs or compilation are used on CPU.")
     gpu_memory_utilization: float | None = option(
-        None, "Share of the device's total memory (on CPU: RAM) for weights, KV cache and work.", flags=("--device-memory-utilization",)
+        None,
+        "Share of the device's total memory (on CPU: RAM) for weights, KV cache and work.",
+        flags=("--device-memory-utilization",),
     )
-    kv_cache_memory_bytes: int | None = option(None, "Exact bytes of the KV cache; overrides the utilization.", type=parse_human_int)
+    kv_cache_memory_bytes: int | None = option(
+        None, "Exact bytes of the KV cache; overrides the utilization.", type=parse_human_int
+    )
     num_gpu_blocks_override: int | None = option(None, "Exact number of KV blocks; overrides everything else.")
     block_size: int | None = option(None, "Tokens per KV block: a power of two from 8 to 128.")
     kv_cache_dtype: str = option("auto", "auto: the model's dtype.", choices=("auto",))
     enable_prefix_caching: bool = option(True, "Keep KV blocks of past prompts and share equal prefixes.")
     max_num_seqs: int | None = option(None, "Most requests running at once.", live=True)
-    max_num_batched_tokens: int | None = option(None, "Most tokens computed in one step.", live=True, type=parse_human_int)
-    long_prefill_token_threshold: int = option(0, "Most tokens of one prompt in one step; 0: no limit but the budget.", live=True)
+    max_num_batched_tokens: int | None = option(
+        None, "Most tokens computed in one step.", live=True, type=parse_human_int
+    )
+    long_prefill_token_threshold: int = option(
+        0, "Most tokens of one prompt in one step; 0: no limit but the budget.", live=True
+    )
     max_num_queued_reqs: int | None = option(None, "Most requests waiting; above it new ones get 429.", live=True)
     enable_chunked_prefill: bool = option(True, "Split long prompts over steps.")
     scheduling_policy: str = option("fcfs", "fcfs, or priority: lower numbers first.", choices=("fcfs", "priority"))
@@ -134,7 +158,9 @@ class ServerConfig:
     no_auth: bool = option(False, "Allow an address other than loopback without a key.")
     chat_template: str | None = option(None, "File with a Jinja chat template, or the template itself.")
     response_role: str = option("assistant", "Role of the answers.")
-    uvicorn_log_level: str = option("warning", "Log level of the HTTP server.", choices=("critical", "error", "warning", "info", "debug", "trace"))
+    uvicorn_log_level: str = option(
+        "warning", "Log level of the HTTP server.", choices=("critical", "error", "warning", "info", "debug", "trace")
+    )
     disable_uvicorn_access_log: bool = option(False, "Accepted: the access log is off.")
     shutdown_timeout: float = option(30.0, "Seconds to let running requests finish on SIGTERM.")
 
@@ -159,7 +185,10 @@ def _check_engine(config: EngineConfig) -> None:
         )
     if config.quantization is not None:
         raise ConfigError(
-            "Quantized weights are not supported in this version", value=config.quantization, fix="Leave --quantization out", param="quantization"
+            "Quantized weights are not supported in this version",
+            value=config.quantization,
+            fix="Leave --quantization out",
+            param="quantization",
         )
     if config.tensor_parallel_size != 1:
         raise ConfigError(
@@ -170,20 +199,40 @@ def _check_engine(config: EngineConfig) -> None:
             param="tensor_parallel_size",
         )
     if config.block_size is not None and config.block_size not in (8, 16, 32, 64, 128):
-        raise ConfigError("Illegal block size", value=config.block_size, expected="8, 16, 32, 64 or 128", param="block_size")
+        raise ConfigError(
+            "Illegal block size", value=config.block_size, expected="8, 16, 32, 64 or 128", param="block_size"
+        )
     if config.gpu_memory_utilization is not None and not 0 < config.gpu_memory_utilization <= 1:
         raise ConfigError(
-            "Illegal memory utilization", value=config.gpu_memory_utilization, expected="a share in (0, 1]", param="gpu_memory_utilization"
+            "Illegal memory utilization",
+            value=config.gpu_memory_utilization,
+            expected="a share in (0, 1]",
+            param="gpu_memory_utilization",
         )
     if config.max_model_len is not None and config.max_model_len != -1 and config.max_model_len < 1:
-        raise ConfigError("Illegal max_model_len", value=config.max_model_len, expected="a positive number, or -1", param="max_model_len")
+        raise ConfigError(
+            "Illegal max_model_len",
+            value=config.max_model_len,
+            expected="a positive number, or -1",
+            param="max_model_len",
+        )
     if not 0 <= config.watermark < 1:
         raise ConfigError("Illegal watermark", value=config.watermark, expected="a share in [0, 1)", param="watermark")
-    for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_threads", "max_num_queued_reqs"):
+    for name in (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
+        "num_threads",
+        "max_num_queued_reqs",
+    ):
         number = getattr(config, name)
         if number is not None and number < 1:
             raise ConfigError(f"Illegal value of {name}", value=number, expected="a positive number", param=name)
     if config.long_prefill_token_threshold < 0:
         raise ConfigError(
-            "Illegal long_prefill_token_threshold", value=config.long_prefill_token_threshold, expected="0 or more", param="long_prefill_token_threshold"
+            "Illegal long_prefill_token_threshold",
+            value=config.long_prefill_token_threshold,
+            expected="0 or more",
+            param="long_prefill_token_threshold",
         )

@@ -48,7 +48,9 @@ class Variable(Generic[T]):
         return bool(os.environ.get(self.name))
 
 
-CPU_KVCACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", 0.0, float, "KV cache memory on CPU in GiB; 0 = what is free minus the reserve")
+CPU_KVCACHE_SPACE = Variable(
+    "VLLM_CPU_KVCACHE_SPACE", 0.0, float, "KV cache memory on CPU in GiB; 0 = what is free minus the reserve"
+)
 API_KEY = Variable("VLLM_API_KEY", "", str, "API key of the server; --api-key wins")
 LOGGING_LEVEL = Variable("VLLM_LOGGING_LEVEL", "INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
 LOG_STATS_INTERVAL = Variable("VLLM_LOG_STATS_INTERVAL", 10.0, float, "seconds between two statistics lines")
@@ -56,10 +58,21 @@ ENGINE_READY_TIMEOUT_S = Variable("VLLM_ENGINE_READY_TIMEOUT_S", 600, int, "seco
 ALLOW_LONG_MAX_MODEL_LEN = Variable(
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN", False, _boolean, "1 allows --max-model-len above what the model was trained for"
 )
-FORCE_REFERENCE = Variable("QUIRE_FORCE_REFERENCE", False, _boolean, "1 runs the plain-torch path instead of the compiled kernels")
-ATTENTION_BACKEND = Variable("QUIRE_ATTENTION_BACKEND", "", str, "name of the attention backend; empty = chosen by device")
-ISA = Variable("QUIRE_ISA", "", str, "instruction set of the CPU kernels: scalar, avx2, avx512, avx512_bf16, amx; empty = best present")
-NUM_THREADS = Variable("QUIRE_NUM_THREADS", 0, int, "threads of the CPU kernels; 0 = physical cores allowed by affinity and cgroup")
+FORCE_REFERENCE = Variable(
+    "QUIRE_FORCE_REFERENCE", False, _boolean, "1 runs the plain-torch path instead of the compiled kernels"
+)
+ATTENTION_BACKEND = Variable(
+    "QUIRE_ATTENTION_BACKEND", "", str, "name of the attention backend; empty = chosen by device"
+)
+ISA = Variable(
+    "QUIRE_ISA",
+    "",
+    str,
+    "instruction set of the CPU kernels: scalar, avx2, avx512, avx512_bf16, amx; empty = best present",
+)
+NUM_THREADS = Variable(
+    "QUIRE_NUM_THREADS", 0, int, "threads of the CPU kernels; 0 = physical cores allowed by affinity and cgroup"
+)
 NO_COLOR = Variable("NO_COLOR", "", str, "any value turns colour off")
 
 VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool], ...] = (

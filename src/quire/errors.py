@@ -21,7 +21,13 @@ class QuireError(Exception):
     MAX_VALUE_CHARS: ClassVar[int] = 120
 
     def __init__(
-        self, what: str, *, value: Any = None, expected: str | None = None, fix: str | None = None, param: str | None = None
+        self,
+        what: str,
+        *,
+        value: Any = None,
+        expected: str | None = None,
+        fix: str | None = None,
+        param: str | None = None,
     ) -> None:
         self.what, self.value, self.expected, self.fix, self.param = what, value, expected, fix, param
         super().__init__(self.message)

@@ -40,7 +40,9 @@ class ForwardBatch:
     caches: list[LayerCache]  # one per layer
     max_query_len: int
     max_seq_len: int
-    backend_state: dict[str, Any] = field(default_factory=dict)  # what an attention backend's prepare() keeps for forward()
+    backend_state: dict[str, Any] = field(
+        default_factory=dict
+    )  # what an attention backend's prepare() keeps for forward()
 
     @property
     def num_tokens(self) -> int:

@@ -63,7 +63,9 @@ class LLM:
             InvalidRequestError: before anything is computed, naming the field.
         """
         _refuse_lora(lora_request)
-        return self._run(self._inputs, split_prompts(prompts), sampling_params, priority, use_tqdm, add_special_tokens=True)
+        return self._run(
+            self._inputs, split_prompts(prompts), sampling_params, priority, use_tqdm, add_special_tokens=True
+        )
 
     def chat(
         self,
@@ -123,7 +125,9 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """Raises ConfigError if the model runs without one."""
         if self._tokenizer is None:
-            raise ConfigError("This LLM has no tokenizer", fix="Leave skip_tokenizer_init out", param="skip_tokenizer_init")
+            raise ConfigError(
+                "This LLM has no tokenizer", fix="Leave skip_tokenizer_init out", param="skip_tokenizer_init"
+            )
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -193,7 +197,9 @@ def _no_progress(phase: str, fraction: float, detail: str) -> None:
 
 def _refuse_lora(lora_request: object | None) -> None:
     if lora_request is not None:
-        raise UnsupportedFieldError("LoRA adapters are not supported in this version", fix="Leave lora_request out", param="lora_request")
+        raise UnsupportedFieldError(
+            "LoRA adapters are not supported in this version", fix="Leave lora_request out", param="lora_request"
+        )
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
@@ -201,7 +207,12 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
-        raise ConfigError(f"{name} has the wrong length", value=len(value), expected=f"one for each of the {count} prompts", param=name)
+        raise ConfigError(
+            f"{name} has the wrong length",
+            value=len(value),
+            expected=f"one for each of the {count} prompts",
+            param=name,
+        )
     return list(value)
 
 

@@ -23,7 +23,9 @@ def configure(level: str | None = None) -> None:
     name = (level or envs.LOGGING_LEVEL.get()).upper()
     number = logging.getLevelNamesMapping().get(name)
     if number is None:
-        raise ConfigError("Unknown log level", value=name, expected="DEBUG, INFO, WARNING or ERROR", param="VLLM_LOGGING_LEVEL")
+        raise ConfigError(
+            "Unknown log level", value=name, expected="DEBUG, INFO, WARNING or ERROR", param="VLLM_LOGGING_LEVEL"
+        )
     root = logging.getLogger("quire")
     root.setLevel(number)
     if not root.handlers:

@@ -93,7 +93,9 @@ class EngineReady(msgspec.Struct, tag="ready"):
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    resolved: dict[str, object] = {}  # the resolved settings with their sources, for GET /v1/config and the first screen
+    resolved: dict[
+        str, object
+    ] = {}  # the resolved settings with their sources, for GET /v1/config and the first screen
 
 
 class EngineProgress(msgspec.Struct, tag="progress"):

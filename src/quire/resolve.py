@@ -61,7 +61,8 @@ class Resolved:
     def as_dict(self) -> dict[str, object]:
         """For JSON: {name: {value, source, detail, live}}."""
         return {
-            name: {"value": s.value, "source": s.source, "detail": s.detail, "live": s.is_live} for name, s in self.settings.items()
+            name: {"value": s.value, "source": s.source, "detail": s.detail, "live": s.is_live}
+            for name, s in self.settings.items()
         }
 
 
@@ -85,7 +86,12 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     else:
         put("dtype", DTYPE_ALIASES.get(config.dtype, config.dtype), "flag", f"checkpoint is {model.dtype}")
     put_or("block_size", 16, "default", "tokens per KV block; waste is under one block per sequence")
-    put_or("num_threads", envs.NUM_THREADS.get() or device.num_cores, "device", "physical cores allowed by affinity and cgroup quota")
+    put_or(
+        "num_threads",
+        envs.NUM_THREADS.get() or device.num_cores,
+        "device",
+        "physical cores allowed by affinity and cgroup quota",
+    )
     put("max_model_len", *_max_model_len(config, model))
 
     # vLLM's table for CPU: `max_num_seqs / max_num_batched_tokens` 128 / 2048 for the server, 256 / 4096 offline.
@@ -115,12 +121,32 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             fix="Leave --no-enable-chunked-prefill out, or lower --max-model-len",
             param="max_num_batched_tokens",
         )
-    put_or("max_num_queued_reqs", 1024 if is_server else None, "default", "bounded in the server, unbounded offline", is_live=True)
-    put_or("async_scheduling", False, "default", "on CPU the kernels use every core, so there is nothing to hide behind")
-    for name in ("enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy", "watermark", "long_prefill_token_threshold"):
+    put_or(
+        "max_num_queued_reqs",
+        1024 if is_server else None,
+        "default",
+        "bounded in the server, unbounded offline",
+        is_live=True,
+    )
+    put_or(
+        "async_scheduling", False, "default", "on CPU the kernels use every core, so there is nothing to hide behind"
+    )
+    for name in (
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "scheduling_policy",
+        "watermark",
+        "long_prefill_token_threshold",
+    ):
         default = EngineConfig.__dataclass_fields__[name].default
         value = getattr(config, name)
-        put(name, value, "default" if value == default else "flag", "", EngineConfig.__dataclass_fields__[name].metadata["live"])
+        put(
+            name,
+            value,
+            "default" if value == default else "flag",
+            "",
+            EngineConfig.__dataclass_fields__[name].metadata["live"],
+        )
     return resolved
 
 
@@ -167,23 +193,37 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     if config.max_model_len == -1 and 0 < num_blocks < blocks_needed:
         fitting = num_blocks * resolved.block_size
         resolved.settings["max_model_len"] = Setting(
-            fitting, "formula", f"{num_blocks} blocks x {resolved.block_size} tokens fit; the model allows {model.max_model_len}"
+            fitting,
+            "formula",
+            f"{num_blocks} blocks x {resolved.block_size} tokens fit; the model allows {model.max_model_len}",
         )
         blocks_needed = num_blocks
     if num_blocks < blocks_needed:
         raise _does_not_fit(resolved, memory, block_bytes, num_blocks, blocks_needed)
     resolved.settings["num_blocks"] = Setting(num_blocks, source, detail)
-    resolved.settings["kv_cache_bytes"] = Setting(num_blocks * block_bytes, "formula", f"{num_blocks} blocks x {block_bytes} bytes")
+    resolved.settings["kv_cache_bytes"] = Setting(
+        num_blocks * block_bytes, "formula", f"{num_blocks} blocks x {block_bytes} bytes"
+    )
 
 
-def _num_blocks(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int) -> tuple[int, Source, str]:
+def _num_blocks(
+    config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int
+) -> tuple[int, Source, str]:
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override, "flag", "--num-gpu-blocks-override"
     if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes // block_bytes, "flag", f"--kv-cache-memory-bytes / {block_bytes} bytes per block"
+        return (
+            config.kv_cache_memory_bytes // block_bytes,
+            "flag",
+            f"--kv-cache-memory-bytes / {block_bytes} bytes per block",
+        )
     if envs.CPU_KVCACHE_SPACE.is_set() and envs.CPU_KVCACHE_SPACE.get() > 0:
         gib = envs.CPU_KVCACHE_SPACE.get()
-        return int(gib * GIB) // block_bytes, "environment", f"VLLM_CPU_KVCACHE_SPACE = {gib} GiB / {block_bytes} bytes per block"
+        return (
+            int(gib * GIB) // block_bytes,
+            "environment",
+            f"VLLM_CPU_KVCACHE_SPACE = {gib} GiB / {block_bytes} bytes per block",
+        )
     if config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization
         available = int(memory.total_bytes * share) - memory.weight_bytes - memory.work_bytes
@@ -200,11 +240,17 @@ def _num_blocks(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, b
         f"/ {block_bytes} bytes per block"
     )
     if useful < fitting:
-        return useful, "formula", f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; {fitting} blocks would fit: {detail}"
+        return (
+            useful,
+            "formula",
+            f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; {fitting} blocks would fit: {detail}",
+        )
     return fitting, "measured", detail
 
 
-def _does_not_fit(resolved: Resolved, memory: MemoryFacts, block_bytes: int, num_blocks: int, blocks_needed: int) -> MemoryPlanError:
+def _does_not_fit(
+    resolved: Resolved, memory: MemoryFacts, block_bytes: int, num_blocks: int, blocks_needed: int
+) -> MemoryPlanError:
     missing = (blocks_needed - num_blocks) * block_bytes
     fixes = []
     if num_blocks > 0:

@@ -44,7 +44,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         has_priorities=engine_config.scheduling_policy == "priority",
         log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
     )
-    return uvloop.run(ServingProcess(engine_config, server_config, settings, parts).run())
+    code: int = uvloop.run(ServingProcess(engine_config, server_config, settings, parts).run())
+    return code
 
 
 def _check_guarded(config: ServerConfig, api_keys: tuple[str, ...]) -> None:
@@ -78,7 +79,9 @@ def _read_template(given: str | None) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     if path.suffix in (".jinja", ".jinja2", ".txt") or "/" in given:
-        raise ConfigError("The chat template file does not exist", value=given, fix="Check the path", param="chat_template")
+        raise ConfigError(
+            "The chat template file does not exist", value=given, fix="Check the path", param="chat_template"
+        )
     return given
 
 

@@ -14,21 +14,44 @@ ROOT = Path(__file__).parents[2]
 def _loaded_after(code: str) -> set[str]:
     """Top-level modules a fresh interpreter has loaded after running `code`."""
     program = f"import sys\n{code}\nprint(' '.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT / "src")
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT / "src"
+    )
     return set(output.stdout.split())
 
 
 @pytest.mark.parametrize(
     "module",
-    ["quire", "quire.cli.main", "quire.server.app", "quire.frontend.async_engine", "quire.launch", "quire.async_llm", "quire.scheduler.scheduler"],
+    [
+        "quire",
+        "quire.cli.main",
+        "quire.server.app",
+        "quire.frontend.async_engine",
+        "quire.launch",
+        "quire.async_llm",
+        "quire.scheduler.scheduler",
+    ],
 )
 def test_module_loads_neither_torch_nor_transformers(module: str) -> None:
     loaded = _loaded_after(f"import {module}")
-    assert not loaded & {"torch", "transformers", "triton"}, f"importing {module} loads {loaded & {'torch', 'transformers', 'triton'}}"
+    assert not loaded & {"torch", "transformers", "triton"}, (
+        f"importing {module} loads {loaded & {'torch', 'transformers', 'triton'}}"
+    )
 
 
 def test_import_quire_loads_no_dependency() -> None:
-    heavy = {"msgspec", "zmq", "starlette", "uvicorn", "tokenizers", "numpy", "jinja2", "rich", "huggingface_hub", "prometheus_client"}
+    heavy = {
+        "msgspec",
+        "zmq",
+        "starlette",
+        "uvicorn",
+        "tokenizers",
+        "numpy",
+        "jinja2",
+        "rich",
+        "huggingface_hub",
+        "prometheus_client",
+    }
     assert not _loaded_after("import quire") & heavy
 
 
@@ -45,7 +68,12 @@ def test_serving_a_native_model_does_not_load_transformers() -> None:
 
 def test_layers() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"],
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command; lint_imports_command()",
+            "--no-cache",
+        ],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -70,7 +98,11 @@ def test_forbidden_calls() -> None:
                 found.append(f"{where} imports {node.module}")
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in forbidden_calls:
                 found.append(f"{where} calls {node.func.id}")
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+            ):
                 if (node.func.value.id, node.func.attr) in forbidden_attributes:
                     found.append(f"{where} calls {node.func.value.id}.{node.func.attr}")
     assert not found, found

@@ -48,7 +48,9 @@ def test_underscores_in_flags_are_dashes() -> None:
     assert (args.max_model_len, args.enable_prefix_caching, args.model_tag) == (32000, False, "some/model")
 
 
-@pytest.mark.parametrize(("text", "value"), [("7", 7), ("32k", 32000), ("32K", 32768), ("1M", 1 << 20), ("2.5k", 2500), ("-1", -1)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("7", 7), ("32k", 32000), ("32K", 32768), ("1M", 1 << 20), ("2.5k", 2500), ("-1", -1)]
+)
 def test_human_numbers(text: str, value: int) -> None:
     assert parse_human_int(text) == value
 
@@ -82,5 +84,7 @@ def test_illegal_engine_argument_names_itself(argument: str, value: object) -> N
 
 
 def test_help_says_what_serve_does() -> None:
-    output = subprocess.run([sys.executable, "-m", "quire.cli.main", "--help"], capture_output=True, text=True, check=True)
+    output = subprocess.run(
+        [sys.executable, "-m", "quire.cli.main", "--help"], capture_output=True, text=True, check=True
+    )
     assert "serve" in output.stdout

@@ -65,7 +65,9 @@ def build_core(schedule: Schedule, dtype: torch.dtype) -> EngineCore:
         layer.v_BGPE.fill_(float("nan"))
     inputs = InputBatch(schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size)
     runner = ModelRunner(model, caches, inputs, "raw_logprobs")
-    kv = KVCacheManager(BlockPool(schedule.num_blocks, schedule.block_size), enable_prefix_caching=schedule.prefix_caching)
+    kv = KVCacheManager(
+        BlockPool(schedule.num_blocks, schedule.block_size), enable_prefix_caching=schedule.prefix_caching
+    )
     limits = SchedulerLimits(
         max_num_seqs=schedule.max_num_seqs, max_num_batched_tokens=schedule.chunk, max_model_len=config.max_model_len
     )
@@ -74,7 +76,11 @@ def build_core(schedule: Schedule, dtype: torch.dtype) -> EngineCore:
 
 
 def run(
-    core: EngineCore, prompts: Iterable[Prompt], *, before_step: Callable[[EngineCore, int], None] | None = None, prefix: str = "r"
+    core: EngineCore,
+    prompts: Iterable[Prompt],
+    *,
+    before_step: Callable[[EngineCore, int], None] | None = None,
+    prefix: str = "r",
 ) -> list[list[int]]:
     """Tokens of every prompt, all added at once. `before_step(core, step)` may interfere."""
     tokens: dict[str, list[int]] = {}
@@ -85,7 +91,12 @@ def run(
         assert max_tokens is not None
         core.add(
             AddRequest(
-                request_id, list(prompt.token_ids), prompt.params, max_tokens, stop_token_ids=[EOS], fork_of=prompt.fork_of
+                request_id,
+                list(prompt.token_ids),
+                prompt.params,
+                max_tokens,
+                stop_token_ids=[EOS],
+                fork_of=prompt.fork_of,
             )
         )
     step = 0

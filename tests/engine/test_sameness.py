@@ -176,7 +176,11 @@ def test_every_instruction_set(isa: str, dtype: torch.dtype) -> None:
     cpu.set_isa(isa)
     try:
         demo_tokens = _expected(dtype)
-        for schedule in (Schedule(chunk=7), Schedule(chunk=BLOCK_SIZE + 1, depth=2), Schedule(num_blocks=8, block_size=16)):
+        for schedule in (
+            Schedule(chunk=7),
+            Schedule(chunk=BLOCK_SIZE + 1, depth=2),
+            Schedule(num_blocks=8, block_size=16),
+        ):
             core = build_core(schedule, dtype)
             assert run(core, prompts()) == demo_tokens, schedule
             core.shutdown()

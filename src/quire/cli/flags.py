@@ -96,12 +96,14 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type, *, skip: fro
 
 
 def _help(f: dataclasses.Field[Any]) -> str:
-    default = "" if f.default in (None, (), False) else f" (default: {f.default})"
-    return (f.metadata["help"] + default).replace("%", "%%")
+    default: str = "" if f.default in (None, (), False) else f" (default: {f.default})"
+    return (str(f.metadata["help"]) + default).replace("%", "%%")
 
 
 def config_from_args(config: type[C], args: argparse.Namespace) -> C:
     """The dataclass from the flags that were given; the rest keeps its default."""
     names = {f.name for f in dataclasses.fields(config)}  # type: ignore[arg-type]
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items() if name in names}
+    given = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items() if name in names
+    }
     return config(**given)

@@ -13,7 +13,9 @@ COMMANDS = (serve, chat, complete)
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="quire", description="Fast LLM inference and serving that needs no tuning.", allow_abbrev=False)
+    parser = Parser(
+        prog="quire", description="Fast LLM inference and serving that needs no tuning.", allow_abbrev=False
+    )
     parser.add_argument("-v", "--version", action="version", version=f"quire {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:

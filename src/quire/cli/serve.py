@@ -21,7 +21,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model_tag is not None:
         if getattr(args, "model", args.model_tag) != args.model_tag:
-            raise ConfigError("Two models are named", value=[args.model_tag, args.model], expected="one", fix="Leave --model out")
+            raise ConfigError(
+                "Two models are named", value=[args.model_tag, args.model], expected="one", fix="Leave --model out"
+            )
         args.model = args.model_tag
     engine_config = config_from_args(EngineConfig, args)
     server_config = config_from_args(ServerConfig, args)

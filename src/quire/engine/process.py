@@ -70,7 +70,9 @@ class EngineProcess:
             self._serve(started)
         except Exception as error:
             logger.exception("the engine loop ended")
-            self._send(EngineFailed(f"The engine stopped after an internal error ({type(error).__name__}); see its log"))
+            self._send(
+                EngineFailed(f"The engine stopped after an internal error ({type(error).__name__}); see its log")
+            )
             return 1
         finally:
             started.core.shutdown()

@@ -45,7 +45,9 @@ class StartedEngine:
 
 def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, progress: Progress) -> StartedEngine:
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user."""
-    model_config = load_model_config(model_folder, config.hf_overrides, any_architecture=config.model_impl in ("auto", "transformers"))
+    model_config = load_model_config(
+        model_folder, config.hf_overrides, any_architecture=config.model_impl in ("auto", "transformers")
+    )
     worker = start_worker(config, model_config, is_server=is_server, progress=progress)
     resolved = worker.resolved
     kv = KVCacheManager(
@@ -60,7 +62,9 @@ def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, p
         long_prefill_token_threshold=resolved.long_prefill_token_threshold,
         max_num_queued_reqs=resolved.max_num_queued_reqs,
     )
-    scheduler = Scheduler(limits, kv, policy=resolved.scheduling_policy, enable_chunked_prefill=resolved.enable_chunked_prefill)
+    scheduler = Scheduler(
+        limits, kv, policy=resolved.scheduling_policy, enable_chunked_prefill=resolved.enable_chunked_prefill
+    )
     if resolved.async_scheduling:
         core = EngineCore(scheduler, ThreadExecutor(worker.runner), depth=2)
     else:

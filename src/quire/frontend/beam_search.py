@@ -63,4 +63,4 @@ class BeamSearch:
 
     def _score(self, sequence: BeamSearchSequence) -> float:
         length = len(sequence.tokens) - (sequence.finish_reason == "stop")
-        return sequence.cum_logprob / length**self._params.length_penalty
+        return sequence.cum_logprob / float(length**self._params.length_penalty)

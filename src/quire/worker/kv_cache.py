@@ -13,7 +13,13 @@ from quire.forward_batch import LayerCache
 
 
 def allocate(
-    num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    num_layers: int,
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[LayerCache]:
     """Uninitialised caches. On CPU the pages are taken by the operating system when first written."""
     shape = (num_blocks, num_kv_heads, block_size, head_dim)

@@ -12,6 +12,7 @@ import torch
 from quire import envs
 from quire.config import EngineConfig
 from quire.cost import devices
+from quire.forward_batch import LayerCache
 from quire.kernels import cpu
 from quire.loader.load import load_model
 from quire.logs import get_logger
@@ -71,7 +72,9 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved, model_config)
 
 
-def _check_fit_before_load(config: EngineConfig, model_config: ModelConfig, resolved: Resolved, total_bytes: int) -> None:
+def _check_fit_before_load(
+    config: EngineConfig, model_config: ModelConfig, resolved: Resolved, total_bytes: int
+) -> None:
     """Refuse weights that cannot fit before minutes are spent on reading them."""
     weight_bytes = model_config.weight_bytes(resolved.dtype)
     if weight_bytes >= total_bytes:
@@ -79,7 +82,9 @@ def _check_fit_before_load(config: EngineConfig, model_config: ModelConfig, reso
         plan_kv_cache(config, model_config, resolved, memory)
 
 
-def _allocate_caches(model_config: ModelConfig, resolved: Resolved, num_blocks: int, dtype: torch.dtype) -> list[kv_cache.LayerCache]:
+def _allocate_caches(
+    model_config: ModelConfig, resolved: Resolved, num_blocks: int, dtype: torch.dtype
+) -> list[LayerCache]:
     return kv_cache.allocate(
         model_config.num_layers,
         num_blocks,
@@ -115,8 +120,8 @@ def _measure_work_bytes(model: CausalLM, model_config: ModelConfig, resolved: Re
     # Floor: input, output and residual of the widest layer, should the peak hide under that of loading.
     widest = 2 * model_config.intermediate_size + 4 * model_config.hidden_size
     floor = num_tokens * widest * DTYPE_BYTES[resolved.dtype]
-    scale = resolved.max_num_batched_tokens / num_tokens
-    logits = resolved.max_num_seqs * model_config.vocab_size * 4 * LOGITS_COPIES
+    scale: float = resolved.max_num_batched_tokens / num_tokens
+    logits: int = resolved.max_num_seqs * model_config.vocab_size * 4 * LOGITS_COPIES
     return int(max(growth, floor) * scale) + logits
 
 
