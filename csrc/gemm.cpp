@@ -3,13 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "quire/huge_pages.h"
 #include "quire/kernels/gemm.h"
 #include "quire/scratch.h"
 #include "quire/thread_pool.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace quire {
 namespace {
@@ -71,16 +68,6 @@ void pack_panel(const char* weight, DType dtype, int64_t row_bytes, int64_t colu
     case DType::bf16:
       return pack_tiles(weight, row_bytes, columns, k, panel);
   }
-}
-
-// Fresh memory arrives one page fault at a time; 2 MiB pages make packing, and later the streaming reads, cheaper.
-void advise_huge_pages(void* begin, int64_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t kHuge = uintptr_t{2} << 20;
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kHuge - 1) & ~(kHuge - 1);
-  const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + bytes) & ~(kHuge - 1);
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint: failure is harmless
-#endif
 }
 
 const GemmKernels& kernels_for(DType dtype) {

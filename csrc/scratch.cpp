@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "quire/huge_pages.h"
+
 namespace quire {
 namespace {
 
@@ -15,11 +17,12 @@ struct Buffer {
 
   void* at_least(size_t bytes) {
     if (bytes > capacity) {
-      constexpr size_t kGranule = 4096;
+      const size_t granule = bytes >= kHugePageBytes ? kHugePageBytes : 4096;
       std::free(data);
-      capacity = (bytes + kGranule - 1) / kGranule * kGranule;
-      data = std::aligned_alloc(64, capacity);
+      capacity = (bytes + granule - 1) / granule * granule;
+      data = std::aligned_alloc(granule, capacity);
       if (data == nullptr) throw std::bad_alloc();
+      advise_huge_pages(data, capacity);
     }
     return data;
   }

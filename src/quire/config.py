@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import os
+import types
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from quire.errors import ConfigError
+from quire.vllm_arguments import drop_foreign
 
 KIB_SUFFIXES = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
 
@@ -80,7 +85,9 @@ class EngineConfig:
         choices=DTYPES,
     )
     quantization: str | None = option(None, "Quantization of the weights; none: as the checkpoint is.", flags=("-q",))
-    seed: int = option(0, "Seed for requests that bring none (with an own counter each) and for dummy weights.")
+    seed: int | None = option(
+        0, "Seed of the seeds drawn for requests that bring none; None in Python: another one at every start."
+    )
     served_model_name: tuple[str, ...] = option((), "Names the API answers to; the first is reported.", many=True)
     max_model_len: int | None = option(
         None, "Longest prompt plus output in tokens; -1: the longest that fits; suffixes k, K, M.", type=parse_human_int
@@ -127,12 +134,18 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, "Devices per replica; 1 in this version.", flags=("-tp",))
 
     def __post_init__(self) -> None:
+        _normalise(self)
+        _check_types(self)
+        _check_choices(self)
         _check_engine(self)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """From LLM(...) arguments: an unknown name is an error with the nearest known one."""
+        """From LLM(...) arguments. An unknown name is an error with the nearest known one; one of vLLM's without a
+        meaning here is dropped with a log line, or refused if it was to change something.
+        """
         known = {f.name for f in dataclasses.fields(cls)}
+        kwargs = drop_foreign(kwargs)
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
@@ -141,10 +154,6 @@ class EngineConfig:
                     fix=f"Did you mean {near[0]!r}?" if near else "quire serve --help lists the arguments",
                     param=name,
                 )
-        if isinstance(kwargs.get("served_model_name"), str):
-            kwargs["served_model_name"] = (kwargs["served_model_name"],)
-        if "max_model_len" in kwargs and kwargs["max_model_len"] is not None:
-            kwargs["max_model_len"] = parse_human_int(kwargs["max_model_len"])
         return cls(**kwargs)
 
 
@@ -164,8 +173,70 @@ class ServerConfig:
     disable_uvicorn_access_log: bool = option(False, "Accepted: the access log is off.")
     shutdown_timeout: float = option(30.0, "Seconds to let running requests finish on SIGTERM.")
 
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_choices(self)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("Illegal port", value=self.port, expected="0 to 65535; 0: any free one", param="port")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise ConfigError(
+                "Illegal shutdown_timeout",
+                value=self.shutdown_timeout,
+                expected="seconds, 0 or more",
+                param="shutdown_timeout",
+            )
 
-def _check_engine(config: EngineConfig) -> None:
+
+def _normalise(config: EngineConfig) -> None:
+    """Other spellings of the same value, as users write them in Python: `"32k"`, `torch.bfloat16`, a Path."""
+    for f in dataclasses.fields(config):
+        value, plain = getattr(config, f.name), None
+        if f.metadata["type"] is parse_human_int and isinstance(value, str):
+            plain = parse_human_int(value)
+        elif f.metadata["many"] and isinstance(value, (str, list)):
+            plain = (value,) if isinstance(value, str) else tuple(value)
+        elif f.name == "dtype" and str(value).startswith("torch."):
+            plain = str(value).removeprefix("torch.")
+        elif isinstance(value, os.PathLike):
+            plain = os.fspath(value)
+        if plain is not None:
+            object.__setattr__(config, f.name, plain)  # the config is being made: nobody has seen it yet
+
+
+def field_type(annotation: Any) -> tuple[type, bool, bool]:
+    """What a field holds: (type without None, is it a tuple of that type, may it be None)."""
+    is_optional = False
+    if get_origin(annotation) in (Union, types.UnionType):
+        is_optional = types.NoneType in get_args(annotation)
+        annotation = next(a for a in get_args(annotation) if a is not types.NoneType)
+    if get_origin(annotation) is tuple:
+        return get_args(annotation)[0], True, is_optional
+    return get_origin(annotation) or annotation, False, is_optional
+
+
+@cache
+def _field_types(config: type) -> dict[str, tuple[type, bool, bool]]:
+    return {name: field_type(annotation) for name, annotation in get_type_hints(config).items()}
+
+
+def _check_types(config: EngineConfig | ServerConfig) -> None:
+    for name, (kind, is_tuple, is_optional) in _field_types(type(config)).items():
+        value = getattr(config, name)
+        if value is None and is_optional:
+            continue
+        items = value if is_tuple and isinstance(value, (tuple, list)) else [value]
+        for item in items:
+            is_number = kind is float and isinstance(item, int)
+            if isinstance(item, bool) and kind is not bool or not (isinstance(item, kind) or is_number):
+                raise ConfigError(
+                    f"{name} has the wrong type, {type(item).__name__}",
+                    value=value,
+                    expected=kind.__name__ + (" or several" if is_tuple else "") + (" or None" if is_optional else ""),
+                    param=name,
+                )
+
+
+def _check_choices(config: EngineConfig | ServerConfig) -> None:
     for f in dataclasses.fields(config):
         choices, value = f.metadata["choices"], getattr(config, f.name)
         if choices and value not in choices:
@@ -177,6 +248,9 @@ def _check_engine(config: EngineConfig) -> None:
                 fix=f"Did you mean {near[0]!r}?" if near else None,
                 param=f.name,
             )
+
+
+def _check_engine(config: EngineConfig) -> None:
     if config.trust_remote_code:
         raise ConfigError(
             "trust_remote_code is set, and Quire never runs code from a model repository",

@@ -1,7 +1,7 @@
 """Turns what the user wants, what the model is and what the machine has into settings that know where they came from.
 
-Two steps, because memory is only known after the weights are loaded: `resolve` gives everything but the number of KV blocks,
-`plan_kv_cache` gives that. The bytes planned here are the bytes the allocator takes.
+Two steps, because memory is only known after the weights are loaded: `resolve` gives everything but the number of KV
+blocks, `plan_kv_cache` gives that. The bytes planned here are the bytes the allocator takes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 # Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
 MAX_USEFUL_CONTEXTS = 2
 RESERVE_SHARE = 0.05  # of total memory, left to the operating system and to allocator slack
+FREE_MEMORY_MARGIN = 0.95  # of measured free memory in advice: it will not be the same at the next start
+MIN_SUGGESTED_BUDGET = 256  # tokens per step; below it prompts become slow
 
 
 @dataclass(frozen=True)
@@ -177,9 +179,20 @@ class MemoryFacts:
     """Bytes at the moment the KV cache is planned, after the weights are loaded."""
 
     total_bytes: int
-    free_bytes: int
+    free_bytes: int  # what can still be taken; the weights are already gone from it
     weight_bytes: int
-    work_bytes: int  # measured activation peak, scaled to the full token budget
+    work_bytes: int  # of a step at the full token budget, logits included
+    logits_bytes: int = 0  # the part of work_bytes that does not shrink with the token budget
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What may be spent on the KV cache, and why."""
+
+    num_bytes: int  # negative if weights and work take more than is allowed
+    source: Source
+    detail: str
+    is_measured: bool  # moves with what else runs on the machine
 
 
 def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> None:
@@ -188,82 +201,110 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     Raises MemoryPlanError naming the missing bytes and the changes that would fit.
     """
     block_bytes = resolved.block_size * model.kv_bytes_per_token(DTYPE_BYTES[resolved.dtype])
-    num_blocks, source, detail = _num_blocks(config, resolved, memory, block_bytes)
+    offer = _offer(config, resolved, memory, block_bytes)
+    num_blocks = max(offer.num_bytes, 0) // block_bytes
     blocks_needed = -(-resolved.max_model_len // resolved.block_size)
     if config.max_model_len == -1 and 0 < num_blocks < blocks_needed:
-        fitting = num_blocks * resolved.block_size
         resolved.settings["max_model_len"] = Setting(
-            fitting,
+            num_blocks * resolved.block_size,
             "formula",
             f"{num_blocks} blocks x {resolved.block_size} tokens fit; the model allows {model.max_model_len}",
         )
         blocks_needed = num_blocks
     if num_blocks < blocks_needed:
-        raise _does_not_fit(resolved, memory, block_bytes, num_blocks, blocks_needed)
-    resolved.settings["num_blocks"] = Setting(num_blocks, source, detail)
+        raise _does_not_fit(config, resolved, memory, offer, block_bytes, blocks_needed)
+    resolved.settings["num_blocks"] = Setting(num_blocks, offer.source, offer.detail)
     resolved.settings["kv_cache_bytes"] = Setting(
         num_blocks * block_bytes, "formula", f"{num_blocks} blocks x {block_bytes} bytes"
     )
 
 
-def _num_blocks(
-    config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int
-) -> tuple[int, Source, str]:
+def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int) -> _Offer:
+    """In vLLM's order: the number of blocks, the bytes, the environment variable, the share of memory, what is free."""
     if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override, "flag", "--num-gpu-blocks-override"
+        return _Offer(config.num_gpu_blocks_override * block_bytes, "flag", "--num-gpu-blocks-override", False)
+    per_block = f"{block_bytes} bytes per block"
     if config.kv_cache_memory_bytes is not None:
-        return (
-            config.kv_cache_memory_bytes // block_bytes,
-            "flag",
-            f"--kv-cache-memory-bytes / {block_bytes} bytes per block",
-        )
-    if envs.CPU_KVCACHE_SPACE.is_set() and envs.CPU_KVCACHE_SPACE.get() > 0:
-        gib = envs.CPU_KVCACHE_SPACE.get()
-        return (
-            int(gib * GIB) // block_bytes,
-            "environment",
-            f"VLLM_CPU_KVCACHE_SPACE = {gib} GiB / {block_bytes} bytes per block",
-        )
+        return _Offer(config.kv_cache_memory_bytes, "flag", f"--kv-cache-memory-bytes / {per_block}", False)
+    if (gib := envs.CPU_KVCACHE_SPACE.get()) > 0:
+        detail = f"VLLM_CPU_KVCACHE_SPACE = {gib} GiB / {per_block}"
+        return _Offer(int(gib * GIB), "environment", detail, False)
+    reserve = memory.work_bytes + int(memory.total_bytes * RESERVE_SHARE)
+    free = memory.free_bytes - reserve
+    free_detail = (
+        f"{memory.free_bytes} free after the weights - {reserve} reserve "
+        f"(measured work {memory.work_bytes} + {RESERVE_SHARE:.0%} of {memory.total_bytes}), / {per_block}"
+    )
     if config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization
-        available = int(memory.total_bytes * share) - memory.weight_bytes - memory.work_bytes
+        allowed = int(memory.total_bytes * share) - memory.weight_bytes - memory.work_bytes
         detail = (
             f"{share} x {memory.total_bytes} total - {memory.weight_bytes} weights - {memory.work_bytes} work, "
-            f"/ {block_bytes} bytes per block"
+            f"/ {per_block}"
         )
-        return max(available, 0) // block_bytes, "formula", detail
-    reserve = memory.work_bytes + int(memory.total_bytes * RESERVE_SHARE)
-    fitting = max(memory.free_bytes - reserve, 0) // block_bytes
+        if allowed <= free:
+            return _Offer(allowed, "formula", detail, True)
+        return _Offer(free, "measured", f"less than --gpu-memory-utilization allows ({detail}): {free_detail}", True)
     useful = -(-resolved.max_model_len // resolved.block_size) * resolved.max_num_seqs * MAX_USEFUL_CONTEXTS
-    detail = (
-        f"{memory.free_bytes} free after the weights - {reserve} reserve (measured work {memory.work_bytes} + {RESERVE_SHARE:.0%} of RAM), "
-        f"/ {block_bytes} bytes per block"
-    )
-    if useful < fitting:
-        return (
-            useful,
-            "formula",
-            f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; {fitting} blocks would fit: {detail}",
-        )
-    return fitting, "measured", detail
+    if useful * block_bytes < free:
+        detail = f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; more would fit: {free_detail}"
+        return _Offer(useful * block_bytes, "formula", detail, False)
+    return _Offer(free, "measured", free_detail, True)
 
 
 def _does_not_fit(
-    resolved: Resolved, memory: MemoryFacts, block_bytes: int, num_blocks: int, blocks_needed: int
+    config: EngineConfig, resolved: Resolved, memory: MemoryFacts, offer: _Offer, block_bytes: int, blocks_needed: int
 ) -> MemoryPlanError:
-    missing = (blocks_needed - num_blocks) * block_bytes
-    fixes = []
-    if num_blocks > 0:
-        fixes.append(f"--max-model-len {num_blocks * resolved.block_size} (fits now)")
-    fixes.append(f"--kv-cache-memory-bytes {blocks_needed * block_bytes} (if that much is free)")
-    if resolved.dtype == "float32":
-        fixes.append("--dtype bfloat16 (halves weights and KV cache)")
-    if memory.work_bytes > missing and resolved.max_num_batched_tokens > resolved.max_num_seqs:
-        fixes.append(f"--max-num-batched-tokens {resolved.max_num_seqs} (less work memory)")
+    needed = blocks_needed * block_bytes
+    fixes = _fixes(config, resolved, memory, offer, block_bytes, blocks_needed)
     return MemoryPlanError(
-        f"The KV cache for one request of {resolved.max_model_len} tokens does not fit: {blocks_needed * block_bytes / GIB:.2f} GiB needed, "
-        f"{num_blocks * block_bytes / GIB:.2f} GiB available, {missing / GIB:.2f} GiB missing (weights {memory.weight_bytes / GIB:.2f}, "
-        f"work {memory.work_bytes / GIB:.2f}, free {memory.free_bytes / GIB:.2f} GiB)",
-        fix="Use one of: " + "; ".join(fixes),
+        f"The KV cache for one request of {resolved.max_model_len} tokens does not fit: {shown_bytes(needed)} needed, "
+        f"{shown_bytes(max(offer.num_bytes, 0))} available, {shown_bytes(needed - offer.num_bytes)} missing "
+        f"(weights {shown_bytes(memory.weight_bytes)}, work {shown_bytes(memory.work_bytes)}, "
+        f"free {shown_bytes(memory.free_bytes)} of {shown_bytes(memory.total_bytes)})",
+        fix="Use one of: " + "; ".join(fixes) if fixes else "Free memory, or use a smaller model",
         param="max_model_len",
     )
+
+
+def _fixes(
+    config: EngineConfig, resolved: Resolved, memory: MemoryFacts, offer: _Offer, block_bytes: int, blocks_needed: int
+) -> list[str]:
+    """Single changes, each of which makes the same start succeed."""
+    needed = blocks_needed * block_bytes
+    missing = needed - offer.num_bytes
+    fixes = []
+    fitting = int(offer.num_bytes * (FREE_MEMORY_MARGIN if offer.is_measured else 1)) // block_bytes
+    if fitting > 0:
+        fixes.append(f"--max-model-len {fitting * resolved.block_size}")
+    if config.num_gpu_blocks_override is not None:
+        fixes.append(f"--num-gpu-blocks-override {blocks_needed}")
+    elif needed <= memory.free_bytes - memory.work_bytes:
+        fixes.append(f"--kv-cache-memory-bytes {needed}")
+    halved = offer.num_bytes + (memory.weight_bytes // 2 if offer.is_measured else 0)
+    if resolved.dtype == "float32" and config.num_gpu_blocks_override is None and halved >= needed // 2:
+        fixes.append("--dtype bfloat16 (halves weights and KV cache)")
+    budget, lowest = resolved.max_num_batched_tokens, max(resolved.max_num_seqs, MIN_SUGGESTED_BUDGET)
+    if offer.is_measured and config.enable_chunked_prefill and budget > lowest:
+        saved = (memory.work_bytes - memory.logits_bytes) * (budget - lowest) // budget
+        if saved >= missing:
+            fixes.append(f"--max-num-batched-tokens {lowest} (less work memory, slower prompts)")
+    return fixes
+
+
+def weights_do_not_fit(resolved: Resolved, weight_bytes: int, total_bytes: int) -> MemoryPlanError:
+    """The error for a model whose weights alone are more than the machine has."""
+    fix = "Use a smaller model, or a machine with more memory"
+    if resolved.dtype == "float32" and weight_bytes // 2 < total_bytes:
+        fix = "Use --dtype bfloat16 (halves the weights), or a smaller model"
+    return MemoryPlanError(
+        f"The weights do not fit into memory: they take {shown_bytes(weight_bytes)} in {resolved.dtype}, "
+        f"and there are {shown_bytes(total_bytes)}",
+        fix=fix,
+        param="model",
+    )
+
+
+def shown_bytes(count: int) -> str:
+    """`1.50 GiB`, `11.0 MiB`: bytes for people."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"

@@ -389,7 +389,7 @@ def refuse_field(name: str, known: tuple[str, ...] | None = None) -> None:
             f"{shown} is not a sampling parameter any more", fix=REMOVED_FIELDS[name], param=shown
         )
     close = difflib.get_close_matches(shown, known or SamplingParams.__struct_fields__, n=1)
-    fix = f"Did you mean {close[0]}?" if close else "Remove it"
+    fix = f"The nearest name is {close[0]}" if close else "Remove it"
     raise UnsupportedFieldError(f"Unknown sampling parameter {shown!r}", fix=fix, param=shown)
 
 

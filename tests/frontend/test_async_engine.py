@@ -147,6 +147,15 @@ async def test_a_cancelled_reader_aborts():
         assert running.sent(Abort) == [Abort(["r"])]
 
 
+async def test_a_cancelled_wait_on_a_stream_aborts():
+    async with Running(EchoClient(step_seconds=0.05)) as running:
+        stream = await running.engine.add_request("ab", params(max_tokens=1000), "r")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.001)
+        assert running.sent(Abort) == [Abort(["r"])]
+        assert running.engine.num_unfinished == 0
+
+
 async def test_a_generator_that_is_dropped_aborts():
     async with Running(EchoClient()) as running:
         generator = running.engine.generate("ab", params(max_tokens=1000), "r")
@@ -277,6 +286,7 @@ async def test_a_stuck_engine_is_not_healthy_and_an_idle_one_is():
         assert engine.is_healthy, "idle"
         assert await texts(engine.generate("ab", params(max_tokens=2), "r")) == "ab"
         client.is_paused = True
+        clock.now += 1000
         stream = await engine.add_request("ab", params(max_tokens=2), "s")
         clock.now += async_engine.MIN_STEP_SECONDS - 1
         assert engine.is_healthy, "a step may take this long"

@@ -43,11 +43,13 @@ def hf_render(hf_tokenizer, source, messages, **options):
 @pytest.mark.parametrize("messages", [TURN, DIALOGUE, SYSTEM], ids=["turn", "dialogue", "system"])
 @pytest.mark.parametrize("generation_prompt", [True, False])
 def test_same_as_transformers(hf_tokenizer, style, messages, generation_prompt):
-    source = STYLES[style]
-    if style == "MISTRAL" and messages is SYSTEM:
-        pytest.skip("this template has no system role")
-    expected = hf_render(hf_tokenizer, source, messages, add_generation_prompt=generation_prompt)
-    assert ChatTemplate(source, SPECIAL).render(messages, add_generation_prompt=generation_prompt) == expected
+    template = ChatTemplate(STYLES[style], SPECIAL)
+    if style == "MISTRAL" and messages is SYSTEM:  # it has no system role
+        with pytest.raises(InvalidRequestError, match="roles must alternate"):
+            template.render(messages, add_generation_prompt=generation_prompt)
+        return
+    expected = hf_render(hf_tokenizer, STYLES[style], messages, add_generation_prompt=generation_prompt)
+    assert template.render(messages, add_generation_prompt=generation_prompt) == expected
 
 
 @pytest.mark.parametrize("style", ["CHATML", "LLAMA3", "GEMMA", "QWEN3"])
@@ -101,6 +103,12 @@ def test_tool_call_arguments_arrive_as_objects(hf_tokenizer):
         add_generation_prompt=True,
     )
     assert ours == expected
+
+
+def test_null_fields_are_as_if_missing(hf_tokenizer):
+    messages = [*TURN, {"role": "assistant", "content": "x", "tool_calls": None, "name": None}]
+    expected = hf_render(hf_tokenizer, templates.LLAMA3, messages, add_generation_prompt=True)
+    assert ChatTemplate(templates.LLAMA3, SPECIAL).render(messages) == expected
 
 
 def test_content_parts_reach_the_template_as_it_reads_them():

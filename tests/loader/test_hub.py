@@ -80,7 +80,7 @@ class HubHandler(BaseHTTPRequestHandler):
             data = FILES[path.split(f"/resolve/{COMMIT}/")[1]]
             self.respond(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=COMMIT)
 
-    do_HEAD = do_GET  # noqa: N815 (the name http.server calls)
+    do_HEAD = do_GET
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quire.errors import ConfigError, ModelConfigError, WeightsError
+from quire.kernels import cpu
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
@@ -29,7 +30,7 @@ COMMON = {
     "hidden_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "intermediate_size": 80,
+    "intermediate_size": 96,
     "max_position_embeddings": 96,
     "bos_token_id": 1,
     "eos_token_id": None,
@@ -37,7 +38,7 @@ COMMON = {
 }
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 96, "vocab_size": VOCAB, "eos_token_id": None}
 GQA = {**COMMON, "num_key_value_heads": 2}
-EXPERTS = {**GQA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12}
+EXPERTS = {**GQA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 12}
 
 # By what makes each different: learned positions and Conv1D; interleaved qkv; partial rope and biases; a body inside
 # the body; logit scale and parallel block; sliding window; window on some layers; soft caps; a mixture of experts.
@@ -46,7 +47,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-scaled-by-layer": ("GPT2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
     "gpt_neox": ("GPTNeoX", COMMON),
     "stablelm": ("StableLm", {**GQA, "hidden_size": 64, "use_qkv_bias": True, "qk_layernorm": True}),
-    "opt": ("OPT", {**COMMON, "ffn_dim": 80, "word_embed_proj_dim": 48, "do_layer_norm_before": True}),
+    "opt": ("OPT", {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 48, "do_layer_norm_before": True}),
     "cohere": ("Cohere", {**GQA, "logit_scale": 2.0}),
     "cohere2-windows": ("Cohere2", {**GQA, "sliding_window": 7, "head_dim": 12}),
     "starcoder2-window": ("Starcoder2", {**GQA, "sliding_window": 5}),
@@ -106,7 +107,14 @@ def test_logits_and_greedy_tokens_equal_transformers(pair: tuple[Any, CausalLM])
 
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 def test_chunks_and_batch_mates_do_not_change_logits(pair: tuple[Any, CausalLM], chunk: int) -> None:
-    _, ours = pair
+    """Not by a single bit: matrix products, attention and norms sum a row in the same order whatever else is computed.
+
+    Widths are multiples of 32, as in real models: the last elements of other widths go through scalar code in torch's
+    activation functions. The experts of a mixture, and everything without the compiled kernels, are torch's own matrix products,
+    exact to rounding only.
+    """
+    theirs, ours = pair
+    is_exact = cpu.available() and "moe" not in theirs.config.model_type
     first, second = prompts()
     whole = PagedRun(ours, torch.float32).step({0: first})[0]
     run = PagedRun(ours, torch.float32)
@@ -114,7 +122,7 @@ def test_chunks_and_batch_mates_do_not_change_logits(pair: tuple[Any, CausalLM],
     for begin in range(0, len(first), chunk):
         rows = {1: second[begin : begin + chunk], 0: first[begin : begin + chunk]}
         pieces.append(run.step({sequence: tokens for sequence, tokens in rows.items() if tokens})[0])
-    torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=0 if is_exact else TOLERANCE)
 
 
 def test_bfloat16_and_float16(tmp_path: Path) -> None:

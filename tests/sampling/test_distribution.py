@@ -100,7 +100,7 @@ def mixed_requests(count: int) -> list[SamplingParams]:
 
 
 def run(order: list[int], requests: list[SamplingParams], num_steps: int, batch: int, preempt: bool) -> dict[int, Any]:
-    """Sample `num_steps` tokens for each request, in batches of the given order; a preempted request resumes on another row."""
+    """Sample `num_steps` tokens for each request, in batches; a preempted request resumes on another row."""
     state = SamplingState(2 * len(requests), V)
     sampler = Sampler(state)
     row_of = {request: position for position, request in enumerate(order)}

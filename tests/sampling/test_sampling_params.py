@@ -217,7 +217,7 @@ def test_removed_fields_name_the_replacement(name: str) -> None:
 
 
 def test_unknown_field_suggests_the_close_one() -> None:
-    with pytest.raises(UnsupportedFieldError, match="Did you mean temperature") as caught:
+    with pytest.raises(UnsupportedFieldError, match="The nearest name is temperature") as caught:
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
     assert caught.value.param == "temprature"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import httpx
 import openai
 import uvicorn
 import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 
 import quire.demo
 from quire.frontend.async_engine import AsyncEngine
@@ -22,6 +24,7 @@ from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.tokenizer import Tokenizer
+from quire.messages import AddRequest
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.app import create_app
 from quire.server.state import ServerSettings
@@ -56,15 +59,16 @@ class RunningServer:
         *,
         answer: list[int] | None = ANSWER,
         tokenizer: Tokenizer | None = TOKENIZER,
-        max_logprobs: int = 20,
+        waits_for_engine: bool = True,
+        clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
         self.client = EchoClient(answer, max_model_len=MAX_MODEL_LEN) if client is None else client
+        self._waits_for_engine = waits_for_engine
         self.metrics = PrometheusMetrics(MODEL, MAX_MODEL_LEN)
-        inputs = InputProcessor(
-            tokenizer, ModelLimits(MAX_MODEL_LEN, TOKENIZER.vocab_size, max_logprobs), eos_token_ids=TOKENIZER.eos_token_ids
-        )
-        self.engine = AsyncEngine(self.client, inputs, OutputProcessor(tokenizer, self.metrics))
+        limits = ModelLimits(MAX_MODEL_LEN, TOKENIZER.vocab_size)
+        inputs = InputProcessor(tokenizer, limits, eos_token_ids=TOKENIZER.eos_token_ids)
+        self.engine = AsyncEngine(self.client, inputs, OutputProcessor(tokenizer, self.metrics), clock=clock)
         self.settings = replace(ServerSettings((MODEL, "alias"), log_stats_interval=0.0), **settings)
         self.app = create_app(self.engine, tokenizer, self.settings, self.metrics)
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -87,8 +91,8 @@ class RunningServer:
     def __enter__(self) -> RunningServer:
         self._thread.start()
         self.wait_for(lambda: self._server.started, "the server to start")
-        if self.client.sent is not None and self.client._messages:
-            self.wait_for(lambda: self.engine.is_ready or self.engine.error is not None, "the engine")
+        if self._waits_for_engine:
+            self.wait_for(lambda: self.engine.is_ready, "the engine to be ready")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -131,5 +135,26 @@ class RunningServer:
     def complete(self, **fields: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": "Hi", **fields})
 
+    def events(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """The events of a streamed answer, which must end with [DONE]."""
+        body = {"stream": True, **fields}
+        with self.http.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+            lines = [line for line in response.iter_lines() if line]
+        assert all(line.startswith("data: ") for line in lines), lines
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
-AsyncCall = Callable[[], Awaitable[None]]
+    def last_request(self) -> AddRequest:
+        """What the engine was last asked for."""
+        return next(message for message in reversed(self.client.sent) if isinstance(message, AddRequest))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of /metrics."""
+        wanted = {"model_name": MODEL, "engine": "0", **labels}
+        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == name and sample.labels == wanted:
+                    return sample.value
+        raise AssertionError(f"no sample {name} {wanted}")

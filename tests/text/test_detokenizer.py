@@ -95,6 +95,14 @@ def test_a_prompt_without_text_does_not_count():
     assert tokenizer.new_detokenizer([the]).push([the]) == " the"
 
 
+@pytest.mark.parametrize("kind", ["llama", "metaspace"])
+def test_skipped_tokens_are_not_the_first(kind):
+    tokenizer = tokenizer_of(kind)
+    begin, the = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("▁the")
+    for ids in ([begin, the, the], [begin, begin, the], [tokenizer.vocab_size + 1, the]):
+        assert tokenizer.decode(ids) == build(kind).decode(ids)
+
+
 def test_incomplete_characters_are_held_back_and_flushed():
     tokenizer = tokenizer_of("gemma")
     smile = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]

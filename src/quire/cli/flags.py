@@ -7,10 +7,11 @@ import dataclasses
 import difflib
 import json
 import sys
-import types
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
+from quire.config import field_type
 from quire.errors import ConfigError
+from quire.vllm_arguments import NEUTRAL, NO_EFFECT, flag_type
 
 C = TypeVar("C")
 
@@ -40,15 +41,6 @@ def _dashes(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
-
-
-def _base_type(annotation: Any) -> tuple[Any, bool]:
-    """(type without None, is it a tuple)."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        annotation = next(a for a in get_args(annotation) if a is not types.NoneType)
-    if get_origin(annotation) is tuple:
-        return get_args(annotation)[0], True
-    return annotation, False
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -81,7 +73,7 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type, *, skip: fro
         if f.name in skip:
             continue
         names = ["--" + f.name.replace("_", "-"), *f.metadata["flags"]]
-        base, is_many = _base_type(hints[f.name])
+        base, is_many, _ = field_type(hints[f.name])
         options: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": _help(f)}
         if base is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -100,10 +92,16 @@ def _help(f: dataclasses.Field[Any]) -> str:
     return (str(f.metadata["help"]) + default).replace("%", "%%")
 
 
+def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+    """vLLM's flags without a setting here: known, so that command lines written for vLLM run, and not shown in the help."""
+    for name in sorted(NO_EFFECT.keys() | NEUTRAL.keys()):
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        kind = flag_type(name)
+        options |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": _converter(kind)}
+        parser.add_argument("--" + name.replace("_", "-"), **options)
+
+
 def config_from_args(config: type[C], args: argparse.Namespace) -> C:
     """The dataclass from the flags that were given; the rest keeps its default."""
     names = {f.name for f in dataclasses.fields(config)}  # type: ignore[arg-type]
-    given = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items() if name in names
-    }
-    return config(**given)
+    return config(**{name: value for name, value in vars(args).items() if name in names})

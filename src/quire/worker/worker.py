@@ -12,13 +12,14 @@ import torch
 from quire import envs
 from quire.config import EngineConfig
 from quire.cost import devices
+from quire.errors import MemoryPlanError
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu
 from quire.loader.load import load_model
 from quire.logs import get_logger
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.models.registry import CausalLM
-from quire.resolve import MemoryFacts, Resolved, plan_kv_cache, resolve
+from quire.resolve import MemoryFacts, Resolved, plan_kv_cache, resolve, shown_bytes, weights_do_not_fit
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
@@ -51,7 +52,9 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     isa = cpu.isa() if cpu.available() else "torch"
     device = devices.detect(isa)
     resolved = resolve(config, model_config, device, is_server=is_server)
-    _check_fit_before_load(config, model_config, resolved, device.total_memory_bytes)
+    # Refused before minutes are spent on reading them.
+    if (planned := model_config.weight_bytes(resolved.dtype)) >= device.total_memory_bytes:
+        raise weights_do_not_fit(resolved, planned, device.total_memory_bytes)
     if cpu.available():
         cpu.set_num_threads(resolved.num_threads)
     torch.set_num_threads(resolved.num_threads)
@@ -59,27 +62,33 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     model_config = replace(model_config, max_model_len=resolved.max_model_len)
     model = load_model(model_config, dtype, config.load_format, progress, config.model_impl)
     progress("warm up", 0.0, "measuring working memory")
-    work_bytes = _measure_work_bytes(model, model_config, resolved, dtype)
+    logits_bytes = resolved.max_num_seqs * model_config.vocab_size * 4 * LOGITS_COPIES
+    work_bytes = _measure_work_bytes(model, model_config, resolved, dtype) + logits_bytes
     memory = MemoryFacts(
         total_bytes=device.total_memory_bytes,
         free_bytes=devices.free_memory_bytes(),
-        weight_bytes=model_config.weight_bytes(resolved.dtype),
+        weight_bytes=model.weight_bytes(),
         work_bytes=work_bytes,
+        logits_bytes=logits_bytes,
     )
     plan_kv_cache(config, model_config, resolved, memory)
-    caches = _allocate_caches(model_config, resolved, resolved.num_blocks, dtype)
+    if resolved.kv_cache_bytes + work_bytes > memory.free_bytes:
+        logger.warning(
+            "the KV cache may grow to %s, and only %s are free: when it does, the system may end this process",
+            shown_bytes(resolved.kv_cache_bytes),
+            shown_bytes(memory.free_bytes),
+        )
+    try:
+        caches = _allocate_caches(model_config, resolved, resolved.num_blocks, dtype)
+    except RuntimeError as error:  # torch's allocator: more than the system promises to anybody
+        raise MemoryPlanError(
+            f"The system refuses {shown_bytes(resolved.kv_cache_bytes)} for the KV cache",
+            expected=f"less than the {shown_bytes(memory.free_bytes)} that are free",
+            fix="Lower --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE or --num-gpu-blocks-override",
+            param="kv_cache_memory_bytes",
+        ) from error
     inputs = InputBatch(resolved.max_num_seqs, resolved.max_model_len, resolved.block_size, model_config.vocab_size)
     return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved, model_config)
-
-
-def _check_fit_before_load(
-    config: EngineConfig, model_config: ModelConfig, resolved: Resolved, total_bytes: int
-) -> None:
-    """Refuse weights that cannot fit before minutes are spent on reading them."""
-    weight_bytes = model_config.weight_bytes(resolved.dtype)
-    if weight_bytes >= total_bytes:
-        memory = MemoryFacts(total_bytes=total_bytes, free_bytes=0, weight_bytes=weight_bytes, work_bytes=0)
-        plan_kv_cache(config, model_config, resolved, memory)
 
 
 def _allocate_caches(
@@ -103,7 +112,7 @@ def _peak_resident_bytes() -> int:
 
 
 def _measure_work_bytes(model: CausalLM, model_config: ModelConfig, resolved: Resolved, dtype: torch.dtype) -> int:
-    """Peak memory of one step at the full token budget: measured on a short run, scaled, plus the logits of every row.
+    """Peak memory of one step at the full token budget, logits aside: measured on a short run, and scaled.
 
     The run also warms the kernels: the first request does not pay for thread start and page faults.
     """
@@ -121,8 +130,7 @@ def _measure_work_bytes(model: CausalLM, model_config: ModelConfig, resolved: Re
     widest = 2 * model_config.intermediate_size + 4 * model_config.hidden_size
     floor = num_tokens * widest * DTYPE_BYTES[resolved.dtype]
     scale: float = resolved.max_num_batched_tokens / num_tokens
-    logits: int = resolved.max_num_seqs * model_config.vocab_size * 4 * LOGITS_COPIES
-    return int(max(growth, floor) * scale) + logits
+    return int(max(growth, floor) * scale)
 
 
 def _profile_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:

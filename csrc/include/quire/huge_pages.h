@@ -1,0 +1,25 @@
+// Advice to the operating system about large buffers. Fresh memory arrives one page fault at a time, and reads of many pages
+// miss the TLB: 2 MiB pages make both cheaper.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace quire {
+
+inline constexpr size_t kHugePageBytes = size_t{2} << 20;
+
+// Asks for huge pages for the whole ones inside [begin, begin + bytes). Only a hint: it may be ignored.
+inline void advise_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + bytes) & ~(kHugePageBytes - 1);
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace quire

@@ -1,0 +1,111 @@
+"""The kernels' thread pool, as far as it can be seen from Python: every task runs once, on a thread of the pool, also with
+other sizes, from several Python threads at once, and in the child of a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quire.kernels import cpu, ops
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the compiled kernels")
+
+
+def probe(num_tasks: int) -> list[int]:
+    """Thread index that ran each task; -1 = the task did not run."""
+    return list(cpu._C.thread_pool_probe(num_tasks))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+def test_every_task_runs_on_a_thread_of_the_pool(num_threads: int, set_num_threads: Callable[[int], None]) -> None:
+    set_num_threads(num_threads)
+    assert cpu.get_num_threads() == num_threads
+    for num_tasks in (0, 1, 2, 3, 100, 1000):
+        threads = probe(num_tasks)
+        assert len(threads) == num_tasks
+        assert all(0 <= thread < num_threads for thread in threads)
+
+
+def test_a_second_thread_takes_part(set_num_threads: Callable[[int], None]) -> None:
+    set_num_threads(2)
+    used: set[int] = set()
+    for _ in range(50):
+        used.update(probe(20_000))
+    assert used == {0, 1}
+
+
+def test_jobs_survive_a_change_of_size(set_num_threads: Callable[[int], None]) -> None:
+    for num_threads in (4, 1, 3, 2, 4, 2):
+        set_num_threads(num_threads)
+        assert set(probe(200)) <= set(range(num_threads))
+
+
+def test_jobs_from_several_python_threads(set_num_threads: Callable[[int], None]) -> None:
+    set_num_threads(3)
+    torch.manual_seed(0)
+    x_TK, weight_NK = torch.randn(20, 64), torch.randn(300, 64)
+    packed = ops.pack_linear(weight_NK)
+    expected_TN = ops.linear(x_TK, packed)
+    wrong: list[str] = []
+
+    def work() -> None:
+        for _ in range(100):
+            if not torch.equal(ops.linear(x_TK, packed), expected_TN):
+                wrong.append("a product differs")
+            if min(probe(17)) < 0:
+                wrong.append("a task did not run")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads), "a caller hangs"
+    assert wrong == []
+
+
+FORK = """
+import os, sys
+from quire.kernels import cpu
+cpu.set_num_threads(3)
+probe = cpu._C.thread_pool_probe
+assert min(probe(100)) >= 0
+pid = os.fork()
+if pid == 0:
+    used = set()
+    for _ in range(200):
+        used.update(probe(5000))
+    os._exit(0 if cpu.get_num_threads() == 3 and used == {0, 1, 2} else 1)
+_, status = os.waitpid(pid, 0)
+assert min(probe(100)) >= 0
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_child_of_a_fork_starts_its_own_threads() -> None:
+    """In a process of its own: a fork of the test process would copy whatever locks other libraries hold."""
+    result = subprocess.run([sys.executable, "-c", FORK], timeout=60, capture_output=True, text=True)
+    assert result.returncode == 0, f"the child did not run its tasks on its own threads\n{result.stderr}"
+
+
+def test_default_is_within_what_the_process_may_use() -> None:
+    assert 1 <= cpu.default_num_threads() <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_default_follows_the_affinity() -> None:
+    one_cpu = f"""
+import os
+os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
+from quire.kernels import cpu
+print(cpu.get_num_threads())
+"""
+    result = subprocess.run([sys.executable, "-c", one_cpu], timeout=60, capture_output=True, text=True)
+    assert result.stdout.strip() == "1", result.stderr

@@ -1,0 +1,179 @@
+"""POST /v1/completions with OpenAI's own client and with raw HTTP."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.frontend.echo_client import EchoClient
+from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
+
+COMPLETIONS = "/v1/completions"
+
+
+def test_openai_client(server):
+    answer = server.openai().completions.create(model=MODEL, prompt="Hi", max_tokens=100)
+    assert answer.id.startswith("cmpl-")
+    assert answer.object == "text_completion"
+    (choice,) = answer.choices
+    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, TEXT, "stop", None)
+    assert answer.usage.completion_tokens == len(ANSWER) + 1
+    assert answer.usage.prompt_tokens == len(server.last_request().prompt_token_ids)
+
+
+def test_openai_client_streamed(server):
+    chunks = list(server.openai().completions.create(model=MODEL, prompt="Hi", max_tokens=100, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_async_openai_client(server):
+    async with server.async_openai() as client:
+        stream = await client.completions.create(model=MODEL, prompt="Hi", max_tokens=100, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == TEXT
+
+
+def test_default_is_16_tokens(echo):
+    assert echo.complete().json()["usage"]["completion_tokens"] == 16
+
+
+HELLO, WORLD = (TOKENIZER.encode(text, add_special_tokens=False) for text in ("hello", "world"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hello", [HELLO]),
+        (["hello", "world"], [HELLO, WORLD]),
+        (HELLO, [HELLO]),
+        ([HELLO, WORLD], [HELLO, WORLD]),
+        (["hello", WORLD], [HELLO, WORLD]),
+    ],
+)
+def test_prompt_shapes(echo, prompt, expected):
+    answer = echo.complete(prompt=prompt, max_tokens=3, n=2, return_token_ids=True, add_special_tokens=False).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(expected)))
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [ids for ids in expected for _ in range(2)]
+    assert [choice["token_ids"] for choice in answer["choices"]] == [
+        (ids * 3)[:3] for ids in expected for _ in range(2)
+    ]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+    assert answer["usage"]["completion_tokens"] == 6 * len(expected)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 60},
+        {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 9},
+        {"echo": True, "max_tokens": 5},
+        {"echo": True, "logprobs": 2, "max_tokens": 5, "prompt": ["Hello there", "x"], "n": 2},
+        {"echo": True, "max_tokens": 0, "logprobs": 1},
+        {"logprobs": 3, "max_tokens": 50},
+        {"logprobs": 0, "max_tokens": 3, "return_tokens_as_token_ids": True},
+        {"prompt_logprobs": 1, "max_tokens": 2},
+        {"return_token_ids": True, "max_tokens": 3},
+        {"stop": "naïve", "max_tokens": 60},
+    ],
+)
+def test_streamed_equals_not_streamed(server, fields):
+    fields = {"prompt": "Hi", **fields}
+    whole = server.complete(**fields).json()
+    events = server.events(COMPLETIONS, stream_options={"include_usage": True}, **fields)
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [(part["finish_reason"], part["stop_reason"]) for part in parts if part["finish_reason"]] == [
+            (choice["finish_reason"], choice["stop_reason"])
+        ]
+        for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs"):
+            pieces = [item for part in parts if part["logprobs"] for item in part["logprobs"][name]]
+            assert pieces == (choice["logprobs"][name] if choice["logprobs"] else []), name
+        for name in ("prompt_token_ids", "prompt_logprobs"):
+            assert [part[name] for part in parts if name in part] == ([choice[name]] if name in choice else [])
+
+
+def test_logprobs(server):
+    choice = server.openai().completions.create(model=MODEL, prompt="Hi", max_tokens=len(ANSWER), logprobs=2).choices[0]
+    logprobs = choice.logprobs
+    assert "".join(logprobs.tokens) == TEXT == choice.text
+    for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+        assert choice.text[offset : offset + len(token)] == token
+    assert set(logprobs.token_logprobs) == {-0.25}
+    assert all(top[token] == -0.25 for top, token in zip(logprobs.top_logprobs, logprobs.tokens, strict=True))
+
+
+def test_echo_with_logprobs(server):
+    prompt = "Hello there"
+    choice = server.complete(prompt=prompt, echo=True, logprobs=1, max_tokens=2).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == prompt + TOKENIZER.decode(ANSWER[:2])
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+        assert choice["text"][offset : offset + len(token)] == token
+    assert "prompt_logprobs" not in choice
+
+
+def test_echo_of_token_ids(server):
+    assert server.complete(prompt=HELLO, echo=True, max_tokens=1).json()["choices"][0]["text"].startswith("hello")
+
+
+def test_echo_only(server):
+    answer = server.complete(prompt="Hello there", echo=True, max_tokens=0, logprobs=0).json()
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Hello there", "length")
+    assert "".join(choice["logprobs"]["tokens"]) == "Hello there"
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_without_tokenizer():
+    with RunningServer(EchoClient(), tokenizer=None) as server:
+        choice = server.complete(prompt=[5, 6], max_tokens=3, return_token_ids=True, logprobs=0).json()["choices"][0]
+        assert (choice["text"], choice["token_ids"]) == ("", [5, 6, 5])
+        assert choice["logprobs"]["tokens"] == ["token_id:5", "token_id:6", "token_id:5"]
+        assert server.complete(prompt="text").status_code == 400
+        assert server.chat().status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt[0]"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"prompt": "x"}}, "prompt"),
+        ({"prompt": "x " * MAX_MODEL_LEN}, "prompt"),
+        ({"prompt": "x" * 200_000}, "prompt"),
+        ({"prompt": ["x"] * 257}, "prompt"),
+        ({"prompt": ["x"] * 100, "n": 3}, "prompt"),
+        ({"n": 129}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 2, "logprob_token_ids": [1]}, "logprobs"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"cache_salt": ""}, "cache_salt"),
+    ],
+)
+def test_refused(server, fields, param):
+    response = server.complete(**fields)
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert error["param"] == param, error
+    server.wait_for_idle()
+
+
+def test_one_bad_prompt_refuses_all(echo):
+    response = echo.complete(prompt=["good", "x " * MAX_MODEL_LEN], max_tokens=500)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    echo.wait_for_idle()

@@ -1,0 +1,107 @@
+"""InputBatch against a plain reading of ScheduledBatch: tokens, positions, slots, tables and who samples."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from quire.forward_batch import LayerCache
+from quire.sampling_params import SamplingParams
+from quire.schedule import NewRow, ScheduledBatch
+from quire.worker.input_batch import InputBatch
+from quire.worker.kv_cache import allocate, copy_blocks, num_bytes
+
+BLOCK_SIZE = 8
+MAX_MODEL_LEN = 64
+
+
+def _row(request_id: str, token_ids: list[int], num_prompt_tokens: int, block_ids: list[int]) -> NewRow:
+    return NewRow(request_id, token_ids, num_prompt_tokens, SamplingParams(temperature=0.0), block_ids)
+
+
+def _batch(step_id: int, rows: list[tuple[str, int, int]], **kwargs: object) -> ScheduledBatch:
+    """rows: (request_id, computed, scheduled)."""
+    batch = ScheduledBatch(
+        step_id,
+        request_ids=[row[0] for row in rows],
+        num_computed_tokens=[row[1] for row in rows],
+        num_scheduled_tokens=[row[2] for row in rows],
+        new_block_ids=[[] for _ in rows],
+    )
+    for name, value in kwargs.items():
+        setattr(batch, name, value)
+    return batch
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_forward_batch_is_what_the_schedule_says(seed: int) -> None:
+    rng = random.Random(seed)
+    inputs = InputBatch(2, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size=100)  # has to grow
+    names = [f"r{i}" for i in range(5)]
+    rng.shuffle(names)
+    tokens = {name: [rng.randrange(100) for _ in range(rng.randrange(1, MAX_MODEL_LEN))] for name in names}
+    free = list(range(100))
+    rng.shuffle(free)
+    tables = {name: [free.pop() for _ in range(-(-len(tokens[name]) // BLOCK_SIZE))] for name in names}
+    rows = []
+    for name in names:
+        computed = rng.randrange(len(tokens[name]))
+        rows.append((name, computed, rng.randrange(1, len(tokens[name]) - computed + 1)))
+    new_rows = [_row(name, tokens[name], len(tokens[name]), tables[name]) for name in sorted(names)]
+    batch = _batch(0, rows, new_rows=new_rows)
+    inputs.apply(batch)
+    step = inputs.step_rows(batch)
+    packed = inputs.forward_batch(step, [])
+
+    expected = [
+        (tokens[name][p], p, tables[name][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE)
+        for name, computed, count in rows
+        for p in range(computed, computed + count)
+    ]
+    actual = zip(packed.token_ids_T.tolist(), packed.positions_T.tolist(), packed.slot_mapping_T.tolist(), strict=True)
+    assert list(actual) == expected
+    assert packed.seq_lens_S.tolist() == [computed + count for _, computed, count in rows]
+    assert packed.cu_seqlens_q_S1.tolist() == [sum(r[2] for r in rows[:i]) for i in range(len(rows) + 1)]
+    for (name, computed, count), table in zip(rows, packed.block_tables_SM.tolist(), strict=True):
+        used = -(-(computed + count) // BLOCK_SIZE)
+        assert table[:used] == tables[name][:used]
+    assert step.samples_S.tolist() == [computed + count == len(tokens[name]) for name, computed, count in rows]
+    last = [sum(r[2] for r in rows[: i + 1]) - 1 for i in range(len(rows))]
+    assert packed.logits_indices_R.tolist() == [last[i] for i, s in enumerate(step.samples_S) if s]
+
+
+def test_a_sampled_token_is_the_next_steps_input() -> None:
+    inputs = InputBatch(1, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size=100)
+    inputs.apply(_batch(0, [("a", 0, 3)], new_rows=[_row("a", [7, 8, 9], 3, [4])]))
+    inputs.append_token(inputs.row_of["a"], 55)
+    batch = _batch(1, [("a", 3, 1)])
+    inputs.apply(batch)
+    packed = inputs.forward_batch(inputs.step_rows(batch), [])
+    assert (packed.token_ids_T.tolist(), packed.slot_mapping_T.tolist()) == ([55], [4 * BLOCK_SIZE + 3])
+
+
+def test_removed_rows_are_reused_and_unknown_ids_ignored() -> None:
+    inputs = InputBatch(1, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size=100)
+    inputs.apply(_batch(0, [("a", 0, 1)], new_rows=[_row("a", [1], 1, [0])]))
+    row = inputs.row_of["a"]
+    inputs.apply(_batch(1, [("b", 0, 1)], removed_request_ids=["a", "never"], new_rows=[_row("b", [2], 1, [3])]))
+    assert inputs.row_of == {"b": row}
+    assert inputs.block_tables[row, 0] == 3
+
+
+def test_block_copies_read_before_they_write() -> None:
+    caches = allocate(2, 4, 1, BLOCK_SIZE, 2, torch.float32, torch.device("cpu"))
+    for cache in caches:
+        for tensor in (cache.k_BGPE, cache.v_BGPE):
+            tensor.copy_(torch.arange(4.0).view(4, 1, 1, 1).expand_as(tensor))
+    copy_blocks(caches, [(0, 1), (1, 2)])
+    for cache in caches:
+        for tensor in (cache.k_BGPE, cache.v_BGPE):
+            assert tensor[:, 0, 0, 0].tolist() == [0.0, 0.0, 1.0, 3.0]
+
+
+def test_num_bytes() -> None:
+    caches: list[LayerCache] = allocate(3, 5, 2, BLOCK_SIZE, 16, torch.bfloat16, torch.device("cpu"))
+    assert num_bytes(caches) == 3 * 2 * 5 * 2 * BLOCK_SIZE * 16 * 2
