@@ -105,7 +105,9 @@ class PendingRows {
     const __m512 low = _mm512_add_ps(_mm512_load_ps(sums_), _mm512_load_ps(bias_));
     const __m512 high = _mm512_add_ps(_mm512_load_ps(sums_ + 16), _mm512_load_ps(bias_ + 16));
     const __mmask32 mask = columns_ == 32 ? ~__mmask32{0} : (__mmask32{1} << columns_) - 1;
-    if (dtype_ == DType::bf16) {
+    if (dtype_ == DType::bf16 && columns_ == 32) {
+      _mm512_storeu_si512(out_, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+    } else if (dtype_ == DType::bf16) {
       _mm512_mask_storeu_epi16(out_, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
     } else if (dtype_ == DType::f16) {
       _mm512_mask_storeu_epi16(out_, mask, _mm512_inserti64x4(_mm512_castsi256_si512(narrow_f16(low)), narrow_f16(high), 1));
@@ -143,7 +145,6 @@ __attribute__((noinline)) void run_2x2(const char* a, const char* b, int64_t ste
   }
   const int64_t pending_per_step = (pending.rows_left() + steps - 1) / steps;
   for (int64_t step = 0; step < steps; ++step, a += kGroupRows * kRowBytes, b += kStepBytes) {
-    prefetch.fetch();
     _tile_stream_loadd(6, b, kRowBytes);
     _tile_stream_loadd(4, a, kRowBytes);
     _tile_stream_loadd(7, b + kWeightTileBytes, kRowBytes);

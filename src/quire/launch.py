@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +78,7 @@ def _input_processor(config: EngineConfig, model_config: ModelConfig, tokenizer:
         ModelLimits(model_config.max_model_len, model_config.vocab_size, config.max_logprobs),
         defaults=sampling_defaults(generation, config.override_generation_config),
         eos_token_ids=tuple(eos),
-        seed=config.seed,
+        seed=secrets.randbits(63) if config.seed is None else config.seed,
     )
 
 
@@ -92,10 +95,13 @@ class EngineProcessHandle:
 
     def start(self) -> None:
         """Start the process. The addresses must be bound already."""
-        self._process = subprocess.Popen([sys.executable, "-m", "quire.engine.process"], stdin=subprocess.PIPE)
+        # -P: a module of the current folder must not stand in for one of ours or of the standard library.
+        command = [sys.executable, "-P", "-m", "quire.engine.process"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert self._process.stdin is not None
+        # The pipe stays open: its end tells the engine that this process has ended.
         self._process.stdin.write(msgspec.json.encode(self._launch) + b"\n")
-        self._process.stdin.close()
+        self._process.stdin.flush()
 
     @property
     def pid(self) -> int | None:
@@ -105,15 +111,27 @@ class EngineProcessHandle:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def describe_end(self) -> str | None:
+        """How the process ended, for people; None while it runs and if it left by itself."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None or code >= 0:
+            return None
+        hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
+        return f"The engine process was ended by {signal.Signals(-code).name}{hint}."
+
     def stop(self, timeout: float = 5.0) -> None:
-        """End the process, politely first, and remove its sockets."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
+        """End the process, politely first, and remove its sockets. May be called again."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
             try:
-                self._process.wait(timeout)
+                process.wait(timeout)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                process.kill()
+                process.wait()
+        if process is not None and process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         self._sockets.cleanup()
 
 

@@ -110,8 +110,8 @@ def test_chunks_and_batch_mates_do_not_change_logits(pair: tuple[Any, CausalLM],
     """Not by a single bit: matrix products, attention and norms sum a row in the same order whatever else is computed.
 
     Widths are multiples of 32, as in real models: the last elements of other widths go through scalar code in torch's
-    activation functions. The experts of a mixture, and everything without the compiled kernels, are torch's own matrix products,
-    exact to rounding only.
+    activation functions. The experts of a mixture, and everything without the compiled kernels, are torch's own matrix
+    products, exact to rounding only.
     """
     theirs, ours = pair
     is_exact = cpu.available() and "moe" not in theirs.config.model_type

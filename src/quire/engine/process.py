@@ -1,13 +1,16 @@
 """The engine process: reads messages from the API process, steps the core, answers with one message per step.
 
-Started as `python -m quire.engine.process` with one JSON line on standard input (EngineLaunch). It ends with its parent.
+Started as `python -m quire.engine.process` with one JSON line on standard input (EngineLaunch). The parent keeps the pipe
+open and writes no more: its end is the parent's end, however that came, and then the engine ends too.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,12 +31,11 @@ from quire.messages import (
     EngineMessage,
     EngineOutputs,
     EngineProgress,
+    RequestDelta,
     SetLimits,
 )
 
 logger = logs.get_logger(__name__)
-
-IDLE_POLL_MS = 500  # also how often the parent's life is checked while idle
 
 
 class EngineProcess:
@@ -49,7 +51,6 @@ class EngineProcess:
         self._outputs.connect(launch.output_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
-        self._parent = os.getppid()
         self._stopping = False
 
     def run(self) -> int:
@@ -81,18 +82,17 @@ class EngineProcess:
     def _serve(self, started: StartedEngine) -> None:
         core = started.core
         while not self._stopping:
-            self._receive(core, 0 if core.has_work() else IDLE_POLL_MS)
+            self._receive(core, waits=not core.has_work())
             if not core.has_work():
-                if os.getppid() != self._parent:
-                    return
                 continue
             deltas = core.step()
             if deltas or core.last_record is not None:
                 self._send(EngineOutputs(deltas, core.last_record))
 
-    def _receive(self, core: EngineCore, timeout_ms: int) -> None:
-        if not self._inputs.poll(timeout_ms):
-            return
+    def _receive(self, core: EngineCore, *, waits: bool) -> None:
+        """Take in every message that is there; `waits`: for the first one, as long as it takes."""
+        if waits:
+            self._inputs.poll()
         handlers: dict[type, Callable[..., None]] = {
             AddRequest: core.add,
             Abort: lambda message: core.abort(message.request_ids),
@@ -104,8 +104,23 @@ class EngineProcess:
                 frame = self._inputs.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = self._decoder.decode(frame)
-            handlers[type(message)](message)
+            try:
+                message = self._decoder.decode(frame)
+                handlers[type(message)](message)
+            except Exception as error:  # of one message: the requests that run go on
+                logger.exception("a message could not be handled")
+                self._refuse(frame, error)
+
+    def _refuse(self, frame: bytes, error: Exception) -> None:
+        """Tell the front end, if the message was about a request, that this one will not be answered."""
+        try:
+            fields = msgspec.msgpack.decode(frame)
+        except msgspec.MsgspecError:
+            return  # logged; nothing in it says whom it concerned
+        request_id = fields.get("request_id") if isinstance(fields, dict) else None
+        if isinstance(request_id, str):
+            message = f"The engine could not take the request ({type(error).__name__})"
+            self._send(EngineOutputs([RequestDelta(request_id, finish_reason="error", error=message)]))
 
     def _command(self, core: EngineCore) -> Callable[[Command], None]:
         def handle(command: Command) -> None:
@@ -128,11 +143,24 @@ class EngineProcess:
         self._context.term()
 
 
+def _end_with_parent(launch: EngineLaunch) -> None:
+    """Wait for the end of standard input, then leave at once: nobody is there to answer to."""
+    sys.stdin.buffer.read()
+    # A parent that was killed could not remove the folder of its sockets.
+    shutil.rmtree(Path(launch.input_address.removeprefix("ipc://")).parent, ignore_errors=True)
+    os._exit(0)
+
+
 def main() -> int:
     # The parent decides when to stop: a Ctrl-C in the terminal reaches both processes, and the parent drains first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return 0  # the parent ended while it started this process
     logs.configure()
-    process = EngineProcess(msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineLaunch))
+    launch = msgspec.json.decode(line, type=EngineLaunch)
+    threading.Thread(target=_end_with_parent, args=(launch,), name="parent watch", daemon=True).start()
+    process = EngineProcess(launch)
     try:
         return process.run()
     finally:
