@@ -145,6 +145,7 @@ __attribute__((noinline)) void run_2x2(const char* a, const char* b, int64_t ste
   }
   const int64_t pending_per_step = (pending.rows_left() + steps - 1) / steps;
   for (int64_t step = 0; step < steps; ++step, a += kGroupRows * kRowBytes, b += kStepBytes) {
+    prefetch.fetch();
     _tile_stream_loadd(6, b, kRowBytes);
     _tile_stream_loadd(4, a, kRowBytes);
     _tile_stream_loadd(7, b + kWeightTileBytes, kRowBytes);

@@ -18,17 +18,21 @@ _PUBLIC = {
     "Logprob": "quire.outputs",
     "BeamSearchOutput": "quire.outputs",
     "BeamSearchSequence": "quire.outputs",
-    "TextPrompt": "quire.frontend.input_processor",
-    "TokensPrompt": "quire.frontend.input_processor",
+    "TextPrompt": "quire.frontend.prompts",
+    "TokensPrompt": "quire.frontend.prompts",
+    "PromptType": "quire.frontend.prompts",
 }
+# vLLM's names for the same things, so that a script runs after changing the import. New code uses the right-hand names.
+_ALIASES = {"EngineArgs": "EngineConfig", "AsyncEngineArgs": "EngineConfig", "AsyncLLMEngine": "AsyncLLM"}
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", *_PUBLIC, *_ALIASES]
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM as AsyncLLM
     from quire.config import EngineConfig as EngineConfig
-    from quire.frontend.input_processor import TextPrompt as TextPrompt
-    from quire.frontend.input_processor import TokensPrompt as TokensPrompt
+    from quire.frontend.prompts import PromptType as PromptType
+    from quire.frontend.prompts import TextPrompt as TextPrompt
+    from quire.frontend.prompts import TokensPrompt as TokensPrompt
     from quire.llm import LLM as LLM
     from quire.outputs import BeamSearchOutput as BeamSearchOutput
     from quire.outputs import BeamSearchSequence as BeamSearchSequence
@@ -38,8 +42,12 @@ if TYPE_CHECKING:
     from quire.sampling_params import BeamSearchParams as BeamSearchParams
     from quire.sampling_params import SamplingParams as SamplingParams
 
+    EngineArgs = AsyncEngineArgs = EngineConfig
+    AsyncLLMEngine = AsyncLLM
+
 
 def __getattr__(name: str) -> Any:
+    name = _ALIASES.get(name, name)
     if name not in _PUBLIC:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

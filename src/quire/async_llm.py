@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
+
+import msgspec
 
 from quire import envs
 from quire.config import EngineConfig
-from quire.errors import UnsupportedFieldError
+from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.prompts import PromptType
 from quire.frontend.tokenizer import Tokenizer
 from quire.launch import open_model, start_async_engine
@@ -19,6 +22,8 @@ from quire.sampling_params import SamplingParams
 
 class AsyncLLM:
     """An engine process and its front end, for one event loop.
+
+    The process starts to load at once; the first call that needs it waits until it is ready.
 
     Args:
         model: folder or hub id; None: the bundled demo model.
@@ -31,21 +36,19 @@ class AsyncLLM:
         self.model_config = parts.model_config
         self._tokenizer = parts.tokenizer
         self._engine, self._process = start_async_engine(self.config, parts)
-        self._start_lock = asyncio.Lock()
         self._is_started = False
+        self._shutdown: asyncio.Task[None] | None = None
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
-        """vLLM's constructor."""
-        given = {name: getattr(engine_args, name) for name in engine_args.__dataclass_fields__}
-        return cls(**given)
+        """vLLM's constructor from a config."""
+        return cls(**{f.name: getattr(engine_args, f.name) for f in fields(engine_args)})
 
     async def wait_ready(self) -> EngineReady:
         """Wait until a real token has been produced. Raises the QuireError that kept the engine from starting."""
-        async with self._start_lock:
-            if not self._is_started:
-                self._engine.start()
-                self._is_started = True
+        if not self._is_started:
+            self._is_started = True
+            self._engine.start()
         return await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
 
     async def generate(
@@ -56,12 +59,26 @@ class AsyncLLM:
         *,
         lora_request: object | None = None,
         priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Stream the outputs of one prompt; how much each holds is `sampling_params.output_kind`. Leaving the loop aborts."""
-        if lora_request is not None:
-            raise UnsupportedFieldError(
-                "LoRA adapters are not supported in this version", fix="Leave lora_request out", param="lora_request"
-            )
+        """Stream the outputs of one prompt, cumulative or deltas by `sampling_params.output_kind`. Leaving it aborts.
+
+        Raises:
+            InvalidRequestError: the request is refused. EngineDeadError: the engine has ended.
+        """
+        unsupported = {
+            "lora_request": lora_request,
+            "tokenization_kwargs": tokenization_kwargs or None,
+            "trace_headers": trace_headers or None,
+            "data_parallel_rank": data_parallel_rank or None,
+        }
+        for name, value in unsupported.items():
+            if value is not None:
+                raise UnsupportedFieldError(
+                    f"{name} is not supported in this version", fix=f"Leave {name} out", param=name
+                )
         await self.wait_ready()
         async for output in self._engine.generate(
             prompt, sampling_params, request_id, priority=priority, clamp_max_tokens=True
@@ -73,24 +90,40 @@ class AsyncLLM:
         self._engine.abort(request_id)
 
     async def get_tokenizer(self) -> Tokenizer | None:
+        """None if the model runs without one."""
         return self._tokenizer
 
     async def set_limits(self, limits: SetLimits) -> None:
-        """Move limits of the running engine."""
+        """Move limits of the running engine, from its next step on. Raises InvalidRequestError for an illegal value."""
+        try:
+            msgspec.convert(msgspec.to_builtins(limits), SetLimits)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"Illegal limits: {error}", param="limits") from None
         await self.wait_ready()
         self._engine.set_limits(limits)
 
-    async def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""
         await self.wait_ready()
         self._engine.reset_prefix_cache()
+        return True
 
     async def check_health(self) -> None:
         """Raises the QuireError that ended the engine, if it has ended."""
         if self._engine.error is not None:
             raise self._engine.error
 
-    async def shutdown(self) -> None:
-        """End every stream and the engine process."""
-        await self._engine.shutdown()
-        await asyncio.to_thread(self._process.stop)
+    def shutdown(self) -> asyncio.Task[None]:
+        """End every stream and the engine process. Returns at once, as vLLM's does; await the result to see it done.
+
+        Without it the engine process ends with this one.
+        """
+        if self._shutdown is None:
+            self._shutdown = asyncio.get_running_loop().create_task(self._shut_down(), name="shutdown")
+        return self._shutdown
+
+    async def _shut_down(self) -> None:
+        try:
+            await self._engine.shutdown()
+        finally:
+            self._process.stop()

@@ -1,6 +1,7 @@
-"""What the user wants: one frozen dataclass field per setting, with its help. Flags, LLM(...) arguments and docs come from here.
+"""What the user wants: a field with its help per setting. Flags, LLM(...) arguments and docs come from here.
 
-None means "choose for me"; `resolve.py` chooses and records why. Names and meanings are vLLM's unless the help says otherwise.
+None means "choose for me"; `resolve.py` chooses and records why. Names and meanings are vLLM's unless the help says
+otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import math
 import os
 import types
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from quire.errors import ConfigError
@@ -21,7 +21,7 @@ KIB_SUFFIXES = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, 
 
 
 def parse_human_int(text: str | int) -> int:
-    """`32k` = 32,000, `32K` = 32,768, `1M` = 1,048,576, `2.5k` = 2,500 (vLLM's reading of suffixes); plain integers too."""
+    """`32k` = 32,000, `32K` = 32,768, `1M` = 1,048,576, `2.5k` = 2,500 (vLLM's suffixes); plain integers too."""
     if isinstance(text, int):
         return text
     number, factor = text.strip(), 1
@@ -48,7 +48,7 @@ def option(
     live: bool = False,
     many: bool = False,
 ) -> Any:
-    """A config field. `flags`: further flag spellings; `live`: may change while serving; `many`: takes several values."""
+    """A config field. `flags`: further spellings; `live`: may change while serving; `many`: takes several values."""
     metadata = {"help": help, "flags": flags, "choices": choices, "type": type, "live": live, "many": many}
     return field(default=default, metadata=metadata)
 
@@ -214,20 +214,16 @@ def field_type(annotation: Any) -> tuple[type, bool, bool]:
     return get_origin(annotation) or annotation, False, is_optional
 
 
-@cache
-def _field_types(config: type) -> dict[str, tuple[type, bool, bool]]:
-    return {name: field_type(annotation) for name, annotation in get_type_hints(config).items()}
-
-
 def _check_types(config: EngineConfig | ServerConfig) -> None:
-    for name, (kind, is_tuple, is_optional) in _field_types(type(config)).items():
+    for name, annotation in get_type_hints(type(config)).items():
+        kind, is_tuple, is_optional = field_type(annotation)
         value = getattr(config, name)
         if value is None and is_optional:
             continue
         items = value if is_tuple and isinstance(value, (tuple, list)) else [value]
         for item in items:
             is_number = kind is float and isinstance(item, int)
-            if isinstance(item, bool) and kind is not bool or not (isinstance(item, kind) or is_number):
+            if (isinstance(item, bool) and kind is not bool) or not (isinstance(item, kind) or is_number):
                 raise ConfigError(
                     f"{name} has the wrong type, {type(item).__name__}",
                     value=value,

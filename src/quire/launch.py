@@ -122,23 +122,21 @@ class EngineProcessHandle:
     def stop(self, timeout: float = 5.0) -> None:
         """End the process, politely first, and remove its sockets. May be called again."""
         process = self._process
-        if process is not None and process.poll() is None:
-            process.terminate()
+        if process is not None and process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.close()  # what the engine takes as the end of this process
             try:
                 process.wait(timeout)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if process is not None and process.stdin is not None:
-            with suppress(BrokenPipeError):
-                process.stdin.close()
         self._sockets.cleanup()
 
 
 def start_async_engine(
     config: EngineConfig, parts: FrontEndParts, metrics: EngineMetrics | None = None
 ) -> tuple[AsyncEngine, EngineProcessHandle]:
-    """An engine process and the front end connected to it. The process begins to load at once; `AsyncEngine.start` is the caller's."""
+    """An engine process, which begins to load at once, and its front end, which the caller starts."""
     handle = EngineProcessHandle(config, parts.model_folder)
     client = ProcessClient(handle.input_address, handle.output_address, handle.is_alive)
     handle.start()

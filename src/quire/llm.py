@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NoReturn
 
 from quire.config import EngineConfig
 from quire.engine.start import start_engine
-from quire.errors import ConfigError, UnsupportedFieldError
+from quire.errors import ConfigError, InvalidRequestError, UnsupportedFieldError
 from quire.frontend.beam_search import BeamSearch
 from quire.frontend.chat_template import ChatRenderer
-from quire.frontend.input_processor import InputProcessor, PromptType, split_prompts
+from quire.frontend.input_processor import InputProcessor, ProcessedRequest
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.prompts import PromptType, split_prompts
 from quire.frontend.tokenizer import Tokenizer
 from quire.launch import open_model
 from quire.messages import Command
+from quire.offline import OfflineRunner, UseTqdm
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+# What else vLLM's LLM can do: named, so that a script learns why, and hasattr() says no.
+_ABSENT = {
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), "models here generate text only"),
+    **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), "weights and cache stay in memory until the end"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use py-spy, or torch.profiler around generate()"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "no code is sent to workers"),
+    "reset_mm_cache": "models here read text only",
+    "get_metrics": "metrics are kept by `quire serve`, at /metrics",
+}
 
 
 class LLM:
     """A model loaded in this process.
 
+    `EngineArgs(...)` of vLLM is `EngineConfig(...)` here, also under the old name; LLM(**vars(args)) takes it apart as
+    vLLM's examples do, and `LLM.from_engine_args(args)` takes it whole.
+
     Args:
         model: folder or hub id; None: the bundled demo model.
+        chat_template: Jinja template, or the name of one of the model's, for chat() in place of the model's default.
         **kwargs: fields of EngineConfig (vLLM's names); an unknown one is an error naming the nearest.
     """
 
-    def __init__(self, model: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, model: str | None = None, *, chat_template: str | None = None, **kwargs: Any) -> None:
         self.config = EngineConfig.from_kwargs(model=model, **kwargs)
         parts = open_model(self.config, _no_progress)
         engine = start_engine(self.config, parts.model_folder, is_server=False, progress=_no_progress)
@@ -39,69 +57,167 @@ class LLM:
         self.model_config = engine.model_config
         self._core = engine.core
         self._tokenizer = parts.tokenizer
+        self._chat_template = chat_template
         self._inputs: InputProcessor = parts.input_processor.with_max_model_len(self.resolved.max_model_len)
-        self._outputs = OutputProcessor(self._tokenizer)
+        self._runner = OfflineRunner(self._core, OutputProcessor(self._tokenizer))
         self._counter = itertools.count()
+        self._enqueued: list[str] = []
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        """vLLM's constructor from a config."""
+        return cls(**{f.name: getattr(engine_args, f.name) for f in fields(engine_args)})
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _ABSENT:
+            raise AttributeError(f"vLLM's LLM.{name} does not exist in this version: {_ABSENT[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def generate(
         self,
-        prompts: PromptType | Sequence[PromptType],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: PromptType | Sequence[PromptType] | None = None,
+        sampling_params: Params = None,
         *,
-        use_tqdm: bool = True,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: UseTqdm = True,
         lora_request: object | None = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; the outputs come in the order of the prompts.
 
         Args:
             prompts: text, token ids, a TextPrompt or TokensPrompt, or a list of these.
             sampling_params: one for all, or one per prompt; None: the model's defaults.
+            prompt_token_ids: vLLM's older way to give token ids; `prompts` is then only what the outputs report.
+            use_tqdm: show a progress bar; a function is called in place of tqdm.
             priority: one per prompt, lower first (scheduling_policy="priority").
+            tokenization_kwargs: only `add_special_tokens`.
 
         Raises:
-            InvalidRequestError: before anything is computed, naming the field.
+            InvalidRequestError: before anything is computed, naming the field. If every prompt fails, the first one's
+                error; if only some do, their outputs have finish_reason "error" and the text in `error`.
         """
-        _refuse_lora(lora_request)
-        return self._run(
-            self._inputs, split_prompts(prompts), sampling_params, priority, use_tqdm, add_special_tokens=True
-        )
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        chosen = _with_token_ids(prompts, prompt_token_ids)
+        add_special_tokens = _add_special_tokens(tokenization_kwargs)
+        processed = self._process(chosen, sampling_params, priority, add_special_tokens=add_special_tokens)
+        return self._runner.run(processed, use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
         lora_request: object | None = None,
-        *,
-        priority: Sequence[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template."""
-        _refuse_lora(lora_request)
-        tokenizer = self.get_tokenizer()
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        renderer = ChatRenderer(
-            tokenizer.chat_templates, tokenizer.special_tokens, override=chat_template, name=tokenizer.name
-        )
-        prompts: list[PromptType] = [
-            renderer.render(
-                conversation,  # type: ignore[arg-type]
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                kwargs=chat_template_kwargs,
-            )
-            for conversation in conversations
-        ]
-        return self._run(self._inputs, prompts, sampling_params, priority, use_tqdm, add_special_tokens=False)
+        """Answer one conversation, or a list of them, through the model's chat template.
 
-    def beam_search(self, prompts: Sequence[PromptType], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The `beam_width` most likely continuations of every prompt, best first; text holds prompt and continuation."""
+        Args:
+            chat_template: Jinja template, or the name of one of the model's, in place of the default one.
+            chat_template_content_format: "string" or "openai" (a list of parts); "auto": what the template reads.
+            The others as in generate().
+        """
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        prompts = self._render(
+            messages,
+            chat_template,
+            chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            kwargs=chat_template_kwargs,
+        )
+        add_special_tokens = _add_special_tokens(tokenization_kwargs, default=False)  # the template wrote them
+        processed = self._process(prompts, sampling_params, priority, add_special_tokens=add_special_tokens)
+        return self._runner.run(processed, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: object | None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue prompts without computing anything yet; wait_for_completion() does that. Returns their request ids.
+
+        Arguments as in generate(); `use_tqdm` has nothing to show here.
+        """
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        add_special_tokens = _add_special_tokens(tokenization_kwargs)
+        processed = self._process(
+            _with_token_ids(prompts, None), sampling_params, priority, add_special_tokens=add_special_tokens
+        )
+        self._enqueued += (request_ids := self._runner.enqueue(processed))
+        return request_ids
+
+    def enqueue_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: object | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue conversations, as enqueue() does prompts. Arguments as in chat()."""
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        prompts = self._render(
+            messages,
+            chat_template,
+            chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            kwargs=chat_template_kwargs,
+        )
+        processed = self._process(prompts, sampling_params, priority, add_special_tokens=False)
+        self._enqueued += (request_ids := self._runner.enqueue(processed))
+        return request_ids
+
+    def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
+        """Compute everything enqueued; the outputs come in the order of enqueueing. Errors as in generate()."""
+        if output_type not in (None, RequestOutput):
+            raise UnsupportedFieldError("Only text is generated here", expected="RequestOutput", param="output_type")
+        request_ids, self._enqueued = self._enqueued, []
+        return self._runner.wait(request_ids, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: object | None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` most likely continuations of every prompt, best first; text holds prompt and continuation.
+
+        Args:
+            concurrency_limit: prompts searched at the same time; None: all.
+        """
+        _refuse(lora_request=lora_request)
         params.verify()
         limits = replace(self._inputs.limits, max_logprobs=-1)  # the width decides, not what a request may ask for
         inputs = InputProcessor(self._tokenizer, limits, eos_token_ids=self._inputs.eos_token_ids)
@@ -109,13 +225,13 @@ class LLM:
         for prompt in split_prompts(prompts):
             processed = inputs.process("beam", prompt, SamplingParams(max_tokens=params.max_tokens))
             searches.append(BeamSearch(processed.prompt_token_ids, params, self._inputs.eos_token_ids))
-        while pending := [(search, beams) for search in searches if (beams := search.pending())]:
-            step_prompts: list[PromptType] = [{"prompt_token_ids": tokens} for _, beams in pending for tokens in beams]
-            step_params = [search.step_params() for search, beams in pending for _ in beams]
-            outputs = iter(self._run(inputs, step_prompts, step_params, None, False, add_special_tokens=False))
-            for search, beams in pending:
-                extended = [next(outputs).outputs[0].logprobs for _ in beams]
-                search.advance([logprobs[0] for logprobs in extended if logprobs is not None])
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise InvalidRequestError(
+                "Illegal concurrency_limit", value=concurrency_limit, expected="1 or more", param="concurrency_limit"
+            )
+        width = concurrency_limit or len(searches)
+        for begin in range(0, len(searches), width):
+            self._search(searches[begin : begin + width], inputs)
         results = [search.result() for search in searches]
         if self._tokenizer is not None:
             for sequence in itertools.chain.from_iterable(result.sequences for result in results):
@@ -123,7 +239,7 @@ class LLM:
         return results
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises ConfigError if the model runs without one."""
+        """Encodes, decodes, and applies the chat template. Raises ConfigError if the model runs without one."""
         if self._tokenizer is None:
             raise ConfigError(
                 "This LLM has no tokenizer", fix="Leave skip_tokenizer_init out", param="skip_tokenizer_init"
@@ -134,72 +250,124 @@ class LLM:
         """What generate() uses without SamplingParams: the model's generation config over vLLM's defaults."""
         return self._inputs.default_params()
 
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Devices the model runs on."""
+        return self.config.tensor_parallel_size
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""
         self._core.command(Command("reset_prefix_cache"))
         return True
 
-    def _run(
+    def _render(
         self,
-        inputs: InputProcessor,
-        prompts: Sequence[PromptType],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-        use_tqdm: bool,
-        *,
-        add_special_tokens: bool,
-    ) -> list[RequestOutput]:
-        """Check everything, then run it. After an error or an interrupt nothing of this call stays in the engine."""
+        messages: Messages | Sequence[Messages],
+        template: str | None,
+        content_format: str,
+        **options: Any,
+    ) -> list[PromptType]:
+        """The text of every conversation."""
+        tokenizer = self.get_tokenizer()
+        if content_format not in ("auto", "string", "openai"):
+            raise InvalidRequestError(
+                "Unknown chat_template_content_format",
+                value=content_format,
+                expected="auto, string or openai",
+                param="chat_template_content_format",
+            )
+        renderer = ChatRenderer(
+            tokenizer.chat_templates,
+            tokenizer.special_tokens,
+            override=self._chat_template if template is None else template,
+            name=tokenizer.name,
+        )
+        if content_format != "auto":
+            for chat_template in renderer.templates.values():
+                chat_template.content_as_parts = content_format == "openai"
+        is_one = not messages or isinstance(messages, (str, Mapping)) or isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
+        return [renderer.render(conversation, **options) for conversation in conversations]
+
+    def _process(
+        self, prompts: Sequence[PromptType], sampling_params: Params, priority: Sequence[int] | None, **options: Any
+    ) -> list[ProcessedRequest]:
+        """Check everything; nothing reaches the engine if one prompt is refused."""
         params = _per_prompt("sampling_params", sampling_params, len(prompts))
         priorities = _per_prompt("priority", priority, len(prompts))
-        processed = [
-            inputs.process(
+        finals: dict[int, SamplingParams] = {}  # one copy of parameters that many prompts share
+        for own in params:
+            if id(own) not in finals:
+                finals[id(own)] = _final_only(self._inputs.default_params() if own is None else own)
+        return [
+            self._inputs.process(
                 str(next(self._counter)),
                 prompt,
-                _final_only(own or inputs.default_params()),
+                finals[id(own)],
                 priority=own_priority or 0,
-                add_special_tokens=add_special_tokens,
                 clamp_max_tokens=True,
+                **options,
             )
             for prompt, own, own_priority in zip(prompts, params, priorities, strict=True)
         ]
-        finished: dict[str, RequestOutput] = {}
-        bar = _progress_bar(len(processed)) if use_tqdm else None
-        try:
-            for request in processed:
-                self._outputs.add(request)
-                for message in request.requests:
-                    self._core.add(message)
-            while len(finished) < len(processed):
-                self._step(finished, bar)
-        finally:
-            self._core.abort(self._outputs.abort(self._outputs.request_ids))
-            if bar is not None:
-                bar.close()
-        return [finished[request.request_id] for request in processed]
 
-    def _step(self, finished: dict[str, RequestOutput], bar: Any) -> None:
-        result = self._outputs.process(self._core.step())
-        if result.abort_ids:
-            self._core.abort(result.abort_ids)
-        for error in result.errors.values():
-            raise error
-        for output in result.outputs:
-            if output.finished:
-                finished[output.request_id] = output
-                if bar is not None:
-                    bar.update(1)
+    def _search(self, searches: Sequence[BeamSearch], inputs: InputProcessor) -> None:
+        """Run beam searches side by side: one request per beam and step."""
+        while pending := [(search, beams) for search in searches if (beams := search.pending())]:
+            processed = []
+            for search, beams in pending:
+                params = _final_only(search.step_params())
+                processed += [
+                    inputs.process(str(next(self._counter)), {"prompt_token_ids": tokens}, params) for tokens in beams
+                ]
+            outputs = iter(self._runner.run(processed))
+            for search, beams in pending:
+                extended = [next(outputs).outputs[0].logprobs for _ in beams]
+                search.advance([logprobs[0] for logprobs in extended if logprobs])
 
 
 def _no_progress(phase: str, fraction: float, detail: str) -> None:
     """Offline use is quiet."""
 
 
-def _refuse_lora(lora_request: object | None) -> None:
-    if lora_request is not None:
-        raise UnsupportedFieldError(
-            "LoRA adapters are not supported in this version", fix="Leave lora_request out", param="lora_request"
+def _refuse(**arguments: Any) -> None:
+    """What vLLM has and this version has not: adapters and images. Nothing, in all its forms, is accepted."""
+    for name, value in arguments.items():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if any(item is not None and item != {} for item in items):
+            raise UnsupportedFieldError(f"{name} is not supported in this version", fix=f"Leave {name} out", param=name)
+
+
+def _with_token_ids(prompts: Any, token_ids: Any) -> list[PromptType]:
+    """The prompts as a list; with vLLM's older `prompt_token_ids`, these with the prompts as their texts."""
+    if token_ids is None:
+        return [] if isinstance(prompts, (list, tuple)) and not prompts else split_prompts(prompts)
+    ids = split_prompts(token_ids)
+    if prompts is None:
+        return ids
+    texts = split_prompts(prompts)
+    if len(texts) != len(ids):
+        raise InvalidRequestError(
+            "prompts and prompt_token_ids have different lengths",
+            value=(len(texts), len(ids)),
+            expected="one list of token ids for each prompt",
+            param="prompt_token_ids",
         )
+    pairs: list[Any] = [{"prompt": text, "prompt_token_ids": own} for text, own in zip(texts, ids, strict=True)]
+    return pairs
+
+
+def _add_special_tokens(tokenization_kwargs: Mapping[str, Any] | None, *, default: bool = True) -> bool:
+    given = dict(tokenization_kwargs or {})
+    add_special_tokens = given.pop("add_special_tokens", default)
+    if given:
+        raise UnsupportedFieldError(
+            "Unsupported tokenization_kwargs",
+            value=sorted(given),
+            expected="add_special_tokens",
+            fix="Tokenize with get_tokenizer() and pass token ids",
+            param="tokenization_kwargs",
+        )
+    return bool(add_special_tokens)
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
@@ -207,7 +375,7 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
-        raise ConfigError(
+        raise InvalidRequestError(
             f"{name} has the wrong length",
             value=len(value),
             expected=f"one for each of the {count} prompts",
@@ -217,13 +385,8 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:
-    """Offline callers see only the end: build no output before it."""
-    own = params.clone()
-    own.output_kind = RequestOutputKind.FINAL_ONLY
+    """Offline callers see only the end: build no output before it. The caller's object stays as it is."""
+    own = copy.copy(params)
+    if isinstance(own, SamplingParams):  # if not, the input processor refuses it
+        own.output_kind = RequestOutputKind.FINAL_ONLY
     return own
-
-
-def _progress_bar(total: int) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)

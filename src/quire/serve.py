@@ -3,48 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
+import signal
+import socket
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
 
-from quire import __version__, envs, logs
+from quire import envs, logs
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, QuireError
+from quire.first_screen import ProgressDisplay, ready_text
 from quire.launch import FrontEndParts, open_model, start_async_engine
-from quire.messages import EngineReady
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.app import create_app
 from quire.server.state import ServerSettings
 
 logger = logs.get_logger(__name__)
 
-LIFE_CHECK_SECONDS = 0.5
-GIB = 1 << 30
+POLL_SECONDS = 0.1
+BACKLOG = 2048  # connections the system holds until they are accepted; uvicorn's default
+# After the drain's time is over every stream gets an error as its last event; they have this long to leave.
+LAST_WORDS_SECONDS = 2.0
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serve until told to stop. Answers with the exit code: 0 stopped, 1 the engine failed. Raises ConfigErrors before it serves."""
-    logs.configure()
+    """Serve until told to stop.
+
+    Answers with the exit code: 0 stopped, 1 the engine failed, 2 it could not start for a reason the user can mend.
+    Raises ConfigErrors before it serves.
+    """
     api_keys = server_config.api_key or tuple(key for key in [envs.API_KEY.get()] if key)
     _check_guarded(server_config, api_keys)
-    parts = open_model(engine_config, _print_progress)
-    names = engine_config.served_model_name or (parts.model_name,)
-    settings = ServerSettings(
-        served_model_names=names,
-        model_root=parts.model_name if "/" in parts.model_name and not Path(parts.model_name).exists() else names[0],
-        api_keys=api_keys,
-        allowed_hosts=_loopback_names(server_config.host),
-        max_model_len=parts.model_config.max_model_len,
-        default_sampling_params=parts.input_processor.defaults,
-        chat_template=_read_template(server_config.chat_template),
-        response_role=server_config.response_role,
-        has_priorities=engine_config.scheduling_policy == "priority",
-        log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
-    )
-    code: int = uvloop.run(ServingProcess(engine_config, server_config, settings, parts).run())
+    listener = _bind(server_config.host, server_config.port)
+    display = ProgressDisplay()
+    try:
+        parts = open_model(engine_config, display.update)
+        names = engine_config.served_model_name or (parts.model_name,)
+        is_hub_id = "/" in parts.model_name and not Path(parts.model_name).exists()
+        settings = ServerSettings(
+            served_model_names=names,
+            model_root=parts.model_name if is_hub_id else names[0],
+            api_keys=api_keys,
+            allowed_hosts=_loopback_names(server_config.host),
+            max_model_len=parts.model_config.max_model_len,
+            default_sampling_params=parts.input_processor.defaults,
+            chat_template=_read_template(server_config.chat_template),
+            response_role=server_config.response_role,
+            has_priorities=engine_config.scheduling_policy == "priority",
+            owns_engine=False,
+            log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
+        )
+        _listen(listener)
+        process = ServingProcess(engine_config, server_config, settings, parts, listener, display)
+    finally:
+        display.close()
+    code: int = uvloop.run(process.run())
     return code
 
 
@@ -71,6 +90,39 @@ def _loopback_names(host: str) -> tuple[str, ...]:
     return ("127.0.0.1", "localhost", "::1", host) if _is_loopback(host) else ()
 
 
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before the model costs time. Until `_listen`, connections are refused."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"The host is not known: {error}", value=host, fix="Check --host", param="host") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(error, address) from None
+    return listener
+
+
+def _listen(listener: socket.socket) -> None:
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:  # somebody else was faster between bind and here
+        raise _cannot_listen(error, listener.getsockname()) from None
+
+
+def _cannot_listen(error: OSError, address: Sequence[Any]) -> ConfigError:
+    return ConfigError(
+        f"Cannot listen on {address[0]} port {address[1]}: {error.strerror}",
+        fix="Stop what uses the port, or name another with --port (0: any free one)",
+        param="port",
+    )
+
+
 def _read_template(given: str | None) -> str | None:
     """A file's text, or the argument itself if it is a template or the name of one."""
     if given is None or "{" in given or "\n" in given:
@@ -85,90 +137,124 @@ def _read_template(given: str | None) -> str | None:
     return given
 
 
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling, which would end the process before it has cleaned up."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 class ServingProcess:
     """One HTTP server over one engine process."""
 
     def __init__(
-        self, engine_config: EngineConfig, server_config: ServerConfig, settings: ServerSettings, parts: FrontEndParts
+        self,
+        engine_config: EngineConfig,
+        server_config: ServerConfig,
+        settings: ServerSettings,
+        parts: FrontEndParts,
+        listener: socket.socket,
+        display: ProgressDisplay,
     ) -> None:
-        self._parts = parts
-        self._host = server_config.host
+        self._parts, self._listener, self._display = parts, listener, display
+        self._drain_seconds = server_config.shutdown_timeout
+        self._host, self._port = server_config.host, listener.getsockname()[1]
         metrics = PrometheusMetrics(settings.served_model_names[0], parts.model_config.max_model_len)
         self._engine, self._process = start_async_engine(engine_config, parts, metrics)
-        self._server = uvicorn.Server(
+        try:
+            self._app = create_app(self._engine, parts.tokenizer, settings, metrics)
+        except BaseException:
+            self._process.stop()
+            raise
+        self._server = _HttpServer(
             uvicorn.Config(
-                create_app(self._engine, parts.tokenizer, settings, metrics),
-                host=server_config.host,
-                port=server_config.port,
+                self._app,
                 log_level=server_config.uvicorn_log_level,
                 access_log=False,
                 http="httptools",
-                timeout_graceful_shutdown=int(server_config.shutdown_timeout),
+                ws="none",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=int(self._drain_seconds + LAST_WORDS_SECONDS) + 1,
             )
         )
-        self._has_failed = False
+        self._error: QuireError | None = None
 
     async def run(self) -> int:
         """Serve until a signal, or until the engine is gone. Answers with the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        self._engine.start()
         watcher = asyncio.create_task(self._watch(), name="engine watch")
         try:
-            await self._server.serve()
+            await self._server.serve(sockets=[self._listener])
         finally:
             watcher.cancel()
+            await self._engine.shutdown()
             self._process.stop()
-        return 1 if self._has_failed or not self._server.started else 0
+        if self._error is not None:
+            return 2 if isinstance(self._error, ConfigError) else 1
+        _say("stopped")
+        return 0
+
+    def _on_signal(self) -> None:
+        """The first one drains, the second one ends everything now."""
+        if self._server.should_exit:
+            self._server.force_exit = True
+            return
+        self._app.state.quire.is_draining = True
+        self._server.should_exit = True
+        if count := self._engine.num_unfinished:
+            requests = "1 request" if count == 1 else f"{count} requests"
+            self._display.close()
+            _say(f"finishing {requests}, for at most {self._drain_seconds:g} s (once more to stop now)")
+        asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)
+
+    def _end_streams(self) -> None:
+        """What still runs ends with an error event, not with a broken connection."""
+        if count := self._engine.num_unfinished:
+            _say(f"ending {count} unfinished after {self._drain_seconds:g} s")
+        self._ending = asyncio.create_task(self._engine.shutdown())
 
     async def _watch(self) -> None:
-        """Announce readiness; without an engine there is nothing to serve, so stop for a supervisor to start anew."""
+        """Show the start and announce readiness; without an engine there is nothing to serve: stop for a new start."""
         try:
-            ready = await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
-            while not self._server.started:
-                await asyncio.sleep(LIFE_CHECK_SECONDS / 10)
-            print(_first_screen(ready, self._parts, self._url()), file=sys.stderr, flush=True)
+            await self._show_start()
             while self._engine.error is None:
-                await asyncio.sleep(LIFE_CHECK_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
             raise self._engine.error
         except QuireError as error:
-            if not self._server.should_exit:
-                print(f"quire: {error.message}", file=sys.stderr, flush=True)
-                self._has_failed = True
-                self._server.should_exit = True
+            if self._server.should_exit:
+                return
+            self._display.close()
+            self._error = error
+            print(f"quire: {error.message}", file=sys.stderr, flush=True)
+            if (end := await self._how_it_ended()) is not None:
+                print(f"quire: {end}", file=sys.stderr, flush=True)
+            self._server.should_exit = True
+
+    async def _show_start(self) -> None:
+        ready = asyncio.create_task(self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get()))
+        while not ready.done():
+            if (progress := self._engine.progress) is not None:
+                self._display.update(progress.phase, progress.fraction, progress.detail)
+            await asyncio.wait((ready,), timeout=POLL_SECONDS)
+        self._display.close()
+        tokenizer = self._parts.tokenizer
+        has_chat = tokenizer is not None and bool(tokenizer.chat_templates)
+        text = ready_text(ready.result(), self._parts.model_name, self._parts.model_config, self._url(), has_chat)
+        print(text, file=sys.stderr, flush=True)
+
+    async def _how_it_ended(self) -> str | None:
+        """The engine's end, if a signal was the reason. It may send its last word shortly before it leaves."""
+        await asyncio.sleep(POLL_SECONDS)
+        return self._process.describe_end()
 
     def _url(self) -> str:
-        port = self._server.servers[0].sockets[0].getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{port}"
+        return f"http://{host}:{self._port}"
 
 
-def _print_progress(phase: str, fraction: float, detail: str) -> None:
-    if fraction >= 1 or not sys.stderr.isatty():
-        return
-    print(f"\r  {phase} {fraction:4.0%} {detail}", end="", file=sys.stderr, flush=True)
-
-
-def _first_screen(ready: EngineReady, parts: FrontEndParts, url: str) -> str:
-    """What a person needs to know once the server answers."""
-    tokens = ready.num_blocks * ready.block_size
-
-    def value(name: str) -> object:
-        setting = ready.resolved[name]
-        assert isinstance(setting, dict)
-        return setting["value"]
-
-    kv_bytes = value("kv_cache_bytes")
-    assert isinstance(kv_bytes, int)
-    dtype = value("dtype")
-    weights = parts.model_config.weight_bytes(str(dtype))
-    return "\n".join(
-        [
-            f"  quire {__version__}  {parts.model_name}  {dtype}, {value('num_threads')} threads",
-            f"  memory    weights {weights / GIB:.2f} GiB, KV cache up to {kv_bytes / GIB:.2f} GiB",
-            f"  KV cache size: {tokens:,} tokens",
-            f"  Maximum concurrency for {ready.max_model_len:,} tokens per request: {tokens / ready.max_model_len:.2f}x",
-            f"  chosen    max_num_seqs {ready.max_num_seqs}, max_num_batched_tokens {ready.max_num_batched_tokens}, "
-            f"block_size {ready.block_size}",
-            f"  ready     {url}   chat in the browser: /   metrics: /metrics   (Ctrl-C stops)",
-            f"  try       curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
-            """-d '{"messages": [{"role": "user", "content": "What does os.path.join do?"}]}'""",
-        ]
-    )
+def _say(text: str) -> None:
+    print(f"quire: {text}", file=sys.stderr, flush=True)

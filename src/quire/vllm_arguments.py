@@ -1,4 +1,4 @@
-"""vLLM's engine arguments that Quire has no setting for: those that change nothing here, and those that must be neutral.
+"""vLLM's engine arguments without a setting here: those that would change nothing, and those that must be neutral.
 
 They are accepted in LLM(...) and on the command line, so that scripts and command lines written for vLLM run.
 """

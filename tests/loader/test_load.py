@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -56,6 +57,20 @@ def test_the_model_keeps_nothing_of_the_file(folder: Path) -> None:
         file.seek(10_000)
         file.write(bytes(1_000_000))
     assert torch.equal(PagedRun(model, torch.bfloat16).step({0: PROMPT})[0], before)
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process, shared storages once."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def test_weights_are_held_once() -> None:
+    before = live_bytes()
+    model = load_model(load_model_config(quire.demo.path("target")), torch.bfloat16)
+    rotary_tables = 2 * model.config.max_model_len * model.config.head_dim * 4
+    assert live_bytes() - before < 1.1 * model.weight_bytes() + rotary_tables
 
 
 def test_dummy_weights_need_no_checkpoint_and_repeat(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -23,3 +24,12 @@ def echo() -> Iterator[RunningServer]:
     with RunningServer(answer=None) as running:
         yield running
         running.wait_for_idle()
+
+
+@pytest.fixture
+def log(caplog):
+    """Records of Quire's loggers, whatever an earlier test configured."""
+    logger = logging.getLogger("quire")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

@@ -81,7 +81,9 @@ class RunningServer:
         self._thread = threading.Thread(target=self._run, name="server")
         self.loop: asyncio.AbstractEventLoop | None = None
         headers = {"authorization": f"Bearer {settings['api_keys'][0]}"} if settings.get("api_keys") else {}
-        self.http = httpx.Client(base_url=self.url, timeout=20, headers=headers, event_hooks={"response": [check_no_leak]})
+        self.http = httpx.Client(
+            base_url=self.url, timeout=20, headers=headers, event_hooks={"response": [check_no_leak]}
+        )
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

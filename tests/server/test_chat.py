@@ -11,7 +11,8 @@ CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 # Shows all that reaches a template.
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if tools %}tools={{ tools | length }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if tools %}tools={{ tools | length }}{% endif %}"
     "{% if documents %}docs={{ documents | length }}{% endif %}{{ style | default('') }}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -172,7 +173,9 @@ def test_default_max_tokens_is_the_context_length(echo):
 def test_generation_config_gives_defaults():
     defaults = {"temperature": 0.7, "top_k": 20, "max_tokens": 9999}
     with RunningServer(answer=None, default_sampling_params=defaults) as server:
-        assert server.chat(ignore_eos=True).json()["usage"]["total_tokens"] == MAX_MODEL_LEN, "a default above the context was not cut"
+        assert server.chat(ignore_eos=True).json()["usage"]["total_tokens"] == MAX_MODEL_LEN, (
+            "a default above the context was not cut"
+        )
         params = server.last_request().sampling_params
         assert (params.temperature, params.top_k) == (0.7, 20)
         server.chat(temperature=0.2, max_tokens=3)
@@ -209,7 +212,9 @@ def test_sampling_fields_reach_the_engine(server, field, value):
 
 
 def test_other_fields_reach_the_engine(server):
-    response = server.chat(logit_bias={"5": -2}, cache_salt="tenant", logprobs=True, logprob_token_ids=[4, 8], max_tokens=1)
+    response = server.chat(
+        logit_bias={"5": -2}, cache_salt="tenant", logprobs=True, logprob_token_ids=[4, 8], max_tokens=1
+    )
     assert response.status_code == 200
     request = server.last_request()
     assert request.sampling_params.logit_bias == {5: -2.0}
@@ -232,7 +237,12 @@ def prompt_of(server):
 
 def test_template_gets_everything(templated):
     tools = [{"type": "function", "function": {"name": "f"}}]
-    fields = {"tools": tools, "tool_choice": "none", "documents": [{"text": "d"}], "chat_template_kwargs": {"style": "terse"}}
+    fields = {
+        "tools": tools,
+        "tool_choice": "none",
+        "documents": [{"text": "d"}],
+        "chat_template_kwargs": {"style": "terse"},
+    }
     assert templated.chat(**fields, max_tokens=1).status_code == 200
     assert prompt_of(templated) == "<user>Hi</>tools=1docs=1terse<assistant>"
 
@@ -270,7 +280,10 @@ def test_long_conversation_is_rendered(templated):
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"tools": [{"type": "function"}]}, "tools"),
@@ -299,7 +312,13 @@ def test_refused(server, fields, param):
 
 
 def test_text_response_format_and_empty_tools_are_accepted(server):
-    fields = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "user": "me"}
+    fields = {
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "user": "me",
+    }
     response = server.chat(max_tokens=1, **fields)
     assert response.status_code == 200
     assert set(response.headers["x-quire-ignored-fields"].split(", ")) == {"parallel_tool_calls", "user", "tool_choice"}
@@ -331,7 +350,7 @@ def test_beam_search(server):
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert all(len(choice["token_ids"]) == 5 for choice in answer["choices"])
     assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) == 3
-    # EchoClient gives its own token the best logprob, and each beam is a fresh request: it answers with its first token.
+    # EchoClient gives its own token the best logprob; each step is a fresh request, answered with its first token.
     assert answer["choices"][0]["token_ids"] == [ANSWER[0]] * 5
     assert answer["usage"]["completion_tokens"] == 15
     for fields in ({"stream": True}, {"stop": "x"}, {"logprobs": True}, {"n": 11}):

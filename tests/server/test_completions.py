@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.frontend.echo_client import EchoClient
+from quire.messages import Abort
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
 
 COMPLETIONS = "/v1/completions"
@@ -105,7 +106,7 @@ def test_logprobs(server):
 
 
 def test_echo_with_logprobs(server):
-    prompt = "Hello there"
+    prompt = "Good day"
     choice = server.complete(prompt=prompt, echo=True, logprobs=1, max_tokens=2).json()["choices"][0]
     logprobs = choice["logprobs"]
     assert choice["text"] == prompt + TOKENIZER.decode(ANSWER[:2])
@@ -177,3 +178,4 @@ def test_one_bad_prompt_refuses_all(echo):
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     echo.wait_for_idle()
+    assert isinstance(echo.client.sent[-1], Abort), "the good prompt ran to its end"

@@ -1,4 +1,4 @@
-"""A small streaming client of an OpenAI-compatible server for the terminal commands: the standard library's HTTP is enough."""
+"""A small streaming client of an OpenAI-compatible server for the terminal, over the standard library's HTTP."""
 
 from __future__ import annotations
 

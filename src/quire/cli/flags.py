@@ -93,7 +93,7 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
-    """vLLM's flags without a setting here: known, so that command lines written for vLLM run, and not shown in the help."""
+    """vLLM's flags without a setting here: not in the help, and known, so that command lines written for vLLM run."""
     for name in sorted(NO_EFFECT.keys() | NEUTRAL.keys()):
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         kind = flag_type(name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from quire import __version__
 from quire.cli import chat, complete, serve
 from quire.cli.flags import Parser
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 
 COMMANDS = (serve, chat, complete)
 
@@ -30,9 +31,13 @@ def main(argv: list[str] | None = None) -> int:
         return int(args.run(args))
     except QuireError as error:
         print(f"quire: {error.message}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
+        print("\nquire: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        return 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The engine process: reads messages from the API process, steps the core, answers with one message per step.
 
-Started as `python -m quire.engine.process` with one JSON line on standard input (EngineLaunch). The parent keeps the pipe
-open and writes no more: its end is the parent's end, however that came, and then the engine ends too.
+Started as `python -m quire.engine.process` with one JSON line on standard input (EngineLaunch). The parent keeps the
+pipe open and writes no more: its end is the parent's end, however that came, and then the engine ends too.
 """
 
 from __future__ import annotations
@@ -152,8 +152,10 @@ def _end_with_parent(launch: EngineLaunch) -> None:
 
 
 def main() -> int:
-    # The parent decides when to stop: a Ctrl-C in the terminal reaches both processes, and the parent drains first.
+    # The parent decides when to stop: a Ctrl-C in the terminal, or a service manager's SIGTERM, reaches both processes,
+    # and the parent drains first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return 0  # the parent ended while it started this process

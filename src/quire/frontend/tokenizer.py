@@ -185,6 +185,35 @@ class Tokenizer:
                 run.append(token_id)
         return "".join([*pieces, self.backend.decode(run, skip_special_tokens=False)])
 
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **kwargs: Any,
+    ) -> str | list[int]:
+        """A conversation as prompt text, or as its token ids if `tokenize`; defaults as in transformers.
+
+        Args:
+            chat_template: Jinja source, or the name of one of the model's templates, in place of the default.
+            kwargs: further variables of the template.
+        Raises:
+            InvalidRequestError: the messages are malformed, or the template refuses them. ConfigError: no template.
+        """
+        from quire.frontend.chat_template import ChatRenderer  # jinja2 is slow to import, and not all need it
+
+        text = ChatRenderer(self.chat_templates, self.special_tokens, override=chat_template, name=self.name).render(
+            conversation,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=kwargs,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
     def token_bytes(self, token_id: int) -> bytes:
         """The token's bytes inside a text, special tokens included; b"" for an unknown id."""
         if self._rule is not None:

@@ -77,7 +77,10 @@ class Linear:
         if bias is not None:
             assert bias.data is not None
             self.bias = bias.data.clone() if bias.is_borrowed else bias.data
+        arrived = [*self.tensors.values(), *([bias] if bias is not None else [])]
         self.scheme.finalize(self)
+        for tensor in arrived:  # the slots live as long as the model: without this they hold every weight a second time
+            tensor.data = None
 
     def weight_bytes(self) -> int:
         """Bytes held after loading."""

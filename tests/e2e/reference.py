@@ -1,0 +1,87 @@
+"""transformers on the demo model in float32: the tokens and log probabilities that Quire must give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+import quire.demo
+from quire.frontend.tokenizer import Tokenizer
+
+EOS = 2
+QUESTIONS = (
+    "What does os.path.join do?",
+    "how to sort a list",
+    "Which module provides heapq.heappush?",
+    "Explain functools.lru_cache in Python.",
+)
+TEXTS = ("`json.dumps(obj)`: ", "Hello", "The function `os.path.")
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(quire.demo.path())
+
+
+@cache
+def chat_prompts() -> tuple[str, ...]:
+    return tuple(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS)
+
+
+@cache
+def prompts() -> tuple[str, ...]:
+    """Questions, which end in EOS, and texts, which do not soon."""
+    return chat_prompts() + TEXTS
+
+
+@cache
+def _model() -> torch.nn.Module:
+    import transformers
+
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(quire.demo.path(), dtype=torch.float32)
+    return model.eval()
+
+
+@cache
+def greedy(prompt: str, max_tokens: int) -> list[int]:
+    """transformers' own generate(), without the prompt; ends with EOS if that comes."""
+    ids = torch.tensor([tokenizer().encode(prompt)])
+    output = _model().generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+    )
+    tokens: list[int] = output[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+@torch.inference_mode()
+def logprobs(token_ids: Sequence[int]) -> Tensor:
+    """Natural log probabilities [position, vocabulary] of the token after each position."""
+    return torch.log_softmax(_model()(torch.tensor([list(token_ids)])).logits[0].double(), dim=-1)
+
+
+def beam_search(prompt_ids: Sequence[int], width: int, max_tokens: int, length_penalty: float) -> list[list[int]]:
+    """Beams over the whole vocabulary, by the definition: every prefix is scored anew."""
+    num_prompt = len(prompt_ids)
+    running: list[tuple[float, list[int]]] = [(0.0, list(prompt_ids))]
+    finished: list[tuple[float, list[int]]] = []
+
+    def rank(item: tuple[float, list[int]]) -> float:
+        length = len(item[1]) - (item[1][-1] == EOS)
+        return item[0] / length**length_penalty
+
+    for _ in range(max_tokens):
+        grown = []
+        for score, tokens in running:
+            steps = logprobs(tokens)[-1]
+            best = steps.topk(2 * width)
+            grown += [
+                (score + value, [*tokens, token])
+                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            ]
+        finished += [item for item in grown if item[1][-1] == EOS]
+        running = sorted((item for item in grown if item[1][-1] != EOS), key=rank, reverse=True)[:width]
+    assert all(len(tokens) == num_prompt + max_tokens for _, tokens in running)
+    return [tokens for _, tokens in sorted(finished + running, key=rank, reverse=True)[:width]]

@@ -1,0 +1,121 @@
+"""What an error, an interrupt or a failing request leaves behind in an LLM: nothing, and the next call works."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.errors import InvalidRequestError, QuireError
+from quire.schedule import RowsFailedError, ScheduledBatch, StepResult
+from tests.e2e import reference
+from tests.e2e.conftest import check_is_empty
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = list(reference.prompts())
+
+
+def _check_answers(llm: LLM) -> None:
+    check_is_empty(llm)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [reference.greedy(text, 12) for text in PROMPTS]
+
+
+class _Runner:
+    """The model runner, with something happening at its third step."""
+
+    def __init__(self, runner: Any, event: Any) -> None:
+        self._runner, self._event, self._num_steps = runner, event, 0
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self._num_steps += 1
+        if self._num_steps == 3:
+            self._event(batch)
+        result: StepResult = self._runner.execute(batch)
+        return result
+
+
+def _at_third_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, event: Any) -> None:
+    executor: Any = llm._core.executor
+    monkeypatch.setattr(executor, "_runner", _Runner(executor._runner, event))
+
+
+def test_a_refused_prompt_starts_nothing(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+        llm.generate([PROMPTS[0], [1, 2, 99_999]], GREEDY)
+    _check_answers(llm)
+
+
+def test_interrupt_between_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a step: the step ends first."""
+    _at_third_step(llm, monkeypatch, lambda batch: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    _check_answers(llm)
+
+
+def test_second_interrupt_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt_twice(batch: ScheduledBatch) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the step went on after the second interrupt")
+
+    from quire.interrupt import interrupts_between_steps
+
+    with pytest.raises(KeyboardInterrupt), interrupts_between_steps():
+        interrupt_twice(ScheduledBatch(0, [], [], [], [], []))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_of_enqueued_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm.enqueue(PROMPTS, GREEDY)
+    _at_third_step(llm, monkeypatch, lambda batch: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        llm.wait_for_completion(use_tqdm=False)
+    monkeypatch.undo()
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    _check_answers(llm)
+
+
+def test_generate_in_another_thread(llm: LLM) -> None:
+    """Signals belong to the main thread; elsewhere generate() leaves them alone."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(llm.generate(PROMPTS, GREEDY, use_tqdm=False)))
+    thread.start()
+    thread.join(30)
+    assert [output.outputs[0].token_ids for output in results] == [reference.greedy(text, 12) for text in PROMPTS]
+
+
+def test_one_failing_request_does_not_take_the_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail_one(batch: ScheduledBatch) -> None:
+        raise RowsFailedError([batch.request_ids[1]], "this row is broken")
+
+    _at_third_step(llm, monkeypatch, fail_one)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert outputs[1].error is not None
+    assert "this row is broken" in outputs[1].error
+    assert "this row is broken" in caplog.text
+    for output, text in zip(outputs, PROMPTS, strict=True):
+        if output is not outputs[1]:
+            assert output.outputs[0].token_ids == reference.greedy(text, 12)
+    _check_answers(llm)
+
+
+def test_a_step_that_fails_for_all_raises(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(batch: ScheduledBatch) -> None:
+        raise RuntimeError("a bug")
+
+    _at_third_step(llm, monkeypatch, fail)
+    with pytest.raises(QuireError, match="RuntimeError"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    _check_answers(llm)

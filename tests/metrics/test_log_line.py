@@ -1,0 +1,76 @@
+"""The statistics line: vLLM's words, right numbers, quiet when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from quire.metrics import log_line
+from quire.metrics.log_line import StatsLine
+from quire.schedule import StepRecord
+
+
+def record(**fields: int) -> StepRecord:
+    zeros = {name: 0 for name in StepRecord.__struct_fields__ if not name.endswith("_seconds")}
+    return StepRecord(**{**zeros, **fields})
+
+
+def test_numbers():
+    line = StatsLine(now=100.0)
+    line.add(record(num_prefill_tokens=400, num_sampled_tokens=1, num_running=1, num_blocks_total=200,
+                    prefix_cache_queries=400, prefix_cache_hits=100))  # fmt: skip
+    line.add(record(num_sampled_tokens=24, num_running=3, num_waiting=2, num_blocks_in_use=25, num_blocks_total=200))
+    assert line.take(110.0) == (
+        logging.INFO,
+        "Engine 000: Avg prompt throughput: 40.0 tokens/s, Avg generation throughput: 2.5 tokens/s, Running: 3 reqs, "
+        "Waiting: 2 reqs, CPU KV cache usage: 12.5%, Prefix cache hit rate: 25.0%",
+    )
+
+
+def test_preemptions_show_when_there_are_some():
+    line = StatsLine("001", "GPU", now=0.0)
+    line.add(record(num_sampled_tokens=1, num_preemptions=4))
+    taken = line.take(10.0)
+    assert taken is not None
+    assert "Engine 001: " in taken[1]
+    assert "Waiting: 0 reqs, Preemptions: 4, GPU KV cache usage: 0.0%" in taken[1]
+
+
+def test_idle_is_debug_after_one_last_line():
+    line = StatsLine(now=0.0)
+    assert line.take(10.0) is None
+    line.add(record(num_sampled_tokens=5))
+    levels = [taken[0] for now in (20.0, 30.0, 40.0) if (taken := line.take(now)) is not None]
+    assert levels == [logging.INFO, logging.INFO, logging.DEBUG]
+    line.add(record(num_sampled_tokens=5))
+    taken = line.take(50.0)
+    assert taken is not None
+    assert taken[0] == logging.INFO
+    assert "generation throughput: 0.5 tokens/s" in taken[1]
+
+
+def test_hit_rate_speaks_of_recent_steps(monkeypatch):
+    monkeypatch.setattr(log_line, "HIT_RATE_STEPS", 2)
+    line = StatsLine(now=0.0)
+    for hits in (0, 10, 10):
+        line.add(record(prefix_cache_queries=10, prefix_cache_hits=hits))
+    taken = line.take(1.0)
+    assert taken is not None
+    assert taken[1].endswith("Prefix cache hit rate: 100.0%")
+
+
+async def test_log_forever(monkeypatch):
+    logged = []
+    monkeypatch.setattr(log_line.logger, "log", lambda level, text: logged.append((level, text)))
+    line = StatsLine()
+    line.add(record(num_sampled_tokens=1))
+    task = asyncio.create_task(log_line.log_forever(line, 0.001))
+    while not logged:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert logged[0][0] == logging.INFO
+    assert logged[0][1].startswith("Engine 000: Avg prompt throughput: ")

@@ -1,0 +1,97 @@
+"""A client that leaves frees its request in the engine, whatever it was waiting for."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from quire.frontend.echo_client import EchoClient
+from quire.messages import Abort
+from tests.server.serving import RunningServer
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1900, "ignore_eos": True}
+PROMPTS = {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 1900, "ignore_eos": True}
+REQUESTS = [
+    pytest.param("/v1/chat/completions", CHAT, 1, id="chat"),
+    pytest.param("/v1/completions", PROMPTS, 6, id="prompts"),
+]
+
+
+@pytest.fixture
+def slow(log):
+    """Endless answers, in steps long enough to leave in between."""
+    client = EchoClient(None, step_seconds=0.005, max_model_len=2048)
+    with RunningServer(client) as server:
+        yield server
+    assert not log.get_records("call") + log.records, "a client that leaves is no error"
+
+
+def send(server: RunningServer, path: str, body: dict) -> socket.socket:
+    """A connection on which a request was sent."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def check_aborted(server: RunningServer, count: int) -> None:
+    server.wait_for_idle()
+    aborted = [
+        request_id for message in server.client.sent if isinstance(message, Abort) for request_id in message.request_ids
+    ]
+    assert len(aborted) == count
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == count
+    assert server.chat(max_tokens=3).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body", "count"), REQUESTS)
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_while_it_runs(slow, path, body, count, stream):
+    with send(slow, path, {**body, "stream": stream}) as connection:
+        if stream:
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        slow.wait_for(lambda: slow.client.num_requests == count and slow.client._step_id > 2, "the request to run")
+    check_aborted(slow, count)
+
+
+@pytest.mark.parametrize(("path", "body", "count"), REQUESTS)
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_before_the_first_token(slow, path, body, count, stream):
+    slow.run(lambda: setattr(slow.client, "is_paused", True))
+    with send(slow, path, {**body, "stream": stream}):
+        slow.wait_for(lambda: slow.client.num_requests == count, "the request to arrive")
+    slow.wait_for(lambda: slow.client.num_requests == 0, "the request to be aborted")
+    slow.run(lambda: (setattr(slow.client, "is_paused", False), slow.client._wake.set()))
+    check_aborted(slow, count)
+
+
+def test_leaving_during_beam_search(slow):
+    with send(slow, "/v1/chat/completions", {**CHAT, "use_beam_search": True, "n": 2}):
+        slow.wait_for(lambda: slow.client._step_id > 2, "the search to run")
+    slow.wait_for_idle()
+    steps = slow.client._step_id
+    assert slow.chat(max_tokens=3).status_code == 200
+    assert slow.client._step_id <= steps + 5, "the search went on after its client had left"
+
+
+def test_leaving_in_the_middle_of_the_body(slow):
+    with socket.create_connection(("127.0.0.1", slow.port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+            b"content-type: application/json\r\ncontent-length: 500\r\n\r\n{"
+        )
+    assert slow.chat(max_tokens=3).status_code == 200
+
+
+def test_closing_the_openai_stream(slow):
+    stream = slow.openai().chat.completions.create(
+        model="alias", messages=CHAT["messages"], max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    stream.close()
+    slow.wait_for_idle()
