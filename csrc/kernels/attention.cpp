@@ -33,15 +33,18 @@ struct Unit {
   int item, first_split, num_splits;
 };
 
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Unit> units;
+  std::vector<int> split_items;  // items whose splits are dealt to several units
+  int64_t partials_size = 0;     // floats
+};
+
 // Which positions a row may see, for the lanes of one row tile; lanes without a row see nothing.
 struct RowLimits {
   alignas(64) float first[kLanes], last[kLanes];
   int min_first, max_first, min_last, max_last;
 
-  Range in_split(int start) const {
-    return {std::clamp(min_first - start, 0, kSplit) / kStep * kStep,
-            round_up(std::clamp(max_last + 1 - start, 0, kSplit), kStep)};
-  }
   bool all_visible(int begin, int end) const { return begin >= max_first && end - 1 <= min_last; }
 };
 
@@ -49,16 +52,27 @@ int first_visible(const AttentionArgs& a, int position) {
   return a.sliding_window > 0 ? std::max(position - a.sliding_window + 1, 0) : 0;
 }
 
-int query_position(const AttentionArgs& a, const Item& item, int row) {
-  const int query_len = a.cu_seqlens_q[item.sequence + 1] - a.cu_seqlens_q[item.sequence];
-  return a.seq_lens[item.sequence] - query_len + row / (a.num_q_heads / a.num_kv_heads);
+int query_group(const AttentionArgs& a) { return a.num_q_heads / a.num_kv_heads; }
+
+int first_query_position(const AttentionArgs& a, int sequence) {
+  return a.seq_lens[sequence] - (a.cu_seqlens_q[sequence + 1] - a.cu_seqlens_q[sequence]);
 }
+
+// Walks over the rows of an item: consecutive heads of a group, then the next token.
+struct RowCursor {
+  int token, head, group;  // the token within the sequence's query, the head within the group
+  RowCursor(int row, int group) : token(row / group), head(row % group), group(group) {}
+  void advance() {
+    if (++head == group) head = 0, ++token;
+  }
+};
 
 RowLimits row_limits(const AttentionArgs& a, const Item& item, int first_row) {
   RowLimits limits;
-  const int num_rows = std::min(item.num_rows - first_row, kLanes);
-  for (int i = 0; i < kLanes; ++i) {
-    const int position = i < num_rows ? query_position(a, item, item.first_row + first_row + i) : -1;
+  const int num_rows = std::min(item.num_rows - first_row, kLanes), offset = first_query_position(a, item.sequence);
+  RowCursor row(item.first_row + first_row, query_group(a));
+  for (int i = 0; i < kLanes; ++i, row.advance()) {
+    const int position = i < num_rows ? offset + row.token : -1;
     limits.first[i] = static_cast<float>(first_visible(a, position));
     limits.last[i] = static_cast<float>(position);
   }
@@ -66,6 +80,11 @@ RowLimits row_limits(const AttentionArgs& a, const Item& item, int first_row) {
   limits.min_first = bound(limits.first, 0), limits.max_first = bound(limits.first, num_rows - 1);
   limits.min_last = bound(limits.last, 0), limits.max_last = bound(limits.last, num_rows - 1);
   return limits;
+}
+
+// The positions of a split, relative to its start, that lie in [first, last], widened to whole steps.
+Range range_in_split(int first, int last, int start) {
+  return {std::clamp(first - start, 0, kSplit) / kStep * kStep, round_up(std::clamp(last + 1 - start, 0, kSplit), kStep)};
 }
 
 // State of the online softmax of one row tile: maximum score times log2(e), sum of the probabilities relative to it, and the
@@ -80,7 +99,8 @@ struct TileResult {
 
 // Turns the scores of one row tile into probabilities relative to the tile's own maximum.
 template <class Path>
-TileResult softmax(float* scores, Range range, int start, const RowLimits& limits, const AttentionArgs& a) {
+TileResult softmax(float* scores, Range range, int start, const RowLimits& limits, const AttentionArgs& a,
+                   Prefetcher& prefetcher) {
   const F32 cap = broadcast(a.soft_cap), cap_scale = broadcast(a.soft_cap > 0 ? a.scale / a.soft_cap : 0.0f);
   const F32 first = load(limits.first), last = load(limits.last), minus_infinity = broadcast(-kInfinity);
   F32 max0 = minus_infinity, max1 = minus_infinity;
@@ -106,6 +126,7 @@ TileResult softmax(float* scores, Range range, int start, const RowLimits& limit
   const F32 base = zero() - select_less(top, broadcast(-FLT_MAX), zero(), top);
   F32 sum = zero();
   for (int p = range.begin; p < range.end; p += 2) {
+    if (p % kTile == 0) prefetcher.advance(kPrefetchInSoftmax);
     const F32 p0 = exp2(fma(load(scores + p * kLanes), scale, base));
     const F32 p1 = exp2(fma(load(scores + (p + 1) * kLanes), scale, base));
     sum = sum + (p0 + p1);
@@ -140,10 +161,10 @@ void reset(const TileState& state, int num_rows, int width) {
 
 template <class T>
 void write_output(const AttentionArgs& a, const Item& item, int first_row, const TileState& state, int num_rows, int width) {
-  const int group = a.num_q_heads / a.num_kv_heads;
-  for (int i = 0; i < num_rows; ++i) {
-    const int row = item.first_row + first_row + i;
-    const int64_t token = a.cu_seqlens_q[item.sequence] + row / group, head = item.kv_head * group + row % group;
+  const int group = query_group(a);
+  RowCursor row(item.first_row + first_row, group);
+  for (int i = 0; i < num_rows; ++i, row.advance()) {
+    const int64_t token = a.cu_seqlens_q[item.sequence] + row.token, head = item.kv_head * group + row.head;
     T* out = static_cast<T*>(a.out) + token * a.out_token_stride + head * a.out_head_stride;
     const F32 scale = broadcast(1.0f / state.sum[i]);
     const float* values = state.values + i * width;
@@ -163,46 +184,62 @@ TileState partial_tile(float* partial, int row_tile, int width) {
   return {tile, tile + kLanes, tile + 2 * kLanes};
 }
 
-// Addresses of the keys or values at positions start .. start + kSplit - 1; what lies behind the sequence reads as zeros, since
-// its slots may hold anything.
+// Addresses of the keys and values at the positions of one split that the rows of an item see.
 template <class T>
-void fill_rows(const void* cache, int64_t block_stride, int64_t head_stride, const AttentionArgs& a, const Item& item,
-               int start, Range range, const T** rows) {
-  static const T zeros[kMaxHeadDim] = {};
-  const T* base = static_cast<const T*>(cache) + item.kv_head * head_stride;
-  const int32_t* table = a.block_tables + item.sequence * a.block_table_stride;
-  const int end = std::min(range.end, a.seq_lens[item.sequence] - start);
-  int p = range.begin;
-  while (p < end) {
-    const int block = (start + p) / a.block_size, offset = (start + p) % a.block_size;
-    const int run_end = std::min(p + a.block_size - offset, end);
-    const T* row = base + table[block] * block_stride + static_cast<int64_t>(offset) * a.head_dim;
-    for (; p < run_end; ++p, row += a.head_dim) rows[p] = row;
-  }
-  for (; p < range.end; ++p) rows[p] = zeros;
-}
+struct SplitRows {
+  Range range;
+  const T *keys[kSplit], *values[kSplit];
 
+  void fill(const AttentionArgs& a, const Item& item, int split) {
+    const int start = split * kSplit, offset = first_query_position(a, item.sequence), group = query_group(a);
+    range = range_in_split(first_visible(a, offset + item.first_row / group),
+                           offset + (item.first_row + item.num_rows - 1) / group, start);
+    fill(static_cast<const T*>(a.k_cache) + item.kv_head * a.k_head_stride, a.k_block_stride, a, item, start, keys);
+    fill(static_cast<const T*>(a.v_cache) + item.kv_head * a.v_head_stride, a.v_block_stride, a, item, start, values);
+  }
+
+ private:
+  // What lies behind the sequence reads as zeros, since its slots may hold anything.
+  void fill(const T* head, int64_t block_stride, const AttentionArgs& a, const Item& item, int start, const T** rows) const {
+    alignas(64) static const T zeros[kMaxHeadDim] = {};
+    const int32_t* table = a.block_tables + item.sequence * a.block_table_stride;
+    const int end = std::min(range.end, a.seq_lens[item.sequence] - start);
+    int p = range.begin;
+    while (p < end) {
+      const int block = (start + p) / a.block_size, offset = (start + p) % a.block_size;
+      const int run_end = std::min(p + a.block_size - offset, end);
+      const T* row = head + table[block] * block_stride + static_cast<int64_t>(offset) * a.head_dim;
+      for (; p < run_end; ++p, row += a.head_dim) rows[p] = row;
+    }
+    for (; p < range.end; ++p) rows[p] = zeros;
+  }
+};
+
+// One unit of work. `next` is what this thread will probably do after it.
 template <class Path>
-void run_unit(const AttentionArgs& a, const Item& item, const Unit& unit, float* partials) {
+void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const Unit* next, float* partials) {
   using T = typename Path::Cache;
+  const Item& item = plan.items[unit.item];
   const int width = Path::width(a.head_dim), row_tiles = (item.num_rows + kLanes - 1) / kLanes;
   const int rows = row_tiles * kLanes;
-  const size_t own_bytes = sizeof(float) * (static_cast<size_t>(rows) * (kSplit + width + 2) + kLanes * width) + 512;
+  const size_t own_bytes = sizeof(float) * static_cast<size_t>(rows) * (kSplit + 2 * width + 2) + 512;
   Carver scratch(quire::scratch(Scratch::attention_unit, Path::scratch_bytes(a.head_dim, row_tiles) + own_bytes));
   Path path(a.head_dim, item.num_rows, scratch);
   float* scores = scratch.take<float>(static_cast<size_t>(rows) * kSplit);
-  float* split_values = scratch.take<float>(static_cast<size_t>(kLanes) * width);
+  float* split_values = scratch.take<float>(static_cast<size_t>(rows) * width);
   float* maxima = scratch.take<float>(rows);
   float* sums = scratch.take<float>(rows);
   float* values = scratch.take<float>(static_cast<size_t>(rows) * width);
   const auto state = [&](int t) { return TileState{maxima + t * kLanes, sums + t * kLanes, values + t * kLanes * width}; };
   const auto rows_in = [&](int t) { return std::min(item.num_rows - t * kLanes, kLanes); };
 
-  const int group = a.num_q_heads / a.num_kv_heads;
-  const T* query_rows[kMaxRows];
-  for (int r = 0; r < item.num_rows; ++r) {
-    const int row = item.first_row + r;
-    const int64_t token = a.cu_seqlens_q[item.sequence] + row / group, head = item.kv_head * group + row % group;
+  SplitRows<T> split_rows[2];
+  split_rows[0].fill(a, item, unit.first_split);
+  const int group = query_group(a);
+  const T* query_rows[kMostRows];
+  RowCursor cursor(item.first_row, group);
+  for (int r = 0; r < item.num_rows; ++r, cursor.advance()) {
+    const int64_t token = a.cu_seqlens_q[item.sequence] + cursor.token, head = item.kv_head * group + cursor.head;
     query_rows[r] = static_cast<const T*>(a.q) + token * a.q_token_stride + head * a.q_head_stride;
   }
   path.load_queries(query_rows);
@@ -212,37 +249,46 @@ void run_unit(const AttentionArgs& a, const Item& item, const Unit& unit, float*
     reset(state(t), rows_in(t), width);
   }
 
-  for (int split = unit.first_split; split < unit.first_split + unit.num_splits; ++split) {
-    const int start = split * kSplit;
-    Range ranges[kMaxRowTiles], range{kSplit, 0};
-    for (int t = 0; t < row_tiles; ++t) {
-      ranges[t] = limits[t].in_split(start);
-      if (ranges[t].size() <= 0) continue;
-      range = {std::min(range.begin, ranges[t].begin), std::max(range.end, ranges[t].end)};
-    }
-    const T *key_rows[kSplit], *value_rows[kSplit];
-    fill_rows(a.k_cache, a.k_block_stride, a.k_head_stride, a, item, start, range, key_rows);
-    fill_rows(a.v_cache, a.v_block_stride, a.v_head_stride, a, item, start, range, value_rows);
-    path.scores(key_rows, range, ranges, scores);
-    path.load_values(value_rows, range);
-    for (int t = 0; t < row_tiles; ++t) {
-      const bool sees_any = ranges[t].size() > 0;
-      TileResult result{broadcast(-kInfinity), zero()};
-      if (sees_any) {
-        float* tile_scores = scores + static_cast<size_t>(t) * kSplit * kLanes;
-        result = softmax<Path>(tile_scores, ranges[t], start, limits[t], a);
-        path.weighted_values(tile_scores, ranges[t], split_values);
+  for (int i = 0; i < unit.num_splits; ++i) {
+    const int split = unit.first_split + i, start = split * kSplit;
+    const SplitRows<T>& now = split_rows[i % 2];
+    SplitRows<T>& then = split_rows[(i + 1) % 2];
+    Prefetcher prefetcher;
+    if (i + 1 < unit.num_splits || next != nullptr) {
+      if (i + 1 < unit.num_splits) {
+        then.fill(a, item, split + 1);
+      } else {
+        then.fill(a, plan.items[next->item], next->first_split);
       }
+      prefetcher.start(reinterpret_cast<const void* const*>(then.keys), reinterpret_cast<const void* const*>(then.values),
+                       then.range, a.head_dim * static_cast<int>(sizeof(T)));
+    }
+    Range ranges[kMaxRowTiles];
+    for (int t = 0; t < row_tiles; t += Path::kTilesTogether) {
+      const int last = std::min(t + Path::kTilesTogether, row_tiles) - 1;
+      std::fill(ranges + t, ranges + last + 1, range_in_split(limits[t].min_first, limits[last].max_last, start));
+    }
+    path.scores(now.keys, now.range, ranges, scores, prefetcher);
+    path.load_values(now.values, now.range, prefetcher);
+    TileResult results[kMaxRowTiles];
+    for (int t = 0; t < row_tiles; ++t) {
+      results[t] = softmax<Path>(scores + static_cast<size_t>(t) * kSplit * kLanes, ranges[t], start, limits[t], a, prefetcher);
+    }
+    path.weighted_values(scores, ranges, split_values, prefetcher);
+    prefetcher.advance(2 * kSplit);
+    for (int t = 0; t < row_tiles; ++t) {
+      const float* tile_values = split_values + t * kLanes * width;
+      const bool sees_any = ranges[t].size() > 0;
       if (item.partials < 0) {
-        if (sees_any) merge(state(t), result, split_values, rows_in(t), width);
+        if (sees_any) merge(state(t), results[t], tile_values, rows_in(t), width);
         continue;
       }
       float* partial = partials + item.partials + (split - item.first_split) * partial_size(item, width);
       const TileState tile = partial_tile(partial, t, width);
-      store(tile.max, result.max);
-      store(tile.sum, result.sum);
+      store(tile.max, results[t].max);
+      store(tile.sum, results[t].sum);
       if (sees_any) {
-        std::copy_n(split_values, rows_in(t) * width, tile.values);
+        std::copy_n(tile_values, rows_in(t) * width, tile.values);
       } else {
         std::fill_n(tile.values, rows_in(t) * width, 0.0f);
       }
@@ -269,17 +315,10 @@ void merge_item(const AttentionArgs& a, const Item& item, float* partials) {
   }
 }
 
-struct Plan {
-  std::vector<Item> items;
-  std::vector<Unit> units;
-  std::vector<int> split_items;  // items whose splits are dealt to several units
-  int64_t partials_size = 0;     // floats
-};
-
-// Rows per item: as many as kMaxRows, so that keys and values are read rarely, but no fewer items than keep all threads busy.
-int choose_rows(const AttentionArgs& a, int wanted_items) {
-  const int group = a.num_q_heads / a.num_kv_heads;
-  int rows = kMaxRows;
+// Rows per item: as many as max_rows, so that keys and values are read rarely, but no fewer items than keep all threads busy.
+int choose_rows(const AttentionArgs& a, int max_rows, int wanted_items) {
+  const int group = query_group(a);
+  int rows = max_rows;
   for (; rows > 16; rows /= 2) {
     int64_t items = 0;
     for (int s = 0; s < a.num_seqs; ++s) {
@@ -290,23 +329,23 @@ int choose_rows(const AttentionArgs& a, int wanted_items) {
   return rows;
 }
 
-void make_plan(const AttentionArgs& a, int width, Plan& plan) {
+void make_plan(const AttentionArgs& a, int width, int most_rows, Plan& plan) {
   constexpr int64_t kMaxPartials = 16 << 20;  // floats
   constexpr int kUnitsPerThread = 4;
   const int threads = num_threads(), wanted = threads > 1 ? threads * kUnitsPerThread : 1;
-  const int group = a.num_q_heads / a.num_kv_heads, max_rows = choose_rows(a, wanted);
+  const int group = query_group(a), max_rows = choose_rows(a, most_rows, wanted);
   plan.items.clear();
   plan.units.clear();
   plan.split_items.clear();
   plan.partials_size = 0;
   int64_t total_splits = 0;
   for (int s = 0; s < a.num_seqs; ++s) {
-    const int query_rows = (a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s]) * group;
+    const int query_rows = (a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s]) * group, offset = first_query_position(a, s);
     for (int row = 0; row < query_rows; row += max_rows) {
       for (int g = 0; g < a.num_kv_heads; ++g) {
         Item item{s, g, row, std::min(max_rows, query_rows - row), 0, 0, -1};
-        item.first_split = first_visible(a, query_position(a, item, row)) / kSplit;
-        item.num_splits = query_position(a, item, row + item.num_rows - 1) / kSplit + 1 - item.first_split;
+        item.first_split = first_visible(a, offset + row / group) / kSplit;
+        item.num_splits = (offset + (row + item.num_rows - 1) / group) / kSplit + 1 - item.first_split;
         total_splits += item.num_splits;
         plan.items.push_back(item);
       }
@@ -341,11 +380,12 @@ template <class Path>
 void run_all(const AttentionArgs& a) {
   thread_local Plan plan_memory;
   Plan& plan = plan_memory;
-  make_plan(a, Path::width(a.head_dim), plan);
+  make_plan(a, Path::width(a.head_dim), Path::kMaxRows, plan);
   auto* partials = static_cast<float*>(quire::scratch(Scratch::attention_partials, sizeof(float) * plan.partials_size));
-  parallel_for(static_cast<int>(plan.units.size()), [&](int task, int) {
-    const Unit& unit = plan.units[task];
-    run_unit<Path>(a, plan.items[unit.item], unit, partials);
+  const int num_units = static_cast<int>(plan.units.size()), threads = num_threads();
+  parallel_for(num_units, [&](int task, int) {
+    const Unit* next = task + threads < num_units ? &plan.units[task + threads] : nullptr;
+    run_unit<Path>(a, plan, plan.units[task], next, partials);
   });
   parallel_for(static_cast<int>(plan.split_items.size()), [&](int task, int) {
     merge_item<Path>(a, plan.items[plan.split_items[task]], partials);

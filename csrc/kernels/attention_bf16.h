@@ -5,6 +5,7 @@
 // values.
 #pragma once
 
+#include "attention_amx.h"
 #include "attention_tile.h"
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
@@ -14,104 +15,14 @@ namespace {
 
 constexpr int kPairs = 16;  // dwords of one vector, rows of one AMX tile
 
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-
-// Eight tiles of 16 rows of 64 bytes.
-inline void configure_tiles() {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } config;
-  __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read 8 bytes only
-  _tile_loadconfig(&config);
-}
-
-// g++ 12's tile loads do not say that they read memory: what was written before must be there.
-inline void written_for_tiles() { __asm__ volatile("" : : : "memory"); }
-
-// Tile operand: address of the first of 16 rows, and the distance between rows in bytes.
-struct TileRows {
-  const void* data;
-  int64_t stride;
-};
-
-// out[i] (16 x 16 floats, rows `out_stride` bytes apart) = sum over s of a_i(s) b(s), for kCount <= 4 values of i. Step s of an
-// operand begins a_step (b_step) bytes after the last one.
-template <int kCount>
-inline void amx_products_a(const TileRows* a, int64_t a_step, TileRows b, int64_t b_step, int steps, float* const* out,
-                           int64_t out_stride) {
-  written_for_tiles();
-  _tile_zero(0);
-  if constexpr (kCount > 1) _tile_zero(1);
-  if constexpr (kCount > 2) _tile_zero(2);
-  if constexpr (kCount > 3) _tile_zero(3);
-  for (int s = 0; s < steps; ++s) {
-    const auto at = [&](int i) { return static_cast<const char*>(a[i].data) + s * a_step; };
-    _tile_loadd(4, static_cast<const char*>(b.data) + s * b_step, b.stride);
-    _tile_loadd(5, at(0), a[0].stride);
-    _tile_dpbf16ps(0, 5, 4);
-    if constexpr (kCount > 1) {
-      _tile_loadd(6, at(1), a[1].stride);
-      _tile_dpbf16ps(1, 6, 4);
-    }
-    if constexpr (kCount > 2) {
-      _tile_loadd(7, at(2), a[2].stride);
-      _tile_dpbf16ps(2, 7, 4);
-    }
-    if constexpr (kCount > 3) {
-      _tile_loadd(5, at(3), a[3].stride);
-      _tile_dpbf16ps(3, 5, 4);
-    }
-  }
-  _tile_stored(0, out[0], out_stride);
-  if constexpr (kCount > 1) _tile_stored(1, out[1], out_stride);
-  if constexpr (kCount > 2) _tile_stored(2, out[2], out_stride);
-  if constexpr (kCount > 3) _tile_stored(3, out[3], out_stride);
-}
-
-// The same with one left operand and kCount right ones: out[i] = sum over s of a(s) b_i(s), b_i = b + i * 64 bytes.
-template <int kCount>
-inline void amx_products_b(TileRows a, int64_t a_step, TileRows b, int64_t b_step, int steps, float* out,
-                           int64_t out_stride) {
-  written_for_tiles();
-  _tile_zero(0);
-  if constexpr (kCount > 1) _tile_zero(1);
-  if constexpr (kCount > 2) _tile_zero(2);
-  if constexpr (kCount > 3) _tile_zero(3);
-  for (int s = 0; s < steps; ++s) {
-    const char* right = static_cast<const char*>(b.data) + s * b_step;
-    _tile_loadd(4, static_cast<const char*>(a.data) + s * a_step, a.stride);
-    _tile_loadd(5, right, b.stride);
-    _tile_dpbf16ps(0, 4, 5);
-    if constexpr (kCount > 1) {
-      _tile_loadd(6, right + 64, b.stride);
-      _tile_dpbf16ps(1, 4, 6);
-    }
-    if constexpr (kCount > 2) {
-      _tile_loadd(7, right + 128, b.stride);
-      _tile_dpbf16ps(2, 4, 7);
-    }
-    if constexpr (kCount > 3) {
-      _tile_loadd(5, right + 192, b.stride);
-      _tile_dpbf16ps(3, 4, 5);
-    }
-  }
-  _tile_stored(0, out, out_stride);
-  if constexpr (kCount > 1) _tile_stored(1, out + 16, out_stride);
-  if constexpr (kCount > 2) _tile_stored(2, out + 32, out_stride);
-  if constexpr (kCount > 3) _tile_stored(3, out + 48, out_stride);
-}
-
-#else
-
 struct PairLanes {
   using Element = uint32_t;
   using Vector = __m512;
   static Vector zero() { return _mm512_setzero_ps(); }
   static Vector load(const uint32_t* p) { return _mm512_load_ps(p); }
   static Vector multiply_add(Vector acc, Vector x, const uint32_t* y) {
-    return _mm512_dpbf16_ps(acc, std::bit_cast<__m512bh>(x), std::bit_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(*y))));
+    const __m512i pair = _mm512_set1_epi32(static_cast<int>(*y));
+    return _mm512_dpbf16_ps(acc, std::bit_cast<__m512bh>(x), std::bit_cast<__m512bh>(pair));
   }
   static void store(float* p, Vector x) { _mm512_store_ps(p, x); }
 };
@@ -123,21 +34,24 @@ struct PairHalfLanes {
   static Vector zero() { return _mm256_setzero_ps(); }
   static Vector load(const uint32_t* p) { return _mm256_load_ps(reinterpret_cast<const float*>(p)); }
   static Vector multiply_add(Vector acc, Vector x, const uint32_t* y) {
-    return _mm256_dpbf16_ps(acc, std::bit_cast<__m256bh>(x), std::bit_cast<__m256bh>(_mm256_set1_epi32(static_cast<int>(*y))));
+    const __m256i pair = _mm256_set1_epi32(static_cast<int>(*y));
+    return _mm256_dpbf16_ps(acc, std::bit_cast<__m256bh>(x), std::bit_cast<__m256bh>(pair));
   }
   static void store(float* p, Vector x) { _mm512_store_ps(p, _mm512_zextps256_ps512(x)); }
 };
 
-#endif
-
 class Bf16Path {
  public:
   using Cache = bf16;
+  static constexpr bool kAmx = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX;
+  static constexpr int kMaxRows = kAmx ? 256 : 128;
+  static constexpr int kTilesTogether = kAmx ? 2 : 1;  // row tiles that need the same range of positions
 
   static size_t scratch_bytes(int head_dim, int row_tiles) {
     return sizeof(uint32_t) * (static_cast<size_t>(row_tiles) * query_pairs(head_dim) * kLanes + kKeyDwords +
                                static_cast<size_t>(kSplit / 2) * width(head_dim) + kTile * kLanes) + 256;
   }
+  // Floats per row of an output tile: head_dim and padding.
   static int width(int head_dim) { return round_up(head_dim, kTile); }
 
   Bf16Path(int head_dim, int num_rows, Carver& scratch)
@@ -173,82 +87,102 @@ class Bf16Path {
     }
   }
 
-  void load_values(const bf16* const* value_rows, Range range) {
-    const int stride = width(head_dim_);
+  void load_values(const bf16* const* value_rows, Range range, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; p += 2) {
-      if (p % kTile == 0 && p + 3 * kTile <= range.end) prefetch_rows(value_rows + p + 2 * kTile, head_dim_);
-      uint32_t* dst = values_ + static_cast<size_t>(p / 2) * stride;
+      if (p % kTile == 0) prefetcher.advance(kPrefetchInValues);
       const bf16 *even = value_rows[p], *odd = value_rows[p + 1];
-      for (int e = 0; e < stride; e += kPairs) {
+      for (int e = 0; e < head_dim_; e += kPairs) {
         const int left = head_dim_ - e;
         const __mmask16 mask = left >= kPairs ? 0xffff : first_lanes(left);
         const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + e));
         const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + e));
-        _mm512_store_si512(dst + e, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        _mm512_store_si512(value_pairs(e, p), _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
       }
     }
   }
 
+  // Softmax hands over the probabilities of two positions, which take the place of their scores as [pair][lane]. Rounded to
+  // nearest, halves up.
   static void store_probabilities(float* tile_scores, int position, F32 p0, F32 p1) {
-    const __m512i low = _mm512_cvtepu16_epi32(narrow_bf16(p0.v));
-    const __m512i high = _mm512_cvtepu16_epi32(narrow_bf16(p1.v));
-    _mm512_store_si512(tile_scores + position / 2 * kLanes, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(p0.v), half), 16);
+    const __m512i high = _mm512_add_epi32(_mm512_castps_si512(p1.v), half);
+    _mm512_store_si512(tile_scores + position / 2 * kLanes, _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
   }
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 
-  void scores(const bf16* const* key_rows, Range range, const Range* tile_ranges, float* scores) {
+  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile needs.
+  void scores(const bf16* const* key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     constexpr int kGroup = 4 * kTile;
+    const int pairs = query_pairs(head_dim_);
     for (int p = range.begin; p < range.end; p += kGroup) {
       const int count = (range.end - p < kGroup ? range.end - p : kGroup) / kTile;
-      TileRows keys[4];
-      for (int i = 0; i < count; ++i) {
-        keys[i] = key_tile(key_rows + p + i * kTile, keys_ + i * kTile * kKeyStride);
-        if (p + kGroup + (i + 1) * kTile <= range.end) prefetch_rows(key_rows + p + kGroup + i * kTile, head_dim_);
-      }
+      prefetcher.advance(kPrefetchInScores * count);
+      TileOperand keys[4];
+      for (int i = 0; i < count; ++i) keys[i] = key_tile(key_rows + p + i * kTile, keys_ + i * kTile * kKeyStride);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p + kGroup <= tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
         float* out[4];
         for (int i = 0; i < count; ++i) out[i] = scores + (static_cast<size_t>(t) * kSplit + p + i * kTile) * kLanes;
-        const int pairs = query_pairs(head_dim_);
-        const TileRows queries{queries_ + static_cast<size_t>(t) * pairs * kLanes, 64};
-        const int steps = pairs / kPairs;
+        const TileOperand queries = tile_of(queries_ + static_cast<size_t>(t) * pairs * kLanes);
         if (count == 4) {
-          amx_products_a<4>(keys, 64, queries, 64 * kPairs, steps, out, 64);
+          multiply_column<4>(keys, queries, pairs / kPairs, out, 64);
         } else {
-          amx_products_a<2>(keys, 64, queries, 64 * kPairs, steps, out, 64);
+          multiply_column<2>(keys, queries, pairs / kPairs, out, 64);
         }
       }
     }
   }
 
-  void weighted_values(float* probabilities, Range range, float* out) {
-    float* first = probabilities + range.begin / 2 * kLanes;
-    const int steps = range.size() / kStep;
-    for (int s = 0; s < steps; ++s) {  // [pair][lane] to [lane][pair]
-      float* tile = first + s * kPairs * kLanes;
-      transpose_lanes(tile, tile, kLanes);
-    }
-    const int stride = width(head_dim_);
-    const int64_t row_bytes = stride * 4;
-    const TileRows a{first, 64};
-    for (int e = 0; e < stride; e += 4 * kTile) {
-      const TileRows b{values_ + static_cast<size_t>(range.begin / 2) * stride + e, row_bytes};
-      switch ((stride - e) / kTile) {
-        case 1: amx_products_b<1>(a, 64 * kPairs, b, row_bytes * kPairs, steps, out + e, row_bytes); break;
-        case 2: amx_products_b<2>(a, 64 * kPairs, b, row_bytes * kPairs, steps, out + e, row_bytes); break;
-        case 3: amx_products_b<3>(a, 64 * kPairs, b, row_bytes * kPairs, steps, out + e, row_bytes); break;
-        default: amx_products_b<4>(a, 64 * kPairs, b, row_bytes * kPairs, steps, out + e, row_bytes);
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out.
+  void weighted_values(float* probabilities, const Range* tile_ranges, float* out, Prefetcher& prefetcher) {
+    const int row_tiles = (num_rows_ + kLanes - 1) / kLanes, stride = width(head_dim_);
+    for (int t = 0; t < row_tiles; ++t) {  // [pair][lane] to [lane][pair]
+      float* tile = probabilities + static_cast<size_t>(t) * kSplit * kLanes;
+      for (int p = tile_ranges[t].begin; p < tile_ranges[t].end; p += kStep) {
+        transpose_lanes(tile + p / 2 * kLanes, tile + p / 2 * kLanes, kLanes);
       }
+    }
+    constexpr int64_t kTileDistance = sizeof(float) * kSplit * kLanes, kValueDistance = sizeof(uint32_t) * kSplit / 2 * kTile;
+    const int64_t row_bytes = sizeof(float) * stride;
+    for (int e = 0; e < stride;) {  // a few columns of values stay in the first-level cache for all row tiles
+      prefetcher.advance(kPrefetchInProduct);
+      const int columns = (stride - e) / kTile, wanted = row_tiles > 1 ? 2 : 4;
+      const int count = columns < wanted ? columns : wanted;
+      for (int t = 0; t < row_tiles; t += 2) {
+        const Range range = tile_ranges[t];
+        if (range.size() <= 0) continue;
+        const int steps = range.size() / kStep;
+        const TileOperand a = tile_of(probabilities + (static_cast<size_t>(t) * kSplit + range.begin / 2) * kLanes);
+        const TileOperand b = tile_of(value_pairs(e, range.begin));
+        float* c = out + static_cast<size_t>(t) * kLanes * stride + e;
+        if (t + 1 < row_tiles) {
+          if (count == 1) {
+            multiply_two_rows<1>(a, kTileDistance, b, kValueDistance, steps, c, row_bytes);
+          } else {
+            multiply_two_rows<2>(a, kTileDistance, b, kValueDistance, steps, c, row_bytes);
+          }
+          continue;
+        }
+        switch (count) {
+          case 1: multiply_row<1>(a, b, kValueDistance, steps, c, row_bytes); break;
+          case 2: multiply_row<2>(a, b, kValueDistance, steps, c, row_bytes); break;
+          case 3: multiply_row<3>(a, b, kValueDistance, steps, c, row_bytes); break;
+          default: multiply_row<4>(a, b, kValueDistance, steps, c, row_bytes);
+        }
+      }
+      e += count * kTile;
     }
   }
 
 #else
 
-  void scores(const bf16* const* key_rows, Range range, const Range* tile_ranges, float* scores) {
+  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile needs.
+  void scores(const bf16* const* key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     const int pairs = query_pairs(head_dim_);
     for (int p = range.begin; p < range.end; p += kTile) {
-      if (p + 3 * kTile <= range.end) prefetch_rows(key_rows + p + 2 * kTile, head_dim_);
+      prefetcher.advance(kPrefetchInScores);
       copy_keys(key_rows + p, keys_);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p < tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
@@ -258,13 +192,18 @@ class Bf16Path {
     }
   }
 
-  void weighted_values(float* probabilities, Range range, float* out) {
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out.
+  void weighted_values(const float* probabilities, const Range* tile_ranges, float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_);
-    const uint32_t* a = reinterpret_cast<const uint32_t*>(probabilities) + range.begin / 2 * kLanes;
-    for (int e = 0; e < stride; e += kTile) {
-      const uint32_t* b = values_ + static_cast<size_t>(range.begin / 2) * stride + e;
-      product<false>(a, b, stride, range.size() / 2, block_);
-      transpose_lanes(block_, out + e, stride);
+    for (int t = 0; t * kLanes < num_rows_; ++t) {
+      const Range range = tile_ranges[t];
+      if (range.size() <= 0) continue;
+      const float* a = probabilities + (static_cast<size_t>(t) * kSplit + range.begin / 2) * kLanes;
+      for (int e = 0; e < stride; e += kTile) {
+        prefetcher.advance(kPrefetchInProduct);
+        product<false>(reinterpret_cast<const uint32_t*>(a), value_pairs(e, range.begin), kTile, range.size() / 2, block_);
+        transpose_lanes(block_, out + static_cast<size_t>(t) * kLanes * stride + e, stride);
+      }
     }
   }
 
@@ -272,10 +211,15 @@ class Bf16Path {
 
  private:
   static constexpr int kKeyStride = kMaxHeadDim / 2 + 16;  // dwords; not a power of two: rows spread over the cache's sets
-  static constexpr int kKeyDwords = (QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX ? 4 : 1) * kTile * kKeyStride;
+  static constexpr int kKeyDwords = (kAmx ? 4 : 1) * kTile * kKeyStride;
 
   // Dwords per query row, a whole number of vectors.
   static int query_pairs(int head_dim) { return round_up(head_dim, 2 * kPairs) / 2; }
+
+  // Where the values of columns e .. e + 15 at positions position and position + 1 go.
+  uint32_t* value_pairs(int e, int position) const {
+    return values_ + (static_cast<size_t>(e / kTile) * (kSplit / 2) + position / 2) * kTile;
+  }
 
   // Dwords pair .. pair + 15 of a row of head_dim elements, zeros behind its end.
   __m512i load_dwords(const bf16* row, int pair) const {
@@ -293,13 +237,16 @@ class Bf16Path {
   }
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+  // An operand whose tiles follow each other without gaps.
+  static TileOperand tile_of(const void* data) { return {static_cast<const char*>(data), 64, 64 * 16}; }
+
   // Keys that lie in the cache as the tile wants them are read from there.
-  TileRows key_tile(const bf16* const* rows, uint32_t* copy) const {
+  TileOperand key_tile(const bf16* const* rows, uint32_t* copy) const {
     bool in_place = head_dim_ % 32 == 0;
     for (int i = 1; i < kTile; ++i) in_place &= rows[i] - rows[i - 1] == head_dim_;
-    if (in_place) return {rows[0], 2 * head_dim_};
+    if (in_place) return {reinterpret_cast<const char*>(rows[0]), 2 * head_dim_, 64};
     copy_keys(rows, copy);
-    return {copy, 4 * kKeyStride};
+    return {reinterpret_cast<const char*>(copy), 4 * kKeyStride, 64};
   }
 #else
   template <bool kAlongK>
@@ -312,7 +259,7 @@ class Bf16Path {
   int head_dim_, num_rows_;
   uint32_t* queries_;  // [row tile][query_pairs][lane]
   uint32_t* keys_;     // copies of keys, [kTile or 4 * kTile][kKeyStride]
-  uint32_t* values_;   // [kSplit / 2][width]
+  uint32_t* values_;   // [head_dim / kTile][kSplit / 2][kTile]
   float* block_;       // [kTile][lane]
 };
 

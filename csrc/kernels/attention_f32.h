@@ -33,6 +33,8 @@ template <class T>
 class F32Path {
  public:
   using Cache = T;
+  static constexpr int kMaxRows = 128;
+  static constexpr int kTilesTogether = 1;  // row tiles that need the same range of positions
 
   static size_t scratch_bytes(int head_dim, int row_tiles) {
     return sizeof(float) * (static_cast<size_t>(row_tiles) * head_dim * kLanes + kTile * kKeyStride +
@@ -57,10 +59,10 @@ class F32Path {
   }
 
   // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile needs.
-  void scores(const T* const* key_rows, Range range, const Range* tile_ranges, float* scores) {
+  void scores(const T* const* key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; p += kTile) {
-      if (p + 3 * kTile <= range.end) prefetch_rows(key_rows + p + 2 * kTile, head_dim_);
-      for (int i = 0; i < kTile; ++i) convert_row(key_rows[p + i], keys_ + i * kKeyStride, head_dim_);
+      prefetcher.advance(kPrefetchInScores);
+      for (int i = 0; i < kTile; ++i) convert_row(key_rows[p + i], keys_ + i * kKeyStride);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p < tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
         const float* q = queries_ + static_cast<size_t>(t) * head_dim_ * kLanes;
@@ -69,10 +71,17 @@ class F32Path {
     }
   }
 
-  void load_values(const T* const* value_rows, Range range) {
+  void load_values(const T* const* value_rows, Range range, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; ++p) {
-      if (p % kTile == 0 && p + 3 * kTile <= range.end) prefetch_rows(value_rows + p + 2 * kTile, head_dim_);
-      convert_row(value_rows[p], values_ + static_cast<size_t>(p) * width(head_dim_), width(head_dim_));
+      if (p % kTile == 0) prefetcher.advance(kPrefetchInValues);
+      for (int e = 0; e < head_dim_; e += kTile) {
+        float* dst = values_ + (static_cast<size_t>(e / kTile) * kSplit + p) * kTile;
+        for (int i = 0; i < kTile; i += kLanes) {
+          const int left = head_dim_ - e - i;
+          const T* src = value_rows[p] + e + i;
+          store(dst + i, left >= kLanes ? load(src) : left > 0 ? load_n(src, left) : zero());
+        }
+      }
     }
   }
 
@@ -82,13 +91,19 @@ class F32Path {
     store(tile_scores + (position + 1) * kLanes, p1);
   }
 
-  // out[lane][width] = probabilities x values.
-  void weighted_values(float* probabilities, Range range, float* out) {
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out.
+  void weighted_values(const float* probabilities, const Range* tile_ranges, float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_);
-    for (int e = 0; e < stride; e += kTile) {
-      product<false>(probabilities + range.begin * kLanes, values_ + static_cast<size_t>(range.begin) * stride + e, stride,
-                     range.size(), block_);
-      transpose_lanes(block_, out + e, stride);
+    for (int t = 0; t * kLanes < num_rows_; ++t) {
+      const Range range = tile_ranges[t];
+      if (range.size() <= 0) continue;
+      const float* a = probabilities + (static_cast<size_t>(t) * kSplit + range.begin) * kLanes;
+      for (int e = 0; e < stride; e += kTile) {
+        prefetcher.advance(kPrefetchInProduct);
+        const float* b = values_ + (static_cast<size_t>(e / kTile) * kSplit + range.begin) * kTile;
+        product<false>(a, b, kTile, range.size(), block_);
+        transpose_lanes(block_, out + static_cast<size_t>(t) * kLanes * stride + e, stride);
+      }
     }
   }
 
@@ -103,20 +118,16 @@ class F32Path {
     outer<F32Lanes, kAlongK>(a, b, stride, size, out);
   }
 
-  // Converts head_dim elements and fills up to `width` with zeros.
-  void convert_row(const T* src, float* dst, int width) const {
+  void convert_row(const T* src, float* dst) const {
     int e = 0;
     for (; e + kLanes <= head_dim_; e += kLanes) store(dst + e, load(src + e));
-    for (; e < width; e += kLanes) {
-      const int left = head_dim_ - e > 0 ? head_dim_ - e : 0;
-      store_n(dst + e, load_n(src + e, left), width - e < kLanes ? width - e : kLanes);
-    }
+    if (e < head_dim_) store_n(dst + e, load_n(src + e, head_dim_ - e), head_dim_ - e);
   }
 
   int head_dim_, num_rows_;
   float* queries_;  // [row tile][head_dim][lane]
   float* keys_;     // [kTile][kKeyStride]
-  float* values_;   // [kSplit][width]
+  float* values_;   // [head_dim / kTile][kSplit][kTile]
   float* block_;    // [kTile][lane]
 };
 

@@ -20,9 +20,9 @@ constexpr int kSplit = 256;
 constexpr int kStep = 32;
 constexpr int kTile = 16;  // positions whose keys are multiplied at a time
 constexpr int kMaxHeadDim = 256;
-constexpr int kMaxRows = 128;
-constexpr int kMaxRowTiles = kMaxRows / kLanes;
-static_assert(kSplit % kStep == 0 && kStep % kTile == 0 && kMaxRows % kLanes == 0);
+constexpr int kMostRows = 256;  // of the kMaxRows of all paths
+constexpr int kMaxRowTiles = kMostRows / kLanes;
+static_assert(kSplit % kStep == 0 && kStep % kTile == 0 && kMostRows % kLanes == 0);
 
 inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -46,16 +46,33 @@ class Carver {
   char* next_;
 };
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-
-// Prefetches the keys or values of one group of kTile positions.
-template <class T>
-inline void prefetch_rows(const T* const* rows, int head_dim) {
-  for (int i = 0; i < kTile; ++i) {
-    const char* p = reinterpret_cast<const char*>(rows[i]);
-    for (int offset = 0; offset < head_dim * static_cast<int>(sizeof(T)); offset += 64) prefetch(p + offset);
+// Brings the keys and values of the next split into the second-level cache, a few rows at a time while the present split is
+// worked on, so that memory never waits for arithmetic.
+class Prefetcher {
+ public:
+  void start(const void* const* key_rows, const void* const* value_rows, Range range, int row_bytes) {
+    rows_[0] = key_rows, rows_[1] = value_rows;
+    next_[0] = next_[1] = range.begin;
+    end_ = range.end;
+    row_bytes_ = row_bytes;
   }
-}
+  // Asks for the next `count` rows: keys first, then values.
+  void advance(int count) {
+    for (int i = 0; i < 2; ++i) {
+      for (; next_[i] < end_ && count > 0; ++next_[i], --count) {
+        const char* row = static_cast<const char*>(rows_[i][next_[i]]);
+        for (int offset = 0; offset < row_bytes_; offset += 64) __builtin_prefetch(row + offset, 0, 2);
+      }
+    }
+  }
+
+ private:
+  const void* const* rows_[2] = {nullptr, nullptr};
+  int next_[2] = {0, 0}, end_ = 0, row_bytes_ = 0;
+};
+// Rows asked for per kTile positions of the present split, in its four phases; together they are the next split's 2 kTile rows
+// and some to spare.
+constexpr int kPrefetchInScores = 12, kPrefetchInValues = 12, kPrefetchInSoftmax = 6, kPrefetchInProduct = 4;
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 // Transposes 16 x 16 elements of 32 bits in place.

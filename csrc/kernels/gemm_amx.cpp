@@ -18,7 +18,7 @@ constexpr int64_t kStepBytes = 4 * kWeightTileBytes;       // of a panel per 32 
 constexpr int64_t kHalfColumns = kPanelWidth / 2;
 constexpr int64_t kHalfSums = kGroupRows * kHalfColumns;
 constexpr int64_t kMaxStepsPerBlock = 64;                  // 2048 k: half a panel of weights is 128 KiB of L2
-constexpr int64_t kInputBytes = 768 * 1024;                // of L2 for the input of a block
+constexpr int64_t kInputBytes = 1 << 20;                   // of L2 for the input of a block
 constexpr int64_t kMaxPanelsPerBlock = 16;                 // bounds the scratch for sums between K blocks
 constexpr int64_t kStreamDistance = 64 * 1024;             // prefetch distance where weights are used once
 

@@ -6,52 +6,24 @@ otherwise.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
-import os
-import types
 from dataclasses import dataclass, field
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
+from quire.compat.names import nearest
+from quire.compat.table import FOREIGN, settle
 from quire.errors import ConfigError
-from quire.vllm_arguments import drop_foreign
-
-KIB_SUFFIXES = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
-
-
-def parse_human_int(text: str | int) -> int:
-    """`32k` = 32,000, `32K` = 32,768, `1M` = 1,048,576, `2.5k` = 2,500 (vLLM's suffixes); plain integers too."""
-    if isinstance(text, int):
-        return text
-    number, factor = text.strip(), 1
-    if number and number[-1] in KIB_SUFFIXES:
-        number, factor = number[:-1], KIB_SUFFIXES[number[-1]]
-    try:
-        value = float(number) * factor if "." in number else int(number) * factor
-    except ValueError:
-        raise ConfigError(
-            "Not a number", value=text, expected="an integer, or one with a suffix k, K, m, M, g or G"
-        ) from None
-    if value != int(value):
-        raise ConfigError("Not a whole number", value=text, expected="a whole number after applying the suffix")
-    return int(value)
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    flags: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    type: Any = None,
-    live: bool = False,
-    many: bool = False,
-) -> Any:
-    """A config field. `flags`: further spellings; `live`: may change while serving; `many`: takes several values."""
-    metadata = {"help": help, "flags": flags, "choices": choices, "type": type, "live": live, "many": many}
-    return field(default=default, metadata=metadata)
-
+from quire.option import (
+    Source,
+    check_choices,
+    check_types,
+    complete_sources,
+    normalise,
+    option,
+    options,
+    parse_human_int,
+    parse_length,
+)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -67,10 +39,10 @@ class EngineConfig:
         "auto", "auto or hf: tokenizer.json; slow: convert through transformers.", choices=("auto", "hf", "slow")
     )
     skip_tokenizer_init: bool = option(False, "No tokenizer: prompts and outputs are token ids only.")
-    trust_remote_code: bool = option(False, "Accepted for compatibility; code from a model repository is never run.")
+    trust_remote_code: bool = option(False, "Refused: code from a model repository is never run.")
     revision: str | None = option(None, "Branch, tag or commit of the model on the hub.")
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of the tokenizer on the hub.")
-    hf_token: str | None = option(None, "Token for gated models on the hub; else HF_TOKEN.")
+    hf_token: str | None = option(None, "Token for gated models on the hub; else HF_TOKEN.", secret=True)
     hf_overrides: dict[str, Any] | None = option(None, "JSON object merged over config.json.", type="json")
     download_dir: str | None = option(None, "Folder for downloaded weights; else the hub's cache.")
     load_format: str = option("auto", "auto or safetensors: read weights; dummy: random weights.", choices=LOAD_FORMATS)
@@ -83,6 +55,7 @@ class EngineConfig:
         "auto",
         "Weights and activations: auto (the checkpoint's), bfloat16, float16 = half, float32 = float.",
         choices=DTYPES,
+        limits="bytes of weights and KV cache, and the precision of every product",
     )
     quantization: str | None = option(None, "Quantization of the weights; none: as the checkpoint is.", flags=("-q",))
     seed: int | None = option(
@@ -90,7 +63,10 @@ class EngineConfig:
     )
     served_model_name: tuple[str, ...] = option((), "Names the API answers to; the first is reported.", many=True)
     max_model_len: int | None = option(
-        None, "Longest prompt plus output in tokens; -1: the longest that fits; suffixes k, K, M.", type=parse_human_int
+        None,
+        "Longest prompt plus output in tokens; -1 or auto: the longest that fits; suffixes k, K, M.",
+        type=parse_length,
+        limits="tokens of one request; not how many tokens the KV cache holds for all",
     )
     generation_config: str = option(
         "auto", "auto: the model's generation_config.json gives request defaults; vllm: none."
@@ -98,7 +74,9 @@ class EngineConfig:
     override_generation_config: dict[str, Any] | None = option(
         None, "JSON object merged over the generation config.", type="json"
     )
-    max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: no cap.")
+    max_logprobs: int = option(
+        20, "Most logprobs a request may ask for; -1: no cap.", limits="the logprobs fields of requests"
+    )
     logprobs_mode: str = option(
         "raw_logprobs",
         "raw_logprobs: before penalties and temperature; processed_logprobs: after.",
@@ -109,52 +87,80 @@ class EngineConfig:
         None,
         "Share of the device's total memory (on CPU: RAM) for weights, KV cache and work.",
         flags=("--device-memory-utilization",),
+        limits="bytes of the KV cache",
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "Exact bytes of the KV cache; overrides the utilization.", type=parse_human_int
+        None,
+        "Exact bytes of the KV cache; overrides the utilization.",
+        type=parse_human_int,
+        limits="bytes of the KV cache",
     )
-    num_gpu_blocks_override: int | None = option(None, "Exact number of KV blocks; overrides everything else.")
-    block_size: int | None = option(None, "Tokens per KV block: a power of two from 8 to 128.")
-    kv_cache_dtype: str = option("auto", "auto: the model's dtype.", choices=("auto",))
+    num_gpu_blocks_override: int | None = option(
+        None, "Exact number of KV blocks; overrides everything else.", limits="blocks of the KV cache"
+    )
+    block_size: int | None = option(
+        None,
+        "Tokens per KV block: a power of two from 8 to 128.",
+        limits="waste at the end of a request, and the grain of prefix sharing",
+    )
+    kv_cache_dtype: str = option(
+        "auto", "auto: the model's dtype.", choices=("auto",), limits="bytes of a token in the KV cache"
+    )
     enable_prefix_caching: bool = option(True, "Keep KV blocks of past prompts and share equal prefixes.")
-    max_num_seqs: int | None = option(None, "Most requests running at once.", live=True)
+    performance_mode: str = option(
+        "balanced",
+        "balanced; throughput: twice the two limits below, if neither is set; interactivity: a quarter of the tokens.",
+        choices=("balanced", "interactivity", "throughput"),
+        limits="the defaults of max_num_seqs and max_num_batched_tokens",
+    )
+    max_num_seqs: int | None = option(
+        None, "Most requests running at once.", live=True, limits="running requests; the others wait"
+    )
     max_num_batched_tokens: int | None = option(
-        None, "Most tokens computed in one step.", live=True, type=parse_human_int
+        None,
+        "Most tokens computed in one step.",
+        live=True,
+        type=parse_human_int,
+        limits="tokens of a step: how long a long prompt holds up everybody's next token, and work memory",
     )
     long_prefill_token_threshold: int = option(
-        0, "Most tokens of one prompt in one step; 0: no limit but the budget.", live=True
+        0,
+        "Most tokens of one prompt in one step; 0: no limit but the budget.",
+        live=True,
+        limits="tokens of one prompt in a step",
     )
-    max_num_queued_reqs: int | None = option(None, "Most requests waiting; above it new ones get 429.", live=True)
+    max_num_queued_reqs: int | None = option(
+        None, "Most requests waiting; above it new ones get 429.", live=True, limits="waiting requests"
+    )
     enable_chunked_prefill: bool = option(True, "Split long prompts over steps.")
     scheduling_policy: str = option("fcfs", "fcfs, or priority: lower numbers first.", choices=("fcfs", "priority"))
-    watermark: float = option(0.0, "Share of KV blocks kept free at admission.")
+    watermark: float = option(
+        0.0, "Share of KV blocks kept free at admission.", limits="admission: less of it means more preemptions"
+    )
     async_scheduling: bool | None = option(None, "Schedule the next step while one runs (two batches in flight).")
-    num_threads: int | None = option(None, "Threads of the CPU kernels; none: physical cores allowed.")
+    num_threads: int | None = option(
+        None, "Threads of the CPU kernels; none: physical cores allowed.", limits="cores that compute"
+    )
     disable_log_stats: bool = option(False, "No statistics line every 10 seconds.")
     tensor_parallel_size: int = option(1, "Devices per replica; 1 in this version.", flags=("-tp",))
+    sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
 
     def __post_init__(self) -> None:
-        _normalise(self)
-        _check_types(self)
-        _check_choices(self)
+        normalise(self)
+        check_types(self)
+        check_choices(self)
         _check_engine(self)
+        complete_sources(self)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """From LLM(...) arguments. An unknown name is an error with the nearest known one; one of vLLM's without a
-        meaning here is dropped with a log line, or refused if it was to change something.
-        """
-        known = {f.name for f in dataclasses.fields(cls)}
-        kwargs = drop_foreign(kwargs)
-        for name in kwargs:
+        """From LLM(...) arguments: an unknown one is an error with the nearest known name; foreign ones are settled."""
+        known = {f.name for f in options(cls)} | {"sources"}
+        settled = settle(kwargs)
+        for name in settled:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                raise ConfigError(
-                    f"Unknown engine argument {name!r}",
-                    fix=f"Did you mean {near[0]!r}?" if near else "quire serve --help lists the arguments",
-                    param=name,
-                )
-        return cls(**kwargs)
+                raise _unknown_argument(name, known)
+        return cls(**settled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,19 +169,29 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0: any free one.")
-    api_key: tuple[str, ...] = option((), "Keys clients must send; else VLLM_API_KEY.", many=True)
+    api_key: tuple[str, ...] = option((), "Keys clients must send; else VLLM_API_KEY.", many=True, secret=True)
     no_auth: bool = option(False, "Allow an address other than loopback without a key.")
     chat_template: str | None = option(None, "File with a Jinja chat template, or the template itself.")
     response_role: str = option("assistant", "Role of the answers.")
     uvicorn_log_level: str = option(
         "warning", "Log level of the HTTP server.", choices=("critical", "error", "warning", "info", "debug", "trace")
     )
+    log_level: str | None = option(
+        None,
+        "Log level of Quire; else VLLM_LOGGING_LEVEL.",
+        choices=("debug", "info", "warning", "error"),
+    )
     disable_uvicorn_access_log: bool = option(False, "Accepted: the access log is off.")
-    shutdown_timeout: float = option(30.0, "Seconds to let running requests finish on SIGTERM.")
+    shutdown_timeout: float = option(
+        30.0, "Seconds to let running requests finish on SIGTERM.", limits="the time of a drain"
+    )
+    fail_on_environ_validation: bool = option(False, "Refuse to start with an unknown VLLM_* or QUIRE_* variable.")
+    sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_choices(self)
+        check_types(self)
+        check_choices(self)
+        complete_sources(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError("Illegal port", value=self.port, expected="0 to 65535; 0: any free one", param="port")
         if not 0 <= self.shutdown_timeout < math.inf:
@@ -187,63 +203,13 @@ class ServerConfig:
             )
 
 
-def _normalise(config: EngineConfig) -> None:
-    """Other spellings of the same value, as users write them in Python: `"32k"`, `torch.bfloat16`, a Path."""
-    for f in dataclasses.fields(config):
-        value, plain = getattr(config, f.name), None
-        if f.metadata["type"] is parse_human_int and isinstance(value, str):
-            plain = parse_human_int(value)
-        elif f.metadata["many"] and isinstance(value, (str, list)):
-            plain = (value,) if isinstance(value, str) else tuple(value)
-        elif f.name == "dtype" and str(value).startswith("torch."):
-            plain = str(value).removeprefix("torch.")
-        elif isinstance(value, os.PathLike):
-            plain = os.fspath(value)
-        if plain is not None:
-            object.__setattr__(config, f.name, plain)  # the config is being made: nobody has seen it yet
-
-
-def field_type(annotation: Any) -> tuple[type, bool, bool]:
-    """What a field holds: (type without None, is it a tuple of that type, may it be None)."""
-    is_optional = False
-    if get_origin(annotation) in (Union, types.UnionType):
-        is_optional = types.NoneType in get_args(annotation)
-        annotation = next(a for a in get_args(annotation) if a is not types.NoneType)
-    if get_origin(annotation) is tuple:
-        return get_args(annotation)[0], True, is_optional
-    return get_origin(annotation) or annotation, False, is_optional
-
-
-def _check_types(config: EngineConfig | ServerConfig) -> None:
-    for name, annotation in get_type_hints(type(config)).items():
-        kind, is_tuple, is_optional = field_type(annotation)
-        value = getattr(config, name)
-        if value is None and is_optional:
-            continue
-        items = value if is_tuple and isinstance(value, (tuple, list)) else [value]
-        for item in items:
-            is_number = kind is float and isinstance(item, int)
-            if (isinstance(item, bool) and kind is not bool) or not (isinstance(item, kind) or is_number):
-                raise ConfigError(
-                    f"{name} has the wrong type, {type(item).__name__}",
-                    value=value,
-                    expected=kind.__name__ + (" or several" if is_tuple else "") + (" or None" if is_optional else ""),
-                    param=name,
-                )
-
-
-def _check_choices(config: EngineConfig | ServerConfig) -> None:
-    for f in dataclasses.fields(config):
-        choices, value = f.metadata["choices"], getattr(config, f.name)
-        if choices and value not in choices:
-            near = difflib.get_close_matches(str(value), choices, 1)
-            raise ConfigError(
-                f"Illegal value of {f.name}",
-                value=value,
-                expected="one of " + ", ".join(choices),
-                fix=f"Did you mean {near[0]!r}?" if near else None,
-                param=f.name,
-            )
+def _unknown_argument(name: str, known: set[str]) -> ConfigError:
+    if name in {f.name for f in options(ServerConfig)}:
+        fix = "It is a setting of `quire serve`"
+    else:
+        near = nearest(name, known, FOREIGN)
+        fix = f"Did you mean {near!r}?" if near else "quire serve --help lists the arguments"
+    return ConfigError(f"Unknown engine argument {name!r}", fix=fix, param=name)
 
 
 def _check_engine(config: EngineConfig) -> None:

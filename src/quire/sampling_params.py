@@ -223,11 +223,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
         return self if self.skip_clone else copy.deepcopy(self)
 
     def continuation(self, index: int) -> SamplingParams:
-        """Parameters of the `index`-th of n continuations: n = 1 and, where there is a seed, an own one."""
-        own = copy.deepcopy(self)
+        """Parameters of the `index`-th of n continuations: n = 1 and, where there is a seed, an own one.
+
+        Only the first reports prompt logprobs: they are the same for all, and the others share its prompt's KV.
+        """
+        own = copy.copy(self)  # nobody changes the lists
         own.n = 1
-        if self.seed is not None and index > 0:
-            own.seed = (self.seed + index) % 2**63  # never -1, which means none
+        if index > 0:
+            own.prompt_logprobs = None
+            if self.seed is not None:
+                own.seed = (self.seed + index) % 2**63  # never -1, which means none
         return own
 
     def _normalise_types(self) -> None:

@@ -13,8 +13,8 @@ KV_BYTES = 1 << 25
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    """In float32, where equal tokens can be asked for."""
-    return LLM(dtype="float32", kv_cache_memory_bytes=KV_BYTES)
+    """In float32, where equal tokens can be asked for. One thread: transformers runs beside it, and others may too."""
+    return LLM(dtype="float32", kv_cache_memory_bytes=KV_BYTES, num_threads=1)
 
 
 @pytest.fixture(autouse=True)

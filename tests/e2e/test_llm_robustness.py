@@ -116,6 +116,6 @@ def test_a_step_that_fails_for_all_raises(llm: LLM, monkeypatch: pytest.MonkeyPa
 
     _at_third_step(llm, monkeypatch, fail)
     with pytest.raises(QuireError, match="RuntimeError"):
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False)
     monkeypatch.undo()
     _check_answers(llm)

@@ -121,7 +121,8 @@ def test_forced_preemption_at_every_step(at_step: int, depth: int, dtype: torch.
     def preempt(core: EngineCore, step: int) -> None:
         if step == at_step:
             preempted.append(core.scheduler.num_running)
-            core.scheduler.preempt_all()
+            while core.scheduler.num_running:
+                core.scheduler.preempt_last()
 
     assert run(core, prompts(), before_step=preempt) == _expected(dtype)
     assert preempted, "the run ended before the preemption"

@@ -50,8 +50,9 @@ def test_shards_give_the_same_model(folder: Path) -> None:
     assert torch.equal(logits(folder), expected)
 
 
-def test_the_model_keeps_nothing_of_the_file(folder: Path) -> None:
-    model = load_model(load_model_config(folder), torch.bfloat16)
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_the_model_keeps_nothing_of_the_file(folder: Path, model_impl: str) -> None:
+    model = load_model(load_model_config(folder), torch.bfloat16, model_impl=model_impl)
     before = PagedRun(model, torch.bfloat16).step({0: PROMPT})[0]
     with (folder / "model.safetensors").open("r+b") as file:  # in place: a mapped page would change
         file.seek(10_000)

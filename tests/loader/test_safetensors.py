@@ -103,7 +103,9 @@ def test_unaligned_data_is_copied(tmp_path: Path, padding: int) -> None:
     raw = json.dumps({"x": entry(0, 8, [2], "F32")}).encode()
     raw += b" " * ((padding - len(raw)) % 8)
     (tmp_path / SINGLE_NAME).write_bytes(pack(raw, struct.pack("<2f", 1.5, -2.5)))
-    assert dict(open_checkpoint(tmp_path).tensors())["x"].tolist() == [1.5, -2.5]
+    tensor = dict(open_checkpoint(tmp_path).tensors())["x"]
+    assert tensor.tolist() == [1.5, -2.5]
+    assert tensor.data_ptr() % tensor.element_size() == 0
 
 
 def test_empty_tensors_and_metadata(tmp_path: Path) -> None:

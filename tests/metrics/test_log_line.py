@@ -51,6 +51,15 @@ def test_idle_is_debug_after_one_last_line():
     assert "generation throughput: 0.5 tokens/s" in taken[1]
 
 
+def test_an_abort_of_the_last_request_leaves_nothing_running():
+    line = StatsLine(now=0.0)
+    line.add(record(num_sampled_tokens=5, num_running=1, num_blocks_in_use=3, num_blocks_total=6))
+    line.set_idle()
+    taken = line.take(1.0)
+    assert taken is not None
+    assert "Running: 0 reqs, Waiting: 0 reqs, CPU KV cache usage: 0.0%" in taken[1]
+
+
 def test_hit_rate_speaks_of_recent_steps(monkeypatch):
     monkeypatch.setattr(log_line, "HIT_RATE_STEPS", 2)
     line = StatsLine(now=0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -102,9 +104,17 @@ def test_cache_config_is_published_once(metrics):
     assert sample.labels["gpu_memory_utilization"] == "None"
 
 
+def test_a_step_that_comes_after_the_last_abort_leaves_nothing_running(metrics):
+    metrics.on_step(record(num_running=1, num_blocks_in_use=3, num_blocks_total=12))
+    found = families(metrics)
+    for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
+        assert found[name].samples[0].value == 0
+
+
 def test_steps(metrics):
     scheduled = {"num_prefill_tokens": 30, "num_decode_tokens": 4, "num_running": 5, "num_waiting": 2}
     cache = {"num_blocks_in_use": 3, "num_blocks_total": 12, "prefix_cache_queries": 30, "prefix_cache_hits": 16}
+    metrics.on_request_arrived(SimpleNamespace(requests=[1]))
     metrics.on_step(record(**scheduled, **cache, num_preemptions=2))
     found = families(metrics)
 

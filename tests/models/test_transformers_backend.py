@@ -12,11 +12,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import masking_utils
 
+from quire.attention.backend import AttentionSpec
 from quire.errors import ConfigError, ModelConfigError, WeightsError
 from quire.kernels import cpu
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
+from quire.models import transformers_attention
 from quire.models.registry import CausalLM
 from tests.loader.paged_run import PagedRun, greedy
 
@@ -45,6 +48,7 @@ EXPERTS = {**GQA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-scaled-by-layer": ("GPT2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt_bigcode-one-kv-head": ("GPTBigCode", {**GPT2, "n_inner": 96}),
     "gpt_neox": ("GPTNeoX", COMMON),
     "stablelm": ("StableLm", {**GQA, "hidden_size": 64, "use_qkv_bias": True, "qk_layernorm": True}),
     "opt": ("OPT", {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 48, "do_layer_norm_before": True}),
@@ -182,10 +186,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "recurrent state": ("RecurrentGemma", {**GQA, "lru_width": 48, "head_dim": 12}, "other state than keys and values"),
     "linear attention layers": ("MiniMax", {**GQA, "num_local_experts": 2}, "attention calls for its 3 layers"),
     "not causal": ("Bert", COMMON, "not plain causal attention"),
-    "chunked attention": (
+    "a mask of its own": ("Doge", GQA, "not plain causal attention"),
+    "body and head in one": (
         "Llama4",
         {**EXPERTS, "num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 48},
-        "cannot run on paged attention",
+        "does not separate body and head",
     ),
     "rope of the longest sequence": (
         "StableLm",
@@ -209,6 +214,44 @@ def test_architectures_that_are_not_plain_causal_attention_are_refused(tmp_path:
     with pytest.raises(ModelConfigError) as caught:
         load_model(ours, torch.float32, load_format="dummy", model_impl="transformers")
     assert message in str(caught.value)
+
+
+def prefix_mask(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+    return (key <= query) | (key < 3)
+
+
+def table_mask(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+    return torch.ones(4, 4, dtype=torch.bool)[query, key]
+
+
+MASKS: dict[str, tuple[Any, int | None, int]] = {
+    "causal": (masking_utils.causal_mask_function, None, 0),
+    "window of 1": (masking_utils.sliding_window_causal_mask_function(1), 1, 1),
+    "window of 4096": (masking_utils.sliding_window_causal_mask_function(4096), 4096, 4096),
+    "window that is not announced": (masking_utils.sliding_window_causal_mask_function(8), None, -1),
+    "bidirectional": (masking_utils.bidirectional_mask_function, None, -1),
+    "bidirectional window": (masking_utils.sliding_window_bidirectional_mask_function(8), 8, -1),
+    "chunks": (masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long)), 8, -1),
+    "prefix": (prefix_mask, None, -1),
+    "looked up": (table_mask, None, -1),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_are_told_apart(mask: str) -> None:
+    function, announced, window = MASKS[mask]
+    assert transformers_attention._mask_marker(function, local_size=announced).tolist() == [[[[window]]]]
+
+
+def test_modelling_code_that_ignores_positions_is_refused() -> None:
+    spec = AttentionSpec(1, 1, 4, 1.0, 0, 0.0, torch.float32)
+    first, moved = (
+        transformers_attention.AttentionCall(torch.nn.Identity(), 0, spec, torch.full((1, 1, 3, 4), value), None)
+        for value in (1.0, 2.0)
+    )
+    transformers_attention.check_calls([first], [moved], "SomeForCausalLM", 1)
+    with pytest.raises(ModelConfigError, match="ignores the positions"):
+        transformers_attention.check_calls([first], [first], "SomeForCausalLM", 1)
 
 
 def test_a_cache_shape_that_config_json_does_not_describe_is_refused(tmp_path: Path) -> None:

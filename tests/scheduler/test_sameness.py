@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.messages import AddRequest
+from quire.sampling_params import SamplingParams
 from tests.scheduler.driver import Driver, request
 
 SIZE = 4  # block size
@@ -161,10 +162,21 @@ def test_fork_whose_parent_goes(at: int, event: str) -> None:
             if event == "abort":
                 driver.core.abort(["parent"])
             else:
-                driver.scheduler.preempt_all()
+                while driver.scheduler.num_running:
+                    driver.scheduler.preempt_last()
 
     driver.run(lose_parent)
     driver.check_outputs(except_for=["parent"])
+
+
+def test_fork_of_an_id_that_an_aborted_request_had() -> None:
+    """The old request's batch is still in flight: what it has computed says nothing about the new parent."""
+    driver = Driver(depth=2)
+    driver.add(request("parent", prompt(23), max_tokens=9))
+    driver.step()
+    driver.step()
+    driver.core.abort(["parent"])
+    driver.run_all(request("parent", prompt(9, 1)), request("child", prompt(9, 1), seed=5, fork_of="parent"))
 
 
 @pytest.mark.parametrize("parent", ["missing", "other"])
@@ -174,6 +186,27 @@ def test_fork_of_nobody_or_of_another_prompt_goes_the_ordinary_way(parent: str) 
     for _ in range(3):
         driver.step()
     driver.run_all(request("child", prompt(9, 2), fork_of=parent))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("option", ["prompt_logprobs", "skip_reading_prefix_cache"])
+def test_forks_share_a_prompt_that_was_computed_anew(option: str, depth: int) -> None:
+    """What the parent must not read from the prefix cache it computes once, for all continuations."""
+    params = SamplingParams(n=3, seed=7, max_tokens=4, **{option: True})
+    driver = Driver(depth=depth)
+    driver.run_all(request("warm", prompt(23), max_tokens=1))
+    before = sum(batch.num_tokens for batch in driver.batches)
+    ids = ["parent", "fork1", "fork2"]
+    messages = [
+        AddRequest(name, prompt(23), params.continuation(i), 4, fork_of="parent" if i else None)
+        for i, name in enumerate(ids)
+    ]
+    driver.run_all(*messages)
+    assert sum(batch.num_tokens for batch in driver.batches) - before == 23 + 3 * 3 + 2, (
+        "a fork computes one token of the prompt"
+    )
+    with_logprobs = [name for name in ids if driver.deltas[name][0].prompt_logprobs is not None]
+    assert with_logprobs == (["parent"] if option == "prompt_logprobs" else [])
 
 
 @pytest.mark.parametrize("chunk", [1, SIZE, 64])

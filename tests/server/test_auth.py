@@ -116,9 +116,16 @@ def test_keys_no_client_could_send(key):
 
 
 def test_allowed_hosts():
-    with RunningServer(allowed_hosts=("localhost", "127.0.0.1", "[::1]")) as server:
+    with RunningServer(allowed_hosts=("localhost", "127.0.0.1", "::1")) as server:
         for host in ("localhost", "LocalHost:8000", "127.0.0.1:1", "[::1]:80", "[::1]"):
             assert raw_status(server.port, f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\n").split()[1] == b"200", host
-        for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "", "localhost, evil"):
+        for host in (
+            "evil.example",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example:80",
+            "",
+            "localhost, evil",
+            "[::2]",
+        ):
             assert raw_status(server.port, f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\n").split()[1] == b"403", host
         assert raw_status(server.port, "GET /health HTTP/1.1\r\nhost: probe.example\r\n").split()[1] == b"200"

@@ -93,7 +93,9 @@ def test_kv_usage_is_a_share():
             server.wait_for(lambda: server.engine.last_record.num_blocks_in_use > 1, "a second block")
             assert 0 < server.metric("vllm:kv_cache_usage_perc") < 1
             assert server.metric("vllm:num_requests_running") == 1
-        server.wait_for_idle()
+        server.wait_for_idle()  # the client has left: no step follows
+        assert server.metric("vllm:kv_cache_usage_perc") == 0
+        assert server.metric("vllm:num_requests_running") == 0
 
 
 def test_the_number_of_series_is_constant(fresh):

@@ -281,20 +281,31 @@ inline F32 exp(F32 x) {
   return zero_below(x, -87.0f, ldexp(p, n));
 }
 
-// 2^x for x <= 127 with a relative error under 2e-7; exactly 1 at 0, 0 below -125, NaN for NaN. Minimax polynomial of
-// degree 6 for 2^f on [-1/2, 1/2] of Cephes exp2f.
+// 2^x for x <= 127 with a relative error under 2e-7; exactly 1 at 0, 0 below -125, NaN for NaN (without payload bits).
+// Adding 1.5 * 2^23 rounds x to an integer in the low bits, which go to the exponent of 2^(rest); minimax polynomial of degree
+// 5 on [-1/2, 1/2], exact at 0, relative error 9.2e-8 (Lawson's iteratively reweighted least squares).
 inline F32 exp2(F32 x) {
-  const F32 y = max(broadcast(-125.0f), x);  // this order of operands keeps NaN
-  const F32 n = round(y);
-  const F32 f = y - n;
-  F32 p = broadcast(1.535336188319500e-4f);
-  p = fma(p, f, broadcast(1.339887440266574e-3f));
-  p = fma(p, f, broadcast(9.618437357674640e-3f));
-  p = fma(p, f, broadcast(5.550332471162809e-2f));
-  p = fma(p, f, broadcast(2.402264791363012e-1f));
-  p = fma(p, f, broadcast(6.931472028550421e-1f));
+  const F32 magic = broadcast(0x1.8p23f);
+  const F32 shifted = x + magic;
+  const F32 f = x - (shifted - magic);
+  F32 p = broadcast(1.326472731307149e-3f);
+  p = fma(p, f, broadcast(9.671512991189957e-3f));
+  p = fma(p, f, broadcast(5.550733581185341e-2f));
+  p = fma(p, f, broadcast(2.402224242687225e-1f));
+  p = fma(p, f, broadcast(6.931470036506653e-1f));
   p = fma(p, f, broadcast(1.0f));
-  return zero_below(x, -125.0f, ldexp(p, n));
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+  const __mmask16 keep = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
+  const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+  return {_mm512_castsi512_ps(_mm512_maskz_add_epi32(keep, _mm512_castps_si512(p.v), exponent))};
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
+  const F32 y{_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v), exponent))};
+  return zero_below(x, -125.0f, y);
+#else
+  const Vector4i exponent = std::bit_cast<Vector4i>(shifted.v) << 23;
+  return zero_below(x, -125.0f, {std::bit_cast<Vector4f>(std::bit_cast<Vector4i>(p.v) + exponent)});
+#endif
 }
 
 // tanh(x) with an absolute error under 2e-7.

@@ -7,13 +7,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
+from typing import Unpack
 
 from quire.errors import EngineDeadError, InvalidRequestError, NotReadyError, QuireError
 from quire.frontend.client import EngineClient
-from quire.frontend.input_processor import InputProcessor, ProcessedRequest
+from quire.frontend.input_processor import InputProcessor, ProcessedRequest, RequestOptions
 from quire.frontend.output_processor import OutputProcessor, error_of
 from quire.frontend.prompts import PromptType
-from quire.frontend.stats import StepStats
 from quire.frontend.stream import RequestStream
 from quire.logs import get_logger
 from quire.messages import (
@@ -64,15 +64,13 @@ class AsyncEngine:
         self.ready: EngineReady | None = None
         self.progress: EngineProgress | None = None  # of the start, until ready
         self.error: QuireError | None = None  # why the engine is gone
-        self.stats = StepStats(clock())
+        self.last_record: StepRecord | None = None  # of the engine's last step
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}
         self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._last_sign_time = clock()  # last step, or first request after an idle time
         self._task: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # ready or dead
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def start(self) -> None:
         """Begin to receive. Needs a running event loop; once."""
@@ -105,7 +103,7 @@ class AsyncEngine:
         return self.is_ready and self.client.is_alive and not self._is_stuck()
 
     def _is_stuck(self) -> bool:
-        if self._idle.is_set():
+        if self.num_unfinished == 0:
             return False
         longest = max(self._step_seconds, default=None)
         allowed = FIRST_STEP_SECONDS if longest is None else max(MIN_STEP_SECONDS, SLOW_STEP_FACTOR * longest)
@@ -116,23 +114,12 @@ class AsyncEngine:
         """Requests without their last output."""
         return self.output_processor.num_unfinished
 
-    @property
-    def last_record(self) -> StepRecord | None:
-        """The engine's last step."""
-        return self.stats.last_record
-
     async def add_request(
         self,
         prompt: PromptType,
         sampling_params: SamplingParams | None,
         request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora_name: str | None = None,
-        arrival_time: float | None = None,
-        add_special_tokens: bool = True,
-        clamp_max_tokens: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Check, tokenize and send one request. Whoever gets the stream must iterate it to its end or close it.
 
@@ -140,30 +127,21 @@ class AsyncEngine:
             InvalidRequestError, ContextLengthError: the request is refused. NotReadyError, EngineDeadError: as it says.
         """
         self._check_running()
-        arrival = self._clock() if arrival_time is None else arrival_time
+        arrival_time = self._clock()
 
         def process() -> ProcessedRequest:
             return self.input_processor.process(
-                request_id,
-                prompt,
-                sampling_params,
-                priority=priority,
-                cache_salt=cache_salt,
-                lora_name=lora_name,
-                arrival_time=arrival,
-                add_special_tokens=add_special_tokens,
-                clamp_max_tokens=clamp_max_tokens,
+                request_id, prompt, sampling_params, arrival_time=arrival_time, **options
             )
 
         processed = await asyncio.to_thread(process) if _is_long(prompt) else process()
         self._check_running()
-        if self.output_processor.is_in_use(processed):
+        if request_id in self.output_processor:
             raise InvalidRequestError(
                 "The request id is in use", value=request_id, fix="Use another id", param="request_id"
             )
-        if self._idle.is_set():
+        if self.num_unfinished == 0:
             self._last_sign_time = self._clock()
-            self._idle.clear()
         self.output_processor.add(processed)
         is_delta = processed.sampling_params.output_kind is RequestOutputKind.DELTA
         stream = RequestStream(request_id, is_delta=is_delta, on_leave=self._on_leave)
@@ -181,24 +159,10 @@ class AsyncEngine:
         prompt: PromptType,
         sampling_params: SamplingParams | None,
         request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora_name: str | None = None,
-        add_special_tokens: bool = True,
-        clamp_max_tokens: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """`add_request` and its stream as one generator: errors come at its first step, leaving it aborts."""
-        stream = await self.add_request(
-            prompt,
-            sampling_params,
-            request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            lora_name=lora_name,
-            add_special_tokens=add_special_tokens,
-            clamp_max_tokens=clamp_max_tokens,
-        )
+        stream = await self.add_request(prompt, sampling_params, request_id, **options)
         async with stream:
             async for output in stream:
                 yield output
@@ -213,7 +177,6 @@ class AsyncEngine:
     def _on_leave(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
         self._send_abort(self.output_processor.abort([request_id]))
-        self._note_idle()
 
     def _send_abort(self, engine_ids: list[str]) -> None:
         if engine_ids and self.error is None:
@@ -265,7 +228,7 @@ class AsyncEngine:
         self._last_sign_time = self._clock()
         if message.record is not None:
             self._step_seconds.append(message.record.step_seconds)
-            self.stats.add(message.record)
+            self.last_record = message.record
             self.output_processor.metrics.on_step(message.record)
         result = self.output_processor.process(message.deltas)
         streams = self._streams
@@ -278,11 +241,6 @@ class AsyncEngine:
                 if output.error is not None:
                     stream.fail(result.errors[output.request_id])
         self._send_abort(result.abort_ids)
-        self._note_idle()
-
-    def _note_idle(self) -> None:
-        if self.output_processor.num_unfinished == 0:
-            self._idle.set()
 
     def _die(self, error: QuireError) -> None:
         """Every stream ends with an error, and no request is taken any more."""
@@ -293,12 +251,7 @@ class AsyncEngine:
         self.output_processor.abort(list(streams))
         for stream in streams.values():
             stream.fail(EngineDeadError(error.message))
-        self._idle.set()
         self._settled.set()
-
-    async def wait_idle(self) -> None:
-        """Wait until no request is unfinished (drain: stop adding first)."""
-        await self._idle.wait()
 
     async def shutdown(self) -> None:
         """Tell the engine to stop, end every stream and free the connection."""
@@ -308,8 +261,7 @@ class AsyncEngine:
         self._die(EngineDeadError("The server is shutting down"))
         if self._task is not None:
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait((self._task,))  # awaiting the task itself could not be told from being cancelled
         self.client.close()
 
 

@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
-from quire.frontend.prompts import (
-    PromptType,
-    TextPrompt,
-    TokensPrompt,
-    check_cache_salt,
-    is_unicode,
-    read_prompt,
-    split_prompts,
-)
+from quire.frontend.prompts import PromptType, check_cache_salt, is_unicode, read_prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import AddRequest
 from quire.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
-
-__all__ = [
-    "InputProcessor",
-    "ModelLimits",
-    "ProcessedRequest",
-    "PromptType",
-    "TextPrompt",
-    "TokensPrompt",
-    "sampling_defaults",
-    "split_prompts",
-]
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_PRIORITY = 2**63 - 1
@@ -59,13 +41,26 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRequest:
-    """A checked request: `requests` are its n continuations, the first of them computes the prompt for all."""
+    """A checked request: `requests` are its n continuations, the first of them computes the prompt for all.
+
+    The engine's ids of these are never given twice, so that what the engine still says about a request that left is not
+    taken for the next one under the same `request_id`.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams
+    sampling_params: SamplingParams  # a copy: the caller may change theirs
     requests: list[AddRequest]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may bring besides prompt and SamplingParams: see InputProcessor.process."""
+
+    priority: int
+    cache_salt: str | None
+    add_special_tokens: bool
+    clamp_max_tokens: bool
 
 
 def sampling_defaults(
@@ -116,9 +111,10 @@ class InputProcessor:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
         self.eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
+        self._numbers = itertools.count()
 
     def with_max_model_len(self, max_model_len: int) -> InputProcessor:
-        """The same for the context length that the engine settled on. Seeds go on being drawn from one sequence."""
+        """The same for the context length that the engine settled on. Seeds and engine ids go on in one sequence."""
         other = copy.copy(self)
         other.limits = dataclasses.replace(self.limits, max_model_len=max_model_len)
         return other
@@ -135,7 +131,6 @@ class InputProcessor:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        lora_name: str | None = None,
         arrival_time: float | None = None,
         add_special_tokens: bool = True,
         clamp_max_tokens: bool = False,
@@ -143,6 +138,8 @@ class InputProcessor:
         """Check one prompt with its parameters, tokenize it, and make one AddRequest per continuation.
 
         Args:
+            priority: lower runs first.
+            cache_salt: only requests with the same salt share cached prefixes.
             arrival_time: on the monotonic clock; default: now.
             add_special_tokens: BOS and the like; False for a rendered chat.
             clamp_max_tokens: shorten max_tokens to what fits instead of refusing it (offline use).
@@ -169,23 +166,22 @@ class InputProcessor:
             dict.fromkeys([*(() if params.ignore_eos else self.eos_token_ids), *(params.stop_token_ids or ())])
         )
         arrival = time.monotonic() if arrival_time is None else arrival_time
-        child_ids = [request_id] if own.n == 1 else [f"{index}_{request_id}" for index in range(own.n)]
+        engine_id = f"{request_id}-{next(self._numbers):x}"
         requests = [
             AddRequest(
-                request_id=child_id,
+                request_id=f"{engine_id}.{index}" if index else engine_id,
                 prompt_token_ids=ids,
-                sampling_params=own if own.n == 1 else own.continuation(index),
+                sampling_params=own.continuation(index),
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
                 arrival_time=arrival,
                 priority=priority,
                 cache_salt=salt,
-                lora_name=lora_name,
-                fork_of=child_ids[0] if index else None,
+                fork_of=engine_id if index else None,
             )
-            for index, child_id in enumerate(child_ids)
+            for index in range(own.n)
         ]
-        return ProcessedRequest(request_id, text, ids, params, requests)
+        return ProcessedRequest(request_id, text, ids, own, requests)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; a text that cannot fit the context is refused before it costs anything."""
@@ -248,7 +244,7 @@ class InputProcessor:
         return max_tokens
 
     def _resolve_params(self, params: SamplingParams) -> SamplingParams:
-        """A copy with a seed and with bad words as token ids."""
+        """A shallow copy with a seed and with bad words as token ids."""
         own = copy.copy(params)
         if own.seed is None:
             own.seed = self._seeds.getrandbits(63)

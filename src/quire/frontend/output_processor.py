@@ -67,26 +67,13 @@ class OutputProcessor:
         """Requests (not continuations) without their last output."""
         return len(self._requests)
 
-    @property
-    def request_ids(self) -> list[str]:
-        """Of the unfinished requests."""
-        return list(self._requests)
-
     def add(self, processed: ProcessedRequest) -> None:
         """Expect deltas for this request. Its id must not be in use."""
         assert processed.request_id not in self._requests, f"request id {processed.request_id} is in use"
         request = _Request(processed, self._tokenizer)
         self._requests[processed.request_id] = request
-        for child in request.continuations:
-            assert child.request_id not in self._continuations, f"request id {child.request_id} is in use"
-            self._continuations[child.request_id] = child
+        self._continuations |= {child.request_id: child for child in request.continuations}
         self.metrics.on_request_arrived(processed)
-
-    def is_in_use(self, processed: ProcessedRequest) -> bool:
-        """Whether `add` would clash with an unfinished request."""
-        return processed.request_id in self._requests or any(
-            message.request_id in self._continuations for message in processed.requests
-        )
 
     def process(self, deltas: Iterable[RequestDelta]) -> ProcessedOutputs:
         """Take in the deltas of one step. Deltas of requests that are not known any more are late, and ignored."""
@@ -97,7 +84,6 @@ class OutputProcessor:
             if child is None:
                 continue
             if delta.error is not None:
-                child.finish_reason = "error"
                 self._end(child, "error", now)
                 self._fail(child.request, error_of(delta.error_code, delta.error), now, result)
                 continue
@@ -156,14 +142,14 @@ class OutputProcessor:
 
     def _end_all(self, request: _Request, reason: FinishReason, now: float) -> list[str]:
         """End what still runs. Returns the engine's ids of it."""
-        running = [child for child in request.continuations if child.finish_reason is None]
+        running = [child for child in request.continuations if child.request_id in self._continuations]
         for child in running:
-            child.finish_reason = reason
             self._end(child, reason, now)
         return [child.request_id for child in running]
 
     def _end(self, child: _Continuation, reason: FinishReason, now: float) -> None:
         del self._continuations[child.request_id]
+        child.finish_reason = reason
         request = child.request
         request.num_running -= 1
         if request.num_running == 0:
@@ -350,7 +336,7 @@ class _Request:
             child.queued_seconds = delta.queued_seconds
             if self.metrics.first_scheduled_time is None:
                 self.metrics.first_scheduled_time = self.metrics.arrival_time + delta.queued_seconds
-        if delta.prompt_logprobs is not None and child.index == 0:
+        if delta.prompt_logprobs is not None:
             self.prompt_logprobs = prompt_logprobs(
                 self.tokenizer, self.processed.prompt_token_ids, delta.prompt_logprobs
             )

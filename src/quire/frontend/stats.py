@@ -1,4 +1,4 @@
-"""What the front end counts: the hooks a metrics registry implements, and the numbers of the statistics line."""
+"""What the front end counts, and the hooks that a metrics registry implements to hear of it."""
 
 from __future__ import annotations
 
@@ -93,39 +93,3 @@ class NoMetrics:
 
     def on_step(self, record: StepRecord) -> None:
         return None
-
-
-class StepStats:
-    """Sums the step records between two statistics lines."""
-
-    def __init__(self, start_time: float) -> None:
-        self._last_time = start_time
-        self._num_prefill = self._num_sampled = self._num_preemptions = 0
-        self._queries = self._hits = 0  # prefix cache, in tokens, since the start
-        self.last_record: StepRecord | None = None
-
-    def add(self, record: StepRecord) -> None:
-        """Count one step."""
-        self._num_prefill += record.num_prefill_tokens
-        self._num_sampled += record.num_sampled_tokens
-        self._num_preemptions += record.num_preemptions
-        self._queries += record.prefix_cache_queries
-        self._hits += record.prefix_cache_hits
-        self.last_record = record
-
-    def take_line(self, now: float) -> str | None:
-        """The line for the time since the last one, in vLLM's words; None if there was no step in it."""
-        seconds, self._last_time = now - self._last_time, now
-        record = self.last_record
-        if record is None or seconds <= 0 or not (self._num_prefill or self._num_sampled):
-            return None
-        preemptions = f", Preemptions: {self._num_preemptions}" if self._num_preemptions else ""
-        line = (
-            f"Engine 000: Avg prompt throughput: {self._num_prefill / seconds:.1f} tokens/s, "
-            f"Avg generation throughput: {self._num_sampled / seconds:.1f} tokens/s, "
-            f"Running: {record.num_running} reqs, Waiting: {record.num_waiting} reqs{preemptions}, "
-            f"KV cache usage: {100 * record.num_blocks_in_use / max(record.num_blocks_total, 1):.1f}%, "
-            f"Prefix cache hit rate: {100 * self._hits / max(self._queries, 1):.1f}%"
-        )
-        self._num_prefill = self._num_sampled = self._num_preemptions = 0
-        return line

@@ -124,6 +124,8 @@ def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
                 result[name] = result[alias]
     if result.get("intermediate_size") is None and isinstance(result.get("hidden_size"), int):
         result["intermediate_size"] = 4 * result["hidden_size"]
+    if result.get("num_key_value_heads") is None and result.get("multi_query"):  # GPT-BigCode
+        result["num_key_value_heads"] = 1
     return result
 
 

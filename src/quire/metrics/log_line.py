@@ -7,6 +7,8 @@ import logging
 import time
 from collections import deque
 
+import msgspec
+
 from quire.logs import get_logger
 from quire.schedule import StepRecord
 
@@ -35,6 +37,11 @@ class StatsLine:
         self._num_preemptions += record.num_preemptions
         if record.prefix_cache_queries:
             self._lookups.append((record.prefix_cache_queries, record.prefix_cache_hits))
+
+    def set_idle(self) -> None:
+        """No request is left, and no step will say so."""
+        if self._record is not None:
+            self._record = msgspec.structs.replace(self._record, num_running=0, num_waiting=0, num_blocks_in_use=0)
 
     def take(self, now: float) -> tuple[int, str] | None:
         """Log level and text for the time since the last call; None before the first step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -19,12 +20,20 @@ from quire.metrics.registry import (
 )
 from quire.schedule import StepRecord
 
-disable_created_metrics()  # a second series per counter and histogram that nobody reads
+# Else every counter and histogram has a second series that nobody reads.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # Every reason is there from the start, so that a rate over it exists before the first such end.
 FINISH_REASONS = ("stop", "length", "abort", "error")
 # The settings among the labels of CACHE_CONFIG_INFO, in its order, by our names.
 _CACHE_SETTINGS = ("kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_bytes")
+
+
+class ArrivedRequest(Protocol):
+    """What is read of the front end's ProcessedRequest when it arrives: one of `requests` per continuation."""
+
+    @property
+    def requests(self) -> Sized: ...
 
 
 class EndedRequest(Protocol):
@@ -75,6 +84,7 @@ class PrometheusMetrics:
         self.stats_line = StatsLine(f"{engine:03d}", device)
         self._labels = (model_name, str(engine))
         self._has_cache_config = False
+        self._num_unfinished = 0
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
@@ -102,8 +112,9 @@ class PrometheusMetrics:
         if value is not None:
             self._histograms[name].observe(value)
 
-    def on_request_arrived(self, request: object) -> None:
-        """Nothing is counted yet: a request may still be refused by the engine."""
+    def on_request_arrived(self, request: ArrivedRequest) -> None:
+        """A request was sent to the engine, which may still refuse it."""
+        self._num_unfinished += len(request.requests)
 
     def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int) -> None:
         """A continuation's first tokens; the prompt counts with the first continuation that gets there."""
@@ -119,6 +130,9 @@ class PrometheusMetrics:
     def on_finished(self, finished: EndedRequest) -> None:
         """A continuation ended. If the caller left or it failed, only the reason is counted, no distribution."""
         self._ended[finished.finish_reason].inc()
+        self._num_unfinished -= 1
+        if self._num_unfinished == 0:
+            self._set_idle()
         if finished.finish_reason not in ("stop", "length"):
             return
         self._observe("vllm:e2e_request_latency_seconds", finished.e2e_seconds)
@@ -148,6 +162,14 @@ class PrometheusMetrics:
         self._counters["vllm:prefix_cache_hits"].inc(record.prefix_cache_hits)
         self._counters["vllm:num_preemptions"].inc(record.num_preemptions)
         self.stats_line.add(record)
+        if self._num_unfinished == 0:
+            self._set_idle()  # the step was on its way when the last caller left
+
+    def _set_idle(self) -> None:
+        """No step follows an abort of the last request, so nothing else would say that it is gone."""
+        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+            self._gauges[name].set(0)
+        self.stats_line.set_idle()
 
     def set_cache_config(self, ready: EngineReady) -> None:
         """Publish vllm:cache_config_info, once."""

@@ -61,7 +61,7 @@ class AttentionCall:
     module: torch.nn.Module
     layer: int  # as the module numbers itself; -1 if it does not
     spec: AttentionSpec
-    q_1HTE: Tensor  # noqa: N815 (shape suffix)
+    q_1HTE: Tensor
     problem: str | None
 
 

@@ -35,7 +35,7 @@ class ScheduleStats:
 
 @dataclass(frozen=True, slots=True)
 class _Submitted:
-    """A batch whose result is not here yet, and its requests: an id may have been given again since."""
+    """A batch whose result is not here yet, and its requests: their ids may have been given again since."""
 
     batch: ScheduledBatch
     rows: list[Request]
@@ -130,11 +130,6 @@ class Scheduler:
         """Take the blocks of the last running request: it is computed again later. One must be running."""
         self._preempt(self._running.pop())
 
-    def preempt_all(self) -> None:
-        """Take the blocks of every running request: all are computed again."""
-        while self._running:
-            self.preempt_last()
-
     def set_limits(self, change: SetLimits) -> None:
         """Move limits from the next step on; requests that run above a lowered limit run on. Raises ValueError."""
         given = {name: value for name in change.__struct_fields__ if (value := getattr(change, name)) is not None}
@@ -166,7 +161,7 @@ class Scheduler:
             budget -= self._add_row(batch, rows, request, count)
 
         while budget > 0 and (head := self._next_to_admit()) is not None:
-            prefix = self._find_prefix(head, batch)
+            prefix = self._find_prefix(head, _Submitted(batch, rows))
             if prefix is None:
                 self._waiting_forks.append(self._queue.pop())
                 continue
@@ -277,23 +272,22 @@ class Scheduler:
         request = self._queue.peek() if len(self._running) < self.limits.max_num_seqs else None
         return request if request is not None and request.num_in_flight_steps == 0 else None
 
-    def _find_prefix(self, request: Request, batch: ScheduledBatch) -> Prefix | None:
+    def _find_prefix(self, request: Request, current: _Submitted) -> Prefix | None:
         """The KV that exists for a waiting request; None for a fork whose parent still computes the prompt."""
         params = request.sampling_params
-        if params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
+        if params.prompt_logprobs is not None:
             return NO_PREFIX
         parent = self._requests.get(request.fork_of) if request.fork_of is not None else None
-        if parent is None or parent.status is not RUNNING or not share_prompt(parent, request):
-            return self.kv.find_cached_prefix(request)
-        return (
-            self.kv.fork_prefix(parent) if self._num_certain_tokens(parent, batch) >= parent.num_prompt_tokens else None
-        )
+        if parent is not None and parent.status is RUNNING and share_prompt(parent, request):
+            is_computed = self._num_certain_tokens(parent, current) >= parent.num_prompt_tokens
+            return self.kv.fork_prefix(parent) if is_computed else None
+        return NO_PREFIX if params.skip_reading_prefix_cache else self.kv.find_cached_prefix(request)
 
-    def _num_certain_tokens(self, request: Request, batch: ScheduledBatch) -> int:
+    def _num_certain_tokens(self, request: Request, current: _Submitted) -> int:
         """Tokens of a running request whose KV is there: what submitted batches and this one compute may still fail."""
-        for pending in (*(submitted.batch for submitted in self._in_flight.values()), batch):
-            if request.request_id in pending.request_ids:
-                return pending.num_computed_tokens[pending.request_ids.index(request.request_id)]
+        for pending in (*self._in_flight.values(), current):
+            if request in pending.rows:
+                return pending.batch.num_computed_tokens[pending.rows.index(request)]
         return request.num_computed_tokens
 
     def _admit(self, request: Request, prefix: Prefix, batch: ScheduledBatch) -> bool:
@@ -389,7 +383,6 @@ class Scheduler:
 
     def _take_tokens(self, request: Request, row: int, token_ids: list[int], result: StepResult) -> RequestDelta:
         """Add what one row sampled; if that ends the request, its blocks are free."""
-
         if not token_ids:
             self._finish(request, "error", "The model produced no token for this request.")
             return delta_of(request, [])

@@ -38,7 +38,7 @@ class AccessControl:
         """
         self._app = app
         self._key_hashes = [_hash(key.encode()) for key in api_keys]
-        self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
+        self._allowed_hosts = frozenset(host.lower().strip("[]") for host in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in PUBLIC_PATHS):
@@ -90,6 +90,6 @@ def _hash(key: bytes) -> bytes:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header, without the port; an IPv6 address keeps its brackets."""
+    """The name in a Host header, without the port and without an IPv6 address's brackets."""
     name, separator, port = host.rpartition(":")
-    return (name if separator and port.isdigit() else host).lower()
+    return (name if separator and port.isdigit() else host).lower().strip("[]")

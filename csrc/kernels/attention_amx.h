@@ -1,0 +1,131 @@
+// Products of bfloat16 tiles on AMX: 16 rows x 32 k times 32 k x 16 columns, kept in float32 tiles over all steps of k.
+//
+// The left operand has a row of 32 k per tile row; the right one a row of 16 columns of pairs of k. Every element of a product
+// is the sum over k in the same order, whichever of these functions computes it. Needs tiles of 16 rows of 64 bytes.
+#pragma once
+
+#include <cstdint>
+
+#include "attention_tile.h"
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// LDTILECFG operand, palette 1 (Intel SDM, volume 1, chapter 18).
+inline void configure_tiles() {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read 8 bytes only
+  _tile_loadconfig(&config);
+}
+
+// g++ 12's tile loads do not say that they read memory: what was written before must be there.
+inline void written_for_tiles() { __asm__ volatile("" : : : "memory"); }
+
+// The 16 rows of an operand at the first step are `stride` bytes apart; the next step begins `step` bytes further.
+struct TileOperand {
+  const char* data;
+  int64_t stride, step;
+  const char* at(int s) const { return data + s * step; }
+};
+
+// out[i] = a[i] * b for kCount values of i; rows of out are out_stride bytes apart.
+template <int kCount>
+inline void multiply_column(const TileOperand* a, TileOperand b, int steps, float* const* out, int64_t out_stride) {
+  written_for_tiles();
+  _tile_zero(0);
+  if constexpr (kCount > 1) _tile_zero(1);
+  if constexpr (kCount > 2) _tile_zero(2);
+  if constexpr (kCount > 3) _tile_zero(3);
+  for (int s = 0; s < steps; ++s) {
+    _tile_loadd(4, b.at(s), b.stride);
+    _tile_loadd(5, a[0].at(s), a[0].stride);
+    _tile_dpbf16ps(0, 5, 4);
+    if constexpr (kCount > 1) {
+      _tile_loadd(6, a[1].at(s), a[1].stride);
+      _tile_dpbf16ps(1, 6, 4);
+    }
+    if constexpr (kCount > 2) {
+      _tile_loadd(7, a[2].at(s), a[2].stride);
+      _tile_dpbf16ps(2, 7, 4);
+    }
+    if constexpr (kCount > 3) {
+      _tile_loadd(5, a[3].at(s), a[3].stride);
+      _tile_dpbf16ps(3, 5, 4);
+    }
+  }
+  _tile_stored(0, out[0], out_stride);
+  if constexpr (kCount > 1) _tile_stored(1, out[1], out_stride);
+  if constexpr (kCount > 2) _tile_stored(2, out[2], out_stride);
+  if constexpr (kCount > 3) _tile_stored(3, out[3], out_stride);
+}
+
+// out + 16 i = a * b_i for kCount values of i, b_i lying i * b_distance bytes behind b.
+template <int kCount>
+inline void multiply_row(TileOperand a, TileOperand b, int64_t b_distance, int steps, float* out, int64_t out_stride) {
+  written_for_tiles();
+  _tile_zero(0);
+  if constexpr (kCount > 1) _tile_zero(1);
+  if constexpr (kCount > 2) _tile_zero(2);
+  if constexpr (kCount > 3) _tile_zero(3);
+  for (int s = 0; s < steps; ++s) {
+    _tile_loadd(4, a.at(s), a.stride);
+    _tile_loadd(5, b.at(s), b.stride);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (kCount > 1) {
+      _tile_loadd(6, b.at(s) + b_distance, b.stride);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (kCount > 2) {
+      _tile_loadd(7, b.at(s) + 2 * b_distance, b.stride);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    if constexpr (kCount > 3) {
+      _tile_loadd(5, b.at(s) + 3 * b_distance, b.stride);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, out, out_stride);
+  if constexpr (kCount > 1) _tile_stored(1, out + 16, out_stride);
+  if constexpr (kCount > 2) _tile_stored(2, out + 32, out_stride);
+  if constexpr (kCount > 3) _tile_stored(3, out + 48, out_stride);
+}
+
+// The 2 x kColumns products of two left operands (a_distance bytes apart) and kColumns right ones; the second row of products
+// goes to out + 16 rows.
+template <int kColumns>
+inline void multiply_two_rows(TileOperand a, int64_t a_distance, TileOperand b, int64_t b_distance, int steps, float* out,
+                              int64_t out_stride) {
+  written_for_tiles();
+  _tile_zero(0);
+  _tile_zero(2);
+  if constexpr (kColumns > 1) _tile_zero(1);
+  if constexpr (kColumns > 1) _tile_zero(3);
+  for (int s = 0; s < steps; ++s) {
+    _tile_loadd(4, a.at(s), a.stride);
+    _tile_loadd(6, b.at(s), b.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, a.at(s) + a_distance, a.stride);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (kColumns > 1) {
+      _tile_loadd(7, b.at(s) + b_distance, b.stride);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  float* second = reinterpret_cast<float*>(reinterpret_cast<char*>(out) + 16 * out_stride);
+  _tile_stored(0, out, out_stride);
+  _tile_stored(2, second, out_stride);
+  if constexpr (kColumns > 1) _tile_stored(1, out + 16, out_stride);
+  if constexpr (kColumns > 1) _tile_stored(3, second + 16, out_stride);
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA
+
+#endif

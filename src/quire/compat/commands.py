@@ -1,0 +1,30 @@
+"""vLLM's commands and modules that do not exist here, with what to do instead."""
+
+from __future__ import annotations
+
+_NO_BENCH = "Until then any load generator for OpenAI's API measures the server, and /metrics has its side"
+
+# command -> (why, fix)
+ABSENT_COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("benchmarks are not in this version", _NO_BENCH),
+    "run-batch": ("batch files are not in this version", "Send the requests to `quire serve`, or use LLM.generate"),
+    "launch": ("there is no server without an engine", "Use `quire serve`"),
+    "download-kernels": ("kernels come with the package", "Nothing to do"),
+    "preload": ("weights are not shared between servers", "Use `quire serve`"),
+    "snapshot": ("processes are not frozen to disk", "Use `quire serve`"),
+}
+
+# module of vLLM's guides, under our package's name -> the command that takes its place
+ABSENT_MODULES: dict[str, str] = {
+    "benchmark_serving": "quire bench serve",
+    "benchmark_throughput": "quire bench throughput",
+    "benchmark_latency": "quire bench latency",
+}
+
+
+def absent_command(name: str) -> str | None:
+    """Why `quire NAME` does not exist, if vLLM has such a command; one line."""
+    if name not in ABSENT_COMMANDS:
+        return None
+    why, fix = ABSENT_COMMANDS[name]
+    return f"`quire {name}` does not exist: {why}. {fix}."

@@ -1,0 +1,269 @@
+"""vLLM 0.32's engine flags that are no settings here, by what they belong to."""
+
+from __future__ import annotations
+
+from quire.compat.foreign import Foreign, accepted, refused, translated
+
+NO_CODE = "no code is loaded by name"
+ONE_DEVICE = "there is one device"
+PARALLEL = "one device serves the model in this version"
+SPECULATION = "speculative decoding is not in this version"
+LORA = "LoRA adapters are not in this version"
+POOLING = "models here generate text; embedding, scoring and classification are not in this version"
+TEXT_ONLY = "models here read text only"
+REASONING = "reasoning is not split from the answer in this version"
+TRANSFER = "KV caches are not moved between servers or tiers in this version"
+KERNELS = "kernels are chosen for this CPU at start; QUIRE_ISA and QUIRE_ATTENTION_BACKEND name others"
+NO_GRAPHS = "nothing is compiled or captured on CPU"
+IN_RAM = "on CPU the weights are in main memory already"
+MAMBA = "models with state-space layers are not in this version"
+
+MODEL: tuple[Foreign, ...] = (
+    *refused(POOLING, off=("auto", "generate"), values="runner"),
+    *refused(POOLING, off=("auto", "none"), values="convert"),
+    *refused(POOLING, values="pooler_config"),
+    *refused("config.json is read from the model's folder", "Use --hf-overrides", values="hf_config_path"),
+    *refused("only Hugging Face's config.json is read", off=("auto", "hf"), values="config_format"),
+    *accepted(
+        f"{TEXT_ONLY}, so no media file is ever opened",
+        values="allowed_local_media_path",
+        lists="allowed_media_domains",
+    ),
+    *accepted("no code from a model repository is ever loaded", values="code_revision"),
+    *refused("quantized weights are not in this version", values="quantization_config"),
+    *accepted("it only permits formats that are not in this version", switches="allow_deprecated_quantization"),
+    *refused("mixture-of-experts models are not in this version", switches="enable_return_routed_experts"),
+    *refused("the mask of the sampler is not returned in this version", switches="return_sampling_mask"),
+    *accepted("tokens are drawn with 53-bit random numbers, without Gumbel noise", switches="use_fp64_gumbel"),
+    *refused("traces cannot be replayed in this version", switches="enable_trace_replay"),
+    *refused(
+        "a sliding window belongs to the model",
+        "Use --max-model-len with at most the window's length",
+        switches="disable_sliding_window",
+    ),
+    *accepted("attention chooses by itself", switches="disable_cascade_attn"),
+    *refused("prompts are text or token ids", switches="enable_prompt_embeds"),
+    *refused(NO_CODE, values="model_class_overrides io_processor_plugin"),
+    *refused(
+        NO_CODE,
+        "Requests may use logit_bias, allowed_token_ids, bad_words and min_tokens",
+        lists="logits_processors",
+    ),
+    *refused(
+        "weights and cache stay in memory until the end",
+        "Stop the server to free them",
+        switches="enable_sleep_mode",
+    ),
+    *accepted(
+        "it belongs to the sleep mode, which is not in this version",
+        switches="sleep_mode_offload_cudagraph",
+        lists="sleep_preserve_parameter_names",
+    ),
+    *accepted(ONE_DEVICE, switches="enable_cumem_allocator enable_nccl_comm_suspend"),
+    *accepted("long prompts are tokenized in threads of the API process", values="renderer_num_workers"),
+    *refused("no such setting is known; vLLM's is --seed", "Use --seed", values="guide", off=(0,)),
+)
+
+LOAD: tuple[Foreign, ...] = (
+    *accepted(
+        "weights are mapped and read once, in the order of the file",
+        values="""
+            safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
+            max_parallel_loading_workers
+        """,
+    ),
+    *refused("loaders have no further settings", values="model_loader_extra_config"),
+    *accepted("only safetensors, config and tokenizer files are downloaded", lists="ignore_patterns"),
+    *accepted("progress is shown on terminals only", switches="use_tqdm_on_load", off=(True,)),
+    *accepted("pickled checkpoints are never read", values="pt_load_map_location"),
+)
+
+ATTENTION_AND_KERNELS: tuple[Foreign, ...] = (
+    *accepted(
+        KERNELS,
+        values="""
+            attention_backend attention_config moe_backend linear_backend sparse_indexer_topk_backend
+            ir_op_priority kernel_config gdn_prefill_backend kda_prefill_backend kda_decode_backend
+        """,
+        switches="enable_flashinfer_autotune",
+        off=("auto", False),
+    ),
+    *accepted(
+        NO_GRAPHS,
+        values="compilation_config optimization_level max_cudagraph_capture_size jit_monitor_mode",
+        switches="cudagraph_metrics enable_layerwise_nvtx_tracing jit_monitor_verbose",
+        lists="cudagraph_capture_sizes",
+    ),
+    *accepted(
+        MAMBA,
+        values="""
+            mamba_backend mamba_ssu_algorithm mamba_cache_philox_rounds mamba_cache_dtype mamba_ssm_cache_dtype
+            mamba_block_size mamba_cache_mode replayssm_buffer_len
+        """,
+        switches="enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint use_replayssm",
+    ),
+)
+
+PARALLELISM: tuple[Foreign, ...] = (
+    *refused(
+        PARALLEL,
+        off=(1,),
+        values="""
+            pipeline_parallel_size data_parallel_size data_parallel_size_local decode_context_parallel_size
+            prefill_context_parallel_size nnodes
+        """,
+    ),
+    *refused(PARALLEL, off=(0,), values="data_parallel_rank data_parallel_start_rank"),
+    *refused(
+        PARALLEL,
+        switches="""
+            data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
+            enable_elastic_ep
+        """,
+    ),
+    *accepted(
+        ONE_DEVICE,
+        values="""
+            distributed_executor_backend master_addr master_port node_rank distributed_timeout_seconds
+            cpu_distributed_timeout_seconds dcp_comm_backend dcp_kv_cache_interleave_size
+            cp_kv_cache_interleave_size data_parallel_address data_parallel_rpc_port data_parallel_backend
+            all2all_backend ubatch_size elastic_ep_max_dp_size dbo_decode_token_threshold dp_sync_interval
+            dbo_prefill_token_threshold eplb_config expert_placement_strategy
+        """,
+        switches="""
+            dcp_q_replicate enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling
+            enable_ep_weight_filter enable_dbo enable_shm_tensor_arena disable_nccl_for_dp_synchronization
+            enable_eplb ray_workers_use_nsight disable_custom_all_reduce
+        """,
+        lists="device_ids",
+    ),
+    *accepted(
+        "threads run on the cores the process is allowed; use taskset or numactl, and --num-threads",
+        switches="numa_bind",
+        lists="numa_bind_nodes numa_bind_cpus",
+    ),
+    *refused(NO_CODE, off=("auto",), values="worker_cls worker_extension_cls"),
+    *refused("a failed engine ends the server in this version", switches="enable_fault_tolerance"),
+    *accepted("fault tolerance is not in this version", values="fault_tolerance_config"),
+)
+
+CACHE: tuple[Foreign, ...] = (
+    *accepted("cached blocks are always found by SHA-256", values="prefix_caching_hash_algo", off=("sha256",)),
+    *accepted("cached blocks stay until their memory is needed", values="prefix_cache_retention_interval"),
+    *accepted("prefixes match by whole blocks", values="prefix_match_unit"),
+    *accepted("the KV cache has the model's dtype in every layer", lists="kv_cache_dtype_skip_layers"),
+    *accepted("every layer computes its own KV", switches="kv_sharing_fast_prefill swa_bounded_replay"),
+    *refused(TRANSFER, "Preempted requests are computed again; nothing to set", off=(0,), values="kv_offloading_size"),
+    *accepted(TRANSFER, values="kv_offloading_backend"),
+    *accepted(
+        IN_RAM,
+        values="""
+            offload_backend cpu_offload_gb offload_group_size offload_num_in_group offload_prefetch_step
+        """,
+        lists="cpu_offload_params offload_params",
+        off=(0, 0.0, "auto"),
+    ),
+)
+
+MULTIMODAL: tuple[Foreign, ...] = (
+    *accepted(
+        TEXT_ONLY,
+        values="""
+            limit_mm_per_prompt media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
+            mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode
+            mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+            mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin video_pruning_rate
+            video_pruning_method mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb
+        """,
+        switches="""
+            language_model_only interleave_mm_strings skip_mm_profiling mm_device_do_normalize
+            disable_chunked_mm_input
+        """,
+    ),
+    *refused(TEXT_ONLY, switches="enable_mm_embeds mm_encoder_only"),
+)
+
+ADAPTERS: tuple[Foreign, ...] = (
+    *refused(LORA, "Serve the merged model", switches="enable_lora"),
+    *accepted(
+        f"{LORA}, and without --enable-lora it means nothing",
+        values="max_loras max_lora_rank lora_dtype max_cpu_loras default_mm_loras max_lora_cls_labels",
+        switches="""
+            enable_tower_connector_lora fully_sharded_loras specialize_active_lora enable_mixed_moe_lora_format
+            enable_moe_shared_loras
+        """,
+        lists="lora_target_modules",
+    ),
+)
+
+OBSERVATION: tuple[Foreign, ...] = (
+    *refused("logging is configured by level", "Use --log-level", values="logging_config"),
+    *refused("traces are not exported in this version", "Scrape /metrics", values="otlp_traces_endpoint"),
+    *accepted("traces are not exported in this version", lists="collect_detailed_traces"),
+    *accepted("no metric is hidden", values="show_hidden_metrics_for_version"),
+    *accepted("the buckets are fixed, and begin below 10 ms", values="custom_histogram_buckets"),
+    *accepted(
+        "this version has no such metrics",
+        values="kv_cache_metrics_sample",
+        switches="per_request_spec_decode_metrics kv_cache_metrics enable_mfu_metrics",
+    ),
+    *accepted("steps are counted in /metrics, not logged one by one", switches="enable_logging_iteration_details"),
+    *accepted("there is one engine", switches="aggregate_engine_logging"),
+    *accepted("requests are counted in /metrics, not logged one by one", switches="enable_log_requests"),
+)
+
+SCHEDULER: tuple[Foreign, ...] = (
+    translated("max_num_scheduled_tokens", "the budget of a step", lambda value: {"max_num_batched_tokens": value}),
+    translated(
+        "max_num_active_seqs",
+        "buffers grow with the requests here, so it is the same limit",
+        lambda value: {"max_num_seqs": value},
+    ),
+    *refused("the queue is bounded in requests", "Use --max-num-queued-reqs", values="max_num_queued_tokens"),
+    *accepted("the threshold stays as given", switches="long_prefill_token_threshold_adaptive"),
+    *refused(NO_CODE, "Use --scheduling-policy", values="scheduler_cls"),
+    *refused(
+        "a prompt is admitted only when all of it fits",
+        "Leave it out",
+        off=(True,),
+        switches="scheduler_reserve_full_isl",
+    ),
+    *accepted("prompts are scheduled in every step", off=(1,), values="prefill_schedule_interval"),
+    *accepted("all layers share one block table", switches="disable_hybrid_kv_cache_manager"),
+    *accepted(
+        "tokens are streamed as they come; a request may set stream_interval itself",
+        off=(1,),
+        values="stream_interval",
+    ),
+)
+
+WHOLE_CONFIGS: tuple[Foreign, ...] = (
+    *refused(SPECULATION, values="speculative_config spec_method spec_model spec_tokens"),
+    *refused("output is not watermarked in this version", values="watermark_config"),
+    *refused("diffusion models are not in this version", values="diffusion_config"),
+    *refused(TRANSFER, values="kv_transfer_config ec_transfer_config ec_manager_config"),
+    *refused("KV events are not published in this version", values="kv_events_config"),
+    *refused("models with n-gram memories are not in this version", values="engram_config"),
+    *refused(REASONING, values="reasoning_config reasoning_parser reasoning_parser_plugin"),
+    *refused("no plug-in reads it", values="additional_config"),
+    *accepted(
+        "structured output is not in this version; requests that ask for it get 400",
+        values="structured_outputs_config",
+    ),
+    *refused("no further outputs are made in this version", values="aux_output_config"),
+    *refused("there is no profiler route", "Use py-spy on the engine process", values="profiler_config"),
+    *refused("weights are not changed while serving", values="weight_transfer_config"),
+)
+
+ENGINE_FLAGS: tuple[Foreign, ...] = (
+    *MODEL,
+    *LOAD,
+    *ATTENTION_AND_KERNELS,
+    *PARALLELISM,
+    *CACHE,
+    *MULTIMODAL,
+    *ADAPTERS,
+    *OBSERVATION,
+    *SCHEDULER,
+    *WHOLE_CONFIGS,
+)

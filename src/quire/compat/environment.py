@@ -1,0 +1,95 @@
+"""vLLM's environment variables: those Quire does not read are named at start, misspelt ones with the nearest."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from quire import envs
+from quire.errors import ConfigError
+from quire.logs import get_logger
+
+logger = get_logger(__name__)
+
+PREFIXES = ("VLLM_", "QUIRE_")
+
+_KERNELS = "kernels are chosen for this CPU at start; QUIRE_ISA and QUIRE_ATTENTION_BACKEND name others"
+_THREADS = "use --num-threads or QUIRE_NUM_THREADS; threads run on the cores the process is allowed"
+_PROCESSES = "the server starts its engine process in one way"
+_LORA = "LoRA adapters are not in this version"
+_PLAIN_TRUTH = "it is always so here"
+
+# vLLM 0.32's variables, and older ones of guides, that change nothing here. name -> why
+NOT_READ: dict[str, str] = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _LORA,
+    "VLLM_LORA_RESOLVER_CACHE_DIR": _LORA,
+    "VLLM_ATTENTION_BACKEND": _KERNELS,
+    "VLLM_USE_TRITON_FLASH_ATTN": _KERNELS,
+    "VLLM_FLASH_ATTN_VERSION": _KERNELS,
+    "VLLM_USE_FLASHINFER_SAMPLER": _KERNELS,
+    "VLLM_USE_DEEP_GEMM": "it picks a GPU kernel for block-FP8 weights and has nothing to do with the KV cache; " + _KERNELS,
+    "VLLM_BATCH_INVARIANT": _PLAIN_TRUTH,
+    "VLLM_COMPUTE_NANS_IN_LOGITS": "a request whose logits are not numbers always fails alone",
+    "VLLM_CACHE_ROOT": "nothing is cached but the hub's files; HF_HOME moves them",
+    "VLLM_CONFIGURE_LOGGING": "VLLM_LOGGING_LEVEL sets the level",
+    "VLLM_LOGGING_CONFIG_PATH": "VLLM_LOGGING_LEVEL sets the level",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": _THREADS,
+    "VLLM_CPU_OMP_THREADS_BIND": _THREADS,
+    "VLLM_ENABLE_STARTUP_PLAN": "memory is measured at every start",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": _PROCESSES,
+    "VLLM_WORKER_MULTIPROC_METHOD": _PROCESSES,
+    "VLLM_HOST_IP": "there is one machine",
+    "VLLM_PORT": "--port is the server's; no other port is opened",
+    "VLLM_RPC_TIMEOUT": "/health says whether steps end in time",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "/health says whether steps end in time",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "idle connections are closed after 5 s",
+    "VLLM_MAX_N_SEQUENCES": "a request may ask for 256 sequences",
+    "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "nothing is captured on CPU",
+    "VLLM_NO_USAGE_STATS": "nothing is ever sent",
+    "VLLM_DO_NOT_TRACK": "nothing is ever sent",
+    "VLLM_PLUGINS": "no plug-ins are loaded",
+    "VLLM_SERVER_DEV_MODE": "there are no development routes; GET /v1/config shows the settings",
+    "VLLM_SKIP_P2P_CHECK": "there is one device",
+    "VLLM_TARGET_DEVICE": "there is one build",
+    "VLLM_TORCH_PROFILER_DIR": "use py-spy on the engine process",
+    "VLLM_USE_RAY_SPMD_WORKER": "there is one device",
+    "VLLM_USE_RUST_BENCH": _PROCESSES,
+    "VLLM_USE_RUST_FRONTEND": _PROCESSES,
+    "VLLM_USE_V1": "there is one engine",
+}
+
+# They would change what the server does, and cannot be honoured. name -> (why, fix)
+REFUSED: dict[str, tuple[str, str]] = {
+    "VLLM_USE_MODELSCOPE": (
+        "models come from the Hugging Face hub or from a folder",
+        "Unset it, and name a hub id or the folder of a downloaded model",
+    ),
+}
+
+_OFF = ("", "0", "false", "no", "off")
+
+
+def check_environment(*, is_strict: bool = False) -> None:
+    """Name every variable of vLLM's or Quire's that is set and not read; `is_strict`: unknown ones are errors.
+
+    Raises ConfigError for a variable that would change what the server does.
+    """
+    known = {variable.name for variable in envs.VARIABLES}
+    for name in sorted(os.environ):
+        if not name.startswith(PREFIXES) or name in known:
+            continue
+        if name in REFUSED and os.environ[name].strip().lower() not in _OFF:
+            why, fix = REFUSED[name]
+            raise ConfigError(f"{name} is set, and {why}", fix=fix, param=name)
+        if name in NOT_READ:
+            logger.warning("%s has no effect: %s", name, NOT_READ[name])
+        elif name not in REFUSED:
+            _on_unknown(name, known, is_strict)
+
+
+def _on_unknown(name: str, known: set[str], is_strict: bool) -> None:
+    near = difflib.get_close_matches(name, sorted(known | NOT_READ.keys()), 1, 0.8)
+    hint = f"Did you mean {near[0]}?" if near else "Unset it"
+    if is_strict:
+        raise ConfigError(f"The environment variable {name} is not known", fix=hint, param=name)
+    logger.warning("%s is not read by Quire. %s", name, hint)

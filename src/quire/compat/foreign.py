@@ -1,0 +1,99 @@
+"""What one foreign name is answered with: a notice, a translation, or a refusal that names the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.errors import ConfigError
+
+Kind = Literal["accepted", "translated", "refused"]
+Shape = Literal["switch", "value", "list"]
+
+# Spellings of "not set", on the command line and in Python: they ask for nothing, whatever the name.
+_NOTHING = ("", "none", "null", "{}", "[]", "()")
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One name of vLLM's that is no setting here.
+
+    Args:
+        name: as LLM(...) spells it; the flag has dashes.
+        kind: accepted: without effect, with a notice; translated: into present settings; refused: an error.
+        text: why: what there is instead of a setting, what it is now, or what is missing. No full stop.
+        instead: refused: what to do.
+        shape: what its flag takes.
+        off: values that ask for nothing beyond what happens anyway; None and its spellings always are.
+        becomes: translated: the present settings for a value.
+    """
+
+    name: str
+    kind: Kind
+    text: str
+    instead: str = ""
+    shape: Shape = "value"
+    off: tuple[Any, ...] = ()
+    becomes: Callable[[Any], dict[str, Any]] | None = None
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether the value means what happens anyway."""
+        shown = str(value).strip().lower()
+        return value is None or shown in _NOTHING or any(shown == str(item).lower() for item in self.off)
+
+    def refusal(self, spelled: str, value: Any) -> ConfigError:
+        """The error for a refused name."""
+        shown_off = " or ".join(str(item) for item in self.off if item is not False)
+        return ConfigError(
+            f"{spelled} is not supported: {self.text}",
+            value=None if self.shape == "switch" else value,
+            expected=f"{shown_off}, or nothing" if shown_off else None,
+            fix=self.instead or f"Leave {spelled} out",
+            param=self.name,
+        )
+
+
+def accepted(
+    text: str,
+    *,
+    values: str = "",
+    switches: str = "",
+    lists: str = "",
+    off: tuple[Any, ...] = (),
+) -> Iterator[Foreign]:
+    """Names that change nothing here, all for one reason; names in a text are separated by spaces."""
+    yield from _each("accepted", text, "", values, switches, lists, off)
+
+
+def refused(
+    text: str,
+    instead: str = "",
+    *,
+    values: str = "",
+    switches: str = "",
+    lists: str = "",
+    off: tuple[Any, ...] = (),
+) -> Iterator[Foreign]:
+    """Names that would change something, and cannot, all for one reason; names are separated by spaces."""
+    yield from _each("refused", text, instead, values, switches, lists, off)
+
+
+def translated(name: str, text: str, becomes: Callable[[Any], dict[str, Any]], shape: Shape = "value") -> Foreign:
+    """A name that is another setting now."""
+    return Foreign(name, "translated", text, shape=shape, becomes=becomes)
+
+
+def _each(
+    kind: Kind,
+    text: str,
+    instead: str,
+    values: str,
+    switches: str,
+    lists: str,
+    off: tuple[Any, ...],
+) -> Iterator[Foreign]:
+    shapes: tuple[tuple[Shape, str], ...] = (("value", values), ("switch", switches), ("list", lists))
+    for shape, names in shapes:
+        for name in names.split():
+            yield Foreign(name, kind, text, instead, shape, off or ((False,) if shape == "switch" else ()))

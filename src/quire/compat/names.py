@@ -1,0 +1,19 @@
+"""The nearest known name to a misspelt one, ours before foreign ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, own: Iterable[str], foreign: Iterable[str] = ()) -> str | None:
+    """The most similar name, or None if none is similar; a foreign one only if it is clearly nearer than ours."""
+    best = difflib.get_close_matches(word, list(own), 1)
+    other = difflib.get_close_matches(word, list(foreign), 1)
+    if best and other:
+        return other[0] if _likeness(word, other[0]) > _likeness(word, best[0]) + 0.05 else best[0]
+    return (best or other or [None])[0]
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()

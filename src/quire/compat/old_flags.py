@@ -1,0 +1,137 @@
+"""Flags of vLLM 0.1 to 0.31 that 0.32 no longer has, and flags of guides that no version had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.compat.engine_flags import KERNELS, LORA, NO_GRAPHS, ONE_DEVICE, POOLING, SPECULATION, TEXT_ONLY
+from quire.compat.foreign import Foreign, accepted, refused, translated
+from quire.errors import ConfigError
+
+
+def _spec_config(name: str) -> str:
+    return f"{SPECULATION}; vLLM's present flag is {name}"
+
+
+def _rope_parameters(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(
+            "rope_scaling is not a JSON object", value=value, expected='{"rope_type": ...}', param="rope_scaling"
+        )
+    return {"hf_overrides": {"rope_parameters": value}}
+
+
+OLD_FLAGS: tuple[Foreign, ...] = (
+    # Speculative decoding before --speculative-config.
+    *refused(_spec_config("--spec-model"), values="speculative_model"),
+    *refused(_spec_config("--spec-tokens"), values="num_speculative_tokens"),
+    *refused(
+        f"no version of vLLM had it; {_spec_config('--spec-tokens')}",
+        off=(0,),
+        values="num_speculative_decoder_samples",
+    ),
+    *accepted(
+        f"{SPECULATION}, and without a draft model it means nothing",
+        values="""
+            speculative_model_quantization speculative_draft_tensor_parallel_size speculative_max_model_len
+            speculative_disable_by_batch_size speculative_disable_mqa_scorer ngram_prompt_lookup_max
+            ngram_prompt_lookup_min spec_decoding_acceptance_method
+            typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha
+            num_lookahead_slots
+        """,
+        switches="disable_logprobs_during_spec_decoding",
+        off=(0, False),
+    ),
+    # Memory.
+    *accepted(
+        "preempted requests are computed again; nothing is swapped, and nothing to set",
+        values="swap_space preemption_mode",
+    ),
+    *accepted("there is one block manager", switches="use_v2_block_manager"),
+    *accepted("prompts are packed without padding", values="max_paddings"),
+    *refused(
+        "quantized KV caches are not in this version", switches="calculate_kv_scales", values="quantization_param_path"
+    ),
+    # Formats.
+    *refused(
+        "GGUF files are not in this version",
+        "Name the folder or hub id of the same model's safetensors",
+        values="gguf_file",
+    ),
+    *refused("quantized weights are not in this version", values="qlora_adapter_name_or_path"),
+    *refused("tensorizer checkpoints are not read", "Use safetensors", values="tensorizer_uri"),
+    # Model.
+    *refused(POOLING, off=("auto", "generate"), values="task"),
+    *refused(POOLING, values="override_pooler_config"),
+    translated("rope_scaling", "an override of config.json", _rope_parameters),
+    *refused("it is part of config.json", """Use --hf-overrides '{"rope_theta": ...}'""", values="rope_theta"),
+    *refused("there is no GPU backend in this version", "Leave it out", off=("auto", "cpu"), values="device"),
+    *accepted(KERNELS, values="override_attention_dtype"),
+    *accepted("other devices are not in this version", values="override_neuron_config"),
+    # Graphs.
+    *accepted(
+        NO_GRAPHS,
+        values="max_context_len_to_capture max_seq_len_to_capture",
+        lists="cuda_graph_sizes",
+        switches="full_cuda_graph",
+    ),
+    # Steps and schedule.
+    *accepted("output is always processed beside the engine", switches="disable_async_output_proc"),
+    *accepted("a step is one pass; --async-scheduling hides the scheduling", off=(1,), values="num_scheduler_steps"),
+    *accepted("tokens are streamed as they come", switches="multi_step_stream_outputs", off=(True,)),
+    *accepted("prompts are admitted as soon as they fit", off=(0, 0.0), values="scheduler_delay_factor"),
+    *accepted(
+        "one token budget bounds all prompts of a step; --long-prefill-token-threshold bounds each",
+        off=(1,),
+        values="max_num_partial_prefills max_long_partial_prefills",
+    ),
+    # Processes.
+    *accepted(ONE_DEVICE, switches="worker_use_ray"),
+    *accepted("the engine has a process of its own", switches="engine_use_ray disable_frontend_multiprocessing"),
+    *accepted(
+        "long prompts are tokenized in threads of the API process",
+        values="tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config",
+        off=(0,),
+    ),
+    *accepted(
+        "there is one device",
+        values="num_redundant_experts eplb_window_size eplb_step_interval",
+        switches="eplb_log_balancedness enable_multimodal_encoder_data_parallel",
+    ),
+    # Adapters.
+    *accepted("a vocabulary never grows here", values="lora_extra_vocab_size"),
+    *refused(LORA, "Serve the merged model", switches="enable_lora_bias", values="long_lora_scaling_factors"),
+    *refused(
+        "prompt adapters are gone from vLLM too",
+        "Put the text into the prompt",
+        switches="enable_prompt_adapter",
+        lists="prompt_adapters",
+    ),
+    *accepted("prompt adapters are gone from vLLM too", values="max_prompt_adapters max_prompt_adapter_token"),
+    # Structured output and reasoning.
+    *accepted(
+        "structured output is not in this version; requests that ask for it get 400",
+        values="guided_decoding_backend",
+        switches="""
+            guided_decoding_disable_fallback guided_decoding_disable_any_whitespace
+            guided_decoding_disable_additional_properties
+        """,
+    ),
+    *refused("requests bring no logits processors", values="logits_processor_pattern"),
+    *refused("reasoning is not split from the answer in this version", switches="enable_reasoning"),
+    # Images.
+    *accepted(
+        TEXT_ONLY,
+        values="""
+            image_input_type image_token_id image_input_shape image_feature_size image_processor
+            image_processor_revision chat_template_text_format
+        """,
+        switches="disable_image_processor disable_mm_preprocessor_cache",
+    ),
+    # Logs.
+    *accepted("requests are not logged", switches="disable_log_requests"),
+    *accepted(
+        "every step leaves a record in /metrics",
+        switches="collect_model_forward_time collect_model_execute_time",
+    ),
+)

@@ -1,0 +1,93 @@
+"""vLLM 0.32's server flags that are no settings here."""
+
+from __future__ import annotations
+
+from quire.compat.engine_flags import LORA, NO_CODE, PARALLEL, TEXT_ONLY
+from quire.compat.foreign import Foreign, accepted, refused
+
+PROXY = "Put a reverse proxy such as nginx or Caddy in front of the server"
+TOOLS = "tool calls are not parsed in this version"
+
+SERVER_FLAGS: tuple[Foreign, ...] = (
+    *refused(LORA, "Serve the merged model", lists="lora_modules"),
+    *refused(
+        "the format is read from the template", "Leave it out", off=("auto",), values="chat_template_content_format"
+    ),
+    *refused(
+        "a template from a request is a program from a stranger, and is never run",
+        "Use --chat-template",
+        switches="trust_request_chat_template",
+    ),
+    *refused("requests bring their own", "Send chat_template_kwargs", values="default_chat_template_kwargs"),
+    *refused(
+        "tokens are given as text",
+        "Ask for return_token_ids, or logprobs with their bytes",
+        switches="return_tokens_as_token_ids",
+    ),
+    *refused(TOOLS, switches="enable_auto_tool_choice", values="tool_call_parser tool_server"),
+    *accepted(TOOLS, switches="exclude_tools_when_tool_choice_none"),
+    *refused(NO_CODE, values="tool_parser_plugin", lists="middleware"),
+    *refused("logging is configured by level", "Use --log-level", values="log_config_file"),
+    *accepted(
+        "requests and answers are counted in /metrics, not logged",
+        values="max_log_len",
+        switches="enable_log_outputs enable_log_deltas",
+        off=(False, True),
+    ),
+    *accepted("errors of ours are always logged with their stack", switches="log_error_stack"),
+    *accepted("usage always has its details", switches="enable_prompt_tokens_details"),
+    *accepted("/metrics has the times of every request", switches="enable_per_request_metrics"),
+    *accepted("/metrics has the running and waiting requests", switches="enable_server_load_tracking"),
+    *refused(
+        "usage comes when it is asked for",
+        "Send stream_options.include_usage",
+        switches="enable_force_include_usage",
+    ),
+    *refused("the tokenizer's files are not served", switches="enable_tokenizer_info_endpoint"),
+    *refused(
+        "the routes do not depend on it",
+        "Use --skip-tokenizer-init for token ids in and out",
+        switches="tokens_only",
+    ),
+    *refused("the engine is not split over servers in this version", switches="enable_scale_out"),
+    *accepted("system_fingerprint names the version", values="fingerprint_mode fingerprint_value", off=("full",)),
+    *refused(
+        "quiet streams get no comments", "Raise the proxy's idle timeout", off=(0,), values="sse_keep_alive_interval"
+    ),
+    *accepted("there is no Cohere route", switches="cohere_is_reasoning_model", values="cohere_format"),
+    *accepted(
+        PARALLEL,
+        values="""
+            data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s
+            dp_supervisor_probe_failure_threshold
+        """,
+    ),
+    *refused("the server listens on an address", f"Use --host and --port. {PROXY} for a socket", values="uds"),
+    *accepted("there is no access log", values="disable_access_log_for_endpoints"),
+    *refused(
+        "pages of other origins may not call this server",
+        PROXY,
+        off=("false",),
+        values="allowed_origins allowed_methods allowed_headers",
+        switches="allow_credentials",
+    ),
+    *refused(
+        "the server speaks plain HTTP",
+        PROXY,
+        off=(0,),
+        values="ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers",
+        switches="enable_ssl_refresh",
+    ),
+    *refused("routes begin at /", "Let the proxy strip its prefix", values="root_path"),
+    *accepted("every answer has x-request-id", switches="enable_request_id_headers"),
+    *accepted("no page is loaded from elsewhere", switches="disable_fastapi_docs enable_offline_docs"),
+    *accepted(
+        "requests are parsed by httptools, with its own limits",
+        values="h11_max_incomplete_event_size h11_max_header_count",
+    ),
+    *accepted(TEXT_ONLY, switches="enable_flash_late_interaction", off=(True, False)),
+    *refused(PARALLEL, switches="headless"),
+    *accepted("one API process carries thousands of streams", off=(1,), values="api_server_count"),
+    *refused("there is no gRPC server", switches="grpc"),
+    *refused("models here read and write text only", switches="omni"),
+)

@@ -1,0 +1,98 @@
+"""Every foreign name, and how given settings are settled: notices logged, translations made, the rest refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.compat.engine_flags import ENGINE_FLAGS
+from quire.compat.foreign import Foreign
+from quire.compat.old_flags import OLD_FLAGS
+from quire.compat.server_flags import SERVER_FLAGS
+from quire.errors import ConfigError
+from quire.logs import get_logger
+
+logger = get_logger(__name__)
+
+FOREIGN: dict[str, Foreign] = {entry.name: entry for entry in (*ENGINE_FLAGS, *SERVER_FLAGS, *OLD_FLAGS)}
+
+# Further spellings of foreign flags on the command line.
+SHORT_FLAGS: dict[str, tuple[str, ...]] = {
+    "pipeline_parallel_size": ("-pp",),
+    "nnodes": ("-n",),
+    "node_rank": ("-r",),
+    "decode_context_parallel_size": ("-dcp",),
+    "prefill_context_parallel_size": ("-pcp",),
+    "data_parallel_size": ("-dp",),
+    "data_parallel_rank": ("-dpn",),
+    "data_parallel_start_rank": ("-dpr",),
+    "data_parallel_size_local": ("-dpl",),
+    "data_parallel_address": ("-dpa",),
+    "data_parallel_rpc_port": ("-dpp",),
+    "data_parallel_backend": ("-dpb",),
+    "data_parallel_hybrid_lb": ("-dph",),
+    "data_parallel_external_lb": ("-dpe",),
+    "data_parallel_multi_port_external_lb": ("-dpm",),
+    "enable_expert_parallel": ("-ep",),
+    "speculative_config": ("-sc",),
+    "diffusion_config": ("-dc",),
+    "compilation_config": ("-cc",),
+    "attention_config": ("-ac",),
+    "api_server_count": ("-asc",),
+    "optimization_level": ("-O",),
+}
+
+
+def as_flag(name: str) -> str:
+    """`max_num_seqs` as the command line spells it."""
+    return "--" + name.replace("_", "-")
+
+
+def settle(given: Mapping[str, Any], spell: Callable[[str], str] = str) -> dict[str, Any]:
+    """The settings without the foreign names, and with what those translate to.
+
+    Args:
+        given: settings by name, foreign ones among them.
+        spell: how messages spell a name: `as_flag` on the command line.
+
+    Raises:
+        ConfigError: a name is refused, or translates to a setting that is given too.
+    """
+    settled = {name: value for name, value in given.items() if name not in FOREIGN}
+    for name in sorted(given.keys() & FOREIGN.keys()):
+        entry, value = FOREIGN[name], given[name]
+        if entry.asks_for_nothing(value):
+            continue
+        if entry.kind == "refused":
+            raise entry.refusal(spell(name), value)
+        if entry.kind == "accepted":
+            logger.warning("%s has no effect: %s", spell(name), entry.text)
+            continue
+        assert entry.becomes is not None
+        for target, new in entry.becomes(_parsed(value)).items():
+            logger.warning("%s is taken as %s %s: %s", spell(name), spell(target), _shown(new), entry.text)
+            settled[target] = _joined(settled.get(target), new, spell(name), spell(target))
+    return settled
+
+
+def _joined(old: Any, new: Any, source: str, target: str) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict) and not old.keys() & new.keys():
+        return {**old, **new}
+    if old is not None and old != new:
+        raise ConfigError(f"{source} and {target} say different things", value=[new, old], fix=f"Leave {source} out")
+    return new
+
+
+def _parsed(value: Any) -> Any:
+    """A flag's text as the JSON value it is, or itself."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,0 +1,68 @@
+"""Values that vLLM takes for settings that exist here, and that have no meaning in this version: why, and what to use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ForeignValues:
+    """Values of one setting that are refused for one reason. A value that ends in `*` stands for a prefix."""
+
+    values: tuple[str, ...]
+    text: str
+    instead: str
+
+    def covers(self, value: str) -> bool:
+        return any(
+            value.startswith(known[:-1]) if known.endswith("*") else value == known for known in self.values
+        )
+
+
+FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
+    "kv_cache_dtype": (
+        ForeignValues(
+            ("fp8*", "int8*", "int4*", "nvfp4*", "turboquant*"),
+            "quantized KV caches are not in this version",
+            "Leave it out: the KV cache has the model's dtype",
+        ),
+        ForeignValues(("bfloat16", "float16"), "the KV cache has the model's dtype", "Use --dtype"),
+    ),
+    "load_format": (
+        ForeignValues(
+            ("pt", "npcache", "bin"),
+            "pickled checkpoints are never read: they can run code",
+            "Convert the model to safetensors, or name a repository that has them",
+        ),
+        ForeignValues(
+            ("gguf", "bitsandbytes"),
+            "quantized weights are not in this version",
+            "Name the same model's safetensors in bfloat16, float16 or float32",
+        ),
+        ForeignValues(
+            ("mistral", "sharded_state", "tensorizer", "runai_streamer*", "fastsafetensors", "instanttensor"),
+            "only Hugging Face checkpoints in safetensors are read",
+            "Leave it out",
+        ),
+    ),
+    "tokenizer_mode": (
+        ForeignValues(
+            ("mistral", "custom", "deepseek_v*", "cohere", "grok2", "qwen_vl", "kimi*"),
+            "tokenizers are read from tokenizer.json",
+            "Leave it out, or use slow to convert the tokenizer through transformers",
+        ),
+    ),
+    "logprobs_mode": (
+        ForeignValues(
+            ("raw_logits", "processed_logits"),
+            "log probabilities are returned, not logits",
+            "Use raw_logprobs or processed_logprobs",
+        ),
+    ),
+    "model_impl": (ForeignValues(("terratorch",), "models here generate text only", "Leave it out"),),
+}
+
+
+def why_not(name: str, value: object) -> ForeignValues | None:
+    """The entry for a value of vLLM's that setting `name` does not take here."""
+    return next((entry for entry in FOREIGN_VALUES.get(name, ()) if entry.covers(str(value))), None)

@@ -1,0 +1,154 @@
+"""What a config field is made of: its definition, types, choices, other spellings of values, and where they came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from quire.compat.values import why_not
+from quire.errors import ConfigError
+
+# Where a value comes from. argument: of LLM(...); file: --config; live: POST /v1/config; the rest says resolve.py.
+Source = Literal["flag", "argument", "file", "environment", "model", "device", "measured", "formula", "default", "live"]
+
+KIB_SUFFIXES = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
+
+
+def parse_human_int(text: str | int) -> int:
+    """`32k` = 32,000, `32K` = 32,768, `1M` = 1,048,576, `2.5k` = 2,500 (vLLM's suffixes); plain integers too."""
+    if isinstance(text, int):
+        return text
+    number, factor = text.strip(), 1
+    if number and number[-1] in KIB_SUFFIXES:
+        number, factor = number[:-1], KIB_SUFFIXES[number[-1]]
+    try:
+        value = float(number) * factor if "." in number else int(number) * factor
+    except ValueError:
+        raise ConfigError(
+            "Not a number", value=text, expected="an integer, or one with a suffix k, K, m, M, g or G"
+        ) from None
+    if value != int(value):
+        raise ConfigError("Not a whole number", value=text, expected="a whole number after applying the suffix")
+    return int(value)
+
+
+def parse_length(text: str | int) -> int:
+    """A human number, or `auto` for -1."""
+    return -1 if text == "auto" else parse_human_int(text)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flags: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    type: Any = None,
+    live: bool = False,
+    many: bool = False,
+    limits: str = "",
+    secret: bool = False,
+) -> Any:
+    """A config field.
+
+    Args:
+        flags: further spellings on the command line.
+        type: what turns a flag's text into a value, or "json"; None: the field's own type.
+        live: may change while serving.
+        many: takes several values.
+        limits: what a value bounds, for those who look for what holds them back.
+        secret: never shown.
+    """
+    metadata = {
+        "help": help,
+        "flags": flags,
+        "choices": choices,
+        "type": type,
+        "live": live,
+        "many": many,
+        "limits": limits,
+        "secret": secret,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def options(config: Any) -> tuple[dataclasses.Field[Any], ...]:
+    """The settings of a config class: its fields but `sources`."""
+    return tuple(f for f in dataclasses.fields(config) if "help" in f.metadata)
+
+
+def normalise(config: Any) -> None:
+    """Other spellings of the same value, as users write them in Python: `"32k"`, `torch.bfloat16`, a Path."""
+    for f in options(config):
+        value, plain = getattr(config, f.name), None
+        if callable(f.metadata["type"]) and isinstance(value, str):
+            plain = f.metadata["type"](value)
+        elif f.metadata["many"] and isinstance(value, (str, list)):
+            plain = (value,) if isinstance(value, str) else tuple(value)
+        elif f.name == "dtype" and str(value).startswith("torch."):
+            plain = str(value).removeprefix("torch.")
+        elif f.name == "load_format" and value == "hf":  # vLLM's name for what auto finds
+            plain = "auto"
+        elif isinstance(value, os.PathLike):
+            plain = os.fspath(value)
+        if plain is not None:
+            object.__setattr__(config, f.name, plain)  # the config is being made: nobody has seen it yet
+
+
+def field_type(annotation: Any) -> tuple[type, bool, bool]:
+    """What a field holds: (type without None, is it a tuple of that type, may it be None)."""
+    is_optional = False
+    if get_origin(annotation) in (Union, types.UnionType):
+        is_optional = types.NoneType in get_args(annotation)
+        annotation = next(a for a in get_args(annotation) if a is not types.NoneType)
+    if get_origin(annotation) is tuple:
+        return get_args(annotation)[0], True, is_optional
+    return get_origin(annotation) or annotation, False, is_optional
+
+
+def check_types(config: Any) -> None:
+    """ConfigError for a value that is not of its field's type."""
+    for name, annotation in get_type_hints(type(config)).items():
+        kind, is_tuple, is_optional = field_type(annotation)
+        value = getattr(config, name)
+        if value is None and is_optional:
+            continue
+        items = value if is_tuple and isinstance(value, (tuple, list)) else [value]
+        for item in items:
+            is_number = kind is float and isinstance(item, int)
+            if (isinstance(item, bool) and kind is not bool) or not (isinstance(item, kind) or is_number):
+                raise ConfigError(
+                    f"{name} has the wrong type, {type(item).__name__}",
+                    value=value,
+                    expected=kind.__name__ + (" or several" if is_tuple else "") + (" or None" if is_optional else ""),
+                    param=name,
+                )
+
+
+def check_choices(config: Any) -> None:
+    """ConfigError for a value that is not among its field's choices."""
+    for f in options(config):
+        choices, value = f.metadata["choices"], getattr(config, f.name)
+        if not choices or value in choices or (value is None and f.default is None):
+            continue
+        if (foreign := why_not(f.name, value)) is not None:
+            raise ConfigError(f"{f.name} {value} is not supported: {foreign.text}", fix=foreign.instead, param=f.name)
+        near = difflib.get_close_matches(str(value), choices, 1)
+        raise ConfigError(
+            f"Illegal value of {f.name}",
+            value=value,
+            expected="one of " + ", ".join(choices),
+            fix=f"Did you mean {near[0]!r}?" if near else None,
+            param=f.name,
+        )
+
+
+def complete_sources(config: Any) -> None:
+    """Whoever read flags or a file says so; what differs from the default without that was an argument."""
+    found: dict[str, Source] = {
+        f.name: "default" if getattr(config, f.name) == f.default else "argument" for f in options(config)
+    }
+    object.__setattr__(config, "sources", {**found, **config.sources})

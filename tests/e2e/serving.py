@@ -1,0 +1,110 @@
+"""`quire serve` as a real process: started with flags, watched through its standard error, stopped with signals."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import openai
+import psutil
+
+START_SECONDS = 60.0
+STOP_SECONDS = 20.0
+SMALL = ("--kv-cache-memory-bytes", "32M", "--num-threads", "1", "--dtype", "float32")
+
+
+def quire(*arguments: str, timeout: float = START_SECONDS) -> subprocess.CompletedProcess[str]:
+    """A `quire` command run to its end."""
+    command = [sys.executable, "-m", "quire", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout)
+
+
+class Serve:
+    """`with Serve("--flag", ...) as server`: ready when entered, unless `waits` is False. Killed at the end."""
+
+    def __init__(self, *flags: str, waits: bool = True) -> None:
+        self._command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
+        self._waits = waits
+        self._lines: list[str] = []
+        self.url = ""
+
+    def __enter__(self) -> Serve:
+        self.process = subprocess.Popen(self._command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            if self._waits:
+                self.wait_ready()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._lines.append(line)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(STOP_SECONDS)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    @property
+    def log(self) -> str:
+        """Everything on standard error so far."""
+        return "".join(self._lines)
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = STOP_SECONDS) -> None:
+        """Poll until true; fails naming what was waited for, with the log."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s for {what}:\n{self.log}"
+            time.sleep(0.01)
+
+    def wait_ready(self) -> None:
+        """Until the first screen is there, which names the address."""
+        self.wait_for(
+            lambda: "ready     http" in self.log or self.process.poll() is not None, "readiness", START_SECONDS
+        )
+        found = re.search(r"ready     (http://\S+)", self.log)
+        assert found is not None, self.log
+        self.url = found[1]
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The engine process."""
+        children = [
+            child for child in psutil.Process(self.process.pid).children() if "quire.engine" in str(child.cmdline())
+        ]
+        assert len(children) == 1, children
+        return children[0]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal; answers with the exit code."""
+        self.process.send_signal(number)
+        return self.wait_exit()
+
+    def wait_exit(self) -> int:
+        self.wait_for(lambda: self.process.poll() is not None, "the server to end")
+        self._reader.join(STOP_SECONDS)
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=10)
+
+    def openai(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=30)

@@ -1,0 +1,260 @@
+"""`quire serve` on the demo model: what the openai client and the terminal commands get, how it starts and stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from quire import demo
+from tests.e2e import reference
+from tests.e2e.serving import SMALL, Serve, quire
+
+MODEL = "quire-demo"
+MESSAGES: Any = [{"role": "user", "content": reference.QUESTIONS[0]}]
+DEATH_IS_NOTICED_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serve]:
+    with Serve(*SMALL) as server:
+        yield server
+        assert server.stop() == 0, server.log
+
+
+def _answer(max_tokens: int = 30) -> str:
+    return reference.tokenizer().decode(reference.greedy(reference.prompts()[0], max_tokens))
+
+
+def test_openai_client(server: Serve) -> None:
+    with server.openai() as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=30)
+        assert chat.choices[0].message.content == _answer()
+        assert chat.choices[0].finish_reason == "length"
+        assert chat.usage is not None
+        assert chat.usage.completion_tokens == 30
+        completion = client.completions.create(model=MODEL, prompt=reference.TEXTS[0], temperature=0, max_tokens=12)
+        expected = reference.tokenizer().decode(reference.greedy(reference.TEXTS[0], 12))
+        assert completion.choices[0].text == expected
+
+
+def test_openai_client_streamed(server: Serve) -> None:
+    with server.openai() as client:
+        chunks = list(
+            client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=30, stream=True)
+        )
+        assert len(chunks) > 5, "nothing was streamed"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == _answer()
+        pieces = client.completions.create(
+            model=MODEL, prompt=reference.TEXTS[0], temperature=0, max_tokens=12, stream=True
+        )
+        text = "".join(chunk.choices[0].text for chunk in pieces)
+        assert text == reference.tokenizer().decode(reference.greedy(reference.TEXTS[0], 12))
+
+
+def test_concurrent_clients_get_their_own_answers(server: Serve) -> None:
+    answers: dict[int, str] = {}
+
+    def ask(index: int) -> None:
+        with server.openai() as client:
+            question: Any = [{"role": "user", "content": reference.QUESTIONS[index % 4]}]
+            chat = client.chat.completions.create(model=MODEL, messages=question, temperature=0, max_tokens=20)
+            answers[index] = chat.choices[0].message.content or ""
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    decode = reference.tokenizer().decode
+    expected = [decode(reference.greedy(prompt, 20)) for prompt in reference.chat_prompts()]
+    assert [answers[index] for index in range(8)] == expected * 2
+
+
+def test_first_screen(server: Serve) -> None:
+    assert "KV cache size:" in server.log
+    assert "Maximum concurrency for 2,048 tokens per request:" in server.log
+    assert f"curl {server.url}/v1/chat/completions" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_chat_and_complete_commands(server: Serve) -> None:
+    chat = quire("chat", "--url", f"{server.url}/v1", "-q", reference.QUESTIONS[0])
+    assert chat.returncode == 0, chat.stderr
+    assert chat.stdout.strip(), "no answer"
+    complete = quire("complete", "--url", f"{server.url}/v1", "--max-tokens", "5", "-q", "Hello")
+    assert complete.returncode == 0, complete.stderr
+    assert complete.stdout.strip()
+    wrong = quire("chat", "--url", f"{server.url}/v1", "--model-name", "gpt-4", "-q", "Hello")
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("quire: ")
+    assert MODEL in wrong.stderr, "the error does not name the model that is served"
+    assert "Traceback" not in wrong.stderr
+
+
+def test_chat_without_a_server() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        result = quire("chat", "--url", f"http://127.0.0.1:{unused.getsockname()[1]}/v1", "-q", "Hello")
+    assert result.returncode == 1
+    assert "quire serve" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_port_in_use(server: Serve) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    started = time.monotonic()
+    result = quire("serve", "--port", port, *SMALL)
+    assert result.returncode == 2
+    assert "in use" in result.stderr
+    assert "--port" in result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert time.monotonic() - started < 30
+
+
+def test_readiness_and_drain() -> None:
+    """Connections at once, ready once a token has come out; SIGTERM lets a stream end, and refuses new requests."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with Serve("--port", str(port), *SMALL, waits=False) as server:
+        server.wait_for(lambda: _status(f"{url}/livez") == 200, "the first connection")
+        early = [_status(f"{url}/readyz"), _status(f"{url}/health")]
+        assert early == [503, 503], f"ready before the engine: {server.log}"
+        body = {"messages": MESSAGES}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 503
+        server.wait_ready()
+        assert [_status(f"{url}{path}") for path in ("/readyz", "/health", "/livez")] == [200, 200, 200]
+        endless = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": True, "temperature": 0}
+        events = []
+        with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as response:
+            for line in response.iter_lines():
+                events.append(line)
+                if len(events) == 1:
+                    server.process.send_signal(signal.SIGTERM)
+                    server.wait_for(lambda: "finishing 1 request" in server.log, "the drain")
+                    server.wait_for(lambda: _status(f"{url}/readyz") != 200, "the end of readiness")
+        assert events[-2:] == ["data: [DONE]", ""] or events[-1] == "data: [DONE]"
+        chunks = [json.loads(line[6:]) for line in events if line.startswith("data: {")]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length", "the stream was cut"
+        assert server.wait_exit() == 0, server.log
+        assert server.log.rstrip().endswith("quire: stopped")
+        assert "Traceback" not in server.log
+
+
+def test_drain_ends_with_an_error_event_when_its_time_is_over() -> None:
+    with Serve(*SMALL, "--shutdown-timeout", "0.2") as server:
+        endless = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        data = []
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=endless, timeout=30) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    data.append(line[6:])
+                if len(data) == 1:
+                    server.process.send_signal(signal.SIGINT)
+        assert data[-1] == "[DONE]"
+        assert "shutting down" in json.loads(data[-2])["error"]["message"]
+        assert server.wait_exit() == 0, server.log
+        assert "Traceback" not in server.log
+
+
+def test_second_signal_stops_at_once() -> None:
+    with Serve(*SMALL) as server:
+        endless = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=endless, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            server.wait_for(lambda: "finishing 1 request" in server.log, "the drain")
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        assert server.wait_exit() == 0, server.log
+        assert "Traceback" not in server.log
+
+
+def test_engine_death() -> None:
+    """Clients get a clean error, and the server ends with 1 for its supervisor to see."""
+    with Serve(*SMALL) as server:
+        engine = server.engine
+        endless = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        data = []
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=endless, timeout=30) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    data.append(line[6:])
+                if len(data) == 1:
+                    engine.kill()
+                    killed = time.monotonic()
+        assert time.monotonic() - killed < DEATH_IS_NOTICED_SECONDS
+        assert data[-1] == "[DONE]"
+        assert json.loads(data[-2])["error"]["code"] == "engine_dead"
+        assert server.wait_exit() == 1
+        assert "SIGKILL" in server.log
+        assert "Traceback" not in server.log
+
+
+def test_engine_ends_when_the_server_is_killed() -> None:
+    with Serve(*SMALL) as server:
+        engine = server.engine
+        server.process.kill()
+        server.wait_for(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, "the engine to end")
+
+
+def test_sigterm_to_the_engine_alone_changes_nothing() -> None:
+    """Service managers send SIGTERM to every process of a group; the server decides when the engine ends."""
+    with Serve(*SMALL) as server:
+        os.kill(server.engine.pid, signal.SIGTERM)
+        with server.openai() as client:
+            client.completions.create(model=MODEL, prompt="Hello", max_tokens=3)
+        assert server.stop() == 0
+
+
+def test_api_key() -> None:
+    with Serve(*SMALL, "--api-key", "sesame", "other", "--served-model-name", "mine", "alias") as server:
+        assert server.get("/v1/models").status_code == 401
+        assert server.get("/readyz").status_code == 200
+        with server.openai("wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        for key in ("sesame", "other"):
+            with server.openai(key) as client:
+                assert [model.id for model in client.models.list()] == ["mine", "alias"]
+        chat = quire("chat", "--url", f"{server.url}/v1", "--api-key", "sesame", "-q", "Hello")
+        assert chat.returncode == 0, chat.stderr
+        assert "sesame" not in server.log
+
+
+def _status(url: str) -> int | None:
+    """None while nobody listens."""
+    try:
+        return httpx.get(url, timeout=5).status_code
+    except httpx.TransportError:
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_model_folder_by_name(server: Serve, tmp_path: Path) -> None:
+    """A folder given as the positional argument serves what the bundled model serves."""
+    link = tmp_path / "my-model"
+    link.symlink_to(demo.path())
+    with Serve(str(link), *SMALL, "--load-format", "safetensors") as own, own.openai() as client:
+        (model,) = client.models.list()
+        completion = client.completions.create(model=model.id, prompt=reference.TEXTS[0], temperature=0, max_tokens=12)
+        assert completion.choices[0].text == reference.tokenizer().decode(reference.greedy(reference.TEXTS[0], 12))

@@ -1,0 +1,80 @@
+"""Starts that cannot succeed: exit code 2, one readable line with advice, and the advice works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from quire import demo
+from tests.e2e.serving import Serve, quire
+
+THREADS = ("--num-threads", "1")
+
+
+def _refused(*flags: str) -> str:
+    """The message of a start that is refused, without its program name."""
+    result = quire("serve", "--port", "0", *THREADS, *flags)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    message = result.stderr.strip().splitlines()[-1]
+    assert message.startswith("quire"), result.stderr
+    return message
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("/no/such/folder",), ("/no/such/folder",)),
+        (("--no-such-flag",), ("--no-such-flag",)),
+        (("--max-model-lenn", "100"), ("--max-model-lenn", "--max-model-len")),
+        (("--max-model-len", "4096"), ("max_model_len", "2048", "--max-model-len")),
+        (("--dtype", "int3"), ("int3", "bfloat16")),
+        (("--host", "0.0.0.0"), ("0.0.0.0", "--api-key", "--no-auth")),
+        (("--port", "70000"), ("70000", "65535")),
+        (("--chat-template", "./no-such.jinja"), ("no-such.jinja",)),
+        (("--chat-template", "{% if %}"), ("Jinja",)),
+        (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), ("--max-num-seqs", "--max-num-batched-tokens")),
+        (("some/model", "--model", "another/model"), ("some/model", "another/model")),
+    ],
+)
+def test_refused_starts(flags: tuple[str, ...], words: tuple[str, ...]) -> None:
+    message = _refused(*flags)
+    for word in words:
+        assert word in message
+
+
+def test_broken_checkpoints(tmp_path: Path) -> None:
+    """What is wrong with the weights is found by the engine process and told by the server."""
+    for file in demo.path().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    message = _refused(str(tmp_path))
+    assert "model.safetensors" in message
+    weights.unlink()
+    assert "safetensors" in _refused(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    assert "config.json" in _refused(str(tmp_path))
+
+
+def test_advice_on_too_little_memory_works() -> None:
+    """Every command line that the message advises starts."""
+    small = ("--kv-cache-memory-bytes", "1M", "--dtype", "float32")
+    message = _refused(*small)
+    assert "missing" in message
+    advice = re.split("Use one of: ", message)[1].rstrip(".").split("; ")
+    advised = [shlex.split(re.sub(r" \(.*\)", "", item)) for item in advice]
+    assert {flags[0] for flags in advised} == {"--max-model-len", "--kv-cache-memory-bytes"}
+    for flags in advised:
+        with Serve(*THREADS, *small, *flags) as server:
+            assert server.stop() == 0
+
+
+def test_largest_context_that_fits() -> None:
+    """--max-model-len -1 is cut to the cache; 1 MiB holds 10 blocks of 16 tokens in float32."""
+    with Serve(*THREADS, "--kv-cache-memory-bytes", "1M", "--dtype", "float32", "--max-model-len", "-1") as server:
+        assert server.get("/v1/models").json()["data"][0]["max_model_len"] == 160
+        assert server.stop() == 0
