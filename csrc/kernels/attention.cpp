@@ -382,10 +382,17 @@ void run_all(const AttentionArgs& a) {
   Plan& plan = plan_memory;
   make_plan(a, Path::width(a.head_dim), Path::kMaxRows, plan);
   auto* partials = static_cast<float*>(quire::scratch(Scratch::attention_partials, sizeof(float) * plan.partials_size));
+  // Many short units share a task: starting one (tiles, the claim) costs a part of a microsecond.
+  constexpr int kTasksPerThread = 8, kMostUnitsPerTask = 8;
   const int num_units = static_cast<int>(plan.units.size()), threads = num_threads();
-  parallel_for(num_units, [&](int task, int) {
-    const Unit* next = task + threads < num_units ? &plan.units[task + threads] : nullptr;
-    run_unit<Path>(a, plan, plan.units[task], next, partials);
+  const int per_task = std::clamp(num_units / (threads * kTasksPerThread), 1, kMostUnitsPerTask);
+  parallel_for((num_units + per_task - 1) / per_task, [&](int task, int) {
+    [[maybe_unused]] const typename Path::Session session;
+    const int begin = task * per_task, end = std::min(begin + per_task, num_units);
+    for (int i = begin; i < end; ++i) {
+      const int next = i + 1 < end ? i + 1 : begin + threads * per_task;
+      run_unit<Path>(a, plan, plan.units[i], next < num_units ? &plan.units[next] : nullptr, partials);
+    }
   });
   parallel_for(static_cast<int>(plan.split_items.size()), [&](int task, int) {
     merge_item<Path>(a, plan.items[plan.split_items[task]], partials);

@@ -47,6 +47,16 @@ class Bf16Path {
   static constexpr int kMaxRows = kAmx ? 256 : 128;
   static constexpr int kTilesTogether = kAmx ? 2 : 1;  // row tiles that need the same range of positions
 
+  // Lives around all work of one task.
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+  struct Session {
+    Session() { configure_tiles(); }
+    ~Session() { _tile_release(); }
+  };
+#else
+  struct Session {};
+#endif
+
   static size_t scratch_bytes(int head_dim, int row_tiles) {
     return sizeof(uint32_t) * (static_cast<size_t>(row_tiles) * query_pairs(head_dim) * kLanes + kKeyDwords +
                                static_cast<size_t>(kSplit / 2) * width(head_dim) + kTile * kLanes) + 256;
@@ -60,16 +70,7 @@ class Bf16Path {
         queries_(scratch.take<uint32_t>(static_cast<size_t>(round_up(num_rows, kLanes)) * query_pairs(head_dim))),
         keys_(scratch.take<uint32_t>(kKeyDwords)),
         values_(scratch.take<uint32_t>(static_cast<size_t>(kSplit / 2) * width(head_dim))),
-        block_(scratch.take<float>(kTile * kLanes)) {
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-    configure_tiles();
-#endif
-  }
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-  ~Bf16Path() { _tile_release(); }
-#endif
-  Bf16Path(const Bf16Path&) = delete;
-  Bf16Path& operator=(const Bf16Path&) = delete;
+        block_(scratch.take<float>(kTile * kLanes)) {}
 
   void load_queries(const bf16* const* rows) {
     const int pairs = query_pairs(head_dim_);

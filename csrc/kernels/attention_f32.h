@@ -36,6 +36,8 @@ class F32Path {
   static constexpr int kMaxRows = 128;
   static constexpr int kTilesTogether = 1;  // row tiles that need the same range of positions
 
+  struct Session {};
+
   static size_t scratch_bytes(int head_dim, int row_tiles) {
     return sizeof(float) * (static_cast<size_t>(row_tiles) * head_dim * kLanes + kTile * kKeyStride +
                             static_cast<size_t>(kSplit) * width(head_dim) + kTile * kLanes) + 256;

@@ -180,6 +180,7 @@ class ServerConfig:
         None,
         "Log level of Quire; else VLLM_LOGGING_LEVEL.",
         choices=("debug", "info", "warning", "error"),
+        type=str.lower,
     )
     disable_uvicorn_access_log: bool = option(False, "Accepted: the access log is off.")
     shutdown_timeout: float = option(

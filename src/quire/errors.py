@@ -75,6 +75,7 @@ class QueueFullError(QuireError):
     """The waiting queue is at its limit."""
 
     code, status = "queue_full", 429
+    retry_after_seconds: int | None = None  # when there should be room again, where that is known
 
 
 class EngineDeadError(QuireError):

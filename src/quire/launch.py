@@ -72,12 +72,11 @@ def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
 
 def _input_processor(config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None) -> InputProcessor:
     generation = load_generation_config(Path(model_config.model)) if config.generation_config == "auto" else {}
-    eos = dict.fromkeys([*(tokenizer.eos_token_ids if tokenizer is not None else ()), *model_config.eos_token_ids])
     return InputProcessor(
         tokenizer,
         ModelLimits(model_config.max_model_len, model_config.vocab_size, config.max_logprobs),
         defaults=sampling_defaults(generation, config.override_generation_config),
-        eos_token_ids=tuple(eos),
+        eos_token_ids=model_config.eos_token_ids,
         seed=secrets.randbits(63) if config.seed is None else config.seed,
     )
 

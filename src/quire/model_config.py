@@ -14,7 +14,7 @@ from quire.errors import ModelConfigError
 from quire.hf_config.families import QkNorm
 from quire.hf_config.fields import Fields
 from quire.hf_config.rope import RopeConfig
-from quire.hf_config.translate import generation_defaults, merge, translate
+from quire.hf_config.translate import merge, translate
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 
@@ -58,7 +58,6 @@ class ModelConfig:
     logits_scaling: float  # logits are divided by it
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    generation_defaults: dict[str, Any] = field(default_factory=dict, hash=False)
     hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # what was merged over config.json
 
     @property
@@ -96,7 +95,7 @@ class ModelConfig:
 def load_model_config(
     folder: Path, overrides: dict[str, Any] | None = None, *, any_architecture: bool = False
 ) -> ModelConfig:
-    """Read config.json and, if there, generation_config.json of a checkpoint folder.
+    """Read config.json of a checkpoint folder and, if there, the end-of-sequence ids of its generation_config.json.
 
     Args:
         folder: the checkpoint folder.
@@ -113,12 +112,7 @@ def load_model_config(
     generation = _read_object(path, required=False)
     if generation.get("eos_token_id") is not None:  # replaces the one of config.json, as in transformers
         facts["eos_token_ids"] = Fields(generation, str(path)).token_ids("eos_token_id")
-    return ModelConfig(
-        model=str(folder),
-        generation_defaults=generation_defaults(generation),
-        hf_overrides=dict(overrides or {}),
-        **facts,
-    )
+    return ModelConfig(model=str(folder), hf_overrides=dict(overrides or {}), **facts)
 
 
 def _read_object(path: Path, required: bool) -> dict[str, Any]:

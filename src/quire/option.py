@@ -1,4 +1,4 @@
-"""What a config field is made of: its definition, types, choices, other spellings of values, and where they came from."""
+"""What a config field is made of: definition, type, choices, further spellings of values, and where each came from."""
 
 from __future__ import annotations
 

@@ -61,15 +61,6 @@ class Request:
         """Tokens whose ids are known to the scheduler."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    @property
-    def num_tokens_with_in_flight(self) -> int:
-        """Tokens known to the worker once the submitted batches have run."""
-        return self.num_tokens + self.num_in_flight_tokens
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED
-
     def token_ids(self) -> list[int]:
         """Prompt and output, a new list."""
         return self.prompt_token_ids + self.output_token_ids

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire import envs
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, MemoryPlanError
 from quire.model_config import DTYPE_BYTES, ModelConfig
-
-Source = Literal["flag", "environment", "model", "device", "measured", "formula", "default"]
+from quire.option import Source, options
 
 GIB = 1 << 30
 
@@ -24,6 +23,24 @@ MAX_USEFUL_CONTEXTS = 2
 RESERVE_SHARE = 0.05  # of total memory, left to the operating system and to allocator slack
 FREE_MEMORY_MARGIN = 0.95  # of measured free memory in advice: it will not be the same at the next start
 MIN_SUGGESTED_BUDGET = 256  # tokens per step; below it prompts become slow
+LOGITS_COPIES = 2  # float32 rows of logits held at once: the model's, and the sampler's scratch
+# vLLM's table for CPU, `max_num_seqs / max_num_batched_tokens`: for the server, and for LLM(...).
+SERVER_LIMITS, OFFLINE_LIMITS = (128, 2048), (256, 4096)
+THROUGHPUT_FACTOR = 2  # on both limits, as vLLM's performance mode
+# On the token budget: a long prompt then holds up the others' next token for a quarter of the time.
+INTERACTIVITY_DIVISOR = 4
+
+# What the settings limit that are no fields of EngineConfig.
+_FURTHER_LIMITS = {
+    "isa": "which kernels run",
+    "weight_bytes": "memory left for the KV cache",
+    "work_bytes": "memory left for the KV cache",
+    "kv_cache_bytes": "context held for all requests together",
+    "num_blocks": "context held for all requests together",
+}
+_FIELDS = {f.name: f for config in (EngineConfig, ServerConfig) for f in options(config)}
+# Memory is planned for their first values, so they may only be moved below these.
+_PLANNED_FOR = ("max_num_seqs", "max_num_batched_tokens")
 
 
 @dataclass(frozen=True)
@@ -45,7 +62,20 @@ class Setting:
     value: Any
     source: Source
     detail: str = ""
+    limits: str = ""  # what it bounds
     is_live: bool = False  # may change while serving
+    maximum: int | None = None  # of a live one: what memory was planned for
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        shown: dict[str, object] = {
+            "value": self.value,
+            "source": self.source,
+            "detail": self.detail,
+            "limits": self.limits,
+            "live": self.is_live,
+        }
+        return shown | ({"max": self.maximum} if self.maximum is not None else {})
 
 
 @dataclass
@@ -60,53 +90,53 @@ class Resolved:
         except KeyError:
             raise AttributeError(name) from None
 
+    def put(self, name: str, value: Any, source: Source, detail: str = "") -> None:
+        """Record a value, with what its field says of it."""
+        f = _FIELDS.get(name)
+        is_live = f is not None and f.metadata["live"]
+        limits = _FURTHER_LIMITS[name] if f is None else f.metadata["limits"]
+        maximum = value if name in _PLANNED_FOR else None
+        self.settings[name] = Setting(value, source, detail, limits, is_live, maximum)
+
     def as_dict(self) -> dict[str, object]:
-        """For JSON: {name: {value, source, detail, live}}."""
-        return {
-            name: {"value": s.value, "source": s.source, "detail": s.detail, "live": s.is_live}
-            for name, s in self.settings.items()
-        }
+        """For JSON: {name: Setting.as_dict()}."""
+        return {name: setting.as_dict() for name, setting in self.settings.items()}
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is_server: bool) -> Resolved:
-    """Every setting except num_blocks. Raises ConfigError when a value does not fit the model."""
+    """Every setting except those of memory. Raises ConfigError when a value does not fit the model."""
     resolved = Resolved()
+    put = resolved.put
 
-    def put(name: str, value: Any, source: Source, detail: str = "", is_live: bool = False) -> None:
-        resolved.settings[name] = Setting(value, source, detail, is_live)
-
-    def put_or(name: str, default: Any, source: Source, detail: str, is_live: bool = False) -> None:
+    def put_or(name: str, default: Any, source: Source, detail: str) -> None:
         """The user's value if given, else the default with its reason."""
         chosen = getattr(config, name)
         if chosen is None:
-            put(name, default, source, detail, is_live)
+            put(name, default, source, detail)
         else:
-            put(name, chosen, "flag", f"default would be {default}: {detail}", is_live)
+            put(name, chosen, config.sources[name], f"default would be {default}: {detail}")
 
+    put("isa", device.isa, "environment" if envs.ISA.get() else "device", device.name)
     if config.dtype == "auto":
         put("dtype", *_auto_dtype(model))
     else:
-        put("dtype", DTYPE_ALIASES.get(config.dtype, config.dtype), "flag", f"checkpoint is {model.dtype}")
+        given = DTYPE_ALIASES.get(config.dtype, config.dtype)
+        put("dtype", given, config.sources["dtype"], f"checkpoint is {model.dtype}")
     put_or("block_size", 16, "default", "tokens per KV block; waste is under one block per sequence")
-    put_or(
-        "num_threads",
-        envs.NUM_THREADS.get() or device.num_cores,
-        "device",
-        "physical cores allowed by affinity and cgroup quota",
-    )
+    if envs.NUM_THREADS.get():
+        put_or("num_threads", envs.NUM_THREADS.get(), "environment", envs.NUM_THREADS.name)
+    else:
+        put_or("num_threads", device.num_cores, "device", "physical cores allowed by affinity and cgroup quota")
     put("max_model_len", *_max_model_len(config, model))
 
-    # vLLM's table for CPU: `max_num_seqs / max_num_batched_tokens` 128 / 2048 for the server, 256 / 4096 offline.
-    seqs, tokens = (128, 2048) if is_server else (256, 4096)
-    put_or("max_num_seqs", seqs, "default", "as vLLM on CPU", is_live=True)
+    seqs, tokens, source, why = _batch_limits(config, is_server)
+    put_or("max_num_seqs", seqs, source, why)
+    most = resolved.max_num_seqs * resolved.max_model_len
+    if tokens > most:
+        tokens, source, why = most, "formula", f"max_num_seqs {resolved.max_num_seqs} x {resolved.max_model_len} tokens"
     budget_floor = 0 if config.enable_chunked_prefill else resolved.max_model_len
-    put_or(
-        "max_num_batched_tokens",
-        max(tokens, resolved.max_num_seqs, budget_floor),
-        "default",
-        "as vLLM on CPU, at least one token per running request",
-        is_live=True,
-    )
+    tokens = max(tokens, resolved.max_num_seqs, budget_floor)
+    put_or("max_num_batched_tokens", tokens, source, f"{why}; at least one token per running request")
     if resolved.max_num_batched_tokens < resolved.max_num_seqs:
         raise ConfigError(
             "The token budget is smaller than the number of running requests",
@@ -123,33 +153,61 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             fix="Leave --no-enable-chunked-prefill out, or lower --max-model-len",
             param="max_num_batched_tokens",
         )
-    put_or(
-        "max_num_queued_reqs",
-        1024 if is_server else None,
-        "default",
-        "bounded in the server, unbounded offline",
-        is_live=True,
-    )
+    put_or("max_num_queued_reqs", 1024 if is_server else None, "default", "bounded in the server, unbounded offline")
     put_or(
         "async_scheduling", False, "default", "on CPU the kernels use every core, so there is nothing to hide behind"
     )
-    for name in (
-        "enable_prefix_caching",
-        "enable_chunked_prefill",
-        "scheduling_policy",
-        "watermark",
-        "long_prefill_token_threshold",
-    ):
-        default = EngineConfig.__dataclass_fields__[name].default
-        value = getattr(config, name)
-        put(
-            name,
-            value,
-            "default" if value == default else "flag",
-            "",
-            EngineConfig.__dataclass_fields__[name].metadata["live"],
-        )
+    _put_rest(resolved, config)
     return resolved
+
+
+def resolve_server(config: ServerConfig) -> Resolved:
+    """Every setting of the HTTP side."""
+    resolved = Resolved()
+    if not config.api_key and envs.API_KEY.get():
+        resolved.put("api_key", "set", "environment", envs.API_KEY.name)
+    if config.log_level is None:
+        source: Source = "environment" if envs.LOGGING_LEVEL.is_set() else "default"
+        resolved.put("log_level", envs.LOGGING_LEVEL.get().lower(), source)
+    _put_rest(resolved, config)
+    return resolved
+
+
+def _put_rest(resolved: Resolved, config: EngineConfig | ServerConfig) -> None:
+    """The settings that are what the user said, or their default."""
+    for f in options(config):
+        if f.name not in resolved.settings:
+            value = getattr(config, f.name)
+            shown = ("set" if value else None) if f.metadata["secret"] else value
+            resolved.put(f.name, shown, config.sources[f.name], _UNSET.get(f.name, "") if value is None else "")
+
+
+# Why nothing needs to be said for a setting that is None.
+_UNSET = {
+    "model": "the bundled demo model",
+    "tokenizer": "the model's",
+    "gpu_memory_utilization": "what is free decides",
+    "kv_cache_memory_bytes": "what is free decides",
+    "num_gpu_blocks_override": "what is free decides",
+    "quantization": "as the checkpoint is",
+    "download_dir": "the hub library's cache",
+    "seed": "another one at every start",
+}
+
+
+def _batch_limits(config: EngineConfig, is_server: bool) -> tuple[int, int, Source, str]:
+    """Default max_num_seqs and max_num_batched_tokens, their source, and why."""
+    seqs, tokens = SERVER_LIMITS if is_server else OFFLINE_LIMITS
+    why = f"as vLLM on CPU: {seqs} requests, {tokens} tokens"
+    if config.performance_mode == "interactivity":
+        tokens //= INTERACTIVITY_DIVISOR
+        return seqs, tokens, "formula", f"{why}; tokens / {INTERACTIVITY_DIVISOR} for interactivity"
+    if config.performance_mode == "throughput":
+        if config.max_num_seqs is None and config.max_num_batched_tokens is None:
+            seqs, tokens = seqs * THROUGHPUT_FACTOR, tokens * THROUGHPUT_FACTOR
+            return seqs, tokens, "formula", f"{why}; x {THROUGHPUT_FACTOR} for throughput"
+        why += "; not doubled for throughput, because one of them is set"
+    return seqs, tokens, "default", why
 
 
 def _auto_dtype(model: ModelConfig) -> tuple[str, Source, str]:
@@ -171,18 +229,30 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> tuple[int, Sourc
             fix="Lower --max-model-len, or set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 to accept wrong output beyond it",
             param="max_model_len",
         )
-    return wanted, "flag", f"the model allows {model.max_model_len}"
+    return wanted, config.sources["max_model_len"], f"the model allows {model.max_model_len}"
 
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes at the moment the KV cache is planned, after the weights are loaded."""
+    """Bytes at the moment the KV cache is planned: after the weights are loaded, or as if they were."""
 
     total_bytes: int
     free_bytes: int  # what can still be taken; the weights are already gone from it
     weight_bytes: int
     work_bytes: int  # of a step at the full token budget, logits included
     logits_bytes: int = 0  # the part of work_bytes that does not shrink with the token budget
+    is_predicted: bool = False  # weights and work are from config.json, not measured
+
+
+def logits_bytes(model: ModelConfig, max_num_seqs: int) -> int:
+    """Bytes of the logits of a full batch."""
+    return max_num_seqs * model.vocab_size * 4 * LOGITS_COPIES
+
+
+def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
+    """Bytes of a step's activations at least: input, output and residual of the widest layer."""
+    widest = 2 * model.intermediate_size + 4 * model.hidden_size
+    return num_tokens * widest * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -200,32 +270,43 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
 
     Raises MemoryPlanError naming the missing bytes and the changes that would fit.
     """
+    _put_memory(resolved, model, memory)
     block_bytes = resolved.block_size * model.kv_bytes_per_token(DTYPE_BYTES[resolved.dtype])
     offer = _offer(config, resolved, memory, block_bytes)
     num_blocks = max(offer.num_bytes, 0) // block_bytes
     blocks_needed = -(-resolved.max_model_len // resolved.block_size)
     if config.max_model_len == -1 and 0 < num_blocks < blocks_needed:
-        resolved.settings["max_model_len"] = Setting(
-            num_blocks * resolved.block_size,
-            "formula",
-            f"{num_blocks} blocks x {resolved.block_size} tokens fit; the model allows {model.max_model_len}",
-        )
+        detail = f"{num_blocks} blocks x {resolved.block_size} tokens fit; the model allows {model.max_model_len}"
+        resolved.put("max_model_len", num_blocks * resolved.block_size, "formula", detail)
         blocks_needed = num_blocks
     if num_blocks < blocks_needed:
         raise _does_not_fit(config, resolved, memory, offer, block_bytes, blocks_needed)
-    resolved.settings["num_blocks"] = Setting(num_blocks, offer.source, offer.detail)
-    resolved.settings["kv_cache_bytes"] = Setting(
-        num_blocks * block_bytes, "formula", f"{num_blocks} blocks x {block_bytes} bytes"
-    )
+    resolved.put("num_blocks", num_blocks, offer.source, offer.detail)
+    resolved.put("kv_cache_bytes", num_blocks * block_bytes, "formula", f"{num_blocks} blocks x {block_bytes} bytes")
+
+
+def _put_memory(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> None:
+    weights = f"{model.num_parameters()} parameters x {DTYPE_BYTES[resolved.dtype]} bytes"
+    logits = f"{memory.logits_bytes} for the logits of {resolved.max_num_seqs} requests"
+    if memory.is_predicted:
+        resolved.put("weight_bytes", memory.weight_bytes, "formula", weights)
+        detail = f"at least: the widest layer of {resolved.max_num_batched_tokens} tokens, and {logits}"
+        resolved.put("work_bytes", memory.work_bytes, "formula", detail)
+    else:
+        resolved.put("weight_bytes", memory.weight_bytes, "measured", weights)
+        detail = f"a short step, scaled to {resolved.max_num_batched_tokens} tokens, and {logits}"
+        resolved.put("work_bytes", memory.work_bytes, "measured", detail)
 
 
 def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int) -> _Offer:
     """In vLLM's order: the number of blocks, the bytes, the environment variable, the share of memory, what is free."""
     if config.num_gpu_blocks_override is not None:
-        return _Offer(config.num_gpu_blocks_override * block_bytes, "flag", "--num-gpu-blocks-override", False)
+        source = config.sources["num_gpu_blocks_override"]
+        return _Offer(config.num_gpu_blocks_override * block_bytes, source, "num_gpu_blocks_override", False)
     per_block = f"{block_bytes} bytes per block"
     if config.kv_cache_memory_bytes is not None:
-        return _Offer(config.kv_cache_memory_bytes, "flag", f"--kv-cache-memory-bytes / {per_block}", False)
+        source = config.sources["kv_cache_memory_bytes"]
+        return _Offer(config.kv_cache_memory_bytes, source, f"kv_cache_memory_bytes / {per_block}", False)
     if (gib := envs.CPU_KVCACHE_SPACE.get()) > 0:
         detail = f"VLLM_CPU_KVCACHE_SPACE = {gib} GiB / {per_block}"
         return _Offer(int(gib * GIB), "environment", detail, False)

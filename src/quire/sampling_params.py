@@ -9,13 +9,23 @@ from __future__ import annotations
 import copy
 import difflib
 import enum
-import math
-import numbers
 from typing import Any, Final
 
 import msgspec
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
+from quire.field_checks import (
+    ABOVE_ZERO,
+    check_count,
+    check_float,
+    check_int,
+    check_strings,
+    check_token_ids,
+    check_type,
+    plain_float,
+    plain_int,
+    plain_list,
+)
 
 GREEDY_TEMPERATURE: Final = 1e-5  # below it sampling is greedy
 MIN_TEMPERATURE: Final = 1e-2  # lower positive temperatures are raised to it, as in vLLM
@@ -30,9 +40,8 @@ MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_BYTES: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LOGPROB_TOKEN_IDS: Final = 128
-MAX_VOCAB_SIZE: Final = 2**20  # bound of allowed_token_ids while the vocabulary is not known
+MAX_VOCAB_SIZE: Final = 2**20  # bound of token ids while the vocabulary is not known
 DEFAULT_MAX_LOGPROBS: Final = 20
-ABOVE_ZERO: Final = math.ulp(0.0)  # the smallest positive float: a closed lower bound that means "greater than 0"
 
 _INT_RANGES: Final[dict[str, tuple[int, int]]] = {
     "n": (1, MAX_N),
@@ -156,9 +165,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to the context length
     min_tokens: int = 0  # no EOS and none of stop_token_ids before
-    logprobs: int | None = (
-        None  # most likely tokens reported per output token, besides the sampled one; -1: all. True is 1
-    )
+    # Most likely tokens reported per output token, besides the sampled one; -1: all. True is 1.
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     prompt_logprob_token_ids: list[int] | None = None
     prompt_logprob_start: int | None = None
@@ -176,9 +184,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     allowed_token_ids: list[int] | None = None  # no other token is sampled
     extra_args: dict[str, Any] | None = None
     bad_words: list[str] | None = None  # always a list after construction
-    skip_reading_prefix_cache: bool | None = (
-        None  # a bool after construction: prompt logprobs need the whole prompt computed
-    )
+    # A bool after construction: prompt logprobs need the whole prompt computed.
+    skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
@@ -238,9 +245,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     def _normalise_types(self) -> None:
         """Plain Python types for what means the same; what is wrong stays for `verify` to refuse."""
         for name in _INT_RANGES:
-            setattr(self, name, _plain_int(getattr(self, name)))
+            setattr(self, name, plain_int(getattr(self, name)))
         for name in _FLOAT_RANGES:
-            setattr(self, name, _plain_float(getattr(self, name)))
+            setattr(self, name, plain_float(getattr(self, name)))
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(flag := getattr(self, name), bool):
                 setattr(self, name, 1 if flag else None)
@@ -250,11 +257,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
             if getattr(self, name) is None:
                 setattr(self, name, [])
         for name, (max_count, _) in _STRING_LIMITS.items():
-            setattr(self, name, _plain_list(getattr(self, name), max_count))
+            setattr(self, name, plain_list(getattr(self, name), max_count))
         for name, max_count in _TOKEN_ID_LIMITS.items():
-            setattr(self, name, _plain_list(getattr(self, name), max_count))
+            setattr(self, name, plain_list(getattr(self, name), max_count))
         if isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_LOGIT_BIAS:
-            bias = {_token_id_key(key): _plain_float(value) for key, value in self.logit_bias.items()}
+            bias = {_token_id_key(key): plain_float(value) for key, value in self.logit_bias.items()}
             if len(bias) < len(self.logit_bias):
                 raise InvalidRequestError(
                     "logit_bias names a token twice, as a number and as a string", param="logit_bias"
@@ -276,28 +283,28 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
                 raise UnsupportedFieldError(f"{name} is not supported yet", fix=f"Remove {name}", param=name)
         for name, (low, high) in _INT_RANGES.items():
             if (value := getattr(self, name)) is not None or name not in _NULLABLE:
-                _check_int(name, value, low, high)
+                check_int(name, value, low, high)
         for name, (lowest, highest) in _FLOAT_RANGES.items():
-            _check_float(name, getattr(self, name), lowest, highest)
+            check_float(name, getattr(self, name), lowest, highest)
         for name in _BOOLS:
-            _check_type(name, getattr(self, name), bool, "true or false")
+            check_type(name, getattr(self, name), bool, "true or false")
         if self.skip_reading_prefix_cache is not None:
-            _check_type("skip_reading_prefix_cache", self.skip_reading_prefix_cache, bool, "true or false")
-        _check_type("output_kind", self.output_kind, RequestOutputKind, "a RequestOutputKind")
+            check_type("skip_reading_prefix_cache", self.skip_reading_prefix_cache, bool, "true or false")
+        check_type("output_kind", self.output_kind, RequestOutputKind, "a RequestOutputKind")
         for name, (max_count, max_bytes) in _STRING_LIMITS.items():
-            _check_strings(name, getattr(self, name), max_count, max_bytes)
+            check_strings(name, getattr(self, name), max_count, max_bytes)
         for name, limit in _TOKEN_ID_LIMITS.items():
             if (ids := getattr(self, name)) is not None:
-                _check_token_ids(name, ids, limit, vocab_size)
+                check_token_ids(name, ids, limit, vocab_size or MAX_VOCAB_SIZE)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError(
                 "allowed_token_ids is empty: no token could be sampled",
                 fix="Name at least one token",
                 param="allowed_token_ids",
             )
-        self._verify_logit_bias(vocab_size)
-        self._verify_bad_words_token_ids(vocab_size)
-        self._verify_logprobs(vocab_size, max_logprobs)
+        self._verify_logit_bias(vocab_size or MAX_VOCAB_SIZE)
+        self._verify_bad_words_token_ids(vocab_size or MAX_VOCAB_SIZE)
+        self._verify_logprobs(vocab_size or MAX_VOCAB_SIZE, max_logprobs)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 "min_tokens is greater than max_tokens",
@@ -311,32 +318,32 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
                 "stop needs text, but detokenize is false", fix="Use stop_token_ids or detokenize", param="stop"
             )
 
-    def _verify_logit_bias(self, vocab_size: int | None) -> None:
+    def _verify_logit_bias(self, vocab_size: int) -> None:
         if self.logit_bias is None:
             return
-        _check_type("logit_bias", self.logit_bias, dict, "a map from token id to a number")
-        _check_token_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
+        check_type("logit_bias", self.logit_bias, dict, "a map from token id to a number")
+        check_token_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
         for bias in self.logit_bias.values():
-            _check_float("logit_bias", bias, -100.0, 100.0)
+            check_float("logit_bias", bias, -100.0, 100.0)
 
-    def _verify_bad_words_token_ids(self, vocab_size: int | None) -> None:
+    def _verify_bad_words_token_ids(self, vocab_size: int) -> None:
         name = "bad_words_token_ids"
         if self.bad_words_token_ids is None:
             return
-        _check_type(name, self.bad_words_token_ids, list, "a list of lists of token ids")
+        check_type(name, self.bad_words_token_ids, list, "a list of lists of token ids")
         # Each word with and without a leading space.
-        _check_count(name, len(self.bad_words_token_ids), 2 * MAX_BAD_WORDS)
+        check_count(name, len(self.bad_words_token_ids), 2 * MAX_BAD_WORDS)
         for token_ids in self.bad_words_token_ids:
-            _check_token_ids(name, token_ids, 2 * MAX_BAD_WORD_BYTES, vocab_size)
+            check_token_ids(name, token_ids, 2 * MAX_BAD_WORD_BYTES, vocab_size)
             if not token_ids:
                 raise InvalidRequestError("A bad word has no tokens", fix="Remove it", param=name)
 
-    def _verify_logprobs(self, vocab_size: int | None, max_logprobs: int) -> None:
+    def _verify_logprobs(self, vocab_size: int, max_logprobs: int) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is None or max_logprobs == -1:
                 continue
-            wanted = count if count >= 0 else vocab_size or MAX_VOCAB_SIZE
+            wanted = count if count >= 0 else vocab_size
             if wanted > max_logprobs:
                 raise InvalidRequestError(
                     f"{name} is above this server's limit",
@@ -368,18 +375,18 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True, metacla
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self.beam_width, self.max_tokens = _plain_int(self.beam_width), _plain_int(self.max_tokens)
-        self.temperature, self.length_penalty = _plain_float(self.temperature), _plain_float(self.length_penalty)
+        self.beam_width, self.max_tokens = plain_int(self.beam_width), plain_int(self.max_tokens)
+        self.temperature, self.length_penalty = plain_float(self.temperature), plain_float(self.length_penalty)
         self.verify()
 
     def verify(self) -> None:
         """Check every field; raises InvalidRequestError naming the field in `param`."""
-        _check_int("beam_width", self.beam_width, 1, MAX_N)
-        _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
+        check_int("beam_width", self.beam_width, 1, MAX_N)
+        check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        check_float("length_penalty", self.length_penalty, -10.0, 10.0)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            _check_type(name, getattr(self, name), bool, "true or false")
+            check_type(name, getattr(self, name), bool, "true or false")
         if self.structured_outputs is not None:
             raise UnsupportedFieldError(
                 "structured_outputs is not supported yet", fix="Remove it", param="structured_outputs"
@@ -398,110 +405,8 @@ def refuse_field(name: str, known: tuple[str, ...] | None = None) -> None:
     raise UnsupportedFieldError(f"Unknown sampling parameter {shown!r}", fix=fix, param=shown)
 
 
-def _plain_int(value: Any) -> Any:
-    if type(value) is not int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    return value
-
-
-def _plain_float(value: Any) -> Any:
-    """Numbers as float. An int too large for a float stays: the range check refuses it."""
-    if type(value) is float or not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return value
-    try:
-        return float(value)
-    except OverflowError:
-        return value
-
-
-def _plain_list(value: Any, max_count: int) -> Any:
-    """Sequences and sets as a list in which each item occurs once, integers as int. Above `max_count` only a list."""
-    if not isinstance(value, (list, tuple, set, frozenset, range)):
-        return value
-    if len(value) > max_count:
-        return list(value)
-    items = [_plain_int(item) for item in value]
-    return list(dict.fromkeys(items)) if set(map(type, items)) <= {int, str} else items
-
-
 def _token_id_key(key: Any) -> Any:
     """A JSON object's key as the token id it spells."""
     if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdigit() and str(int(key)) == key:
         return int(key)
-    return _plain_int(key)
-
-
-def _shown(value: Any) -> Any:
-    """The value if its text is short and safe to make; None leaves it out of the message."""
-    if type(value) is int:
-        return value if value.bit_length() <= 128 else "an integer of more than 128 bits"
-    if type(value) is str:
-        return value[:64]
-    return value if type(value) in (float, bool) else None
-
-
-def _wrong_type(name: str, value: Any, expected: str) -> InvalidRequestError:
-    kind = type(value).__name__[:64]
-    return InvalidRequestError(f"{name} has the wrong type, {kind}", value=_shown(value), expected=expected, param=name)
-
-
-def _check_type(name: str, value: Any, kind: type, expected: str) -> None:
-    if not isinstance(value, kind):
-        raise _wrong_type(name, value, expected)
-
-
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    expected = f"an integer in [{low}, {high}]"
-    if type(value) is not int:
-        raise _wrong_type(name, value, expected)
-    if not low <= value <= high:
-        raise InvalidRequestError(f"{name} is out of range", value=_shown(value), expected=expected, param=name)
-
-
-def _check_float(name: str, value: Any, low: float, high: float) -> None:
-    expected = f"a finite number in {'(0' if low == ABOVE_ZERO else f'[{low:g}'}, {high:g}]"
-    if type(value) not in (int, float):
-        raise _wrong_type(name, value, expected)
-    if not low <= value <= high:  # false for NaN
-        raise InvalidRequestError(f"{name} is out of range", value=_shown(value), expected=expected, param=name)
-
-
-def _check_count(name: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise InvalidRequestError(f"{name} has too many entries", value=count, expected=f"at most {limit}", param=name)
-
-
-def _check_strings(name: str, values: Any, max_count: int, max_bytes: int) -> None:
-    _check_type(name, values, list, "a list of strings")
-    _check_count(name, len(values), max_count)
-    for value in values:
-        _check_type(name, value, str, "strings")
-        if not value:
-            raise InvalidRequestError(f"{name} contains an empty string", fix="Remove it", param=name)
-        try:
-            num_bytes = len(value.encode())
-        except UnicodeEncodeError:  # a lone surrogate, which JSON can spell
-            raise InvalidRequestError(f"{name} contains a string that is not valid Unicode", param=name) from None
-        if num_bytes > max_bytes:
-            raise InvalidRequestError(
-                f"{name} contains a string that is too long",
-                value=f"{num_bytes} bytes",
-                expected=f"at most {max_bytes}",
-                param=name,
-            )
-
-
-def _check_token_ids(name: str, ids: Any, max_count: int, vocab_size: int | None) -> None:
-    _check_type(name, ids, list, "a list of token ids")
-    _check_count(name, len(ids), max_count)
-    high = (vocab_size or MAX_VOCAB_SIZE) - 1
-    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= high):
-        return
-    for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id <= high:
-            raise InvalidRequestError(
-                f"{name} contains a token id outside the vocabulary",
-                value=_shown(token_id),
-                expected=f"integers in [0, {high}]",
-                param=name,
-            )
+    return plain_int(key)

@@ -21,6 +21,7 @@ from quire.errors import ConfigError, QuireError
 from quire.first_screen import ProgressDisplay, ready_text
 from quire.launch import FrontEndParts, open_model, start_async_engine
 from quire.metrics.prometheus import PrometheusMetrics
+from quire.resolve import resolve_server
 from quire.server.app import create_app
 from quire.server.state import ServerSettings
 
@@ -58,6 +59,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             has_priorities=engine_config.scheduling_policy == "priority",
             owns_engine=False,
             log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
+            resolved=resolve_server(server_config).as_dict(),
         )
         _listen(listener)
         process = ServingProcess(engine_config, server_config, settings, parts, listener, display)
@@ -179,6 +181,7 @@ class ServingProcess:
             )
         )
         self._error: QuireError | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Serve until a signal, or until the engine is gone. Answers with the exit code."""
@@ -200,8 +203,10 @@ class ServingProcess:
 
     def _on_signal(self) -> None:
         """The first one drains, the second one ends everything now."""
+        loop = asyncio.get_running_loop()
         if self._server.should_exit:
-            self._server.force_exit = True
+            self._end_streams()
+            loop.call_later(LAST_WORDS_SECONDS, self._force_exit)
             return
         self._app.state.quire.is_draining = True
         self._server.should_exit = True
@@ -209,13 +214,17 @@ class ServingProcess:
             requests = "1 request" if count == 1 else f"{count} requests"
             self._display.close()
             _say(f"finishing {requests}, for at most {self._drain_seconds:g} s (once more to stop now)")
-        asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)
+        loop.call_later(self._drain_seconds, self._end_streams)
 
     def _end_streams(self) -> None:
         """What still runs ends with an error event, not with a broken connection."""
-        if count := self._engine.num_unfinished:
-            _say(f"ending {count} unfinished after {self._drain_seconds:g} s")
-        self._ending = asyncio.create_task(self._engine.shutdown())
+        if self._ending is None:
+            if count := self._engine.num_unfinished:
+                _say(f"ending {count} unfinished")
+            self._ending = asyncio.create_task(self._engine.shutdown())
+
+    def _force_exit(self) -> None:
+        self._server.force_exit = True
 
     async def _watch(self) -> None:
         """Show the start and announce readiness; without an engine there is nothing to serve: stop for a new start."""

@@ -133,7 +133,8 @@ async def test_limits_move_while_serving(engine: AsyncLLM, monkeypatch: pytest.M
 
     async def most_running(name: str) -> int:
         records.clear()
-        await asyncio.gather(*(_outputs(engine, "Hello", _greedy(), f"{name}-{index}") for index in range(6)))
+        params = _greedy(max_tokens=40, ignore_eos=True)
+        await asyncio.gather(*(_outputs(engine, "Hello", params, f"{name}-{index}") for index in range(6)))
         return max(record.num_rows for record in records)
 
     await engine.set_limits(SetLimits(max_num_seqs=2))

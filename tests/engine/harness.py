@@ -81,8 +81,12 @@ def run(
     *,
     before_step: Callable[[EngineCore, int], None] | None = None,
     prefix: str = "r",
+    ignored: str | None = None,
 ) -> list[list[int]]:
-    """Tokens of every prompt, all added at once. `before_step(core, step)` may interfere."""
+    """Tokens of every prompt, all added at once. `before_step(core, step)` may interfere.
+
+    `ignored` is the id of a request that is there already and must fail.
+    """
     tokens: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         request_id = f"{prefix}{index}"
@@ -104,6 +108,9 @@ def run(
         if before_step is not None:
             before_step(core, step)
         for delta in core.step():
+            if delta.request_id == ignored:
+                assert delta.error is not None
+                continue
             assert delta.error is None, delta.error
             tokens[delta.request_id] += delta.token_ids
         step += 1

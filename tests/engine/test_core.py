@@ -7,7 +7,8 @@ from concurrent.futures import Future
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.errors import EngineDeadError, MemoryPlanError
+from quire.engine.warm_up import produce_a_token
+from quire.errors import EngineDeadError, MemoryPlanError, WeightsError
 from quire.messages import Command, SetLimits
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
 from tests.scheduler.driver import Driver, expected, request
@@ -136,6 +137,14 @@ def test_an_unknown_failure_ends_the_rows_of_that_batch_alone(depth: int, named:
     assert driver.last("a").finish_reason == driver.last("b").finish_reason == "error"
     if not named:
         assert driver.last("a").error == "The model step failed (RuntimeError).", "a client does not see internals"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_warming_up_with_a_model_that_gives_no_numbers(depth: int) -> None:
+    """What a broken checkpoint, or float16 out of its range, looks like at start."""
+    driver = Driver(depth=depth, row_failure=lambda name: "The logits are not numbers (NaN)")
+    with pytest.raises(WeightsError, match=r"The model produced no token: The logits are not numbers.*--dtype"):
+        produce_a_token(driver.core)
 
 
 def test_an_error_fit_for_the_user_is_shown() -> None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 import quire.demo
 from quire.engine.core import EngineCore
 from quire.kernels import cpu
+from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 from tests.engine.harness import Prompt, Schedule, build_core, run
 
@@ -166,6 +167,15 @@ def test_forks_share_the_prompt(prefix_caching: bool, depth: int) -> None:
     num_prompt_blocks = (len(token_ids) - 1) // BLOCK_SIZE
     assert in_use, "the four never ran together"
     assert min(in_use) <= num_prompt_blocks + 4 * 3, "the prompt's blocks are not shared"
+    core.shutdown()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_the_worker_cannot_take_fails_alone(depth: int) -> None:
+    """What gets past the front end ends one request; the rest of its batch is computed again, to the same tokens."""
+    core = build_core(Schedule(depth=depth), torch.bfloat16)
+    core.add(AddRequest("poison", [5, 6], SamplingParams(temperature=1.0), max_tokens=4))  # random, but without a seed
+    assert run(core, prompts(), ignored="poison") == _expected(torch.bfloat16)
     core.shutdown()
 
 

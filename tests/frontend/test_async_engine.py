@@ -71,6 +71,11 @@ class Running:
         return [message for message in self.client.sent if isinstance(message, kind)]
 
 
+async def idle(engine: AsyncEngine) -> None:
+    while engine.num_unfinished:
+        await asyncio.sleep(0)
+
+
 async def texts(stream) -> str:
     return "".join([output.outputs[0].text async for output in stream])
 
@@ -99,7 +104,7 @@ async def test_many_requests_at_once_keep_apart():
 async def test_a_slow_reader_gets_everything_in_few_pieces():
     async with Running(EchoClient()) as running:
         stream = await running.engine.add_request("abc", params(max_tokens=30), "r")
-        await running.engine.wait_idle()
+        await idle(running.engine)
         outputs = [output async for output in stream]
         assert len(outputs) == 1, "unread outputs are merged"
         assert outputs[0].outputs[0].text == "abc" * 10
@@ -122,7 +127,7 @@ async def test_stop_strings_abort_in_the_engine():
     async with Running(EchoClient(ANSWER)) as running:
         assert await texts(running.engine.generate("a", params(stop=["quick"]), "r")) == "the "
         await asyncio.sleep(0)
-        assert running.sent(Abort) == [Abort(["r"])]
+        assert running.sent(Abort) == [Abort(["r-0"])]
         assert running.client.num_requests == 0
 
 
@@ -131,7 +136,7 @@ async def test_leaving_a_generator_aborts():
         generator = running.engine.generate("ab", params(n=2, max_tokens=1000), "r")
         await anext(generator)
         await generator.aclose()
-        assert running.sent(Abort) == [Abort(["0_r", "1_r"])]
+        assert running.sent(Abort) == [Abort(["r-0", "r-0.1"])]
         assert (running.engine.num_unfinished, running.client.num_requests) == (0, 0)
 
 
@@ -144,7 +149,7 @@ async def test_a_cancelled_reader_aborts():
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
-        assert running.sent(Abort) == [Abort(["r"])]
+        assert running.sent(Abort) == [Abort(["r-0"])]
 
 
 async def test_a_cancelled_wait_on_a_stream_aborts():
@@ -152,7 +157,7 @@ async def test_a_cancelled_wait_on_a_stream_aborts():
         stream = await running.engine.add_request("ab", params(max_tokens=1000), "r")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(stream), 0.001)
-        assert running.sent(Abort) == [Abort(["r"])]
+        assert running.sent(Abort) == [Abort(["r-0"])]
         assert running.engine.num_unfinished == 0
 
 
@@ -162,9 +167,8 @@ async def test_a_generator_that_is_dropped_aborts():
         await anext(generator)
         del generator
         gc.collect()
-        while running.engine.num_unfinished:
-            await asyncio.sleep(0)
-        assert running.sent(Abort) == [Abort(["r"])]
+        await idle(running.engine)
+        assert running.sent(Abort) == [Abort(["r-0"])]
 
 
 async def test_leaving_at_the_end_aborts_nothing():
@@ -181,7 +185,7 @@ async def test_abort_by_id_ends_the_stream():
         await asyncio.sleep(0.01)
         running.engine.abort(["r", "unknown"])
         assert (await reader).startswith("ab")
-        assert running.sent(Abort) == [Abort(["r"])]
+        assert running.sent(Abort) == [Abort(["r-0"])]
 
 
 async def test_refusals_come_before_anything_is_sent():
@@ -197,16 +201,15 @@ async def test_refusals_come_before_anything_is_sent():
 async def test_an_id_in_use_is_refused():
     async with Running(EchoClient()) as running:
         async with await running.engine.add_request("ab", params(n=2, max_tokens=1000), "r"):
-            for name in ("r", "0_r"):
-                with pytest.raises(InvalidRequestError, match="in use"):
-                    await running.engine.add_request("ab", params(), name)
+            with pytest.raises(InvalidRequestError, match="in use"):
+                await running.engine.add_request("ab", params(), "r")
         async with await running.engine.add_request("ab", params(), "r"):
             pass
 
 
 async def test_errors_of_the_engine_reach_one_reader():
     full = QueueFullError("The waiting queue is full")
-    client = EchoClient(ANSWER, error_of=lambda request: full if request.request_id.endswith("bad") else None)
+    client = EchoClient(ANSWER, error_of=lambda request: full if request.request_id.startswith("bad") else None)
     async with Running(client) as running:
         good = asyncio.ensure_future(texts(running.engine.generate("a", params(), "good")))
         with pytest.raises(QueueFullError, match="waiting queue is full") as caught:
@@ -214,7 +217,7 @@ async def test_errors_of_the_engine_reach_one_reader():
         assert caught.value.status == 429
         stream = await running.engine.add_request("a", params(max_tokens=1000), "late")
         await anext(stream)
-        client.fail_request("late", InvalidRequestError("poison"))
+        client.fail_request("late-2", InvalidRequestError("poison"))
         with pytest.raises(InvalidRequestError, match="poison"):
             await texts(stream)
         assert await good == "the quick fox"
@@ -246,7 +249,6 @@ async def test_death_ends_every_stream(how):
             await engine.add_request("ab", params(), "new")
         with pytest.raises(EngineDeadError):
             engine.set_limits(SetLimits(max_num_seqs=1))
-        await engine.wait_idle()
 
 
 async def test_not_ready_yet():
@@ -315,7 +317,7 @@ async def test_commands_and_draining():
         running.engine.reset_prefix_cache()
         assert running.client.sent == [SetLimits(max_num_seqs=3), Command("reset_prefix_cache")]
         stream = await running.engine.add_request("ab", params(max_tokens=5), "r")
-        await asyncio.wait_for(running.engine.wait_idle(), 10)
+        await idle(running.engine)
         assert await texts(stream) == "ababa"
         open_stream = await running.engine.add_request("ab", params(max_tokens=1000), "s")
     assert running.client.sent[-1] == Command("shutdown")
@@ -340,3 +342,51 @@ async def test_late_deltas_are_ignored():
     async with Running(EchoClient()) as running:
         running.client.push(EngineOutputs([RequestDelta("nobody", [1], finish_reason="length")]))
         assert await texts(running.engine.generate("ab", params(max_tokens=2), "r")) == "ab"
+
+
+@pytest.mark.parametrize("how", ["aborted", "stopped"])
+async def test_an_id_used_again_gets_nothing_of_the_request_before(how):
+    """What the engine computed before it heard of the end arrives after the next request was sent."""
+    async with Running(EchoClient(ANSWER)) as running:
+        running.client.is_paused = True
+        engine_id = "r-0"
+        stream = await running.engine.add_request("a", params(stop=["the"]), "r")
+        if how == "aborted":
+            stream.close()
+        else:
+            running.client.push(EngineOutputs([RequestDelta(engine_id, TOKENIZER.encode("the"))]))
+            assert await texts(stream) == ""
+        running.client.push(EngineOutputs([RequestDelta(engine_id, TOKENIZER.encode("late"))]))
+        running.client.is_paused = False
+        assert await texts(running.engine.generate("a", params(), "r")) == "the quick fox"
+
+
+async def test_parameters_changed_by_the_caller_change_nothing_on_its_way():
+    async with Running(EchoClient(ANSWER)) as running:
+        own = params(n=2, stream_interval=1, stop_token_ids=[ANSWER[-1]])
+        stream = await running.engine.add_request("a", own, "r")
+        own.n, own.stream_interval, own.include_stop_str_in_output = 1, 50, True
+        outputs = [output async for output in stream]
+        assert len(outputs) > 2
+        assert "".join(o.outputs[0].text for o in outputs if o.outputs[0].index == 0) == "the quick fo"
+
+
+async def test_only_the_first_continuation_is_asked_for_prompt_logprobs():
+    async with Running(EchoClient(ANSWER)) as running:
+        final = params(n=3, prompt_logprobs=1, output_kind=RequestOutputKind.FINAL_ONLY)
+        (output,) = [output async for output in running.engine.generate("abc", final, "r")]
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        asked = [message.sampling_params.prompt_logprobs for message in running.sent(AddRequest)]
+        assert asked == [1, None, None]
+
+
+async def test_a_shutdown_that_is_cancelled_says_so():
+    running = Running(EchoClient())
+    running.engine.start()
+    await running.engine.wait_ready(10)
+    shutdown = asyncio.ensure_future(running.engine.shutdown())
+    await asyncio.sleep(0)
+    shutdown.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await shutdown
+    await running.engine.shutdown()

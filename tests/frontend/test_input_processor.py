@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError, UnsupportedFieldError
-from quire.frontend.input_processor import (
-    InputProcessor,
-    ModelLimits,
-    TextPrompt,
-    TokensPrompt,
-    sampling_defaults,
-    split_prompts,
-)
+from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
+from quire.frontend.prompts import TextPrompt, TokensPrompt, split_prompts
 from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import SamplingParams
 from tests.text.small_tokenizers import build
@@ -136,12 +130,22 @@ def test_seeds():
 def test_n_continuations():
     processed = processor().process("r", "ab", SamplingParams(n=3, max_tokens=4), priority=-5, cache_salt="x")
     requests = processed.requests
-    assert [request.request_id for request in requests] == ["0_r", "1_r", "2_r"]
-    assert [request.fork_of for request in requests] == [None, "0_r", "0_r"]
+    assert [request.request_id for request in requests] == ["r-0", "r-0.1", "r-0.2"]
+    assert [request.fork_of for request in requests] == [None, "r-0", "r-0"]
     assert len({request.sampling_params.seed for request in requests}) == 3
     assert {request.sampling_params.n for request in requests} == {1}
     assert {(request.priority, request.cache_salt, request.max_tokens) for request in requests} == {(-5, "x", 4)}
     assert processed.sampling_params.n == 3
+
+
+def test_the_engines_ids_are_never_given_twice():
+    """Not even where one request's id looks like the engine's id of another."""
+    first = processor()
+    seen = []
+    for name in ("r", "r", "r-0", "r-0.1", "r-1", "r-2.1"):
+        seen += [request.request_id for request in first.process(name, "a", SamplingParams(n=3)).requests]
+    seen += [request.request_id for request in first.with_max_model_len(30).process("r", "a").requests]
+    assert len(set(seen)) == len(seen)
 
 
 def test_bad_words_as_token_ids():

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from quire.errors import ContextLengthError, QuireError
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.stats import NoMetrics, StepStats
+from quire.frontend.stats import NoMetrics
 from quire.frontend.stream import merge_outputs
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import RequestDelta
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.schedule import StepRecord, TokenLogprobs
+from quire.schedule import TokenLogprobs
 from tests.text.small_tokenizers import build
 
 TOKENIZER = Tokenizer(build("gemma"), special_tokens={"eos_token": "</s>"})
@@ -60,8 +60,8 @@ class Front:
 def test_delta_outputs_hold_what_is_new():
     front = Front()
     front.add()
-    first = front.push(RequestDelta("r", ids("the"), num_cached_tokens=3)).outputs[0]
-    second = front.push(RequestDelta("r", [*ids(" quick"), EOS], finish_reason="stop")).outputs[0]
+    first = front.push(RequestDelta("r-0", ids("the"), num_cached_tokens=3)).outputs[0]
+    second = front.push(RequestDelta("r-0", [*ids(" quick"), EOS], finish_reason="stop")).outputs[0]
     assert (first.outputs[0].text, first.outputs[0].token_ids) == ("the", ids("the"))
     assert (second.outputs[0].text, second.outputs[0].token_ids) == (" quick", [*ids(" quick"), EOS])
     assert (first.finished, second.finished) == (False, True)
@@ -75,7 +75,7 @@ def test_cumulative_outputs_hold_everything_and_do_not_change():
     front.add(output_kind=CUMULATIVE, logprobs=0)
     entry = TokenLogprobs([1], [-0.5], [1])
     outputs = [
-        front.push(RequestDelta("r", ids(char), logprobs=[entry], finish_reason=reason)).outputs[0].outputs[0]
+        front.push(RequestDelta("r-0", ids(char), logprobs=[entry], finish_reason=reason)).outputs[0].outputs[0]
         for char, reason in (("a", None), ("b", None), ("c", "length"))
     ]
     assert [output.text for output in outputs] == ["a", "ab", "abc"]
@@ -87,9 +87,9 @@ def test_cumulative_outputs_hold_everything_and_do_not_change():
 def test_final_only_outputs_come_once():
     front = Front()
     front.add(output_kind=FINAL_ONLY)
-    assert front.push(RequestDelta("r", ids("a"))).outputs == []
-    assert front.push(RequestDelta("r", ids("b"))).outputs == []
-    (output,) = front.push(RequestDelta("r", [*ids("c"), EOS], finish_reason="stop")).outputs
+    assert front.push(RequestDelta("r-0", ids("a"))).outputs == []
+    assert front.push(RequestDelta("r-0", ids("b"))).outputs == []
+    (output,) = front.push(RequestDelta("r-0", [*ids("c"), EOS], finish_reason="stop")).outputs
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("abc", [*ids("abc"), EOS])
 
 
@@ -101,7 +101,7 @@ def test_stop_strings_end_the_request_and_abort_it_in_the_engine(kind):
     num_pushed = 0
     for token_id in ids("the quick fox"):
         num_pushed += 1
-        result = front.push(RequestDelta("r", [token_id]))
+        result = front.push(RequestDelta("r-0", [token_id]))
         for output in result.outputs:
             assert "quick" not in output.outputs[0].text
             text = text * (kind is DELTA) + output.outputs[0].text
@@ -110,16 +110,16 @@ def test_stop_strings_end_the_request_and_abort_it_in_the_engine(kind):
             break
     assert text == "the "
     assert token_ids == ids("the quick fox")[:num_pushed]
-    assert result.abort_ids == ["r"]
+    assert result.abort_ids == ["r-0"]
     last = result.outputs[0].outputs[0]
     assert (last.finish_reason, last.stop_reason) == ("stop", "quick")
-    assert front.push(RequestDelta("r", ids("late"))).outputs == []
+    assert front.push(RequestDelta("r-0", ids("late"))).outputs == []
 
 
 def test_a_stop_string_in_the_engines_last_delta_needs_no_abort():
     front = Front()
     front.add(stop=["b"], include_stop_str_in_output=True)
-    result = front.push(RequestDelta("r", ids("abcd"), finish_reason="length"))
+    result = front.push(RequestDelta("r-0", ids("abcd"), finish_reason="length"))
     output = result.outputs[0].outputs[0]
     assert (output.text, output.token_ids, output.finish_reason, result.abort_ids) == ("ab", ids("ab"), "stop", [])
 
@@ -128,7 +128,7 @@ def test_text_of_the_stop_token():
     for include, text in ((False, "a"), (True, "ab")):
         front = Front()
         front.add(stop_token_ids=ids("b"), include_stop_str_in_output=include)
-        delta = RequestDelta("r", ids("ab"), finish_reason="stop", stop_reason=ids("b")[0])
+        delta = RequestDelta("r-0", ids("ab"), finish_reason="stop", stop_reason=ids("b")[0])
         output = front.push(delta).outputs[0].outputs[0]
         assert (output.text, output.token_ids, output.stop_reason) == (text, ids("ab"), ids("b")[0])
 
@@ -137,9 +137,9 @@ def test_incomplete_characters_are_held_back_and_flushed():
     front = Front()
     front.add()
     smile = ids("😀")
-    texts = [front.push(RequestDelta("r", [token_id])).outputs[0].outputs[0].text for token_id in smile]
+    texts = [front.push(RequestDelta("r-0", [token_id])).outputs[0].outputs[0].text for token_id in smile]
     assert texts == ["", "", "", "😀"]
-    last = front.push(RequestDelta("r", smile[:2], finish_reason="length")).outputs[0].outputs[0]
+    last = front.push(RequestDelta("r-0", smile[:2], finish_reason="length")).outputs[0].outputs[0]
     assert last.text == "\ufffd"
 
 
@@ -148,7 +148,7 @@ def test_stream_interval():
     front.add(stream_interval=3)
     counts = []
     for index in range(8):
-        delta = RequestDelta("r", ids("a"), finish_reason="length" if index == 7 else None)
+        delta = RequestDelta("r-0", ids("a"), finish_reason="length" if index == 7 else None)
         counts += [len(output.outputs[0].token_ids) for output in front.push(delta).outputs]
     assert counts == [1, 3, 3, 1]
 
@@ -156,7 +156,7 @@ def test_stream_interval():
 def test_without_detokenization():
     front = Front()
     front.add(detokenize=False)
-    output = front.push(RequestDelta("r", ids("ab"), finish_reason="length")).outputs[0].outputs[0]
+    output = front.push(RequestDelta("r-0", ids("ab"), finish_reason="length")).outputs[0].outputs[0]
     assert (output.text, output.token_ids) == ("", ids("ab"))
 
 
@@ -167,7 +167,7 @@ def test_logprobs():
     a, b = ids("ab")
     prompt = [TokenLogprobs([b, a], [-2.0, -1.0], [2, 1]), TokenLogprobs(ids("c"), [-0.1], [1])]
     entries = [TokenLogprobs([a, b], [-0.5, -1.0], [1, 2]), TokenLogprobs([b, a, b], [-1.5, -0.5, -1.5], [2, 1, 2])]
-    output = front.push(RequestDelta("r", [a, b], logprobs=entries, prompt_logprobs=prompt)).outputs[0]
+    output = front.push(RequestDelta("r-0", [a, b], logprobs=entries, prompt_logprobs=prompt)).outputs[0]
     completion = output.outputs[0]
     assert [list(position) for position in completion.logprobs] == [[a, b], [b, a]], "the sampled token comes first"
     assert [position[a].decoded_token for position in completion.logprobs] == ["a", "a"]
@@ -176,7 +176,7 @@ def test_logprobs():
     assert output.prompt_logprobs[0] is None
     assert [list(position) for position in output.prompt_logprobs[1:]] == [[b, a], ids("c")]
     entries = [TokenLogprobs([token_id, a], [-1.0, -2.0], [1, 2]) for token_id in smile]
-    output = front.push(RequestDelta("r", smile, logprobs=entries)).outputs[0]
+    output = front.push(RequestDelta("r-0", smile, logprobs=entries)).outputs[0]
     shown = [
         position[token_id].decoded_token for position, token_id in zip(output.outputs[0].logprobs, smile, strict=True)
     ]
@@ -189,7 +189,7 @@ def test_logprobs_end_with_the_stop_string():
     front = Front()
     front.add(logprobs=0, stop=["b"])
     entries = [TokenLogprobs([token_id], [-1.0], [1]) for token_id in ids("abc")]
-    output = front.push(RequestDelta("r", ids("abc"), logprobs=entries)).outputs[0].outputs[0]
+    output = front.push(RequestDelta("r-0", ids("abc"), logprobs=entries)).outputs[0].outputs[0]
     assert (len(output.logprobs), output.cumulative_logprob) == (2, -2.0)
 
 
@@ -198,7 +198,7 @@ def test_continuations_are_one_request(kind):
     front = Front()
     front.add(n=3, output_kind=kind)
     assert front.outputs.num_unfinished == 1
-    result = front.push(RequestDelta("0_r", ids("a")), RequestDelta("2_r", ids("c"), finish_reason="length"))
+    result = front.push(RequestDelta("r-0", ids("a")), RequestDelta("r-0.2", ids("c"), finish_reason="length"))
     if kind is DELTA:
         assert [(output.request_id, output.outputs[0].index, output.finished) for output in result.outputs] == [
             ("r", 0, False),
@@ -206,8 +206,8 @@ def test_continuations_are_one_request(kind):
         ]
     else:
         assert result.outputs == []
-    front.push(RequestDelta("1_r", ids("b"), finish_reason="length"))
-    (last,) = front.push(RequestDelta("0_r", ids("z"), finish_reason="length")).outputs
+    front.push(RequestDelta("r-0.1", ids("b"), finish_reason="length"))
+    (last,) = front.push(RequestDelta("r-0", ids("z"), finish_reason="length")).outputs
     assert last.finished
     if kind is FINAL_ONLY:
         assert [(output.index, output.text) for output in last.outputs] == [(0, "az"), (1, "b"), (2, "c")]
@@ -218,22 +218,23 @@ def test_an_error_ends_the_request_with_all_its_continuations():
     front = Front()
     front.add(n=3)
     front.add("other")
-    front.push(RequestDelta("2_r", ids("c"), finish_reason="length"))
-    error = RequestDelta("1_r", finish_reason="error", error="Too long.", error_code=ContextLengthError.code)
-    result = front.push(error, RequestDelta("other", ids("a")))
-    assert result.abort_ids == ["0_r"]
+    front.push(RequestDelta("r-0.2", ids("c"), finish_reason="length"))
+    error = RequestDelta("r-0.1", finish_reason="error", error="Too long.", error_code=ContextLengthError.code)
+    result = front.push(error, RequestDelta("other-1", ids("a")))
+    assert result.abort_ids == ["r-0"]
     assert isinstance(result.errors["r"], ContextLengthError)
     failed, other = result.outputs
     assert (failed.request_id, failed.finished, failed.error) == ("r", True, "Too long.")
     assert [output.finish_reason for output in failed.outputs] == ["error", "error", "length"]
     assert (other.request_id, other.finished) == ("other", False)
-    assert front.outputs.request_ids == ["other"]
+    assert front.outputs.num_unfinished == 1
+    assert "other" in front.outputs
 
 
 def test_unknown_error_codes_are_internal():
     front = Front()
     front.add()
-    result = front.push(RequestDelta("r", finish_reason="error", error="x", error_code="never heard"))
+    result = front.push(RequestDelta("r-0", finish_reason="error", error="x", error_code="never heard"))
     assert type(result.errors["r"]) is QuireError
 
 
@@ -241,23 +242,34 @@ def test_our_own_failure_ends_one_request_only(monkeypatch):
     front = Front()
     front.add("bad")
     front.add("good")
-    child = front.outputs._continuations["bad"]
+    child = front.outputs._continuations["bad-0"]
     monkeypatch.setattr(child, "pipeline", None)
     monkeypatch.setattr(child, "logprob_decoder", object())
     entries = [TokenLogprobs([1], [-1.0], [1])]
-    result = front.push(RequestDelta("bad", ids("a"), logprobs=entries), RequestDelta("good", ids("a")))
-    assert result.abort_ids == ["bad"]
+    result = front.push(RequestDelta("bad-0", ids("a"), logprobs=entries), RequestDelta("good-1", ids("a")))
+    assert result.abort_ids == ["bad-0"]
     assert "could not be processed (AttributeError)" in result.errors["bad"].message
     assert [output.request_id for output in result.outputs] == ["bad", "good"]
+
+
+def test_our_own_failure_on_the_last_delta_leaves_nothing_behind(monkeypatch):
+    front = Front()
+    front.add()
+    monkeypatch.setattr(front.outputs._continuations["r-0"], "pipeline", object())
+    result = front.push(RequestDelta("r-0", [*ids("a"), EOS], finish_reason="stop"))
+    (output,) = result.outputs
+    assert (output.finished, output.outputs[0].finish_reason) == (True, "error")
+    assert front.outputs.num_unfinished == 0
+    front.add()
 
 
 def test_abort_forgets():
     front = Front()
     front.add(n=2)
-    front.push(RequestDelta("1_r", ids("c"), finish_reason="length"))
-    assert front.outputs.abort(["r", "unknown"]) == ["0_r"]
+    front.push(RequestDelta("r-0.1", ids("c"), finish_reason="length"))
+    assert front.outputs.abort(["r", "unknown"]) == ["r-0"]
     assert front.outputs.num_unfinished == 0
-    assert front.push(RequestDelta("0_r", ids("c"))).outputs == []
+    assert front.push(RequestDelta("r-0", ids("c"))).outputs == []
 
 
 class Recorder(NoMetrics):
@@ -284,7 +296,7 @@ def test_times_and_counts():
     front.add()
     for seconds, count, reason in ((2.0, 1, None), (0.5, 2, None), (1.0, 1, "length")):
         front.clock.now += seconds
-        delta = RequestDelta("r", ids("a") * count, finish_reason=reason, num_preemptions=count, num_cached_tokens=1)
+        delta = RequestDelta("r-0", ids("a") * count, finish_reason=reason, num_preemptions=count, num_cached_tokens=1)
         if reason is None and count == 1:
             delta.queued_seconds = 0.75
         (output,) = front.push(delta).outputs
@@ -314,7 +326,7 @@ def test_merged_outputs_lose_nothing(data, kind, num):
     """A reader that is slow at any places sees the same request in fewer pieces."""
     front = Front()
     front.add(n=num, output_kind=kind, logprobs=0)
-    names = [f"{index}_r" for index in range(num)] if num > 1 else ["r"]
+    names = ["r-0", "r-0.1", "r-0.2"][:num]
     outputs = []
     for index in range(data.draw(st.integers(1, 8))):
         for name in names:
@@ -337,16 +349,3 @@ def test_merged_outputs_lose_nothing(data, kind, num):
                 )
             unread = None
     assert seen == reference
-
-
-def test_statistics_line():
-    stats = StepStats(start_time=0.0)
-    assert stats.take_line(1.0) is None
-    fields = [1, 30, 2, 3, 5, 200, 4, 7, 25, 100, 1, 40, 10]
-    stats.add(StepRecord(*fields))
-    stats.add(StepRecord(*fields))
-    assert stats.take_line(3.0) == (
-        "Engine 000: Avg prompt throughput: 30.0 tokens/s, Avg generation throughput: 3.0 tokens/s, Running: 4 reqs, "
-        "Waiting: 7 reqs, Preemptions: 2, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
-    )
-    assert stats.take_line(4.0) is None

@@ -31,7 +31,7 @@ def test_demo_tokenizer():
     ids = tokenizer.encode("Hello, wörld 😀!\n")
     assert tokenizer.decode(ids) == "Hello, wörld 😀!\n"
     assert tokenizer.vocab_size == 4096
-    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.eos_token_id == 2
     assert tokenizer.token_to_id("<|im_end|>") == 2
     assert tokenizer.id_to_token(2) == "<|im_end|>"
     assert list(tokenizer.chat_templates) == ["default"]
@@ -99,16 +99,6 @@ def test_added_tokens_of_the_other_files(tmp_path):
     assert tokenizer.eos_token_id == tokenizer.token_to_id("</s>")
 
 
-def test_eos_token_ids_come_from_both_files(tmp_path):
-    config = {"eos_token": "</s>"}
-    folder = write_folder(tmp_path, tokenizer_config__json=config, generation_config__json={"eos_token_id": [7, 9]})
-    tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.eos_token_ids == (tokenizer.eos_token_id, 7, 9)
-    (folder / "generation_config.json").unlink()
-    (folder / "config.json").write_text('{"eos_token_id": 5}')
-    assert Tokenizer.from_folder(folder).eos_token_ids == (tokenizer.eos_token_id, 5)
-
-
 def test_chat_templates_by_file_and_by_name(tmp_path):
     named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
     folder = write_folder(tmp_path, tokenizer_config__json={"chat_template": named})
@@ -140,7 +130,6 @@ def test_truncation_and_padding_in_the_file_are_ignored(tmp_path):
     [
         ({"tokenizer__json": "{"}, "auto", "tokenizer.json cannot be read as a tokenizer"),
         ({"tokenizer_config__json": "{"}, "auto", "tokenizer_config.json cannot be read as JSON"),
-        ({"generation_config__json": "[]"}, "auto", "generation_config.json is not a JSON object"),
     ],
 )
 def test_broken_files_are_named(tmp_path, files, mode, message):

@@ -170,9 +170,10 @@ class Driver:
         assert len(scheduler._queue) + len(scheduler._waiting_forks) == scheduler.num_waiting
         assert set(self.kv._tables) == {r.request_id for r in running}, "exactly the running requests own blocks"
         for r in running:
-            unused = self.kv.num_unused_slots([r])
-            assert 0 <= unused < self.kv.block_size, f"{r.request_id} wastes {unused} slots"
-            assert r.num_computed_tokens <= r.num_tokens_with_in_flight
+            num_known = r.num_tokens + r.num_in_flight_tokens  # to the worker, once the submitted batches have run
+            unused = len(self.kv.block_table(r)) * self.kv.block_size - num_known
+            assert unused < self.kv.block_size, f"{r.request_id} wastes {unused} slots"
+            assert r.num_computed_tokens <= num_known
             assert len(r.output_token_ids) + r.num_in_flight_tokens <= r.max_tokens
             assert r.num_in_flight_steps <= self.core.depth
 

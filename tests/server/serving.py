@@ -67,7 +67,7 @@ class RunningServer:
         self._waits_for_engine = waits_for_engine
         self.metrics = PrometheusMetrics(MODEL, MAX_MODEL_LEN)
         limits = ModelLimits(MAX_MODEL_LEN, TOKENIZER.vocab_size)
-        inputs = InputProcessor(tokenizer, limits, eos_token_ids=TOKENIZER.eos_token_ids)
+        inputs = InputProcessor(tokenizer, limits, eos_token_ids=[TOKENIZER.eos_token_id])
         self.engine = AsyncEngine(self.client, inputs, OutputProcessor(tokenizer, self.metrics), clock=clock)
         self.settings = replace(ServerSettings((MODEL, "alias"), log_stats_interval=0.0), **settings)
         self.app = create_app(self.engine, tokenizer, self.settings, self.metrics)

@@ -9,7 +9,7 @@ import torch
 
 from quire.forward_batch import LayerCache
 from quire.sampling_params import SamplingParams
-from quire.schedule import NewRow, ScheduledBatch
+from quire.schedule import NewRow, RowsFailedError, ScheduledBatch
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_cache import allocate, copy_blocks, num_bytes
 
@@ -89,6 +89,28 @@ def test_removed_rows_are_reused_and_unknown_ids_ignored() -> None:
     inputs.apply(_batch(1, [("b", 0, 1)], removed_request_ids=["a", "never"], new_rows=[_row("b", [2], 1, [3])]))
     assert inputs.row_of == {"b": row}
     assert inputs.block_tables[row, 0] == 3
+
+
+def test_a_row_that_cannot_be_added_is_named_and_can_be_removed() -> None:
+    inputs = InputBatch(2, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size=100)
+    poison = NewRow("poison", [1], 1, SamplingParams(temperature=1.0), [1])  # random, but without a seed
+    batch = _batch(0, [("a", 0, 1), ("poison", 0, 1)], new_rows=[_row("a", [1], 1, [0]), poison])
+    with pytest.raises(RowsFailedError, match="could not be prepared") as caught:
+        inputs.apply(batch)
+    assert caught.value.request_ids == ["poison"]
+    again = _batch(1, [("a", 0, 1)], removed_request_ids=["a", "poison"], new_rows=[_row("a", [1], 1, [0])])
+    inputs.apply(again)
+    assert list(inputs.row_of) == ["a"]
+    assert inputs.sampling.num_random == 0
+    assert len(inputs._free_rows) == 1
+
+
+def test_prompt_logprobs_are_not_computed_again_for_a_resumed_request() -> None:
+    inputs = InputBatch(2, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size=100)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=3)
+    rows = [NewRow("new", [1, 2], 2, params, [0]), NewRow("resumed", [1, 2, 3], 2, params, [1])]
+    inputs.apply(_batch(0, [("new", 0, 2), ("resumed", 0, 3)], new_rows=rows))
+    assert inputs.num_prompt_logprobs == {inputs.row_of["new"]: 3}
 
 
 def test_block_copies_read_before_they_write() -> None:

@@ -4,43 +4,63 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
-from quire.config import field_type
+from quire.cli.words import plain_words
+from quire.compat.commands import absent_command
+from quire.compat.names import nearest
+from quire.compat.table import FOREIGN, SHORT_FLAGS, as_flag
 from quire.errors import ConfigError
-from quire.vllm_arguments import NEUTRAL, NO_EFFECT, flag_type
+from quire.option import Source, field_type, options
 
 C = TypeVar("C")
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors name the nearest known flag; underscores in flag names are accepted as dashes (as vLLM does)."""
+    """Reads command lines as vLLM's does (`plain_words`); its errors are one line and name the nearest known flag."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        parsed, unknown = self.parse_known_args([_dashes(word) for word in words], namespace)
+        parser = self._chosen(words)
+        try:
+            words = plain_words(words, parser.switches)
+        except ConfigError as error:
+            parser.error(error.message)
+        parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
-            self._unknown(unknown[0])
+            parser._unknown(unknown[0])
         return parsed
 
-    def _unknown(self, word: str) -> NoReturn:
-        known: set[str] = set(self._option_string_actions)
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists what there is.\n")
+
+    @property
+    def switches(self) -> set[str]:
+        """Flags that take no value."""
+        actions = self._option_string_actions.items()
+        return {flag for flag, action in actions if isinstance(action, argparse.BooleanOptionalAction)}
+
+    def _chosen(self, words: list[str]) -> Parser:
+        """The parser of the command that is called, or this one."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    known |= set(parser._option_string_actions)
-        near = difflib.get_close_matches(word.split("=")[0], known, 1)
-        self.error(f"unknown argument {word!r}" + (f"; did you mean {near[0]}?" if near else ""))
+                command = next((word for word in words if not word.startswith("-")), None)
+                if command is not None and (absent := absent_command(command)) is not None:
+                    self.error(absent)
+                chosen = dict(action.choices).get(command or "", self)
+                assert isinstance(chosen, Parser)
+                return chosen
+        return self
 
-
-def _dashes(word: str) -> str:
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    def _unknown(self, word: str) -> NoReturn:
+        name = word.split("=")[0]
+        actions = self._option_string_actions.items()
+        shown = [flag for flag, action in actions if action.help != argparse.SUPPRESS]
+        near = nearest(name, shown, [flag for flag, _ in actions])
+        self.error(f"unknown argument {word!r}" + (f"; did you mean {near}?" if near else ""))
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -69,22 +89,22 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type, *, skip: fro
     """One flag per field of `config`; booleans get --name and --no-name."""
     group = parser.add_argument_group(config.__name__)
     hints = get_type_hints(config)
-    for f in dataclasses.fields(config):
+    for f in options(config):
         if f.name in skip:
             continue
         names = ["--" + f.name.replace("_", "-"), *f.metadata["flags"]]
         base, is_many, _ = field_type(hints[f.name])
-        options: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": _help(f)}
+        keywords: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": _help(f)}
         if base is bool:
-            options["action"] = argparse.BooleanOptionalAction
+            keywords["action"] = argparse.BooleanOptionalAction
         else:
             wanted = f.metadata["type"]
-            options["type"] = _json_object if wanted == "json" else _converter(wanted or base)
-            if f.metadata["choices"]:
-                options["choices"] = f.metadata["choices"]
+            keywords["type"] = _json_object if wanted == "json" else _converter(wanted or base)
+            if f.metadata["choices"]:  # checked by the config, which knows vLLM's choices too
+                keywords["metavar"] = "{" + ",".join(f.metadata["choices"]) + "}"
             if is_many:
-                options["nargs"] = "+"
-        group.add_argument(*names, **options)
+                keywords["nargs"] = "+"
+        group.add_argument(*names, **keywords)
 
 
 def _help(f: dataclasses.Field[Any]) -> str:
@@ -94,14 +114,16 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     """vLLM's flags without a setting here: not in the help, and known, so that command lines written for vLLM run."""
-    for name in sorted(NO_EFFECT.keys() | NEUTRAL.keys()):
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        kind = flag_type(name)
-        options |= {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": _converter(kind)}
-        parser.add_argument("--" + name.replace("_", "-"), **options)
+    for name, entry in FOREIGN.items():
+        keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if entry.shape == "switch":
+            keywords["action"] = argparse.BooleanOptionalAction
+        else:
+            keywords |= {"type": str, "nargs": "*" if entry.shape == "list" else None}
+        parser.add_argument(as_flag(name), *SHORT_FLAGS.get(name, ()), **keywords)
 
 
-def config_from_args(config: type[C], args: argparse.Namespace) -> C:
-    """The dataclass from the flags that were given; the rest keeps its default."""
-    names = {f.name for f in dataclasses.fields(config)}  # type: ignore[arg-type]
-    return config(**{name: value for name, value in vars(args).items() if name in names})
+def config_from_values(config: Callable[..., C], values: dict[str, Any], sources: dict[str, Source]) -> C:
+    """The config class from the settings that were given; the rest keeps its default."""
+    names = {f.name for f in options(config)} & values.keys()
+    return config(**{name: values[name] for name in names}, sources={name: sources[name] for name in names})

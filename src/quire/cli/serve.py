@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import os
+from functools import partial
 from typing import Any
 
-from quire.cli.flags import add_config_flags, add_foreign_flags, config_from_args
-from quire.config import EngineConfig, ServerConfig
-from quire.errors import ConfigError
+from quire import envs
+from quire.cli.flags import Parser
+from quire.cli.settings import add_settings_flags, read_settings
+from quire.compat.environment import check_environment
 from quire.logs import configure
-from quire.vllm_arguments import drop_foreign
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("serve", help="start the OpenAI-compatible server", allow_abbrev=False)
-    parser.add_argument("model_tag", nargs="?", help="folder or hub id of the model; none: the bundled demo model")
-    add_config_flags(parser, EngineConfig)
-    add_config_flags(parser, ServerConfig)
-    add_foreign_flags(parser)
-    parser.set_defaults(run=run)
+    add_settings_flags(parser)
+    parser.set_defaults(run=partial(run, parser))
 
 
-def run(args: argparse.Namespace) -> int:
-    if args.model_tag is not None:
-        if getattr(args, "model", args.model_tag) != args.model_tag:
-            raise ConfigError(
-                "Two models are named", value=[args.model_tag, args.model], expected="one", fix="Leave --model out"
-            )
-        args.model = args.model_tag
+def run(parser: Parser, args: argparse.Namespace) -> int:
     configure()
-    drop_foreign(vars(args))
-    engine_config = config_from_args(EngineConfig, args)
-    server_config = config_from_args(ServerConfig, args)
+    engine_config, server_config = read_settings(parser, args)
+    if server_config.log_level is not None:
+        os.environ[envs.LOGGING_LEVEL.name] = server_config.log_level  # the engine process inherits it
+        configure()
+    check_environment(is_strict=server_config.fail_on_environ_validation)
     from quire.serve import serve
 
     return serve(engine_config, server_config)

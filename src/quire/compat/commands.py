@@ -14,13 +14,6 @@ ABSENT_COMMANDS: dict[str, tuple[str, str]] = {
     "snapshot": ("processes are not frozen to disk", "Use `quire serve`"),
 }
 
-# module of vLLM's guides, under our package's name -> the command that takes its place
-ABSENT_MODULES: dict[str, str] = {
-    "benchmark_serving": "quire bench serve",
-    "benchmark_throughput": "quire bench throughput",
-    "benchmark_latency": "quire bench latency",
-}
-
 
 def absent_command(name: str) -> str | None:
     """Why `quire NAME` does not exist, if vLLM has such a command; one line."""

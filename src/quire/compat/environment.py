@@ -27,7 +27,7 @@ NOT_READ: dict[str, str] = {
     "VLLM_USE_TRITON_FLASH_ATTN": _KERNELS,
     "VLLM_FLASH_ATTN_VERSION": _KERNELS,
     "VLLM_USE_FLASHINFER_SAMPLER": _KERNELS,
-    "VLLM_USE_DEEP_GEMM": "it picks a GPU kernel for block-FP8 weights and has nothing to do with the KV cache; " + _KERNELS,
+    "VLLM_USE_DEEP_GEMM": f"it is about block-FP8 weights on GPUs, and never about the KV cache's dtype; {_KERNELS}",
     "VLLM_BATCH_INVARIANT": _PLAIN_TRUTH,
     "VLLM_COMPUTE_NANS_IN_LOGITS": "a request whose logits are not numbers always fails alone",
     "VLLM_CACHE_ROOT": "nothing is cached but the hub's files; HF_HOME moves them",

@@ -12,7 +12,7 @@ def nearest(word: str, own: Iterable[str], foreign: Iterable[str] = ()) -> str |
     other = difflib.get_close_matches(word, list(foreign), 1)
     if best and other:
         return other[0] if _likeness(word, other[0]) > _likeness(word, best[0]) + 0.05 else best[0]
-    return (best or other or [None])[0]
+    return next(iter(best or other), None)
 
 
 def _likeness(a: str, b: str) -> float:

@@ -59,21 +59,34 @@ def settle(given: Mapping[str, Any], spell: Callable[[str], str] = str) -> dict[
     Raises:
         ConfigError: a name is refused, or translates to a setting that is given too.
     """
+    asked = {name: given[name] for name in given.keys() & FOREIGN.keys()}
+    asked = {name: value for name, value in sorted(asked.items()) if not FOREIGN[name].asks_for_nothing(value)}
+    _check_refused(asked, spell)
     settled = {name: value for name, value in given.items() if name not in FOREIGN}
-    for name in sorted(given.keys() & FOREIGN.keys()):
-        entry, value = FOREIGN[name], given[name]
-        if entry.asks_for_nothing(value):
-            continue
-        if entry.kind == "refused":
-            raise entry.refusal(spell(name), value)
-        if entry.kind == "accepted":
+    for name, value in asked.items():
+        entry = FOREIGN[name]
+        if entry.becomes is None:
             logger.warning("%s has no effect: %s", spell(name), entry.text)
             continue
-        assert entry.becomes is not None
         for target, new in entry.becomes(_parsed(value)).items():
             logger.warning("%s is taken as %s %s: %s", spell(name), spell(target), _shown(new), entry.text)
             settled[target] = _joined(settled.get(target), new, spell(name), spell(target))
     return settled
+
+
+def _check_refused(asked: Mapping[str, Any], spell: Callable[[str], str]) -> None:
+    refused = [name for name in asked if FOREIGN[name].kind == "refused"]
+    if refused:
+        error = FOREIGN[refused[0]].refusal(spell(refused[0]), asked[refused[0]])
+        if others := ", ".join(spell(name) for name in refused[1:]):
+            error = ConfigError(
+                error.what,
+                value=error.value,
+                expected=error.expected,
+                param=error.param,
+                fix=f"{error.fix}. Not supported either: {others}",
+            )
+        raise error
 
 
 def _joined(old: Any, new: Any, source: str, target: str) -> Any:

@@ -1,4 +1,4 @@
-"""Values that vLLM takes for settings that exist here, and that have no meaning in this version: why, and what to use."""
+"""Values vLLM takes for settings that exist here, without a meaning in this version: why, and what to use."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ class ForeignValues:
     instead: str
 
     def covers(self, value: str) -> bool:
-        return any(
-            value.startswith(known[:-1]) if known.endswith("*") else value == known for known in self.values
-        )
+        return any(value.startswith(known[:-1]) if known.endswith("*") else value == known for known in self.values)
 
 
 FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {

@@ -167,6 +167,7 @@ class DeterministicExecutor:
         start = batch.num_computed_tokens[index]
         end = start + batch.num_scheduled_tokens[index]
         assert start < end <= len(row.token_ids), f"{new.request_id}: tokens {start} .. {end} of {len(row.token_ids)}"
+        num_prompt_logprobs = params.prompt_logprobs if len(new.token_ids) == new.num_prompt_tokens else None
         state = zlib.crc32((new.lora_name or "").encode())
         for position in range(start):
             state = _mix(state, self._slots[self._slot(row, position)])
@@ -174,8 +175,8 @@ class DeterministicExecutor:
             slot = self._slot(row, position)
             self._slots[slot] = _mix(row.token_ids[position], position, state)
             state = _mix(state, self._slots[slot])
-            if params.prompt_logprobs is not None and position + 1 < new.num_prompt_tokens:
-                logprobs = _logprobs(row.token_ids[position + 1], state, params.prompt_logprobs)
+            if num_prompt_logprobs is not None and position + 1 < new.num_prompt_tokens:
+                logprobs = _logprobs(row.token_ids[position + 1], state, num_prompt_logprobs)
                 result.prompt_logprobs.setdefault(index, []).append(logprobs)
         if end == len(row.token_ids):
             num_output = end - new.num_prompt_tokens

@@ -145,7 +145,9 @@ class EngineProcess:
 
 def _end_with_parent(launch: EngineLaunch) -> None:
     """Wait for the end of standard input, then leave at once: nobody is there to answer to."""
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: the interpreter may end, in the main thread, while this one holds its lock.
+    while os.read(0, 1):
+        pass
     # A parent that was killed could not remove the folder of its sockets.
     shutil.rmtree(Path(launch.input_address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(0)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor import InlineExecutor, ThreadExecutor
-from quire.messages import AddRequest, EngineReady
+from quire.engine.warm_up import produce_a_token
+from quire.messages import EngineReady
 from quire.model_config import ModelConfig, load_model_config
 from quire.resolve import Resolved
-from quire.sampling_params import SamplingParams
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
-from quire.worker.worker import start_worker
-
-Progress = Callable[[str, float, str], None]
-
-WARM_UP_REQUEST_ID = "warm-up"
+from quire.worker.worker import Progress, start_worker
 
 
 @dataclass(frozen=True)
@@ -69,17 +64,6 @@ def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, p
         core = EngineCore(scheduler, ThreadExecutor(worker.runner), depth=2)
     else:
         core = EngineCore(scheduler, InlineExecutor(worker.runner), depth=1)
-    _produce_a_token(core)
+    produce_a_token(core)
     progress("warm up", 1.0, "")
     return StartedEngine(core, resolved, model_config)
-
-
-def _produce_a_token(core: EngineCore) -> None:
-    """Ready means that a real token has come out of the whole path."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, skip_reading_prefix_cache=True, seed=0)
-    core.add(AddRequest(WARM_UP_REQUEST_ID, [0], params, max_tokens=1))
-    deltas = []
-    while core.has_work():
-        deltas += core.step()
-    assert any(delta.token_ids for delta in deltas), f"the warm-up request produced no token: {deltas}"
-    core.scheduler.reset_prefix_cache()

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import Unpack
 
-from quire.errors import EngineDeadError, InvalidRequestError, NotReadyError, QuireError
+from quire.errors import EngineDeadError, InvalidRequestError, NotReadyError, QueueFullError, QuireError
+from quire.frontend.admission import Admission
 from quire.frontend.client import EngineClient
 from quire.frontend.input_processor import InputProcessor, ProcessedRequest, RequestOptions
 from quire.frontend.output_processor import OutputProcessor, error_of
@@ -65,6 +66,7 @@ class AsyncEngine:
         self.progress: EngineProgress | None = None  # of the start, until ready
         self.error: QuireError | None = None  # why the engine is gone
         self.last_record: StepRecord | None = None  # of the engine's last step
+        self.admission = Admission()
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}
         self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
@@ -124,9 +126,11 @@ class AsyncEngine:
         """Check, tokenize and send one request. Whoever gets the stream must iterate it to its end or close it.
 
         Raises:
-            InvalidRequestError, ContextLengthError: the request is refused. NotReadyError, EngineDeadError: as it says.
+            InvalidRequestError, ContextLengthError: the request is refused. QueueFullError: the engine's queue is full.
+            NotReadyError, EngineDeadError: as it says.
         """
-        self._check_running()
+        self.check_running()
+        self._check_room()
         arrival_time = self._clock()
 
         def process() -> ProcessedRequest:
@@ -135,7 +139,7 @@ class AsyncEngine:
             )
 
         processed = await asyncio.to_thread(process) if _is_long(prompt) else process()
-        self._check_running()
+        self.check_running()
         if request_id in self.output_processor:
             raise InvalidRequestError(
                 "The request id is in use", value=request_id, fix="Use another id", param="request_id"
@@ -185,20 +189,33 @@ class AsyncEngine:
 
     def set_limits(self, limits: SetLimits) -> None:
         """Move limits of the running engine. Raises NotReadyError, EngineDeadError."""
-        self._check_running()
+        self.check_running()
         self.client.send(limits)
+        if limits.max_num_queued_reqs is not None:
+            self.admission.max_num_queued_reqs = limits.max_num_queued_reqs
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prompts that no running request uses. Raises NotReadyError, EngineDeadError."""
-        self._check_running()
+        self.check_running()
         self.client.send(Command("reset_prefix_cache"))
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
+        """Raise NotReadyError before the engine is ready, EngineDeadError after its end."""
         if self.error is not None:
             raise EngineDeadError(self.error.message) from self.error
         if self.ready is None:
             phase = f" ({self.progress.phase}, {self.progress.fraction:.0%})" if self.progress is not None else ""
             raise NotReadyError(f"The engine is starting{phase}", fix="Retry in a few seconds")
+
+    def _check_room(self) -> None:
+        """Refuse at the door, before the prompt costs anything."""
+        if self.num_unfinished == 0:
+            self.admission.on_idle()
+        try:
+            self.admission.check()
+        except QueueFullError:
+            self.output_processor.metrics.on_rejected("queue_full")
+            raise
 
     async def _receive(self) -> None:
         try:
@@ -219,6 +236,7 @@ class AsyncEngine:
                 self.progress = message
             case EngineReady():
                 self.ready, self.progress = message, None
+                self.admission.on_ready(message)
                 self.input_processor = self.input_processor.with_max_model_len(message.max_model_len)
                 self._settled.set()
             case EngineFailed():
@@ -229,6 +247,7 @@ class AsyncEngine:
         if message.record is not None:
             self._step_seconds.append(message.record.step_seconds)
             self.last_record = message.record
+            self.admission.on_step(message.record)
             self.output_processor.metrics.on_step(message.record)
         result = self.output_processor.process(message.deltas)
         streams = self._streams
@@ -237,10 +256,23 @@ class AsyncEngine:
             if stream is not None:
                 if output.finished:
                     del streams[output.request_id]
+                    self._count_service(output)
                 stream.put(output)
                 if output.error is not None:
-                    stream.fail(result.errors[output.request_id])
+                    stream.fail(self._completed(result.errors[output.request_id]))
         self._send_abort(result.abort_ids)
+
+    def _count_service(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        if metrics is not None and metrics.finished_time is not None and metrics.first_scheduled_time is not None:
+            self.admission.on_finished(metrics.finished_time - metrics.first_scheduled_time)
+
+    def _completed(self, error: QuireError) -> QuireError:
+        """The engine knows only its queue's length; when to come again is known here."""
+        if isinstance(error, QueueFullError):
+            error.retry_after_seconds = self.admission.retry_after_seconds
+            self.output_processor.metrics.on_rejected("queue_full")
+        return error
 
     def _die(self, error: QuireError) -> None:
         """Every stream ends with an error, and no request is taken any more."""

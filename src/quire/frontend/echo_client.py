@@ -88,9 +88,11 @@ class EchoClient:
 
     def make_ready(self) -> None:
         """Send EngineReady."""
-        self.push(
-            EngineReady(self._max_model_len, ECHO_NUM_BLOCKS, ECHO_BLOCK_SIZE, self._max_num_seqs, self._max_model_len)
+        ready = EngineReady(
+            self._max_model_len, ECHO_NUM_BLOCKS, ECHO_BLOCK_SIZE, self._max_num_seqs, self._max_model_len
         )
+        ready.resolved = {"max_num_queued_reqs": {"value": self._max_num_queued_reqs}}
+        self.push(ready)
 
     def push(self, message: EngineMessage) -> None:
         """Send a message to the front end as if the engine had."""

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
 from quire.frontend.prompts import PromptType, check_cache_salt, is_unicode, read_prompt
@@ -54,6 +54,14 @@ class ProcessedRequest:
     requests: list[AddRequest]
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Cut a prompt to `max_tokens` tokens (-1: to what fits beside max_tokens), keeping its last ones, or its first."""
+
+    max_tokens: int
+    side: Literal["left", "right"] = "left"  # the side that is cut off
+
+
 class RequestOptions(TypedDict, total=False):
     """What a request may bring besides prompt and SamplingParams: see InputProcessor.process."""
 
@@ -61,6 +69,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str | None
     add_special_tokens: bool
     clamp_max_tokens: bool
+    truncation: Truncation | None
 
 
 def sampling_defaults(
@@ -91,7 +100,7 @@ class InputProcessor:
         tokenizer: None if prompts and outputs are token ids only.
         limits: the model's and the server's.
         defaults: SamplingParams fields for requests without SamplingParams (`sampling_defaults`).
-        eos_token_ids: what ends an output; default: the tokenizer's and the generation config's.
+        eos_token_ids: what ends an output, besides the tokenizer's own EOS.
         seed: of the seeds drawn for requests that bring none.
     """
 
@@ -101,15 +110,14 @@ class InputProcessor:
         limits: ModelLimits,
         *,
         defaults: Mapping[str, Any] | None = None,
-        eos_token_ids: Sequence[int] | None = None,
+        eos_token_ids: Sequence[int] = (),
         seed: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self.defaults = dict(defaults or {})
-        if eos_token_ids is None:
-            eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
-        self.eos_token_ids = tuple(eos_token_ids)
+        own = None if tokenizer is None else tokenizer.eos_token_id
+        self.eos_token_ids = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_token_ids]))
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
 
@@ -134,6 +142,7 @@ class InputProcessor:
         arrival_time: float | None = None,
         add_special_tokens: bool = True,
         clamp_max_tokens: bool = False,
+        truncation: Truncation | None = None,
     ) -> ProcessedRequest:
         """Check one prompt with its parameters, tokenize it, and make one AddRequest per continuation.
 
@@ -143,6 +152,7 @@ class InputProcessor:
             arrival_time: on the monotonic clock; default: now.
             add_special_tokens: BOS and the like; False for a rendered chat.
             clamp_max_tokens: shorten max_tokens to what fits instead of refusing it (offline use).
+            truncation: cut the prompt; None refuses one that is too long.
 
         Raises:
             InvalidRequestError: a field is illegal; ContextLengthError: prompt and output do not fit the context.
@@ -159,6 +169,8 @@ class InputProcessor:
                 "priority is not usable", expected="a 64-bit integer; lower runs first", param="priority"
             )
         text, ids, prompt_salt = self._read(prompt, add_special_tokens)
+        if truncation is not None:
+            ids = self._truncate(ids, truncation, params, clamp_max_tokens)
         salt = check_cache_salt(cache_salt) if cache_salt is not None else prompt_salt
         max_tokens = self._resolve_max_tokens(len(ids), params, clamp_max_tokens)
         own = self._resolve_params(params)
@@ -203,6 +215,22 @@ class InputProcessor:
             raise InvalidRequestError("The prompt has no tokens", expected="at least one token", param="prompt")
         self._check_ids(ids)
         return text, ids, salt
+
+    def _truncate(self, ids: list[int], truncation: Truncation, params: SamplingParams, clamp: bool) -> list[int]:
+        longest = truncation.max_tokens
+        if type(longest) is not int or not (longest == -1 or longest >= 1):
+            raise InvalidRequestError(
+                "truncate_prompt_tokens is not usable",
+                value=longest,
+                expected="a number of tokens from 1 on, or -1 for as many as fit",
+                param="truncate_prompt_tokens",
+            )
+        if longest == -1:
+            reserved = 1 if params.max_tokens is None or clamp else params.max_tokens
+            longest = max(self.limits.max_model_len - reserved, 1)
+        if len(ids) <= longest:
+            return ids
+        return ids[-longest:] if truncation.side == "left" else ids[:longest]
 
     def _check_ids(self, ids: list[int]) -> None:
         high = self.limits.vocab_size - 1

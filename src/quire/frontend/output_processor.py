@@ -13,6 +13,7 @@ from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.logprobs import LogprobDecoder, prompt_logprobs
 from quire.frontend.stats import EngineMetrics, FinishedRequest, NoMetrics
 from quire.frontend.text.pipeline import TextPipeline
+from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.messages import AddRequest, RequestDelta
@@ -55,6 +56,7 @@ class OutputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self.metrics: EngineMetrics = NoMetrics() if metrics is None else metrics
+        self.timelines = Timelines()  # of recent requests
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._continuations: dict[str, _Continuation] = {}  # by the engine's request id
@@ -70,7 +72,7 @@ class OutputProcessor:
     def add(self, processed: ProcessedRequest) -> None:
         """Expect deltas for this request. Its id must not be in use."""
         assert processed.request_id not in self._requests, f"request id {processed.request_id} is in use"
-        request = _Request(processed, self._tokenizer)
+        request = _Request(processed, self._tokenizer, self.timelines, self._clock())
         self._requests[processed.request_id] = request
         self._continuations |= {child.request_id: child for child in request.continuations}
         self.metrics.on_request_arrived(processed)
@@ -122,6 +124,7 @@ class OutputProcessor:
         if num_tokens == 0:
             return
         metrics = child.request.metrics
+        child.timeline.chunks.add(now - metrics.arrival_time, num_tokens)
         if child.first_token_time is None:
             child.first_token_time = now
             num_prompt_tokens = 0
@@ -151,6 +154,7 @@ class OutputProcessor:
         del self._continuations[child.request_id]
         child.finish_reason = reason
         request = child.request
+        child.close_timeline(now)
         request.num_running -= 1
         if request.num_running == 0:
             request.metrics.finished_time = now
@@ -182,6 +186,7 @@ class _Continuation:
         "request_id",
         "stop_reason",
         "text",
+        "timeline",
         "token_ids",
     )
 
@@ -189,6 +194,7 @@ class _Continuation:
         params = request.processed.sampling_params
         self.request, self.request_id, self.index = request, message.request_id, index
         self.max_tokens = message.max_tokens
+        self.timeline = request.timeline.continuations[index]
         self.is_cumulative = params.output_kind is not RequestOutputKind.DELTA
         self.pipeline: TextPipeline | None = None
         if params.detokenize and tokenizer is not None:
@@ -270,6 +276,12 @@ class _Continuation:
             self.text, self.token_ids, self.logprobs = "", [], []
         return result
 
+    def close_timeline(self, now: float) -> None:
+        """The facts of the end."""
+        timeline = self.timeline
+        timeline.finish_reason = self.finish_reason
+        timeline.finished_seconds = now - self.request.metrics.arrival_time
+
     def summary(self, reason: FinishReason, now: float) -> FinishedRequest:
         """The numbers of this continuation at its end."""
         processed, arrival = self.request.processed, self.request.metrics.arrival_time
@@ -302,13 +314,19 @@ class _Request:
         "num_running",
         "processed",
         "prompt_logprobs",
+        "timeline",
         "tokenizer",
     )
 
-    def __init__(self, processed: ProcessedRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, processed: ProcessedRequest, tokenizer: Tokenizer | None, timelines: Timelines, now: float
+    ) -> None:
         self.processed, self.tokenizer = processed, tokenizer
         self.kind = processed.sampling_params.output_kind
         self.metrics = RequestMetrics(arrival_time=processed.requests[0].arrival_time)
+        self.timeline = timelines.open(
+            processed.request_id, self.metrics, len(processed.prompt_token_ids), len(processed.requests), now
+        )
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.continuations = [
@@ -328,8 +346,8 @@ class _Request:
     def take_facts(self, child: _Continuation, delta: RequestDelta) -> None:
         """What a delta says about the prompt and the schedule."""
         self.metrics.num_preemptions += delta.num_preemptions - child.num_preemptions
-        child.num_preemptions = delta.num_preemptions
-        child.num_cached_tokens = delta.num_cached_tokens
+        child.num_preemptions = child.timeline.num_preemptions = delta.num_preemptions
+        child.num_cached_tokens = child.timeline.num_cached_tokens = delta.num_cached_tokens
         if child.index == 0:
             self.num_cached_tokens = delta.num_cached_tokens
         if delta.queued_seconds is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from quire.outputs import FinishReason
 from quire.schedule import StepRecord
 
 if TYPE_CHECKING:
     from quire.frontend.input_processor import ProcessedRequest
+
+# Why a request that is well-formed was not taken: a closed set, since it becomes a metric's label.
+RejectionReason = Literal["queue_full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,10 @@ class EngineMetrics(Protocol):
         """The engine did a step."""
         ...
 
+    def on_rejected(self, reason: RejectionReason) -> None:
+        """A request was refused for want of room or readiness, before or after it was sent to the engine."""
+        ...
+
 
 class NoMetrics:
     """EngineMetrics that keeps nothing."""
@@ -92,4 +99,7 @@ class NoMetrics:
         return None
 
     def on_step(self, record: StepRecord) -> None:
+        return None
+
+    def on_rejected(self, reason: RejectionReason) -> None:
         return None

@@ -13,7 +13,7 @@ import tokenizers
 
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
 from quire.frontend import tokenizer_files
-from quire.frontend.text.detokenizer import ByteDetokenizer, DecoderRule, TokenBytes, WindowDetokenizer, compile_decoder
+from quire.frontend.text.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer, compile_decoder
 from quire.frontend.text.pipeline import Detokenizer
 
 
@@ -25,7 +25,6 @@ class Tokenizer:
         special_tokens: name (`bos_token`, `eos_token`, ...) -> token, as in tokenizer_config.json.
         add_bos: prepend the BOS token even if the backend's post-processor does not.
         chat_templates: name -> Jinja source; the usual one is called "default".
-        generation_config: generation_config.json, {} if there is none.
         name: what error messages call it; a folder, usually.
     """
 
@@ -36,13 +35,11 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         add_bos: bool = False,
         chat_templates: Mapping[str, str] | None = None,
-        generation_config: Mapping[str, Any] | None = None,
         name: str = "the tokenizer",
     ) -> None:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
-        self.generation_config = dict(generation_config or {})
         self.name = name
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.added_token_ids = frozenset(backend.get_added_tokens_decoder())
@@ -52,7 +49,6 @@ class Tokenizer:
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self.pad_token_id = self._special_id("pad_token")
-        self.eos_token_ids = self._eos_token_ids()
         adds_tokens = backend.num_special_tokens_to_add(False) > 0
         self._bos_prefix = [self.bos_token_id] if add_bos and not adds_tokens and self.bos_token_id is not None else []
         self._rule = compile_decoder(_decoder_json(backend))
@@ -80,20 +76,12 @@ class Tokenizer:
             special_tokens=tokenizer_files.special_tokens(config),
             add_bos=config.get("add_bos_token") is True,
             chat_templates=tokenizer_files.load_chat_templates(folder, config),
-            generation_config=tokenizer_files.load_generation_config(folder),
             name=str(folder),
         )
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own EOS first, then the generation config's."""
-        declared = self.generation_config.get("eos_token_id")
-        others = declared if isinstance(declared, list) else [declared]
-        ids = dict.fromkeys([self.eos_token_id, *others])
-        return tuple(token_id for token_id in ids if type(token_id) is int)
 
     @cached_property
     def max_chars_per_token(self) -> int:
@@ -233,11 +221,6 @@ class Tokenizer:
         """Id of a token by the vocabulary's spelling; None if there is none."""
         token_id: int | None = self.backend.token_to_id(token)
         return token_id
-
-    @property
-    def decoder_rule(self) -> DecoderRule | None:
-        """How tokens become bytes; None for an unusual decoder."""
-        return self._rule
 
 
 def _decoder_json(backend: tokenizers.Tokenizer) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Reads a model folder's tokenizer files: backend, special tokens, chat templates, EOS ids. Errors name the remedy."""
+"""Reads a model folder's tokenizer files: backend, special tokens, chat templates. Errors name the remedy."""
 
 from __future__ import annotations
 
@@ -153,10 +153,5 @@ def load_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, st
 
 
 def load_generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json; without one, config.json's end-of-sequence ids."""
-    if (folder / "generation_config.json").is_file():
-        return read_json(folder / "generation_config.json")
-    config = read_json(folder / "config.json")
-    text_config = config.get("text_config") or {}
-    eos = config.get("eos_token_id", text_config.get("eos_token_id"))
-    return {} if eos is None else {"eos_token_id": eos}
+    """generation_config.json; {} if there is none."""
+    return read_json(folder / "generation_config.json")

@@ -29,7 +29,6 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
 }
 _DTYPES = ("bfloat16", "float16", "float32")
-_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict[str, Any]:
-    """Keyword arguments for ModelConfig, all but the folder and the generation defaults.
+    """Keyword arguments for ModelConfig, all but the folder and the overrides.
 
     Args:
         raw: the object of config.json.
@@ -73,14 +72,6 @@ def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict
         "eos_token_ids": fields.token_ids("eos_token_id"),
         "bos_token_id": bos[0] if bos else None,
     }
-
-
-def generation_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling fields of generation_config.json, in the names of SamplingParams."""
-    defaults = {name: raw[name] for name in _GENERATION_KEYS if raw.get(name) is not None}
-    if raw.get("max_new_tokens") is not None:
-        defaults["max_tokens"] = raw["max_new_tokens"]
-    return defaults
 
 
 def _find_family(fields: Fields, any_architecture: bool) -> tuple[str, HfFamily]:

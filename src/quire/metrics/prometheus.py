@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from quire.messages import EngineReady
 from quire.metrics.log_line import StatsLine
 from quire.metrics.registry import (
+    ADMISSION_REJECTIONS,
     CACHE_CONFIG_INFO,
     COMMON_LABELS,
     METRICS,
@@ -25,6 +26,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # Every reason is there from the start, so that a rate over it exists before the first such end.
 FINISH_REASONS = ("stop", "length", "abort", "error")
+REJECTION_REASONS = ("queue_full",)
 # The settings among the labels of CACHE_CONFIG_INFO, in its order, by our names.
 _CACHE_SETTINGS = ("kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_bytes")
 
@@ -94,6 +96,13 @@ class PrometheusMetrics:
             REQUEST_SUCCESS.name, REQUEST_SUCCESS.help, COMMON_LABELS + REQUEST_SUCCESS.labels, registry=self.registry
         )
         self._ended = {reason: ended.labels(*self._labels, reason) for reason in FINISH_REASONS}
+        rejected = Counter(
+            ADMISSION_REJECTIONS.name,
+            ADMISSION_REJECTIONS.help,
+            ("model_name", *ADMISSION_REJECTIONS.labels),
+            registry=self.registry,
+        )
+        self._rejected = {reason: rejected.labels(model_name, reason) for reason in REJECTION_REASONS}
 
     def _add(self, metric: Metric, max_model_len: int) -> None:
         """The one series of a family without labels of its own."""
@@ -164,6 +173,10 @@ class PrometheusMetrics:
         self.stats_line.add(record)
         if self._num_unfinished == 0:
             self._set_idle()  # the step was on its way when the last caller left
+
+    def on_rejected(self, reason: str) -> None:
+        """A request was refused for want of room."""
+        self._rejected[reason].inc()
 
     def _set_idle(self) -> None:
         """No step follows an abort of the last request, so nothing else would say that it is gone."""

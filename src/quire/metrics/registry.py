@@ -47,8 +47,11 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-# The two families with labels of their own.
+# The families with labels of their own. vLLM's rejections carry no engine label.
 REQUEST_SUCCESS = Metric("vllm:request_success", "counter", "Requests that ended, by reason.", ("finished_reason",))
+ADMISSION_REJECTIONS = Metric(
+    "vllm:admission_rejections", "counter", "Requests refused because the queue was full, by reason.", ("reason",)
+)
 CACHE_CONFIG_INFO = Metric(
     "vllm:cache_config_info",
     "gauge",

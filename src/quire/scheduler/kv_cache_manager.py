@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.errors import InvalidRequestError
@@ -66,11 +66,6 @@ class KVCacheManager:
     def block_table(self, request: Request) -> list[int]:
         """Blocks of an admitted request, in the order of its tokens; the manager's own list."""
         return self._tables[request.request_id]
-
-    def num_unused_slots(self, requests: Iterable[Request]) -> int:
-        """Slots of running requests' blocks that wait for tokens not sampled yet: less than block_size per request."""
-        tables, size = self._tables, self.block_size
-        return sum(max(0, len(tables[r.request_id]) * size - r.num_tokens_with_in_flight) for r in requests)
 
     def hash_prompt(self, request: Request) -> None:
         """Hash the prompt ahead of the first lookup. Raises InvalidRequestError for an illegal token id."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from importlib import resources
@@ -21,7 +23,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.metrics import log_line
 from quire.metrics.prometheus import PrometheusMetrics
-from quire.server import health, models
+from quire.server import config_api, health, models
 from quire.server.auth import AccessControl, check_api_keys
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
@@ -29,14 +31,6 @@ from quire.server.errors import internal_error_body, on_http_exception, on_quire
 from quire.server.state import REQUEST_ID_KEY, ServerSettings, ServerState, new_request_id, sane_request_id
 
 logger = get_logger(__name__)
-
-# The page is one file with its own style and script: nothing else may be loaded or called.
-PLAYGROUND_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
 
 
 def create_app(
@@ -59,6 +53,8 @@ def create_app(
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/models", models.list_models, methods=["GET"]),
+            Route("/v1/config", config_api.get_config, methods=["GET"]),
+            Route("/v1/config", config_api.post_config, methods=["POST"]),
             Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
             Route("/health", health.health, methods=["GET"]),
             Route("/livez", health.livez, methods=["GET"]),
@@ -121,11 +117,33 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 def _playground() -> Callable[[Request], object]:
     page = resources.files("quire.server").joinpath("playground/index.html").read_bytes()
+    headers = _playground_headers(page)
 
     async def playground(request: Request) -> Response:
-        return Response(page, headers=PLAYGROUND_HEADERS, media_type="text/html; charset=utf-8")
+        return Response(page, headers=headers, media_type="text/html; charset=utf-8")
 
     return playground
+
+
+def _playground_headers(page: bytes) -> dict[str, str]:
+    """The page is one file with its own style and script: nothing else may be loaded, called or run, and its script
+    cannot turn a string into markup."""
+
+    def source(tag: bytes) -> str:
+        content = page.partition(b"<" + tag + b">")[2].partition(b"</" + tag + b">")[0]
+        return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; style-src {source(b'style')}; script-src {source(b'script')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    return {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
 
 
 def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.frontend.input_processor import split_prompts
+from quire.frontend.prompts import split_prompts
 from quire.frontend.stream import RequestStream
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from quire.server import beam_search, generation

@@ -45,6 +45,7 @@ class ServerSettings:
         has_priorities: the scheduler looks at priorities; if not, a priority is named among the ignored fields.
         owns_engine: the app starts the engine's receiving with itself and shuts it down with itself.
         log_stats_interval: seconds between two statistics lines; 0: none.
+        resolved: the server's settings with their sources, for GET /v1/config: {name: Setting.as_dict()}.
     """
 
     served_model_names: tuple[str, ...]
@@ -59,6 +60,7 @@ class ServerSettings:
     owns_engine: bool = True
     log_stats_interval: float = 10.0
     limits: Limits = field(default_factory=Limits)
+    resolved: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.served_model_names:

@@ -12,7 +12,7 @@ import torch
 
 from quire.forward_batch import ForwardBatch, LayerCache
 from quire.sampling.batch_params import SamplingState
-from quire.schedule import NewRow, ScheduledBatch
+from quire.schedule import NewRow, RowsFailedError, ScheduledBatch
 
 
 @dataclass(slots=True)
@@ -46,7 +46,10 @@ class InputBatch:
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Remove, add and extend rows, in the order ScheduledBatch prescribes."""
+        """Remove, add and extend rows, in the order ScheduledBatch prescribes.
+
+        Raises RowsFailedError naming the request that cannot be added: its parameters are read here and nowhere else.
+        """
         for request_id in batch.removed_request_ids:
             row = self.row_of.pop(request_id, None)
             if row is not None:
@@ -54,7 +57,11 @@ class InputBatch:
                 self.num_prompt_logprobs.pop(row, None)
                 self._free_rows.append(row)
         for new in batch.new_rows:
-            self._add(new)
+            try:
+                self._add(new)
+            except Exception as error:
+                message = f"The request could not be prepared ({type(error).__name__})."
+                raise RowsFailedError([new.request_id], message) from error
         for request_id, block_ids in zip(batch.request_ids, batch.new_block_ids, strict=True):
             if block_ids:
                 self._append_blocks(self.row_of[request_id], block_ids)
@@ -71,9 +78,9 @@ class InputBatch:
         self.num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
         params = new.sampling_params
-        if params.prompt_logprobs is not None:
-            self.num_prompt_logprobs[row] = params.prompt_logprobs
         prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
+        if params.prompt_logprobs is not None and not output:  # with output, they were reported with its first token
+            self.num_prompt_logprobs[row] = params.prompt_logprobs
         self.sampling.add_row(row, params, prompt, output, new.stop_token_ids)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,25 +14,30 @@ from quire.cost import devices
 from quire.errors import MemoryPlanError
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu
-from quire.loader.load import load_model
+from quire.loader.load import Progress, load_model
 from quire.logs import get_logger
-from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
-from quire.resolve import MemoryFacts, Resolved, plan_kv_cache, resolve, shown_bytes, weights_do_not_fit
+from quire.resolve import (
+    MemoryFacts,
+    Resolved,
+    least_work_bytes,
+    logits_bytes,
+    plan_kv_cache,
+    resolve,
+    shown_bytes,
+    weights_do_not_fit,
+)
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
 
-Progress = Callable[[str, float, str], None]
-
 logger = get_logger(__name__)
 
 # Tokens of the run that measures working memory. Activations grow linearly with tokens, so a short run is enough.
 PROFILE_TOKENS = 256
-# Logits rows held at once (float32) beside the sampler's scratch copy.
-LOGITS_COPIES = 2
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,14 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     model_config = replace(model_config, max_model_len=resolved.max_model_len)
     model = load_model(model_config, dtype, config.load_format, progress, config.model_impl)
     progress("warm up", 0.0, "measuring working memory")
-    logits_bytes = resolved.max_num_seqs * model_config.vocab_size * 4 * LOGITS_COPIES
-    work_bytes = _measure_work_bytes(model, model_config, resolved, dtype) + logits_bytes
+    logits = logits_bytes(model_config, resolved.max_num_seqs)
+    work_bytes = _measure_work_bytes(model, model_config, resolved, dtype) + logits
     memory = MemoryFacts(
         total_bytes=device.total_memory_bytes,
         free_bytes=devices.free_memory_bytes(),
         weight_bytes=model.weight_bytes(),
         work_bytes=work_bytes,
-        logits_bytes=logits_bytes,
+        logits_bytes=logits,
     )
     plan_kv_cache(config, model_config, resolved, memory)
     if resolved.kv_cache_bytes + work_bytes > memory.free_bytes:
@@ -126,9 +130,7 @@ def _measure_work_bytes(model: CausalLM, model_config: ModelConfig, resolved: Re
     runner.execute(_profile_batch(num_tokens, num_blocks))
     held = kv_cache.num_bytes(caches)
     growth = max(_peak_resident_bytes() - max(before, peak_before), devices.resident_memory_bytes() - before) - held
-    # Floor: input, output and residual of the widest layer, should the peak hide under that of loading.
-    widest = 2 * model_config.intermediate_size + 4 * model_config.hidden_size
-    floor = num_tokens * widest * DTYPE_BYTES[resolved.dtype]
+    floor = least_work_bytes(model_config, num_tokens, resolved.dtype)  # the peak may hide under that of loading
     scale: float = resolved.max_num_batched_tokens / num_tokens
     return int(max(growth, floor) * scale)
 

@@ -1,0 +1,49 @@
+"""The settings of `quire serve` and `quire explain`: flags, a config file, foreign names, and who said what."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.cli.config_file import read_config_file
+from quire.cli.flags import Parser, add_config_flags, add_foreign_flags, config_from_values
+from quire.compat.table import as_flag, settle
+from quire.config import EngineConfig, ServerConfig
+from quire.errors import ConfigError
+from quire.option import Source
+
+
+def add_settings_flags(parser: Parser) -> None:
+    """MODEL, --config, and a flag for every setting and every foreign name."""
+    parser.add_argument("model_tag", nargs="?", help="folder or hub id of the model; none: the bundled demo model")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with flags as keys; the command line wins")
+    add_config_flags(parser, EngineConfig)
+    add_config_flags(parser, ServerConfig)
+    add_foreign_flags(parser)
+
+
+def read_settings(parser: Parser, args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """The configs, with the source of every value. Raises ConfigErrors."""
+    given = vars(args) | _model(args)
+    layers: list[tuple[Source, Mapping[str, Any]]] = [("flag", given)]
+    if args.config is not None:
+        layers.insert(0, ("file", read_config_file(Path(args.config), parser)))
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for source, layer in layers:
+        settled = settle(layer, as_flag)
+        values |= settled
+        sources |= dict.fromkeys(settled, source)
+    return config_from_values(EngineConfig, values, sources), config_from_values(ServerConfig, values, sources)
+
+
+def _model(args: argparse.Namespace) -> dict[str, str]:
+    if args.model_tag is None:
+        return {}
+    if getattr(args, "model", args.model_tag) != args.model_tag:
+        raise ConfigError(
+            "Two models are named", value=[args.model_tag, args.model], expected="one", fix="Leave --model out"
+        )
+    return {"model": args.model_tag}

@@ -1,0 +1,91 @@
+"""Command lines as people write them for vLLM, in the one form argparse reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from quire.errors import ConfigError
+
+_TRUTH = {"true": "--", "false": "--no-"}
+
+
+def plain_words(words: list[str], switches: Collection[str]) -> list[str]:
+    """The same command line with `--max_model_len` as `--max-model-len`, `-O3` as `-O 3`, `--switch True` as `--switch`
+    or `--no-switch`, and `--json-flag.key value` collected into one JSON object per flag.
+
+    Args:
+        switches: flags without a value, with their leading dashes.
+
+    Raises:
+        ConfigError: a dotted flag has no value, or stands beside the same flag with a whole object.
+    """
+    plain: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            plain += [word, *rest]
+        elif word.startswith("-O") and len(word) > 2 and word[2] != ".":
+            plain += ["-O", word[2:].removeprefix("=")]
+        elif _is_dotted(word):
+            _collect(word, rest, objects)
+        elif word.startswith("--"):
+            plain.append(_dashes(word))
+        elif plain and plain[-1] in switches and word.lower() in _TRUTH:
+            plain[-1] = _TRUTH[word.lower()] + plain[-1].removeprefix("--")
+        else:
+            plain.append(word)
+    plain = [_without_value(word, switches) for word in plain]
+    for flag, value in objects.items():
+        if any(word == flag or word.startswith(flag + "=") for word in plain):
+            raise ConfigError(f"{flag} is given whole and in parts", fix=f"Write all of it into one {flag}")
+        plain.append(f"{flag}={json.dumps(value)}")
+    return plain
+
+
+def _dashes(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _without_value(word: str, switches: Collection[str]) -> str:
+    """`--switch=true` as `--switch`."""
+    name, equals, value = word.partition("=")
+    if equals and name in switches and value.lower() in _TRUTH:
+        return _TRUTH[value.lower()] + name.removeprefix("--")
+    return word
+
+
+def _is_dotted(word: str) -> bool:
+    """`--hf-overrides.rope_theta` and `-O.mode`, but not `--watermark=.1` and `-0.5`."""
+    name = word.partition("=")[0]
+    return "." in name and (name.startswith("--") or (name[:1] == "-" and name[1:2].isalpha()))
+
+
+def _collect(word: str, rest: Iterator[str], objects: dict[str, dict[str, Any]]) -> None:
+    name, equals, text = word.partition("=")
+    if not equals:
+        text = next(rest, "")
+        if not text or text.startswith("--"):
+            raise ConfigError(f"{name} has no value", expected=f"{name} VALUE, or {name}=VALUE")
+    flag, *keys = name.split(".")
+    target = objects.setdefault(_dashes(flag) if flag.startswith("--") else flag, {})
+    for key in keys[:-1]:
+        inner = target.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{name} is given as a value and as an object", value=inner)
+        target = inner
+    last = keys[-1]
+    if last.endswith("+"):  # vLLM's form for elements of a list
+        target.setdefault(last[:-1], []).extend(_json(item) for item in text.split(","))
+    else:
+        target[last] = _json(text)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

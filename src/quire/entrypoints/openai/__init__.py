@@ -1,0 +1,1 @@
+"""Module paths of vLLM's guides under our package's name."""

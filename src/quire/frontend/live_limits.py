@@ -1,0 +1,121 @@
+"""The limits of a running engine that may move: within which bounds, and the record of settings afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.compat.names import nearest
+from quire.errors import InvalidRequestError
+from quire.frontend.async_engine import AsyncEngine
+from quire.messages import EngineReady, SetLimits
+
+_LEAST = {"long_prefill_token_threshold": 0}  # 0: no such limit; of the others: 1
+
+
+@dataclass(frozen=True)
+class LiveLimit:
+    """One limit: its value now, and the bounds it may be moved in. `maximum` None: no bound."""
+
+    value: int | None
+    minimum: int
+    maximum: int | None
+
+    @property
+    def bounds(self) -> str:
+        """`1 to 128`, for people."""
+        return f"{self.minimum} to {self.maximum}" if self.maximum is not None else f"{self.minimum} or more"
+
+
+def live_limits(ready: EngineReady) -> dict[str, LiveLimit]:
+    """The limits that may move, by name."""
+    limits = {}
+    for name in SetLimits.__struct_fields__:
+        if name in ready.resolved:
+            setting = _record(ready, name)
+            limits[name] = LiveLimit(setting["value"], _LEAST.get(name, 1), setting.get("max"))
+    return limits
+
+
+def move_limits(engine: AsyncEngine, changes: Mapping[str, Any]) -> None:
+    """Move limits from the engine's next step on, all or none, and write them into `engine.ready.resolved`.
+
+    Raises:
+        InvalidRequestError: an unknown name, one that cannot move, a value out of its bounds, or limits that contradict
+            each other. NotReadyError, EngineDeadError: there is no engine to move limits of.
+    """
+    engine.check_running()
+    ready = engine.ready
+    assert ready is not None, "a running engine has said that it is ready"
+    limits = live_limits(ready)
+    if not changes:
+        raise InvalidRequestError("Nothing is to be moved", expected=_movable(limits))
+    for name, value in changes.items():
+        _check(name, value, limits, ready)
+    _check_together(changes, limits, ready)
+    engine.set_limits(SetLimits(**changes))
+    for name, value in changes.items():
+        ready.resolved[name] = _moved(_record(ready, name), value)
+    ready.max_num_seqs = changes.get("max_num_seqs", ready.max_num_seqs)
+    ready.max_num_batched_tokens = changes.get("max_num_batched_tokens", ready.max_num_batched_tokens)
+
+
+def _record(ready: EngineReady, name: str) -> dict[str, Any]:
+    setting = ready.resolved[name]
+    assert isinstance(setting, dict)
+    return setting
+
+
+def _movable(limits: Mapping[str, LiveLimit]) -> str:
+    return "one or more of " + ", ".join(f"{name} ({limit.bounds})" for name, limit in limits.items())
+
+
+def _check(name: str, value: Any, limits: Mapping[str, LiveLimit], ready: EngineReady) -> None:
+    if name not in limits:
+        if name in ready.resolved:
+            what, fix = f"{name} cannot be moved while serving", f"Restart with --{name.replace('_', '-')}"
+        else:
+            near = nearest(name, limits)
+            what, fix = f"Unknown setting {name[:64]!r}", f"Did you mean {near}?" if near else None
+        raise InvalidRequestError(what, expected=_movable(limits), fix=fix, param=name[:64])
+    limit = limits[name]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} is not a whole number", value=value, expected=limit.bounds, param=name)
+    if value < limit.minimum or (limit.maximum is not None and value > limit.maximum):
+        why = None
+        if limit.maximum is not None and value > limit.maximum:
+            why = f"Memory was planned for {limit.maximum} at the start: restart with --{name.replace('_', '-')}"
+        raise InvalidRequestError(
+            f"{name} is out of its bounds", value=value, expected=limit.bounds, fix=why, param=name
+        )
+
+
+def _check_together(changes: Mapping[str, Any], limits: Mapping[str, LiveLimit], ready: EngineReady) -> None:
+    """The rules between limits that `resolve` also keeps."""
+
+    def after(name: str) -> Any:
+        return changes[name] if name in changes else limits[name].value
+
+    budget, seqs = after("max_num_batched_tokens"), after("max_num_seqs")
+    if budget < seqs:
+        raise InvalidRequestError(
+            "The token budget would be smaller than the number of running requests",
+            value={"max_num_batched_tokens": budget, "max_num_seqs": seqs},
+            fix="Move both, in one request",
+            param="max_num_batched_tokens" if "max_num_batched_tokens" in changes else "max_num_seqs",
+        )
+    if not _record(ready, "enable_chunked_prefill")["value"] and budget < ready.max_model_len:
+        raise InvalidRequestError(
+            "Without chunked prefill the longest prompt must fit into one step",
+            value=budget,
+            expected=f"max_num_batched_tokens of at least max_model_len = {ready.max_model_len}",
+            param="max_num_batched_tokens",
+        )
+
+
+def _moved(setting: Mapping[str, Any], value: int) -> dict[str, Any]:
+    """The record of a setting after its move; what it was at the start stays known."""
+    first = setting.get("start") or {key: setting[key] for key in ("value", "source", "detail")}
+    detail = f"moved while serving; started as {first['value']} ({first['source']})"
+    return {**setting, "value": value, "source": "live", "detail": detail, "start": first}

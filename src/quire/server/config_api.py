@@ -1,0 +1,66 @@
+"""GET and POST /v1/config: every resolved setting with where it came from, and the limits that move while serving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__
+from quire.errors import InvalidRequestError
+from quire.frontend.live_limits import live_limits, move_limits
+from quire.server.limits import read_json
+from quire.server.state import ServerState, state_of
+
+
+async def get_config(request: Request) -> Response:
+    """The settings of the engine and the server; 503 until the engine has resolved them."""
+    return _answer(state_of(request))
+
+
+async def post_config(request: Request) -> Response:
+    """Move limits from the engine's next step on; the answer is the new record, as GET gives it."""
+    state = state_of(request)
+    move_limits(state.engine, await read_json(request, state.settings.limits, _decode))
+    return _answer(state)
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise InvalidRequestError(
+            "The body is not a JSON object", expected='an object of limits, such as {"max_num_seqs": 8}'
+        ) from None
+
+
+def _answer(state: ServerState) -> Response:
+    state.engine.check_running()
+    ready = state.engine.ready
+    assert ready is not None, "a running engine has said that it is ready"
+    settings = {**ready.resolved, **state.settings.resolved}
+    body = {
+        "version": __version__,
+        "model": state.model_name,
+        "settings": {name: _without_paths(setting) for name, setting in settings.items()},
+        "live": {
+            name: {"value": limit.value, "min": limit.minimum, "max": limit.maximum}
+            for name, limit in live_limits(ready).items()
+        },
+    }
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def _without_paths(value: Any) -> Any:
+    """The same without folders of this machine: the last part of a path says enough."""
+    if isinstance(value, Mapping):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_paths(inner) for inner in value]
+    if isinstance(value, str) and value.startswith(("/", "~")):
+        return f".../{PurePath(value).name}"
+    return value

@@ -1,0 +1,81 @@
+"""The bytes that are printed are the bytes that are taken."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from quire import LLM, demo
+from quire.errors import MemoryPlanError
+from quire.forward_batch import LayerCache
+from quire.model_config import load_model_config
+from quire.worker import kv_cache
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def _caches(llm: LLM) -> list[LayerCache]:
+    runner = llm._core.executor._runner  # type: ignore[attr-defined]
+    caches: list[LayerCache] = runner.caches
+    return caches
+
+
+def _stored_bytes() -> int:
+    """Of the tensors in the demo model's file, which are all bfloat16."""
+    data = (demo.path() / "model.safetensors").read_bytes()
+    header_bytes = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + header_bytes])
+    header.pop("__metadata__", None)
+    assert {tensor["dtype"] for tensor in header.values()} == {"BF16"}
+    return sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in header.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("block_size", [8, 128])
+def test_planned_kv_cache_is_allocated(dtype: str, block_size: int) -> None:
+    wanted = (1 << 23) + 12345
+    llm = LLM(dtype=dtype, block_size=block_size, kv_cache_memory_bytes=wanted, max_model_len=256, num_threads=1)
+    caches = _caches(llm)
+    assert kv_cache.num_bytes(caches) == llm.resolved.kv_cache_bytes
+    storage = sum(t.untyped_storage().nbytes() for cache in caches for t in (cache.k_BGPE, cache.v_BGPE))
+    assert storage == llm.resolved.kv_cache_bytes
+    block_bytes = block_size * llm.model_config.kv_bytes_per_token(DTYPE_BYTES[dtype])
+    assert wanted - block_bytes < storage <= wanted
+    assert llm._core.scheduler.kv.pool.num_blocks == llm.resolved.num_blocks == storage // block_bytes
+
+
+def test_weight_bytes_are_the_checkpoints() -> None:
+    config = load_model_config(demo.path())
+    assert config.weight_bytes("bfloat16") == _stored_bytes()
+    assert config.weight_bytes("float32") == 2 * _stored_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weight_bytes_are_what_is_held(dtype: str) -> None:
+    """Packing may pad rows to the width of a kernel's tile, no more."""
+    llm = LLM(dtype=dtype, kv_cache_memory_bytes=1 << 23, max_model_len=256, num_threads=1)
+    held = llm._core.executor._runner.model.weight_bytes()  # type: ignore[attr-defined]
+    planned = llm.model_config.weight_bytes(dtype)
+    assert planned <= held <= 1.05 * planned
+
+
+def test_utilization_is_planned_on_this_machine() -> None:
+    """A real start under a share of the machine's memory; pages are taken when they are first written."""
+    llm = LLM(gpu_memory_utilization=0.2, num_threads=1)
+    setting = llm.resolved.settings["num_blocks"]
+    assert setting.source in ("formula", "measured")
+    assert kv_cache.num_bytes(_caches(llm)) == llm.resolved.kv_cache_bytes
+
+
+def test_more_than_the_system_promises() -> None:
+    with pytest.raises(MemoryPlanError, match="--kv-cache-memory-bytes"):
+        LLM(kv_cache_memory_bytes=1 << 50, num_threads=1)
+
+
+def test_more_than_is_free_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cost.devices.free_memory_bytes", lambda: 1 << 20)
+    with caplog.at_level(logging.WARNING):
+        LLM(kv_cache_memory_bytes=1 << 23, max_model_len=256, num_threads=1)
+    assert "only 1.0 MiB are free" in caplog.text
