@@ -1,5 +1,5 @@
-// The Python module quire._C. Functions take addresses, sizes and strides, check nothing (kernels/ops.py does) and release
-// the GIL.
+// The Python module quire._C. Functions take addresses, sizes and strides, check nothing (kernels/ops.py does) and
+// release the GIL.
 #include "bindings.h"
 
 #include <nanobind/stl/string.h>
@@ -17,7 +17,8 @@ namespace {
 
 std::vector<std::string> isas() {
   std::vector<std::string> names;
-  for (int i = 0; i <= static_cast<int>(quire::best_isa()); ++i) names.emplace_back(quire::isa_name(static_cast<quire::Isa>(i)));
+  for (int i = 0; i <= static_cast<int>(quire::best_isa()); ++i)
+    names.emplace_back(quire::isa_name(static_cast<quire::Isa>(i)));
   return names;
 }
 

@@ -7,9 +7,10 @@ namespace nb = nanobind;
 namespace quire {
 
 void bind_gemm(nb::module_& m) {
-  m.def("gemm_packed_bytes",
-        [](int dtype, int64_t n, int64_t k) { return gemm_packed_bytes(static_cast<DType>(dtype), n, k); },
-        nb::arg("dtype"), nb::arg("n"), nb::arg("k"));
+  m.def(
+      "gemm_packed_bytes",
+      [](int dtype, int64_t n, int64_t k) { return gemm_packed_bytes(static_cast<DType>(dtype), n, k); },
+      nb::arg("dtype"), nb::arg("n"), nb::arg("k"));
   m.def(
       "gemm_pack",
       [](uintptr_t weight, int dtype, int64_t n, int64_t k, int64_t row_stride, uintptr_t packed) {

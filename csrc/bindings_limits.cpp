@@ -33,8 +33,7 @@ double peak_flops(int dtype, int64_t rounds) {
   const LimitKernels& kernels = limit_kernels();
   std::atomic<int64_t> operations{0};
   const auto start = std::chrono::steady_clock::now();
-  parallel_for(num_threads() * 8,
-               [&](int, int) { operations += kernels.multiply(static_cast<DType>(dtype), rounds); });
+  parallel_for(num_threads() * 8, [&](int, int) { operations += kernels.multiply(static_cast<DType>(dtype), rounds); });
   return static_cast<double>(operations.load()) / seconds_since(start);
 }
 

@@ -1,33 +1,32 @@
-// The driver of all matrix products: packs weights, cuts a product into blocks for the threads, calls the kernels of the
-// active instruction set.
+// The driver of all matrix products: packs weights, cuts a product into blocks for the threads, calls the kernels of
+// the active instruction set.
+#include "quire/kernels/gemm.h"
+
 #include <algorithm>
 #include <cstring>
 
 #include "quire/huge_pages.h"
-#include "quire/kernels/gemm.h"
 #include "quire/scratch.h"
 #include "quire/thread_pool.h"
 
 namespace quire {
 namespace {
 
-constexpr int64_t kRowsPerChunk = 1024;       // rows prepared at a time: bounds the scratch memory of a long prefill
-constexpr int64_t kTasksPerThread = 4;        // lets a thread that lost its core for a while do less
-constexpr int64_t kMinTaskMacs = 64 * 1024;   // multiply-adds worth a wake-up of another thread, some microseconds
+constexpr int64_t kRowsPerChunk = 1024;      // rows prepared at a time: bounds the scratch memory of a long prefill
+constexpr int64_t kTasksPerThread = 4;       // lets a thread that lost its core for a while do less
+constexpr int64_t kMinTaskMacs = 64 * 1024;  // multiply-adds worth a wake-up of another thread, some microseconds
 constexpr int64_t kMinPrepareElements = 64 * 1024;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t padded_k(DType dtype, int64_t k) {
-  return dtype == DType::bf16 ? ceil_div(k, kBf16KUnit) * kBf16KUnit : k;
-}
+int64_t padded_k(DType dtype, int64_t k) { return dtype == DType::bf16 ? ceil_div(k, kBf16KUnit) * kBf16KUnit : k; }
 
 int64_t panel_bytes(DType dtype, int64_t k) {
   return kPanelWidth * padded_k(dtype, k) * static_cast<int64_t>(size_of(dtype));
 }
 
-// Element (k, column) of a panel of float or half goes to [k][64]. Columns are taken in bands of 16, so that writes fill cache
-// lines.
+// Element (k, column) of a panel of float or half goes to [k][64]. Columns are taken in bands of 16, so that writes
+// fill cache lines.
 template <class T>
 void pack_rows(const char* weight, int64_t row_bytes, int64_t columns, int64_t k, T* panel) {
   constexpr int64_t kBand = 16;
@@ -80,7 +79,8 @@ const GemmKernels& kernels_for(DType dtype) {
 
 void run_chunk(const GemmArgs& args, const GemmKernels& kernels) {
   void* input = scratch(Scratch::gemm_input, kernels.input_bytes(args.m, args.k));
-  const int64_t rows_per_task = std::max(kernels.row_unit, ceil_div(kMinPrepareElements, args.k) / kernels.row_unit * kernels.row_unit);
+  const int64_t rows_per_task =
+      std::max(kernels.row_unit, ceil_div(kMinPrepareElements, args.k) / kernels.row_unit * kernels.row_unit);
   parallel_for(static_cast<int>(ceil_div(args.m, rows_per_task)), [&](int task, int) {
     const int64_t begin = task * rows_per_task;
     kernels.prepare(args, begin, std::min(args.m, begin + rows_per_task), input);
@@ -100,15 +100,17 @@ void run_chunk(const GemmArgs& args, const GemmKernels& kernels) {
 
 }  // namespace
 
-int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k) { return ceil_div(n, kPanelWidth) * panel_bytes(dtype, k); }
+int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k) {
+  return ceil_div(n, kPanelWidth) * panel_bytes(dtype, k);
+}
 
 void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t row_stride, void* packed) {
   const int64_t row_bytes = row_stride * static_cast<int64_t>(size_of(dtype));
   advise_huge_pages(packed, gemm_packed_bytes(dtype, n, k));
   parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
     const int64_t first = panel * kPanelWidth;
-    pack_panel(static_cast<const char*>(weight) + first * row_bytes, dtype, row_bytes, std::min(kPanelWidth, n - first), k,
-               static_cast<char*>(packed) + panel * panel_bytes(dtype, k));
+    pack_panel(static_cast<const char*>(weight) + first * row_bytes, dtype, row_bytes, std::min(kPanelWidth, n - first),
+               k, static_cast<char*>(packed) + panel * panel_bytes(dtype, k));
   });
 }
 

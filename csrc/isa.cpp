@@ -45,7 +45,7 @@ Isa detect() {
   if (!has_bits(ebx, kBmi1 | kAvx2 | kBmi2)) return Isa::scalar;
   constexpr unsigned kF = bit(16), kDq = bit(17), kCd = bit(28), kBw = bit(30), kVl = bit(31);
   if (!has_bits(ebx, kF | kDq | kCd | kBw | kVl) || !has_bits(xcr0_low, kZmmState)) return Isa::avx2;
-  constexpr unsigned kVnni = bit(11);                                    // in ecx
+  constexpr unsigned kVnni = bit(11);                                             // in ecx
   constexpr unsigned kAmxBf16 = bit(22), kAmxTile = bit(24), kAmxInt8 = bit(25);  // in edx
   const bool has_vnni = has_bits(ecx, kVnni);
   const bool has_amx = has_bits(edx, kAmxBf16 | kAmxTile | kAmxInt8) && has_bits(xcr0_low, kTileState);

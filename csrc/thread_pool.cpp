@@ -1,5 +1,6 @@
-// The worker threads behind parallel_for. A job is one atomic word (generation, tasks not yet claimed) plus a few fields;
-// workers claim tasks by compare-and-swap, so a worker that wakes up late can never touch the next job by mistake.
+// The worker threads behind parallel_for. A job is one atomic word (generation, tasks not yet claimed) plus a few
+// fields; workers claim tasks by compare-and-swap, so a worker that wakes up late can never touch the next job by
+// mistake.
 #include "quire/thread_pool.h"
 
 #include <pthread.h>
@@ -105,8 +106,8 @@ class Pool {
     return epoch_.load(std::memory_order_acquire);
   }
 
-  // The job's fields are read between seeing the generation and a successful claim. A claim succeeds only while the job has
-  // unclaimed tasks, hence before the caller may write the fields of the next one.
+  // The job's fields are read between seeing the generation and a successful claim. A claim succeeds only while the job
+  // has unclaimed tasks, hence before the caller may write the fields of the next one.
   void work(uint32_t generation, int index) {
     tls_thread_index = index;
     uint64_t state = state_.load(std::memory_order_acquire);
@@ -114,7 +115,8 @@ class Pool {
       const auto run = run_.load(std::memory_order_relaxed);
       void* context = context_.load(std::memory_order_relaxed);
       const int task = num_tasks_.load(std::memory_order_relaxed) - static_cast<int>(static_cast<uint32_t>(state));
-      if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+        continue;
       run(context, task, index);
       unfinished_.fetch_sub(1, std::memory_order_acq_rel);
       state = state_.load(std::memory_order_acquire);
@@ -135,8 +137,8 @@ class Pool {
 
 std::atomic<Pool*> g_pool{nullptr};
 
-// The child of a fork has none of the parent's threads and perhaps a locked mutex: it gets a new pool. The old one, and one
-// at process exit, is never destroyed, so workers never outlive what they read.
+// The child of a fork has none of the parent's threads and perhaps a locked mutex: it gets a new pool. The old one, and
+// one at process exit, is never destroyed, so workers never outlive what they read.
 void replace_pool_after_fork() {
   const Pool* parent = g_pool.load(std::memory_order_relaxed);
   Pool* child = new Pool;

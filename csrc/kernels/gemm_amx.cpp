@@ -1,8 +1,8 @@
 // Matrix product of bfloat16 on AMX tiles (16 rows x 32 k times 32 k x 16 columns).
 //
-// Prepared input: groups of 32 rows; in a group, for each step of 32 k, two tiles of 16 rows x 64 bytes (one tile when the
-// last group has at most 16 rows). With fewer than 16 rows in all, tiles have just these rows; otherwise missing rows are
-// zeros.
+// Prepared input: groups of 32 rows; in a group, for each step of 32 k, two tiles of 16 rows x 64 bytes (one tile when
+// the last group has at most 16 rows). With fewer than 16 rows in all, tiles have just these rows; otherwise missing
+// rows are zeros.
 #include "gemm_blocks.h"
 
 namespace quire::QUIRE_ISA {
@@ -12,15 +12,15 @@ namespace {
 
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kGroupRows = 2 * kTileRows;
-constexpr int64_t kRowBytes = 64;                          // of one tile row: 32 bf16 of x, or 16 pairs of weights
-constexpr int64_t kWeightTileBytes = 16 * kRowBytes;       // 32 k x 16 columns
-constexpr int64_t kStepBytes = 4 * kWeightTileBytes;       // of a panel per 32 k
+constexpr int64_t kRowBytes = 64;                     // of one tile row: 32 bf16 of x, or 16 pairs of weights
+constexpr int64_t kWeightTileBytes = 16 * kRowBytes;  // 32 k x 16 columns
+constexpr int64_t kStepBytes = 4 * kWeightTileBytes;  // of a panel per 32 k
 constexpr int64_t kHalfColumns = kPanelWidth / 2;
 constexpr int64_t kHalfSums = kGroupRows * kHalfColumns;
-constexpr int64_t kMaxStepsPerBlock = 64;                  // 2048 k: half a panel of weights is 128 KiB of L2
-constexpr int64_t kInputBytes = 1 << 20;                   // of L2 for the input of a block
-constexpr int64_t kMaxPanelsPerBlock = 16;                 // bounds the scratch for sums between K blocks
-constexpr int64_t kStreamDistance = 64 * 1024;             // prefetch distance where weights are used once
+constexpr int64_t kMaxStepsPerBlock = 64;       // 2048 k: half a panel of weights is 128 KiB of L2
+constexpr int64_t kInputBytes = 1 << 20;        // of L2 for the input of a block
+constexpr int64_t kMaxPanelsPerBlock = 16;      // bounds the scratch for sums between K blocks
+constexpr int64_t kStreamDistance = 64 * 1024;  // prefetch distance where weights are used once
 
 int64_t num_k_steps(int64_t k) { return (k + kBf16KUnit - 1) / kBf16KUnit; }
 int64_t tile_rows(int64_t m) { return std::min(m, kTileRows); }
@@ -44,8 +44,8 @@ void configure(int64_t input_rows) {
 }
 
 // Columns [0, 64) of a panel for one input tile; sums[rows][64].
-__attribute__((noinline)) void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps, float* sums, bool is_first,
-             Prefetch prefetch) {
+__attribute__((noinline)) void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps, float* sums,
+                                       bool is_first, Prefetch prefetch) {
   constexpr int64_t kPitch = kPanelWidth * sizeof(float);
   if (is_first) {
     _tile_zero(0);
@@ -76,8 +76,8 @@ __attribute__((noinline)) void run_1x4(const char* a, int64_t a_step, const char
   _tile_stored(3, sums + 48, kPitch);
 }
 
-// Finished sums of 32 columns on their way to the output. They are stored a row per step between the products of the next
-// tiles, which hides the stores' cache misses.
+// Finished sums of 32 columns on their way to the output. They are stored a row per step between the products of the
+// next tiles, which hides the stores' cache misses.
 class PendingRows {
  public:
   PendingRows() = default;
@@ -110,7 +110,8 @@ class PendingRows {
     } else if (dtype_ == DType::bf16) {
       _mm512_mask_storeu_epi16(out_, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
     } else if (dtype_ == DType::f16) {
-      _mm512_mask_storeu_epi16(out_, mask, _mm512_inserti64x4(_mm512_castsi256_si512(narrow_f16(low)), narrow_f16(high), 1));
+      _mm512_mask_storeu_epi16(out_, mask,
+                               _mm512_inserti64x4(_mm512_castsi256_si512(narrow_f16(low)), narrow_f16(high), 1));
     } else {
       _mm512_mask_storeu_ps(out_, static_cast<__mmask16>(mask), low);
       _mm512_mask_storeu_ps(out_ + 64, static_cast<__mmask16>(mask >> 16), high);
@@ -125,11 +126,11 @@ class PendingRows {
   DType dtype_ = DType::f32;
 };
 
-// 32 columns of a panel for the two tiles of a group; sums[32][32]. Both operands come from L2, whose bandwidth is the limit;
-// loads that ask not to be kept in L1 (TILELOADDT1) and all loads ahead of the products gave 2400 GFLOP/s per core where the
-// plain order gave 2000 (of 2700; Emerald Rapids).
-__attribute__((noinline)) void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_first, Prefetch prefetch,
-             PendingRows& pending) {
+// 32 columns of a panel for the two tiles of a group; sums[32][32]. Both operands come from L2, whose bandwidth is the
+// limit; loads that ask not to be kept in L1 (TILELOADDT1) and all loads ahead of the products gave 2400 GFLOP/s per
+// core where the plain order gave 2000 (of 2700; Emerald Rapids).
+__attribute__((noinline)) void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_first,
+                                       Prefetch prefetch, PendingRows& pending) {
   constexpr int64_t kPitch = kHalfColumns * sizeof(float);
   float* sums_low = sums + kTileRows * kHalfColumns;
   if (is_first) {
@@ -176,7 +177,8 @@ void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* inp
     for (int64_t row = 0; row < step_rows; ++row) {
       char* to = tiles + row * kRowBytes;
       if (row >= group_rows) {
-        for (int64_t step = 0; step < steps; ++step) _mm512_store_si512(to + step * step_rows * kRowBytes, _mm512_setzero_si512());
+        for (int64_t step = 0; step < steps; ++step)
+          _mm512_store_si512(to + step * step_rows * kRowBytes, _mm512_setzero_si512());
         continue;
       }
       const bf16* from = static_cast<const bf16*>(args.x) + (group + row) * args.x_stride;
@@ -219,8 +221,8 @@ void stream_panels(const GemmBlock& block) {
   }
 }
 
-// More rows: the weights of one panel and K block are used by group after group of rows while they are in L2. Sums stay in
-// scratch while there are K blocks to come.
+// More rows: the weights of one panel and K block are used by group after group of rows while they are in L2. Sums stay
+// in scratch while there are K blocks to come.
 void multiply_panels(const GemmBlock& block) {
   const GemmArgs& args = *block.args;
   const int64_t num_steps = num_k_steps(args.k), max_steps = steps_per_block(num_steps);
@@ -250,10 +252,14 @@ void multiply_panels(const GemmBlock& block) {
         for (int64_t group = 0; group < num_full; ++group, ++buffer) {
           const int64_t row = group * kGroupRows;
           float* sums = buffers + buffer % num_buffers * kHalfSums;
-          run_2x2(input + (row * num_steps + step * kGroupRows) * kRowBytes, b + half / 16 * kWeightTileBytes, steps, sums,
-                  is_first, plan.of_pass(pass++), pending);
+          run_2x2(input + (row * num_steps + step * kGroupRows) * kRowBytes, b + half / 16 * kWeightTileBytes, steps,
+                  sums, is_first, plan.of_pass(pass++), pending);
           if (is_last)
-            pending = {args,    sums, block.row_begin + row, std::min(kGroupRows, num_rows - row), panel * kPanelWidth + half,
+            pending = {args,
+                       sums,
+                       block.row_begin + row,
+                       std::min(kGroupRows, num_rows - row),
+                       panel * kPanelWidth + half,
                        bias + half};
         }
       }
@@ -261,11 +267,11 @@ void multiply_panels(const GemmBlock& block) {
         const int64_t row = num_full * kGroupRows;
         float* sums = buffers + buffer % num_buffers * kHalfSums;
         pending.store(kGroupRows);
-        run_1x4(input + (row * num_steps + step * kTileRows) * kRowBytes, kTileRows * kRowBytes, b, steps, sums, is_first,
-                plan.of_pass(pass));
+        run_1x4(input + (row * num_steps + step * kTileRows) * kRowBytes, kTileRows * kRowBytes, b, steps, sums,
+                is_first, plan.of_pass(pass));
         if (is_last)
-          store_finished(args, {sums, kPanelWidth, block.row_begin + row, num_rows - row, panel * kPanelWidth, kPanelWidth,
-                                bias});
+          store_finished(
+              args, {sums, kPanelWidth, block.row_begin + row, num_rows - row, panel * kPanelWidth, kPanelWidth, bias});
         ++buffer;
       }
     }

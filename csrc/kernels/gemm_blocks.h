@@ -10,9 +10,9 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// While a block of weights is multiplied with several row tiles in turn ("passes"), the next block is fetched from memory
-// into the L2 cache: each pass takes an equal share, so that memory and arithmetic overlap evenly. A pass calls fetch() at
-// even intervals; each call takes `lines` cache lines.
+// While a block of weights is multiplied with several row tiles in turn ("passes"), the next block is fetched from
+// memory into the L2 cache: each pass takes an equal share, so that memory and arithmetic overlap evenly. A pass calls
+// fetch() at even intervals; each call takes `lines` cache lines.
 struct Prefetch {
   const char* next;
   int lines;
@@ -53,8 +53,8 @@ inline void load_bias(const GemmArgs& args, int64_t panel, float* bias_64) {
   }
 }
 
-// A rectangle of finished sums [rows][columns], rows `pitch` floats apart, and its place in the output. Columns past N are
-// cut off.
+// A rectangle of finished sums [rows][columns], rows `pitch` floats apart, and its place in the output. Columns past N
+// are cut off.
 struct Finished {
   const float* sums;
   int64_t pitch;

@@ -5,14 +5,17 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+// Vectors of columns that a tile of so many rows takes at a time: 6 x 4 sums in the 32 registers of AVX-512, 6 x 2 in
+// 16 registers. Few rows take more columns there, so that enough independent sums hide the latency of a multiply-add.
+constexpr int num_vectors([[maybe_unused]] int rows) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-constexpr int kVectors = 4;  // 6 x 4 accumulators of 32 registers
+  return 4;
 #else
-constexpr int kVectors = 2;  // 6 x 2 accumulators of 16 registers
+  return rows == 1 ? 8 : rows == 2 ? 4 : 2;
 #endif
-constexpr int kColumns = kVectors * F32::kWidth;
+}
 
-template <int kRows>
+template <int kRows, int kVectors>
 inline void multiply_add(const float* a, int64_t a_stride, const F32 (&w)[kVectors], F32 (&sums)[kRows][kVectors]) {
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -22,16 +25,15 @@ inline void multiply_add(const float* a, int64_t a_stride, const F32 (&w)[kVecto
   }
 }
 
-template <int kRows>
+template <int kRows, int kVectors>
 inline void load_sums(const float* from, bool is_first, F32 (&sums)[kRows][kVectors]) {
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v)
-      sums[r][v] = is_first ? zero() : load(from + r * kPanelWidth + v * F32::kWidth);
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = is_first ? zero() : load(from + r * kPanelWidth + v * F32::kWidth);
 }
 
-template <int kRows>
+template <int kRows, int kVectors>
 inline void store_sums(float* to, const F32 (&sums)[kRows][kVectors]) {
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
@@ -50,6 +52,7 @@ struct FloatTile {
   template <int kRows>
   static void run(const float* a, int64_t a_stride, const T* b, int64_t steps, float* out, bool is_first,
                   Prefetch prefetch) {
+    constexpr int kVectors = num_vectors(kRows), kColumns = kVectors * F32::kWidth;
     for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
       F32 sums[kRows][kVectors];
       load_sums(out + column, is_first, sums);
@@ -76,6 +79,7 @@ struct Bf16Tile {
   template <int kRows>
   static void run(const float* a, int64_t a_stride, const bf16* b, int64_t steps, float* out, bool is_first,
                   Prefetch prefetch) {
+    constexpr int kVectors = num_vectors(kRows), kColumns = kVectors * F32::kWidth;
     for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
       F32 sums[kRows][kVectors];
       load_sums(out + column, is_first, sums);

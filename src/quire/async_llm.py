@@ -114,16 +114,12 @@ class AsyncLLM:
             raise self._engine.error
 
     def shutdown(self) -> asyncio.Task[None]:
-        """End every stream and the engine process. Returns at once, as vLLM's does; await the result to see it done.
+        """End every stream and the engine process; without it that ends with this one.
 
-        Without it the engine process ends with this one.
+        A plain function, as vLLM's: what it returns may be awaited, for the last readers to hear of the end.
         """
         if self._shutdown is None:
-            self._shutdown = asyncio.get_running_loop().create_task(self._shut_down(), name="shutdown")
-        return self._shutdown
-
-    async def _shut_down(self) -> None:
-        try:
-            await self._engine.shutdown()
-        finally:
+            self._engine.close()
             self._process.stop()
+            self._shutdown = asyncio.get_running_loop().create_task(self._engine.shutdown(), name="shutdown")
+        return self._shutdown

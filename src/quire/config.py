@@ -69,7 +69,7 @@ class EngineConfig:
         limits="tokens of one request; not how many tokens the KV cache holds for all",
     )
     generation_config: str = option(
-        "auto", "auto: the model's generation_config.json gives request defaults; vllm: none."
+        "auto", "Request defaults: auto: the model's generation_config.json; vllm: none; or a folder that has the file."
     )
     override_generation_config: dict[str, Any] | None = option(
         None, "JSON object merged over the generation config.", type="json"
@@ -186,6 +186,7 @@ class ServerConfig:
     shutdown_timeout: float = option(
         30.0, "Seconds to let running requests finish on SIGTERM.", limits="the time of a drain"
     )
+    legacy_metric_names: bool = option(False, "Show metrics under the names of old guides and dashboards as well.")
     fail_on_environ_validation: bool = option(False, "Refuse to start with an unknown VLLM_* or QUIRE_* variable.")
     sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
 

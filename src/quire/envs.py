@@ -1,4 +1,4 @@
-"""Every environment variable Quire reads, with its type, default and meaning. Read at call time, so that tests can set them."""
+"""Every environment variable Quire reads: type, default, meaning. Read at call time, so that tests can set them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,6 @@ class Variable(Generic[T]):
                 param=self.name,
             ) from None
 
-    def is_set(self) -> bool:
-        return bool(os.environ.get(self.name))
-
 
 CPU_KVCACHE_SPACE = Variable(
     "VLLM_CPU_KVCACHE_SPACE", 0.0, float, "KV cache memory on CPU in GiB; 0 = what is free minus the reserve"
@@ -73,7 +70,6 @@ ISA = Variable(
 NUM_THREADS = Variable(
     "QUIRE_NUM_THREADS", 0, int, "threads of the CPU kernels; 0 = physical cores allowed by affinity and cgroup"
 )
-NO_COLOR = Variable("NO_COLOR", "", str, "any value turns colour off")
 
 VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool], ...] = (
     CPU_KVCACHE_SPACE,
@@ -86,5 +82,4 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     ATTENTION_BACKEND,
     ISA,
     NUM_THREADS,
-    NO_COLOR,
 )

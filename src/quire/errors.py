@@ -1,4 +1,4 @@
-"""Exceptions of Quire: a stable code, what happened, the value seen, what is expected, how to fix it, and the HTTP status."""
+"""Exceptions of Quire: code, HTTP status, what happened, the value seen, what is expected and how to fix it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class QuireError(Exception):
         if self.expected:
             parts.append(f"Expected {self.expected.rstrip('.')}.")
         if self.fix:
-            parts.append(self.fix.rstrip(".") + ".")
+            parts.append(self.fix if self.fix.endswith(("?", "!")) else self.fix.rstrip(".") + ".")
         return " ".join(parts)
 
 

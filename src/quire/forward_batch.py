@@ -1,14 +1,14 @@
-"""Every tensor a layer may read in one forward pass. Passed down the model, never global."""
+"""Every tensor a layer may read in one forward pass. Passed down the model, never global.
+
+Dimensions: T tokens of this step, S sequences of this step, R rows that sample, M blocks in the longest table,
+B blocks, G kv heads, P block size, E head dim.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-# T tokens of this step, S sequences of this step, M blocks in the longest table, B blocks, G kv heads, P block size, E head dim
 
 
 @dataclass(slots=True)
@@ -27,7 +27,8 @@ class LayerCache:
 class ForwardBatch:
     """One step's rows, packed: tokens of sequence s are cu_seqlens_q[s]..cu_seqlens_q[s+1].
 
-    The query tokens of a sequence are its last positions: token i of a row with seq_len L and query length Q is at position L - Q + i.
+    The query tokens of a sequence are its last positions: token i of a row with seq_len L and query length Q is at
+    position L - Q + i.
     """
 
     token_ids_T: Tensor  # int64
@@ -40,18 +41,7 @@ class ForwardBatch:
     caches: list[LayerCache]  # one per layer
     max_query_len: int
     max_seq_len: int
-    backend_state: dict[str, Any] = field(
-        default_factory=dict
-    )  # what an attention backend's prepare() keeps for forward()
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids_T.shape[0]
-
-    @property
-    def num_seqs(self) -> int:
-        return self.seq_lens_S.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.token_ids_T.device

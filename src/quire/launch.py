@@ -11,11 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 import quire.demo
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.client import ProcessClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
@@ -43,22 +45,23 @@ class FrontEndParts:
     input_processor: InputProcessor
 
 
-def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
-    """Find (or download) the model's files and read what the front end needs. Loads no weights. Raises ConfigErrors."""
+def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool) -> tuple[Path, str, ModelConfig]:
+    """The model's folder, name and facts; what is missing is downloaded, the weights only on request.
+
+    Raises ConfigErrors.
+    """
     if config.model is None:
         folder, name = quire.demo.path("target"), DEMO_MODEL_NAME
     else:
         name = config.model
-        folder = resolve_model(
-            name,
-            config.revision,
-            config.download_dir,
-            config.hf_token,
-            progress,
-            weights=config.load_format != "dummy",
-        )
+        folder = resolve_model(name, config.revision, config.download_dir, config.hf_token, progress, weights=weights)
     any_architecture = config.model_impl in ("auto", "transformers")
-    model_config = load_model_config(folder, config.hf_overrides, any_architecture=any_architecture)
+    return folder, name, load_model_config(folder, config.hf_overrides, any_architecture=any_architecture)
+
+
+def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
+    """Find (or download) the model's files and read what the front end needs. Loads no weights. Raises ConfigErrors."""
+    folder, name, model_config = find_model(config, progress, weights=config.load_format != "dummy")
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer_folder = folder
@@ -71,7 +74,10 @@ def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
 
 
 def _input_processor(config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None) -> InputProcessor:
-    generation = load_generation_config(Path(model_config.model)) if config.generation_config == "auto" else {}
+    generation = {}
+    if config.generation_config != "vllm":
+        is_auto = config.generation_config == "auto"
+        generation = _generation_config(Path(model_config.model if is_auto else config.generation_config))
     return InputProcessor(
         tokenizer,
         ModelLimits(model_config.max_model_len, model_config.vocab_size, config.max_logprobs),
@@ -79,6 +85,17 @@ def _input_processor(config: EngineConfig, model_config: ModelConfig, tokenizer:
         eos_token_ids=model_config.eos_token_ids,
         seed=secrets.randbits(63) if config.seed is None else config.seed,
     )
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ConfigError(
+            "The folder of the generation config does not exist",
+            value=str(folder),
+            expected="auto, vllm, or a folder with generation_config.json",
+            param="generation_config",
+        )
+    return load_generation_config(folder)
 
 
 class EngineProcessHandle:

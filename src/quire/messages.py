@@ -21,7 +21,10 @@ class EngineLaunch(msgspec.Struct):
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
-    """One prompt and one continuation. Everything is validated and resolved: the engine does not check again."""
+    """One prompt and one continuation, validated and resolved: the engine only checks what it alone knows.
+
+    `request_id` is the engine's: no other request ever has it.
+    """
 
     request_id: str
     prompt_token_ids: list[int]

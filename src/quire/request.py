@@ -22,9 +22,9 @@ class RequestStatus(enum.IntEnum):
 class Request:
     """One prompt and its single continuation (`n` > 1 is n requests that share blocks).
 
-    There is no phase: `num_computed_tokens` says how much KV is in the cache, `num_tokens` how many tokens are known, and
-    a step computes some of the difference. `num_in_flight_tokens` counts tokens that a submitted batch will sample and whose ids
-    are not known here yet; they are computable (the worker knows them) but not hashable.
+    There is no phase: `num_computed_tokens` says how much KV is in the cache, `num_tokens` how many tokens are known,
+    and a step computes some of the difference. `num_in_flight_tokens` counts tokens that a submitted batch will sample
+    and whose ids are not known here yet; they are computable (the worker knows them) but not hashable.
     """
 
     request_id: str

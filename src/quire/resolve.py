@@ -167,8 +167,9 @@ def resolve_server(config: ServerConfig) -> Resolved:
     if not config.api_key and envs.API_KEY.get():
         resolved.put("api_key", "set", "environment", envs.API_KEY.name)
     if config.log_level is None:
-        source: Source = "environment" if envs.LOGGING_LEVEL.is_set() else "default"
-        resolved.put("log_level", envs.LOGGING_LEVEL.get().lower(), source)
+        level = envs.LOGGING_LEVEL.get()
+        source: Source = "default" if level == envs.LOGGING_LEVEL.default else "environment"
+        resolved.put("log_level", level.lower(), source, envs.LOGGING_LEVEL.name)
     _put_rest(resolved, config)
     return resolved
 
@@ -282,12 +283,12 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     if num_blocks < blocks_needed:
         raise _does_not_fit(config, resolved, memory, offer, block_bytes, blocks_needed)
     resolved.put("num_blocks", num_blocks, offer.source, offer.detail)
-    resolved.put("kv_cache_bytes", num_blocks * block_bytes, "formula", f"{num_blocks} blocks x {block_bytes} bytes")
+    resolved.put("kv_cache_bytes", num_blocks * block_bytes, "formula", f"{num_blocks} blocks x {block_bytes:,} bytes")
 
 
 def _put_memory(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> None:
-    weights = f"{model.num_parameters()} parameters x {DTYPE_BYTES[resolved.dtype]} bytes"
-    logits = f"{memory.logits_bytes} for the logits of {resolved.max_num_seqs} requests"
+    weights = f"{model.num_parameters():,} parameters x {DTYPE_BYTES[resolved.dtype]} bytes"
+    logits = f"{memory.logits_bytes:,} for the logits of {resolved.max_num_seqs} requests"
     if memory.is_predicted:
         resolved.put("weight_bytes", memory.weight_bytes, "formula", weights)
         detail = f"at least: the widest layer of {resolved.max_num_batched_tokens} tokens, and {logits}"
@@ -303,7 +304,7 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
     if config.num_gpu_blocks_override is not None:
         source = config.sources["num_gpu_blocks_override"]
         return _Offer(config.num_gpu_blocks_override * block_bytes, source, "num_gpu_blocks_override", False)
-    per_block = f"{block_bytes} bytes per block"
+    per_block = f"{block_bytes:,} bytes per block"
     if config.kv_cache_memory_bytes is not None:
         source = config.sources["kv_cache_memory_bytes"]
         return _Offer(config.kv_cache_memory_bytes, source, f"kv_cache_memory_bytes / {per_block}", False)
@@ -313,14 +314,14 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
     reserve = memory.work_bytes + int(memory.total_bytes * RESERVE_SHARE)
     free = memory.free_bytes - reserve
     free_detail = (
-        f"{memory.free_bytes} free after the weights - {reserve} reserve "
-        f"(measured work {memory.work_bytes} + {RESERVE_SHARE:.0%} of {memory.total_bytes}), / {per_block}"
+        f"{memory.free_bytes:,} free after the weights - {reserve:,} reserve "
+        f"(work {memory.work_bytes:,} + {RESERVE_SHARE:.0%} of {memory.total_bytes:,}), / {per_block}"
     )
     if config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization
         allowed = int(memory.total_bytes * share) - memory.weight_bytes - memory.work_bytes
         detail = (
-            f"{share} x {memory.total_bytes} total - {memory.weight_bytes} weights - {memory.work_bytes} work, "
+            f"{share} x {memory.total_bytes:,} total - {memory.weight_bytes:,} weights - {memory.work_bytes:,} work, "
             f"/ {per_block}"
         )
         if allowed <= free:

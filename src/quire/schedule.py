@@ -1,4 +1,4 @@
-"""What the scheduler asks of the workers for one step, and what they answer. Plain integers, so that both sides test alone."""
+"""What the scheduler asks of the workers for one step, and what they answer. Plain integers: both sides test alone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class NewRow:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step. Lists are aligned: row i is request_ids[i].
+    """One step of at least one row. Lists are aligned: row i is request_ids[i].
 
-    A row samples one token iff num_computed_tokens[i] + num_scheduled_tokens[i] reaches the number of tokens the worker knows
-    for it. The worker applies, in order: removed_request_ids, new_rows, new_block_ids, block_copies; then computes.
+    A row samples one token iff num_computed_tokens[i] + num_scheduled_tokens[i] reaches the number of tokens the worker
+    knows for it. The worker applies, in order: removed_request_ids, new_rows, new_block_ids, block_copies; then it
+    computes.
     """
 
     step_id: int
@@ -62,8 +63,8 @@ class StepResult:
     step_id: int
     token_ids: list[list[int]]  # per row: the sampled tokens ([] if the row is still in its prompt)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> one per sampled token
-    # row -> one per prompt position computed in this step and predicting its successor: entry j of the list describes the prompt
-    # token at position num_computed_tokens[row] + j + 1
+    # row -> one per prompt position computed in this step and predicting its successor: entry j of the list describes
+    # the prompt token at position num_computed_tokens[row] + j + 1. Not for a request resumed with output.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
     prepare_seconds: float = 0.0
@@ -114,6 +115,7 @@ class StepRecord(msgspec.Struct):
     num_preemptions: int  # in this step
     prefix_cache_queries: int  # tokens looked up in this step
     prefix_cache_hits: int  # tokens found
+    num_deferred: int = 0  # those of num_waiting that wait for another request, not for room
     schedule_seconds: float = 0.0
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0

@@ -162,7 +162,11 @@ class ServingProcess:
         self._parts, self._listener, self._display = parts, listener, display
         self._drain_seconds = server_config.shutdown_timeout
         self._host, self._port = server_config.host, listener.getsockname()[1]
-        metrics = PrometheusMetrics(settings.served_model_names[0], parts.model_config.max_model_len)
+        metrics = PrometheusMetrics(
+            settings.served_model_names[0],
+            parts.model_config.max_model_len,
+            legacy_names=server_config.legacy_metric_names,
+        )
         self._engine, self._process = start_async_engine(engine_config, parts, metrics)
         try:
             self._app = create_app(self._engine, parts.tokenizer, settings, metrics)

@@ -1,4 +1,4 @@
-"""The sameness matrix: no schedule may change a token. Demo model, greedy and seeded random requests, exact equality."""
+"""The sameness matrix: no schedule may change a token. Demo model, greedy and seeded requests, exact equality."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ QUESTIONS = (
     "how to sort a list",
     "Describe random.shuffle as JSON.",
     "Which module provides heapq.heappush?",
-    "What does itertools.chain do?<|im_end|>\n<|im_start|>assistant\n`itertools.chain(*iterables)`: Return a chain object whose "
-    "next method returns elements from the first iterable until it is exhausted.<|im_end|>\n<|im_start|>user\n"
-    "Explain functools.lru_cache in Python.",
+    "What does itertools.chain do?<|im_end|>\n<|im_start|>assistant\n`itertools.chain(*iterables)`: Return a "
+    "chain object whose next method returns elements from the first iterable until it is exhausted.<|im_end|>\n"
+    "<|im_start|>user\nExplain functools.lru_cache in Python.",
 )
 DTYPES = (torch.bfloat16, torch.float32)
 

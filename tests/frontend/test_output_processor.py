@@ -280,8 +280,8 @@ class Recorder(NoMetrics):
     def on_request_arrived(self, request):
         self.calls.append(("arrived", request.request_id))
 
-    def on_first_token(self, seconds, num_tokens, num_prompt_tokens):
-        self.calls.append(("first", seconds, num_tokens, num_prompt_tokens))
+    def on_first_token(self, seconds, num_tokens, num_prompt_tokens, num_cached_tokens):
+        self.calls.append(("first", seconds, num_tokens, num_prompt_tokens, num_cached_tokens))
 
     def on_tokens(self, num_tokens, seconds):
         self.calls.append(("tokens", num_tokens, seconds))
@@ -300,7 +300,7 @@ def test_times_and_counts():
         if reason is None and count == 1:
             delta.queued_seconds = 0.75
         (output,) = front.push(delta).outputs
-    assert metrics.calls == [("arrived", "r"), ("first", 2.0, 1, 1), ("tokens", 2, 0.5), ("tokens", 1, 1.0)]
+    assert metrics.calls == [("arrived", "r"), ("first", 2.0, 1, 1, 1), ("tokens", 2, 0.5), ("tokens", 1, 1.0)]
     (finished,) = metrics.finished
     assert (finished.e2e_seconds, finished.queued_seconds, finished.prefill_seconds) == (3.5, 0.75, 1.25)
     assert (finished.decode_seconds, finished.inference_seconds, finished.seconds_per_output_token) == (1.5, 2.75, 0.5)

@@ -38,6 +38,18 @@ def test_preemptions_show_when_there_are_some():
     assert "Waiting: 0 reqs, Preemptions: 4, GPU KV cache usage: 0.0%" in taken[1]
 
 
+def test_deferred_requests_show_when_there_are_some_and_are_not_among_those_waiting_for_room():
+    line = StatsLine(now=0.0)
+    line.add(record(num_sampled_tokens=1, num_running=1, num_waiting=3, num_deferred=2, num_preemptions=1))
+    taken = line.take(10.0)
+    assert taken is not None
+    assert "Running: 1 reqs, Waiting: 1 reqs, Deferred: 2 reqs, Preemptions: 1, CPU KV cache usage" in taken[1]
+    line.set_idle()
+    taken = line.take(20.0)
+    assert taken is not None
+    assert "Running: 0 reqs, Waiting: 0 reqs, CPU KV cache usage" in taken[1]
+
+
 def test_idle_is_debug_after_one_last_line():
     line = StatsLine(now=0.0)
     assert line.take(10.0) is None

@@ -9,21 +9,27 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.messages import EngineReady
 from quire.metrics.prometheus import PrometheusMetrics
-from quire.metrics.registry import METRICS, steps_up_to
+from quire.metrics.registry import CACHE_CONFIG_LABELS, METRICS, steps_up_to
 from quire.schedule import StepRecord
 
 # Names and types that dashboards use; a released name works for a year.
 EXPECTED = {
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
+    "vllm:num_requests_waiting_by_reason": "gauge",
+    "vllm:engine_sleep_state": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
     "vllm:cache_config_info": "gauge",
     "vllm:prefix_cache_queries": "counter",
     "vllm:prefix_cache_hits": "counter",
     "vllm:num_preemptions": "counter",
     "vllm:prompt_tokens": "counter",
+    "vllm:prompt_tokens_by_source": "counter",
+    "vllm:prompt_tokens_cached": "counter",
+    "vllm:prompt_tokens_cached_by_source": "counter",
     "vllm:generation_tokens": "counter",
     "vllm:request_success": "counter",
+    "vllm:admission_rejections": "counter",
     "vllm:iteration_tokens_total": "histogram",
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
@@ -70,15 +76,39 @@ def families(metrics):
 
 
 def test_names_and_types(metrics):
-    assert {name: family.type for name, family in families(metrics).items()} == EXPECTED
+    types = {name: family.type for name, family in families(metrics).items()}
+    assert {name: kind for name, kind in types.items() if name.startswith("vllm:")} == EXPECTED
+    others = {name.partition("_")[0] for name in types if not name.startswith("vllm:")}
+    assert others == {"http", "process", "python"}
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
 def test_labels(metrics):
-    for family in families(metrics).values():
+    for name, family in families(metrics).items():
         for sample in family.samples:
-            assert sample.labels["model_name"] == 'na"me\nwith\\all'
-            assert sample.labels["engine"] == "0"
+            if name.startswith("vllm:"):
+                assert sample.labels["model_name"] == 'na"me\nwith\\all'
+                assert sample.labels.get("engine") == (None if name == "vllm:admission_rejections" else "0"), name
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "values"),
+    [
+        ("vllm:num_requests_waiting_by_reason", "reason", ["capacity", "deferred"]),
+        ("vllm:engine_sleep_state", "sleep_state", ["awake", "weights_offloaded", "discard_all"]),
+        ("vllm:prompt_tokens_by_source", "source", ["local_compute", "local_cache_hit", "external_kv_transfer"]),
+        (
+            "vllm:prompt_tokens_cached_by_source",
+            "source",
+            ["device", "host", "disk", "p2p", "external_unspecified"],
+        ),
+        ("vllm:request_success", "finished_reason", ["stop", "length", "abort", "error"]),
+        ("vllm:admission_rejections", "reason", ["queue_full"]),
+    ],
+)
+def test_every_label_value_is_there_from_the_start(metrics, name, label, values):
+    expected = dict.fromkeys(values, 0.0) | ({"awake": 1.0} if label == "sleep_state" else {})
+    assert {s.labels[label]: s.value for s in families(metrics)[name].samples} == expected
 
 
 def test_buckets(metrics):
@@ -91,17 +121,24 @@ def test_buckets(metrics):
     assert not below, f"these cannot resolve times below 10 ms: {below}"
 
 
-def test_every_reason_is_there_from_the_start(metrics):
-    reasons = {s.labels["finished_reason"]: s.value for s in families(metrics)["vllm:request_success"].samples}
-    assert reasons == {"stop": 0, "length": 0, "abort": 0, "error": 0}
-
-
 def test_cache_config_is_published_once(metrics):
     metrics.set_cache_config(EngineReady(1, 1, 1, 1, 1))
     (sample,) = families(metrics)["vllm:cache_config_info"].samples
-    assert sample.labels["cache_dtype"] == "auto"
-    assert sample.labels["enable_prefix_caching"] == "True"
-    assert sample.labels["gpu_memory_utilization"] == "None"
+    assert set(sample.labels) == {"model_name", "engine", *CACHE_CONFIG_LABELS}
+    shown = {label: value for label, value in sample.labels.items() if value not in ("None", "False")}
+    assert shown == {
+        "model_name": 'na"me\nwith\\all',
+        "engine": "0",
+        "block_size": "16",
+        "cache_dtype": "auto",
+        "effective_attention_block_size": "16",
+        "enable_prefix_caching": "True",
+        "kv_cache_max_concurrency": "2.05",
+        "kv_cache_size_tokens": "8192",
+        "num_gpu_blocks": "512",
+        "prefix_caching_hash_algo": "sha256",
+    }
+    assert {"gpu_memory_utilization", "num_gpu_blocks_override", "user_specified_block_size"} <= set(sample.labels)
 
 
 def test_a_step_that_comes_after_the_last_abort_leaves_nothing_running(metrics):
@@ -112,17 +149,19 @@ def test_a_step_that_comes_after_the_last_abort_leaves_nothing_running(metrics):
 
 
 def test_steps(metrics):
-    scheduled = {"num_prefill_tokens": 30, "num_decode_tokens": 4, "num_running": 5, "num_waiting": 2}
+    scheduled = {"num_prefill_tokens": 30, "num_decode_tokens": 4, "num_running": 5, "num_waiting": 3}
     cache = {"num_blocks_in_use": 3, "num_blocks_total": 12, "prefix_cache_queries": 30, "prefix_cache_hits": 16}
     metrics.on_request_arrived(SimpleNamespace(requests=[1]))
-    metrics.on_step(record(**scheduled, **cache, num_preemptions=2))
+    metrics.on_step(record(**scheduled, **cache, num_preemptions=2, num_deferred=1))
     found = families(metrics)
 
     def value(name: str, suffix: str = "") -> float:
         return next(s.value for s in found[name].samples if s.name == name + suffix)
 
     assert value("vllm:num_requests_running") == 5
-    assert value("vllm:num_requests_waiting") == 2
+    assert value("vllm:num_requests_waiting") == 3
+    by_reason = found["vllm:num_requests_waiting_by_reason"].samples
+    assert {s.labels["reason"]: s.value for s in by_reason} == {"capacity": 2, "deferred": 1}
     assert value("vllm:kv_cache_usage_perc") == 0.25
     assert value("vllm:num_preemptions", "_total") == 2
     assert value("vllm:prefix_cache_queries", "_total") == 30

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from quire.errors import ModelConfigError
 from quire.hf_config.fields import Fields
 from quire.hf_config.rope import RopeConfig, parse_rope
 from quire.kernels import cpu, ops
@@ -59,6 +62,29 @@ def test_frequencies_are_those_of_transformers(name, length):
     assert local is None
     assert rope.attention_factor == pytest.approx(factor)
     torch.testing.assert_close(frequencies(rope, length), theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["default", *ROPES])
+def test_any_rope_that_is_accepted_gives_a_finite_table(name):
+    """Poison every number in turn: what would divide by zero or overflow is refused when config.json is read."""
+    given = ROPES.get(name, {"rope_type": "default"})
+    optional = ("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor", "mscale", "mscale_all_dim")
+    others = ("rope_theta", "original_max_position_embeddings")
+    raw = {"max_position_embeddings": MAX_POSITION, "model_type": "llama"}
+    num_accepted = 0
+    for field in {*given, *optional, *others} - {"rope_type"}:
+        for poison in (-1, 0, 1, 2, 1 << 39, 10**400, 1e-300, 1e300, math.nan, [0] * 6, [1e-300] * 6, [1e300] * 6):
+            for head_dim in (2, 12):
+                parameters = {"rope_theta": 300.0, **given, field: poison}
+                try:
+                    rope, _ = parse_rope(Fields({**raw, "rope_parameters": parameters}, "config.json"), head_dim)
+                except ModelConfigError:
+                    continue
+                num_accepted += 1
+                for length in (16, 100):
+                    table = cos_sin_table(rope, length)
+                    assert table.isfinite().all(), f"{field} = {poison!r} with heads of {head_dim}"
+    assert num_accepted > 10
 
 
 def test_table_holds_cosines_then_sines():

@@ -1,4 +1,4 @@
-"""A headless Chromium driven through chromedriver's HTTP interface (W3C WebDriver), as far as the playground's tests need."""
+"""A headless Chromium driven through chromedriver's HTTP interface (W3C WebDriver): what the playground's tests need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import httpx
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CHROMEDRIVER = shutil.which("chromedriver")
-WHY_NOT = None if CHROMIUM and CHROMEDRIVER else "no chromium and chromedriver on PATH (Debian: chromium, chromium-driver)"
+WHY_NOT = (
+    None if CHROMIUM and CHROMEDRIVER else "no chromium and chromedriver on PATH (Debian: chromium, chromium-driver)"
+)
 
 FLAGS = (
     "--headless",

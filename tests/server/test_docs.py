@@ -7,7 +7,7 @@ from pathlib import Path
 
 from starlette.routing import Route
 
-from quire.metrics.registry import CACHE_CONFIG_INFO, METRICS, REQUEST_SUCCESS
+from quire.metrics.registry import METRICS
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 
@@ -28,6 +28,6 @@ def test_fields():
 def test_metrics():
     names = {
         metric.name + ("_total" if metric.kind == "counter" else "")
-        for metric in (*METRICS, REQUEST_SUCCESS, CACHE_CONFIG_INFO)
+        for metric in METRICS
     }
     assert {name for name in CODE if name.startswith("vllm:")} == names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,8 +17,9 @@ def samples(server: RunningServer) -> dict[str, float]:
         for sample in family.samples:
             labels = {key: value for key, value in sample.labels.items() if key not in ("model_name", "engine")}
             result[sample.name + (str(labels) if labels else "")] = sample.value
-            assert sample.labels["model_name"] == MODEL
-            assert sample.labels["engine"] == "0"
+            if sample.name.startswith("vllm:"):
+                assert sample.labels["model_name"] == MODEL
+                assert sample.labels.get("engine", "0") == "0"
     return result
 
 
@@ -98,12 +100,62 @@ def test_kv_usage_is_a_share():
         assert server.metric("vllm:num_requests_running") == 0
 
 
+HOSTILE_METHODS = ("PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "PROPFIND", "TRACE")
+ROUTES = ("/v1/models", "/v1/chat/completions", "/")
+
+
+def _hostile_round(server: RunningServer, start: int) -> None:
+    """Random paths, methods, models and fields, on keys no other round has."""
+    for index in range(start, start + 100):
+        server.http.get(f"/random/{index}")
+        server.http.get(f"/v1/models/{index}")
+        server.http.get(f"/v1/models%00{index}")
+        httpx.request(f"M{index}", f"{server.url}/{index}")  # which the HTTP parser refuses by itself
+        for route in ROUTES:
+            server.http.request(HOSTILE_METHODS[index % len(HOSTILE_METHODS)], route)
+        server.chat(model=f"model-{index}")
+    for index in range(start, start + 20):
+        server.chat(max_tokens=1, user=f"u{index}", request_id=f"r{index}", cache_salt=f"s{index}")
+
+
 def test_the_number_of_series_is_constant(fresh):
-    fresh.chat(max_tokens=1)
+    _hostile_round(fresh, 0)
     before = set(samples(fresh))
-    for index in range(100):
-        fresh.http.get(f"/random/{index}")
-        fresh.http.request(("PUT", "PATCH", "DELETE", "OPTIONS")[index % 4], "/v1/models")
-        fresh.chat(model=f"model-{index}")
-        fresh.chat(max_tokens=1, user=f"u{index}", request_id=f"r{index}", cache_salt=f"s{index}")
+    _hostile_round(fresh, 1000)
     assert set(samples(fresh)) == before
+
+
+def _http_counts(server: RunningServer) -> dict[tuple[str, str, str], float]:
+    families = {family.name: family for family in text_string_to_metric_families(server.http.get("/metrics").text)}
+    return {
+        (sample.labels["method"], sample.labels["status"], sample.labels["handler"]): sample.value
+        for sample in families["http_requests"].samples
+    }
+
+
+def test_http_requests_are_counted_by_route():
+    with RunningServer(api_keys=("secret",)) as server:
+        assert server.chat(max_tokens=1).status_code == 200
+        server.events("/v1/completions", prompt="x", max_tokens=2)
+        server.complete(prompt="x", temperature=-1)
+        server.http.get("/v1/models/alias")
+        server.http.get("/v1/models/none", headers={"authorization": "Bearer wrong"})
+        server.http.delete("/v1/models")
+        server.http.request("PROPFIND", "/coffee")
+        for path in ("/health", "/livez", "/readyz", "/version"):
+            server.http.get(path)
+        expected = {
+            ("POST", "2xx", "/v1/chat/completions"): 1,
+            ("POST", "2xx", "/v1/completions"): 1,
+            ("POST", "4xx", "/v1/completions"): 1,
+            ("GET", "2xx", "/v1/models/{model:path}"): 1,
+            ("GET", "4xx", "/v1/models/{model:path}"): 1,
+            ("DELETE", "4xx", "/v1/models"): 1,
+            ("other", "4xx", "other"): 1,
+        }
+        server.wait_for(lambda: _http_counts(server) == expected, f"{expected}, at last {_http_counts(server)}")
+        durations = {
+            name: value for name, value in samples(server).items() if name.startswith("http_request_duration_seconds_c")
+        }
+        assert durations["http_request_duration_seconds_count{'handler': '/v1/completions', 'method': 'POST'}"] == 2
+        assert sum(durations.values()) == sum(expected.values())

@@ -1,5 +1,5 @@
-// Advice to the operating system about large buffers. Fresh memory arrives one page fault at a time, and reads of many pages
-// miss the TLB: 2 MiB pages make both cheaper.
+// Advice to the operating system about large buffers. Fresh memory arrives one page fault at a time, and reads of many
+// pages miss the TLB: 2 MiB pages make both cheaper.
 #pragma once
 
 #include <cstddef>

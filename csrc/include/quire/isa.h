@@ -1,7 +1,7 @@
 // Instruction sets: detection, run-time override, and how a kernel family picks its variant.
 //
-// Every file of csrc/kernels is compiled once per instruction set with QUIRE_ISA (the name) and QUIRE_ISA_LEVEL (its place
-// on the ladder) defined. A family is written like this:
+// Every file of csrc/kernels is compiled once per instruction set with QUIRE_ISA (the name) and QUIRE_ISA_LEVEL (its
+// place on the ladder) defined. A family is written like this:
 //
 //   // csrc/include/quire/kernels/norm.h
 //   namespace quire {
@@ -24,8 +24,8 @@ enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx = 
 inline constexpr int kNumIsas = 5;
 
 const char* isa_name(Isa isa);
-Isa best_isa();             // the best one that this CPU and operating system can run
-Isa active_isa();           // best_isa() until set_active_isa
+Isa best_isa();                // the best one that this CPU and operating system can run
+Isa active_isa();              // best_isa() until set_active_isa
 bool set_active_isa(Isa isa);  // false, and no change, when the CPU cannot run it
 
 template <class Kernels>
@@ -77,16 +77,15 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 
 // Defines `const type& function()` once, in the scalar variant's translation unit, which every build has.
 #if defined(QUIRE_ISA_LEVEL) && QUIRE_ISA_LEVEL == QUIRE_LEVEL_SCALAR
-#define QUIRE_DEFINE_DISPATCH(type, function, table)                                                     \
-  namespace quire {                                                                                      \
-  QUIRE_DECLARE_avx2(type, table) QUIRE_DECLARE_avx512(type, table)                                      \
-      QUIRE_DECLARE_avx512_bf16(type, table) QUIRE_DECLARE_amx(type, table) const type& function() {     \
-    static constexpr const type* variants[kNumIsas] = {&scalar::table, QUIRE_VARIANT_avx2(table),        \
-                                                       QUIRE_VARIANT_avx512(table),                      \
-                                                       QUIRE_VARIANT_avx512_bf16(table),                 \
-                                                       QUIRE_VARIANT_amx(table)};                        \
-    return select_variant(variants);                                                                     \
-  }                                                                                                      \
+#define QUIRE_DEFINE_DISPATCH(type, function, table)                                                                  \
+  namespace quire {                                                                                                   \
+  QUIRE_DECLARE_avx2(type, table) QUIRE_DECLARE_avx512(type, table) QUIRE_DECLARE_avx512_bf16(type, table)            \
+      QUIRE_DECLARE_amx(type, table) const type& function() {                                                         \
+    static constexpr const type* variants[kNumIsas] = {&scalar::table, QUIRE_VARIANT_avx2(table),                     \
+                                                       QUIRE_VARIANT_avx512(table), QUIRE_VARIANT_avx512_bf16(table), \
+                                                       QUIRE_VARIANT_amx(table)};                                     \
+    return select_variant(variants);                                                                                  \
+  }                                                                                                                   \
   }
 #else
 #define QUIRE_DEFINE_DISPATCH(type, function, table)

@@ -1,8 +1,8 @@
-// One float vector type per instruction set, for every kernel: F32 with loads and stores that convert from and to float,
-// bfloat16 and half, arithmetic, reductions and exp. The width is F32::kWidth (4, 8 or 16).
+// One float vector type per instruction set, for every kernel: F32 with loads and stores that convert from and to
+// float, bfloat16 and half, arithmetic, reductions and exp. The width is F32::kWidth (4, 8 or 16).
 //
-// load(p) / store(p, v) move kWidth elements; load_n(p, n, fill) / store_n(p, v, n) the first n of them (0 <= n <= kWidth)
-// and touch no other memory. Include only from csrc/kernels: the content depends on QUIRE_ISA.
+// load(p) / store(p, v) move kWidth elements; load_n(p, n, fill) / store_n(p, v, n) the first n of them (0 <= n <=
+// kWidth) and touch no other memory. Include only from csrc/kernels: the content depends on QUIRE_ISA.
 #pragma once
 
 #include <cmath>
@@ -49,9 +49,7 @@ inline float reduce_max(F32 a) { return _mm512_reduce_max_ps(a.v); }
 
 inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 
-inline __m512 widen_bf16(__m256i x) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
+inline __m512 widen_bf16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline __m256i narrow_bf16(__m512 x) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
   // vcvtneps2bf16 treats subnormals as zero: their values are below 2^-126, under anything a model computes with.
@@ -118,8 +116,7 @@ inline F32 ldexp(F32 a, F32 n) {
   const __m256i half = _mm256_srai_epi32(whole, 1);
   const __m256i bias = _mm256_set1_epi32(127);
   const __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
-  const __m256 high =
-      _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23));
+  const __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23));
   return {_mm256_mul_ps(_mm256_mul_ps(a.v, low), high)};
 }
 inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
@@ -140,9 +137,7 @@ inline float reduce_max(F32 a) {
   return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
 
-inline __m256 widen_bf16(__m128i x) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
-}
+inline __m256 widen_bf16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 inline __m128i narrow_bf16(__m256 x) {
   const __m256i u = _mm256_castps_si256(x);
   const __m256i top = _mm256_srli_epi32(u, 16);
@@ -229,8 +224,14 @@ inline F32 load(const T* p) {
   return {Vector4f{to_f32(p[0]), to_f32(p[1]), to_f32(p[2]), to_f32(p[3])}};
 }
 // Of kWidth pairs, the first and the second elements.
-inline F32 load_even(const bf16* p) { return {Vector4f{to_f32(p[0]), to_f32(p[2]), to_f32(p[4]), to_f32(p[6])}}; }
-inline F32 load_odd(const bf16* p) { return {Vector4f{to_f32(p[1]), to_f32(p[3]), to_f32(p[5]), to_f32(p[7])}}; }
+inline Vector4i load_words(const bf16* p) {
+  static_assert(std::endian::native == std::endian::little, "the first of a pair is the low half of a word");
+  Vector4i words;
+  std::memcpy(&words, p, sizeof(words));
+  return words;
+}
+inline F32 load_even(const bf16* p) { return {reinterpret_cast<Vector4f>(load_words(p) << 16)}; }
+inline F32 load_odd(const bf16* p) { return {reinterpret_cast<Vector4f>(load_words(p) & -65536)}; }
 template <class T>
 inline void store(T* p, F32 a) {
   for (int i = 0; i < 4; ++i) p[i] = from_f32<T>(a.v[i]);
@@ -255,7 +256,8 @@ inline void store_n(T* p, F32 a, int n) {
 
 #endif
 
-// y, or 0 where x < limit. exp and exp2 use it to give 0 instead of subnormal numbers, which cost many CPUs over 100 cycles.
+// y, or 0 where x < limit. exp and exp2 use it to give 0 instead of subnormal numbers, which cost many CPUs over 100
+// cycles.
 inline F32 zero_below(F32 x, float limit, F32 y) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_NLT_UQ), y.v)};
@@ -264,8 +266,8 @@ inline F32 zero_below(F32 x, float limit, F32 y) {
 #endif
 }
 
-// e^x with a relative error under 2e-7; 0 below -87, infinity above 88.73, NaN for NaN. Range reduction to [-ln2/2, ln2/2]
-// and the degree-6 Taylor-like minimax polynomial of Cephes expf (S. Moshier, netlib.org/cephes).
+// e^x with a relative error under 2e-7; 0 below -87, infinity above 88.73, NaN for NaN. Range reduction to [-ln2/2,
+// ln2/2] and the degree-6 Taylor-like minimax polynomial of Cephes expf (S. Moshier, netlib.org/cephes).
 inline F32 exp(F32 x) {
   const F32 y = max(broadcast(-87.0f), min(broadcast(89.0f), x));  // this order of operands keeps NaN
   const F32 n = round(y * broadcast(1.44269504088896341f));
@@ -282,8 +284,8 @@ inline F32 exp(F32 x) {
 }
 
 // 2^x for x <= 127 with a relative error under 2e-7; exactly 1 at 0, 0 below -125, NaN for NaN (without payload bits).
-// Adding 1.5 * 2^23 rounds x to an integer in the low bits, which go to the exponent of 2^(rest); minimax polynomial of degree
-// 5 on [-1/2, 1/2], exact at 0, relative error 9.2e-8 (Lawson's iteratively reweighted least squares).
+// Adding 1.5 * 2^23 rounds x to an integer in the low bits, which go to the exponent of 2^(rest); minimax polynomial of
+// degree 5 on [-1/2, 1/2], exact at 0, relative error 9.2e-8 (Lawson's iteratively reweighted least squares).
 inline F32 exp2(F32 x) {
   const F32 magic = broadcast(0x1.8p23f);
   const F32 shifted = x + magic;

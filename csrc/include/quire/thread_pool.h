@@ -1,8 +1,8 @@
 // One pool of worker threads for all kernels: parallel_for over task numbers, the caller takes part.
 //
-// Workers spin for about 50 microseconds after a job (the gaps between the kernels of one forward pass are shorter), then
-// sleep. Jobs from different callers are served one after the other; a parallel_for inside a task runs in place. After a
-// fork the child starts its own workers on first use.
+// Workers spin for about 50 microseconds after a job (the gaps between the kernels of one forward pass are shorter),
+// then sleep. Jobs from different callers are served one after the other; a parallel_for inside a task runs in place.
+// After a fork the child starts its own workers on first use.
 #pragma once
 
 namespace quire {
@@ -13,8 +13,8 @@ int default_num_threads();
 int num_threads();
 void set_num_threads(int n);  // n >= 1, the caller included
 
-// Calls run(context, task_index, thread_index) for every task_index in [0, num_tasks); thread_index is in [0, num_threads())
-// and no two tasks that run at the same time share it.
+// Calls run(context, task_index, thread_index) for every task_index in [0, num_tasks); thread_index is in [0,
+// num_threads()) and no two tasks that run at the same time share it.
 void parallel_run(int num_tasks, void (*run)(void*, int, int), void* context);
 
 namespace {

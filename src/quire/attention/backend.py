@@ -33,7 +33,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Host work, once per step before the layers run. May keep what it needs in `batch.backend_state`."""
+        """Host work, once per step before the layers run. The backend keeps what it needs until the next step."""
         ...
 
     def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:

@@ -6,11 +6,11 @@ import os
 import sys
 
 from quire import __version__
-from quire.cli import chat, complete, serve
+from quire.cli import chat, collect_env, complete, explain, serve
 from quire.cli.flags import Parser
 from quire.errors import ConfigError, QuireError
 
-COMMANDS = (serve, chat, complete)
+COMMANDS = (serve, chat, complete, explain, collect_env)
 
 
 def build_parser() -> Parser:

@@ -20,8 +20,8 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
     ),
     *refused("requests bring their own", "Send chat_template_kwargs", values="default_chat_template_kwargs"),
     *refused(
-        "tokens are given as text",
-        "Ask for return_token_ids, or logprobs with their bytes",
+        "requests ask for it",
+        "Send return_tokens_as_token_ids",
         switches="return_tokens_as_token_ids",
     ),
     *refused(TOOLS, switches="enable_auto_tool_choice", values="tool_call_parser tool_server"),

@@ -72,10 +72,14 @@ def num_cores() -> int:
     for cpu in allowed:
         siblings = _read_text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
         cores.add(siblings.strip() if siblings else str(cpu))
+    quota = cpu_quota()
+    return len(cores) if quota is None else max(1, min(len(cores), int(quota)))
+
+
+def cpu_quota() -> float | None:
+    """Cores' worth of time the cgroup allows; None for no limit."""
     quota = (_read_text(_CGROUP / "cpu.max") or "max").split()
-    if quota[0].isdigit():
-        return max(1, min(len(cores), int(quota[0]) // int(quota[1])))
-    return len(cores)
+    return int(quota[0]) / int(quota[1]) if quota[0].isdigit() else None
 
 
 def cpu_name() -> str:

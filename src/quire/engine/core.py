@@ -180,6 +180,7 @@ class EngineCore:
             num_preemptions=stats.num_preemptions,
             prefix_cache_queries=stats.prefix_cache_queries,
             prefix_cache_hits=stats.prefix_cache_hits,
+            num_deferred=scheduler.num_deferred,
             schedule_seconds=step.schedule_seconds,
             prepare_seconds=result.prepare_seconds,
             forward_seconds=result.forward_seconds,

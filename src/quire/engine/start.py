@@ -9,6 +9,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.engine.warm_up import produce_a_token
+from quire.loader.load import Progress
 from quire.messages import EngineReady
 from quire.model_config import ModelConfig, load_model_config
 from quire.resolve import Resolved
@@ -16,7 +17,7 @@ from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
-from quire.worker.worker import Progress, start_worker
+from quire.worker.worker import start_worker
 
 
 @dataclass(frozen=True)

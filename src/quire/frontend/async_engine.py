@@ -285,16 +285,21 @@ class AsyncEngine:
             stream.fail(EngineDeadError(error.message))
         self._settled.set()
 
-    async def shutdown(self) -> None:
-        """Tell the engine to stop, end every stream and free the connection."""
+    def close(self) -> None:
+        """Tell the engine to stop, end every stream and free the connection. May be called again."""
         if self.error is None:
             with suppress(EngineDeadError):  # already gone is what was asked for
                 self.client.send(Command("shutdown"))
         self._die(EngineDeadError("The server is shutting down"))
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait((self._task,))  # awaiting the task itself could not be told from being cancelled
         self.client.close()
+
+    async def shutdown(self) -> None:
+        """`close`, and wait until nothing is received any more."""
+        self.close()
+        if self._task is not None:
+            await asyncio.wait((self._task,))  # awaiting the task itself could not be told from being cancelled
 
 
 def _is_long(prompt: PromptType) -> bool:

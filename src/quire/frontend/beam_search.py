@@ -14,7 +14,8 @@ from quire.sampling_params import BeamSearchParams, SamplingParams
 class BeamSearch:
     """One prompt. Call `pending`, extend each by one token, hand the logprobs to `advance`, until `pending` is empty.
 
-    As in vLLM, a sequence is ranked by its cumulative logprob / length ** length_penalty, its length without the EOS that ended it.
+    As in vLLM, a sequence is ranked by its cumulative logprob / length ** length_penalty, its length without the EOS
+    that ended it.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int], params: BeamSearchParams, eos_token_ids: Iterable[int]) -> None:

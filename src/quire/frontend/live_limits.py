@@ -72,6 +72,7 @@ def _movable(limits: Mapping[str, LiveLimit]) -> str:
 
 
 def _check(name: str, value: Any, limits: Mapping[str, LiveLimit], ready: EngineReady) -> None:
+    fix: str | None
     if name not in limits:
         if name in ready.resolved:
             what, fix = f"{name} cannot be moved while serving", f"Restart with --{name.replace('_', '-')}"

@@ -127,11 +127,12 @@ class OutputProcessor:
         child.timeline.chunks.add(now - metrics.arrival_time, num_tokens)
         if child.first_token_time is None:
             child.first_token_time = now
-            num_prompt_tokens = 0
+            num_prompt_tokens = num_cached_tokens = 0
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
                 num_prompt_tokens = len(child.request.processed.prompt_token_ids)
-            self.metrics.on_first_token(now - metrics.arrival_time, num_tokens, num_prompt_tokens)
+                num_cached_tokens = child.request.num_cached_tokens
+            self.metrics.on_first_token(now - metrics.arrival_time, num_tokens, num_prompt_tokens, num_cached_tokens)
         else:
             assert child.last_token_time is not None
             self.metrics.on_tokens(num_tokens, now - child.last_token_time)

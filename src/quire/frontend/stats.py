@@ -57,12 +57,13 @@ class EngineMetrics(Protocol):
         """Accepted and sent to the engine."""
         ...
 
-    def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int) -> None:
+    def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Of a continuation, since the request's arrival (TTFT).
 
         Args:
             num_tokens: that came at once.
             num_prompt_tokens: of the request, with its first continuation's first token; 0 for the other continuations.
+            num_cached_tokens: how many of num_prompt_tokens were cached.
         """
         ...
 
@@ -89,7 +90,7 @@ class NoMetrics:
     def on_request_arrived(self, request: ProcessedRequest) -> None:
         return None
 
-    def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int) -> None:
+    def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         return None
 
     def on_tokens(self, num_tokens: int, seconds: float) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelConfigError
 
 MAX_INTEGER = 1 << 40  # far above any real size, far below what would exhaust memory by arithmetic alone
+MAX_NUMBER = 1e30  # far above any real factor; its square is a float
 _FIX = "Use the config.json that belongs to the checkpoint"
 
 
@@ -35,13 +35,15 @@ class Fields:
             raise self.illegal(name, f"a whole number from {minimum} to {maximum}")
         return value
 
-    def number(self, name: str, default: float | None = None, minimum: float = -math.inf) -> float:
-        """A finite number; without `default` it must be there."""
+    def number(
+        self, name: str, default: float | None = None, minimum: float = -MAX_NUMBER, maximum: float = MAX_NUMBER
+    ) -> float:
+        """A number; without `default` it must be there. NaN, infinity and integers too large for a float are none."""
         value = self.values.get(name)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < minimum:
-            raise self.illegal(name, "a finite number" + (f" of at least {minimum}" if minimum > -math.inf else ""))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+            raise self.illegal(name, f"a number from {minimum:g} to {maximum:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -74,12 +76,12 @@ class Fields:
             raise self.illegal(name, f"a list of at least {min_length} items of type {item.__name__}")
         return value
 
-    def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """Exactly `length` finite numbers."""
+    def numbers(self, name: str, length: int, minimum: float, maximum: float) -> tuple[float, ...]:
+        """Exactly `length` numbers."""
         value = self.values.get(name)
         if not isinstance(value, list) or len(value) != length:
             raise self.illegal(name, f"a list of {length} numbers")
-        return tuple(Fields({name: entry}, self.path).number(name) for entry in value)
+        return tuple(Fields({name: entry}, self.path).number(name, None, minimum, maximum) for entry in value)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """A token id or a list of them."""

@@ -10,6 +10,7 @@ from quire.hf_config.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _PHI3_LONGROPE = ("su", "yarn")  # what the first Phi-3 files called it
+_FACTORS = 1e-6, 1e6  # no model is near these limits; between them every table is finite
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ def _parse_one(given: Fields, fields: Fields, head_dim: int) -> RopeConfig:
     rotary_dim = int(head_dim * given.number("partial_rotary_factor", 1.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise given.illegal("partial_rotary_factor", f"a factor that leaves an even part of head_dim = {head_dim}")
-    theta = given.number("rope_theta", minimum=1.0)
+    theta = given.number("rope_theta", None, 1.001, 1e30)
+    if kind == "dynamic" and rotary_dim == 2:  # its formula has the power rotary_dim / (rotary_dim - 2)
+        raise given.illegal("partial_rotary_factor", "at least 4 rotating dimensions for a dynamic rope")
     max_position = fields.integer("max_position_embeddings")
     if kind == "default":
         return RopeConfig(rotary_dim, theta, max_position=max_position)
@@ -67,27 +70,27 @@ def _parse_one(given: Fields, fields: Fields, head_dim: int) -> RopeConfig:
     where = fields if fields.has("original_max_position_embeddings") else given
     original = where.integer("original_max_position_embeddings", default=max_position)
     may_derive = kind in ("yarn", "longrope")
-    factor = given.number("factor", default=max_position / original if may_derive else None, minimum=1e-6)
+    factor = given.number("factor", max_position / original if may_derive else None, *_FACTORS)
     more: dict[str, Any] = {}
     if kind == "llama3":
         more = {
-            "low_freq_factor": given.number("low_freq_factor"),
-            "high_freq_factor": given.number("high_freq_factor"),
+            "low_freq_factor": given.number("low_freq_factor", None, *_FACTORS),
+            "high_freq_factor": given.number("high_freq_factor", None, *_FACTORS),
         }
     elif kind == "yarn":
         more = {
-            "beta_fast": given.number("beta_fast", 32.0),
-            "beta_slow": given.number("beta_slow", 1.0),
+            "beta_fast": given.number("beta_fast", 32.0, *_FACTORS),
+            "beta_slow": given.number("beta_slow", 1.0, *_FACTORS),
             "truncate": given.flag("truncate", True),
-            "attention_factor": given.number("attention_factor", _yarn_attention_factor(given, factor)),
+            "attention_factor": given.number("attention_factor", _yarn_attention_factor(given, factor), *_FACTORS),
         }
     elif kind == "longrope":
         # LongRoPE, arXiv 2402.13753, as in transformers' modeling_rope_utils
         scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
         more = {
-            "short_factor": given.numbers("short_factor", rotary_dim // 2),
-            "long_factor": given.numbers("long_factor", rotary_dim // 2),
-            "attention_factor": given.number("attention_factor", scale),
+            "short_factor": given.numbers("short_factor", rotary_dim // 2, *_FACTORS),
+            "long_factor": given.numbers("long_factor", rotary_dim // 2, *_FACTORS),
+            "attention_factor": given.number("attention_factor", scale, *_FACTORS),
         }
     return RopeConfig(rotary_dim, theta, kind, factor, max_position, original, **more)
 
@@ -98,7 +101,7 @@ def _yarn_attention_factor(given: Fields, factor: float) -> float:
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    numerator, denominator = given.number("mscale", 0.0), given.number("mscale_all_dim", 0.0)
+    numerator, denominator = (given.number(name, 0.0, 0.0, _FACTORS[1]) for name in ("mscale", "mscale_all_dim"))
     return scale(numerator) / scale(denominator) if numerator and denominator else scale(1.0)
 
 

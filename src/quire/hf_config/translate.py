@@ -172,7 +172,7 @@ def _math(fields: Fields, family: HfFamily, is_native: bool) -> dict[str, Any]:
 
 def _attention_scale(fields: Fields, head_dim: int) -> float:
     if fields.has("attention_multiplier"):  # Granite gives the factor itself
-        return fields.number("attention_multiplier")
+        return fields.number("attention_multiplier", minimum=1e-6)
     return 1.0 / math.sqrt(fields.number("query_pre_attn_scalar", float(head_dim), minimum=1e-6))
 
 

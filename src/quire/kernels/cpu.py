@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: thin wrappers that turn tensors into addresses. The only file that imports `quire._C`.
+"""The compiled CPU kernels: thin wrappers that turn tensors into addresses. The only file that calls them.
 
 Wrappers trust their arguments; `kernels.ops` checks them. Dimensions: M rows, N out-features, K in-features; those of the
 other ops are in ops.py.
@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from quire import envs
+from quire.kernels import extension
 
-_C: Any
-try:
-    from quire import _C  # type: ignore[attr-defined, no-redef]
-except ImportError:  # installed without a compiler: ops run on plain torch
-    _C = None
+_C: Any = extension.C  # None: installed without a compiler; ops run on plain torch
 
 # enum class DType of csrc/include/quire/dtype.h
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -28,7 +25,7 @@ MAX_HEAD_DIM = 256
 
 
 def _load() -> bool:
-    if _C is None or envs.FORCE_REFERENCE.get():
+    if not extension.is_used():
         return False
     if envs.ISA.get():
         _C.set_isa(envs.ISA.get())

@@ -38,10 +38,18 @@ class StatsLine:
         if record.prefix_cache_queries:
             self._lookups.append((record.prefix_cache_queries, record.prefix_cache_hits))
 
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Of recent prompts, 0 to 1."""
+        queries = sum(queried for queried, _ in self._lookups)
+        return sum(hit for _, hit in self._lookups) / max(queries, 1)
+
     def set_idle(self) -> None:
         """No request is left, and no step will say so."""
         if self._record is not None:
-            self._record = msgspec.structs.replace(self._record, num_running=0, num_waiting=0, num_blocks_in_use=0)
+            self._record = msgspec.structs.replace(
+                self._record, num_running=0, num_waiting=0, num_deferred=0, num_blocks_in_use=0
+            )
 
     def take(self, now: float) -> tuple[int, str] | None:
         """Log level and text for the time since the last call; None before the first step.
@@ -55,18 +63,16 @@ class StatsLine:
         is_idle = not (self._num_prompt or self._num_generated)
         level = logging.DEBUG if is_idle and self._was_idle else logging.INFO
         self._was_idle = is_idle
-        queries = sum(queried for queried, _ in self._lookups)
-        hits = sum(hit for _, hit in self._lookups)
         parts = [
             f"Avg prompt throughput: {self._num_prompt / seconds:.1f} tokens/s",
             f"Avg generation throughput: {self._num_generated / seconds:.1f} tokens/s",
             f"Running: {record.num_running} reqs",
-            f"Waiting: {record.num_waiting} reqs",
+            f"Waiting: {record.num_waiting - record.num_deferred} reqs",
+            *([f"Deferred: {record.num_deferred} reqs"] if record.num_deferred else []),
+            *([f"Preemptions: {self._num_preemptions}"] if self._num_preemptions else []),
             f"{self._device} KV cache usage: {100 * record.num_blocks_in_use / max(record.num_blocks_total, 1):.1f}%",
-            f"Prefix cache hit rate: {100 * hits / max(queries, 1):.1f}%",
+            f"Prefix cache hit rate: {100 * self.prefix_cache_hit_rate:.1f}%",
         ]
-        if self._num_preemptions:
-            parts.insert(4, f"Preemptions: {self._num_preemptions}")
         self._num_prompt = self._num_generated = self._num_preemptions = 0
         return level, f"{self._prefix}: " + ", ".join(parts)
 

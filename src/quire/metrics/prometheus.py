@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from quire.messages import EngineReady
+from quire.metrics.http import HttpMetrics
+from quire.metrics.legacy import LegacyNames, RecentTokens
 from quire.metrics.log_line import StatsLine
 from quire.metrics.registry import (
-    ADMISSION_REJECTIONS,
     CACHE_CONFIG_INFO,
-    COMMON_LABELS,
+    CACHE_CONFIG_LABELS,
     METRICS,
-    REQUEST_SUCCESS,
     UP_TO_MODEL_LEN,
     Metric,
     steps_up_to,
@@ -23,12 +33,6 @@ from quire.schedule import StepRecord
 
 # Else every counter and histogram has a second series that nobody reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
-
-# Every reason is there from the start, so that a rate over it exists before the first such end.
-FINISH_REASONS = ("stop", "length", "abort", "error")
-REJECTION_REASONS = ("queue_full",)
-# The settings among the labels of CACHE_CONFIG_INFO, in its order, by our names.
-_CACHE_SETTINGS = ("kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_bytes")
 
 
 class ArrivedRequest(Protocol):
@@ -75,70 +79,95 @@ class PrometheusMetrics:
     """The front end's EngineMetrics. Label values come from closed sets only, so the number of series never grows.
 
     Args:
-        model_name: label of every series.
+        model_name: label of every series of the engine's.
         max_model_len: last bucket of the length histograms.
         engine: index of the engine, a label.
         device: word of the statistics line, CPU or GPU.
+        legacy_names: show the names of old too.
     """
 
-    def __init__(self, model_name: str, max_model_len: int, engine: int = 0, device: str = "CPU") -> None:
+    def __init__(
+        self,
+        model_name: str,
+        max_model_len: int,
+        engine: int = 0,
+        device: str = "CPU",
+        *,
+        legacy_names: bool = False,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.stats_line = StatsLine(f"{engine:03d}", device)
-        self._labels = (model_name, str(engine))
+        self._label_values = {"model_name": model_name, "engine": str(engine)}
+        self._max_model_len = max_model_len
         self._has_cache_config = False
         self._num_unfinished = 0
-        self._counters: dict[str, Counter] = {}
-        self._gauges: dict[str, Gauge] = {}
+        # The series by name and, where the family has a label of its own, its value.
+        self._counters: dict[tuple[str, str], Counter] = {}
+        self._gauges: dict[tuple[str, str], Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
-        for metric in METRICS:
-            self._add(metric, max_model_len)
-        ended = Counter(
-            REQUEST_SUCCESS.name, REQUEST_SUCCESS.help, COMMON_LABELS + REQUEST_SUCCESS.labels, registry=self.registry
-        )
-        self._ended = {reason: ended.labels(*self._labels, reason) for reason in FINISH_REASONS}
-        rejected = Counter(
-            ADMISSION_REJECTIONS.name,
-            ADMISSION_REJECTIONS.help,
-            ("model_name", *ADMISSION_REJECTIONS.labels),
-            registry=self.registry,
-        )
-        self._rejected = {reason: rejected.labels(model_name, reason) for reason in REJECTION_REASONS}
+        families = {metric.name: self._add(metric) for metric in METRICS}
+        self._gauges["vllm:engine_sleep_state", "awake"].set(1)
+        self.http = HttpMetrics(self.registry)
+        self._recent_tokens: RecentTokens | None = None
+        if legacy_names:
+            self._recent_tokens = RecentTokens()
+            labels = tuple(self._label_values.values())
+            self.registry.register(
+                LegacyNames(families, labels, self._recent_tokens, lambda: self.stats_line.prefix_cache_hit_rate)
+            )
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
 
-    def _add(self, metric: Metric, max_model_len: int) -> None:
-        """The one series of a family without labels of its own."""
+    def _add(self, metric: Metric) -> Counter | Gauge | Histogram:
+        """A family with all its series."""
+        labels = (*metric.common, metric.label) if metric.label else metric.common
+        own = [self._label_values[name] for name in metric.common]
+        series = [(value, (*own, value)) for value in metric.values] if metric.label else [("", tuple(own))]
         if metric.kind == "counter":
-            counter = Counter(metric.name, metric.help, COMMON_LABELS, registry=self.registry)
-            self._counters[metric.name] = counter.labels(*self._labels)
-        elif metric.kind == "gauge":
-            gauge = Gauge(metric.name, metric.help, COMMON_LABELS, registry=self.registry)
-            self._gauges[metric.name] = gauge.labels(*self._labels)
-        else:
-            buckets = steps_up_to(max_model_len) if metric.buckets == UP_TO_MODEL_LEN else metric.buckets
-            histogram = Histogram(metric.name, metric.help, COMMON_LABELS, buckets=buckets, registry=self.registry)
-            self._histograms[metric.name] = histogram.labels(*self._labels)
+            counter = Counter(metric.name, metric.help, labels, registry=self.registry)
+            self._counters |= {(metric.name, value): counter.labels(*all_values) for value, all_values in series}
+            return counter
+        if metric.kind == "gauge":
+            gauge = Gauge(metric.name, metric.help, labels, registry=self.registry)
+            self._gauges |= {(metric.name, value): gauge.labels(*all_values) for value, all_values in series}
+            return gauge
+        buckets = steps_up_to(self._max_model_len) if metric.buckets == UP_TO_MODEL_LEN else metric.buckets
+        histogram = Histogram(metric.name, metric.help, labels, buckets=buckets, registry=self.registry)
+        self._histograms[metric.name] = histogram.labels(*own)
+        return histogram
 
-    def _observe(self, name: str, value: float | None) -> None:
-        if value is not None:
-            self._histograms[name].observe(value)
+    def _count(self, name: str, amount: float = 1, value: str = "") -> None:
+        self._counters[name, value].inc(amount)
+
+    def _set(self, name: str, amount: float, value: str = "") -> None:
+        self._gauges[name, value].set(amount)
+
+    def _observe(self, name: str, amount: float | None) -> None:
+        if amount is not None:
+            self._histograms[name].observe(amount)
 
     def on_request_arrived(self, request: ArrivedRequest) -> None:
         """A request was sent to the engine, which may still refuse it."""
         self._num_unfinished += len(request.requests)
 
-    def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int) -> None:
+    def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A continuation's first tokens; the prompt counts with the first continuation that gets there."""
         self._observe("vllm:time_to_first_token_seconds", seconds)
-        self._counters["vllm:generation_tokens"].inc(num_tokens)
-        self._counters["vllm:prompt_tokens"].inc(num_prompt_tokens)
+        self._count("vllm:generation_tokens", num_tokens)
+        self._count("vllm:prompt_tokens", num_prompt_tokens)
+        self._count("vllm:prompt_tokens_by_source", num_prompt_tokens - num_cached_tokens, "local_compute")
+        self._count("vllm:prompt_tokens_by_source", num_cached_tokens, "local_cache_hit")
+        self._count("vllm:prompt_tokens_cached", num_cached_tokens)
+        self._count("vllm:prompt_tokens_cached_by_source", num_cached_tokens, "device")
 
     def on_tokens(self, num_tokens: int, seconds: float) -> None:
         """Further tokens, `seconds` after the last ones."""
         self._observe("vllm:inter_token_latency_seconds", seconds)
-        self._counters["vllm:generation_tokens"].inc(num_tokens)
+        self._count("vllm:generation_tokens", num_tokens)
 
     def on_finished(self, finished: EndedRequest) -> None:
         """A continuation ended. If the caller left or it failed, only the reason is counted, no distribution."""
-        self._ended[finished.finish_reason].inc()
+        self._count("vllm:request_success", 1, finished.finish_reason)
         self._num_unfinished -= 1
         if self._num_unfinished == 0:
             self._set_idle()
@@ -152,10 +181,9 @@ class PrometheusMetrics:
         self._observe("vllm:request_time_per_output_token_seconds", finished.seconds_per_output_token)
         self._observe("vllm:request_prompt_tokens", finished.num_prompt_tokens)
         self._observe("vllm:request_generation_tokens", finished.num_output_tokens)
-        self._observe(
-            "vllm:request_prefill_kv_computed_tokens", finished.num_prompt_tokens - finished.num_cached_tokens
-        )
-        self._observe("vllm:request_num_preemptions", finished.num_preemptions or None)
+        num_computed = finished.num_prompt_tokens - finished.num_cached_tokens
+        self._observe("vllm:request_prefill_kv_computed_tokens", num_computed)
+        self._observe("vllm:request_num_preemptions", finished.num_preemptions)
         if finished.longest_num_output_tokens is not None:  # once per request: with the last continuation
             self._observe("vllm:request_max_num_generation_tokens", finished.longest_num_output_tokens)
             self._observe("vllm:request_params_n", finished.n)
@@ -163,43 +191,74 @@ class PrometheusMetrics:
 
     def on_step(self, record: StepRecord) -> None:
         """The engine did a step."""
-        self._gauges["vllm:num_requests_running"].set(record.num_running)
-        self._gauges["vllm:num_requests_waiting"].set(record.num_waiting)
-        self._gauges["vllm:kv_cache_usage_perc"].set(record.num_blocks_in_use / max(record.num_blocks_total, 1))
+        self._set_load(record.num_running, record.num_waiting - record.num_deferred, record.num_deferred)
+        self._set("vllm:kv_cache_usage_perc", record.num_blocks_in_use / max(record.num_blocks_total, 1))
         self._observe("vllm:iteration_tokens_total", record.num_prefill_tokens + record.num_decode_tokens)
-        self._counters["vllm:prefix_cache_queries"].inc(record.prefix_cache_queries)
-        self._counters["vllm:prefix_cache_hits"].inc(record.prefix_cache_hits)
-        self._counters["vllm:num_preemptions"].inc(record.num_preemptions)
+        self._count("vllm:prefix_cache_queries", record.prefix_cache_queries)
+        self._count("vllm:prefix_cache_hits", record.prefix_cache_hits)
+        self._count("vllm:num_preemptions", record.num_preemptions)
         self.stats_line.add(record)
+        if self._recent_tokens is not None:
+            self._recent_tokens.add(record.num_prefill_tokens, record.num_sampled_tokens)
         if self._num_unfinished == 0:
             self._set_idle()  # the step was on its way when the last caller left
 
     def on_rejected(self, reason: str) -> None:
         """A request was refused for want of room."""
-        self._rejected[reason].inc()
+        self._count("vllm:admission_rejections", 1, reason)
 
     def _set_idle(self) -> None:
         """No step follows an abort of the last request, so nothing else would say that it is gone."""
-        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
-            self._gauges[name].set(0)
+        self._set_load(0, 0, 0)
+        self._set("vllm:kv_cache_usage_perc", 0)
         self.stats_line.set_idle()
+
+    def _set_load(self, num_running: int, num_capacity: int, num_deferred: int) -> None:
+        self._set("vllm:num_requests_running", num_running)
+        self._set("vllm:num_requests_waiting", num_capacity + num_deferred)
+        self._set("vllm:num_requests_waiting_by_reason", num_capacity, "capacity")
+        self._set("vllm:num_requests_waiting_by_reason", num_deferred, "deferred")
 
     def set_cache_config(self, ready: EngineReady) -> None:
         """Publish vllm:cache_config_info, once."""
         if self._has_cache_config:
             return
         self._has_cache_config = True
-        labels = COMMON_LABELS + CACHE_CONFIG_INFO.labels
-        gauge = Gauge(CACHE_CONFIG_INFO.name, CACHE_CONFIG_INFO.help, labels, registry=self.registry)
-        settings = [_setting(ready, name) for name in _CACHE_SETTINGS]
-        gauge.labels(*self._labels, str(ready.block_size), str(ready.num_blocks), *settings).set(1)
+        metric = CACHE_CONFIG_INFO
+        gauge = Gauge(metric.name, metric.help, (*metric.common, *CACHE_CONFIG_LABELS), registry=self.registry)
+        gauge.labels(**self._label_values, **cache_config(ready)).set(1)
 
     def render(self) -> bytes:
         """All series in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-def _setting(ready: EngineReady, name: str) -> str:
-    """The resolved value as a label; "None" where the setting was left to Quire, as vLLM prints it."""
+def cache_config(ready: EngineReady) -> dict[str, str]:
+    """Values of CACHE_CONFIG_LABELS; "None" where a setting was left to Quire or does not exist here."""
+    num_tokens = ready.num_blocks * ready.block_size
+    known = {
+        "block_size": ready.block_size,
+        "cache_dtype": _setting(ready, "kv_cache_dtype"),
+        "effective_attention_block_size": ready.block_size,
+        "enable_prefix_caching": _setting(ready, "enable_prefix_caching"),
+        "gpu_memory_utilization": _setting(ready, "gpu_memory_utilization"),
+        "is_attention_free": False,
+        "kv_cache_max_concurrency": f"{num_tokens / ready.max_model_len:.2f}",
+        "kv_cache_memory_bytes": _setting(ready, "kv_cache_bytes"),
+        "kv_cache_size_tokens": num_tokens,
+        "num_gpu_blocks": ready.num_blocks,
+        "num_gpu_blocks_override": _setting(ready, "num_gpu_blocks_override"),
+        "prefix_caching_hash_algo": "sha256",
+        "user_specified_block_size": _source(ready, "block_size") in ("flag", "file", "argument"),
+    }
+    return {label: str(known.get(label)) for label in CACHE_CONFIG_LABELS}
+
+
+def _setting(ready: EngineReady, name: str) -> object:
     setting = ready.resolved.get(name)
-    return str(setting.get("value")) if isinstance(setting, dict) else "None"
+    return setting.get("value") if isinstance(setting, dict) else None
+
+
+def _source(ready: EngineReady, name: str) -> object:
+    setting = ready.resolved.get(name)
+    return setting.get("source") if isinstance(setting, dict) else None

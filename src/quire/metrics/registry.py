@@ -1,7 +1,7 @@
-"""Every metric once: name, kind, meaning, labels, buckets. Names, types and labels are vLLM 0.32's: its dashboards fit.
+"""Every metric once: name, kind, unit, meaning, labels, buckets.
 
-All carry the labels model_name and engine. Counters get `_total` in the text format. Times in seconds, lengths in
-tokens.
+Names, types and labels are vLLM 0.32's: its dashboards fit.
+Counters get `_total` in the text format. docs/metrics.md is made of this table.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 
+# The labels of a family come after these, unless it says otherwise.
 COMMON_LABELS = ("model_name", "engine")
 
 # vLLM's buckets start at 10 ms between tokens and at 0.3 s per request; a small model on a CPU is faster than both, so
@@ -28,6 +29,8 @@ _REQUEST = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0,
     40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+# Few, because each method and route has its own: prometheus-fastapi-instrumentator's 0.1, 0.5, 1 and what lies around.
+_HTTP = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 _STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 _N = (1.0, 2.0, 5.0, 10.0, 20.0)
 _PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
@@ -38,82 +41,250 @@ UP_TO_MODEL_LEN = (-1.0,)
 
 @dataclass(frozen=True)
 class Metric:
-    """One family. `labels` come after the common ones; `buckets` are upper bounds of a histogram."""
+    """One family.
+
+    Args:
+        unit: of its values; "" for an information whose value is always 1.
+        label: the family's own label, if it has one, whose `values` are all there from the start: a rate over them
+            exists before the first event, and their number never grows.
+        common: the labels before that.
+        buckets: upper bounds of a histogram.
+    """
 
     name: str
     kind: Kind
+    unit: str
     help: str
-    labels: tuple[str, ...] = ()
+    label: str = ""
+    values: tuple[str, ...] = ()
+    common: tuple[str, ...] = COMMON_LABELS
     buckets: tuple[float, ...] = ()
 
 
-# The families with labels of their own. vLLM's rejections carry no engine label.
-REQUEST_SUCCESS = Metric("vllm:request_success", "counter", "Requests that ended, by reason.", ("finished_reason",))
-ADMISSION_REJECTIONS = Metric(
-    "vllm:admission_rejections", "counter", "Requests refused because the queue was full, by reason.", ("reason",)
-)
-CACHE_CONFIG_INFO = Metric(
-    "vllm:cache_config_info",
-    "gauge",
-    "The KV cache's settings, as labels.",
-    (
-        "block_size",
-        "num_gpu_blocks",
-        "cache_dtype",
-        "enable_prefix_caching",
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-    ),
-)
 METRICS: tuple[Metric, ...] = (
-    Metric("vllm:num_requests_running", "gauge", "Requests in the running batch."),
-    Metric("vllm:num_requests_waiting", "gauge", "Requests waiting to be scheduled."),
-    Metric("vllm:kv_cache_usage_perc", "gauge", "Share of KV cache blocks in use, 0 to 1."),
-    Metric("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache."),
-    Metric("vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache."),
+    Metric("vllm:num_requests_running", "gauge", "requests", "Requests in the running batch."),
+    Metric("vllm:num_requests_waiting", "gauge", "requests", "Requests that wait, for whatever reason."),
     Metric(
-        "vllm:num_preemptions", "counter", "Times a running request lost its KV blocks and has to be computed again."
+        "vllm:num_requests_waiting_by_reason",
+        "gauge",
+        "requests",
+        "Requests that wait, by reason: capacity, for room in the batch or blocks in the KV cache; "
+        "deferred, for the prompt they share with a request that computes it.",
+        label="reason",
+        values=("capacity", "deferred"),
     ),
-    Metric("vllm:prompt_tokens", "counter", "Prompt tokens of requests that reached their first token; as in usage."),
-    Metric("vllm:generation_tokens", "counter", "Tokens generated."),
+    Metric(
+        "vllm:engine_sleep_state",
+        "gauge",
+        "0 or 1",
+        "1 at the state the engine is in. It is always awake: no sleep mode in this version.",
+        label="sleep_state",
+        values=("awake", "weights_offloaded", "discard_all"),
+    ),
+    Metric("vllm:kv_cache_usage_perc", "gauge", "share, 0 to 1", "Share of KV cache blocks that requests hold."),
+    Metric("vllm:prefix_cache_queries", "counter", "tokens", "Prompt tokens looked up in the prefix cache."),
+    Metric("vllm:prefix_cache_hits", "counter", "tokens", "Prompt tokens found in the prefix cache."),
+    Metric(
+        "vllm:num_preemptions",
+        "counter",
+        "preemptions",
+        "Times a running request lost its KV blocks and has to be computed again.",
+    ),
+    Metric(
+        "vllm:prompt_tokens",
+        "counter",
+        "tokens",
+        "Prompt tokens of requests that reached their first token; as in usage, once for all n continuations.",
+    ),
+    Metric(
+        "vllm:prompt_tokens_by_source",
+        "counter",
+        "tokens",
+        "The same, by where their keys and values came from.",
+        label="source",
+        values=("local_compute", "local_cache_hit", "external_kv_transfer"),
+    ),
+    Metric(
+        "vllm:prompt_tokens_cached",
+        "counter",
+        "tokens",
+        "Those of them that were cached; as cached_tokens in usage.",
+    ),
+    Metric(
+        "vllm:prompt_tokens_cached_by_source",
+        "counter",
+        "tokens",
+        "The cached ones, by where the cache is; device is the memory the model runs in.",
+        label="source",
+        values=("device", "host", "disk", "p2p", "external_unspecified"),
+    ),
+    Metric("vllm:generation_tokens", "counter", "tokens", "Tokens generated, of all continuations."),
+    Metric(
+        "vllm:request_success",
+        "counter",
+        "continuations",
+        "Continuations that ended, by reason; aborts and errors are counted here too.",
+        label="finished_reason",
+        values=("stop", "length", "abort", "error"),
+    ),
+    Metric(
+        "vllm:admission_rejections",
+        "counter",
+        "requests",
+        "Requests refused because the queue was full, by reason.",
+        label="reason",
+        values=("queue_full",),
+        common=("model_name",),
+    ),
     Metric(
         "vllm:iteration_tokens_total",
         "histogram",
+        "tokens",
         "Tokens computed in one step, prompt and generated.",
         buckets=_STEP_TOKENS,
     ),
-    Metric("vllm:time_to_first_token_seconds", "histogram", "Arrival to first token.", buckets=_FIRST_TOKEN),
     Metric(
-        "vllm:inter_token_latency_seconds", "histogram", "Time between two tokens of a request.", buckets=_INTER_TOKEN
+        "vllm:time_to_first_token_seconds",
+        "histogram",
+        "seconds",
+        "Arrival to first token, per continuation.",
+        buckets=_FIRST_TOKEN,
+    ),
+    Metric(
+        "vllm:inter_token_latency_seconds",
+        "histogram",
+        "seconds",
+        "Time between two tokens of a continuation.",
+        buckets=_INTER_TOKEN,
     ),
     Metric(
         "vllm:request_time_per_output_token_seconds",
         "histogram",
-        "Mean time per token after the first, per request.",
+        "seconds",
+        "Mean time per token after the first, per continuation of two tokens or more.",
         buckets=_INTER_TOKEN,
     ),
-    Metric("vllm:e2e_request_latency_seconds", "histogram", "Arrival to last token.", buckets=_REQUEST),
-    Metric("vllm:request_queue_time_seconds", "histogram", "Arrival to first scheduling.", buckets=_REQUEST),
-    Metric("vllm:request_inference_time_seconds", "histogram", "First scheduling to last token.", buckets=_REQUEST),
-    Metric("vllm:request_prefill_time_seconds", "histogram", "First scheduling to first token.", buckets=_REQUEST),
-    Metric("vllm:request_decode_time_seconds", "histogram", "First token to last token.", buckets=_REQUEST),
-    Metric("vllm:request_prompt_tokens", "histogram", "Prompt tokens per request.", buckets=UP_TO_MODEL_LEN),
-    Metric("vllm:request_generation_tokens", "histogram", "Generated tokens per request.", buckets=UP_TO_MODEL_LEN),
     Metric(
-        "vllm:request_max_num_generation_tokens",
+        "vllm:e2e_request_latency_seconds",
         "histogram",
-        "Longest of the n continuations, per request.",
+        "seconds",
+        "Arrival to last token, per continuation.",
+        buckets=_REQUEST,
+    ),
+    Metric(
+        "vllm:request_queue_time_seconds",
+        "histogram",
+        "seconds",
+        "Arrival to first scheduling, per continuation.",
+        buckets=_REQUEST,
+    ),
+    Metric(
+        "vllm:request_inference_time_seconds",
+        "histogram",
+        "seconds",
+        "First scheduling to last token, per continuation.",
+        buckets=_REQUEST,
+    ),
+    Metric(
+        "vllm:request_prefill_time_seconds",
+        "histogram",
+        "seconds",
+        "First scheduling to first token, per continuation.",
+        buckets=_REQUEST,
+    ),
+    Metric(
+        "vllm:request_decode_time_seconds",
+        "histogram",
+        "seconds",
+        "First token to last token, per continuation.",
+        buckets=_REQUEST,
+    ),
+    Metric(
+        "vllm:request_prompt_tokens",
+        "histogram",
+        "tokens",
+        "Prompt tokens, per continuation.",
+        buckets=UP_TO_MODEL_LEN,
+    ),
+    Metric(
+        "vllm:request_generation_tokens",
+        "histogram",
+        "tokens",
+        "Generated tokens, per continuation.",
         buckets=UP_TO_MODEL_LEN,
     ),
     Metric(
         "vllm:request_prefill_kv_computed_tokens",
         "histogram",
-        "Prompt tokens not found in the cache, per request.",
+        "tokens",
+        "Prompt tokens whose keys and values were neither cached nor shared, per continuation.",
         buckets=UP_TO_MODEL_LEN,
     ),
-    Metric("vllm:request_params_max_tokens", "histogram", "max_tokens asked for.", buckets=UP_TO_MODEL_LEN),
-    Metric("vllm:request_params_n", "histogram", "n asked for.", buckets=_N),
-    Metric("vllm:request_num_preemptions", "histogram", "Preemptions per request that had one.", buckets=_PREEMPTIONS),
+    Metric(
+        "vllm:request_num_preemptions",
+        "histogram",
+        "preemptions",
+        "Preemptions, per continuation; none counts as well.",
+        buckets=_PREEMPTIONS,
+    ),
+    Metric(
+        "vllm:request_max_num_generation_tokens",
+        "histogram",
+        "tokens",
+        "Longest of the n continuations, per request.",
+        buckets=UP_TO_MODEL_LEN,
+    ),
+    Metric("vllm:request_params_n", "histogram", "continuations", "n, per request.", buckets=_N),
+    Metric(
+        "vllm:request_params_max_tokens",
+        "histogram",
+        "tokens",
+        "max_tokens, per request that brought one.",
+        buckets=UP_TO_MODEL_LEN,
+    ),
+)
+
+# Labels as in vLLM's CacheConfig, those that mean something here; "None" is what vLLM prints for a setting not given.
+CACHE_CONFIG_INFO = Metric("vllm:cache_config_info", "gauge", "", "The KV cache's settings, as labels; 1 once ready.")
+CACHE_CONFIG_LABELS = (
+    "block_size",
+    "cache_dtype",
+    "effective_attention_block_size",
+    "enable_prefix_caching",
+    "gpu_memory_utilization",
+    "is_attention_free",
+    "kv_cache_max_concurrency",
+    "kv_cache_memory_bytes",
+    "kv_cache_size_tokens",
+    "kv_offloading_size",
+    "num_cpu_blocks",
+    "num_gpu_blocks",
+    "num_gpu_blocks_override",
+    "prefix_caching_hash_algo",
+    "sliding_window",
+    "user_specified_block_size",
+)
+
+# Names and labels of prometheus-fastapi-instrumentator, which vLLM uses. What has no place in a closed set is OTHER.
+OTHER = "other"
+HTTP_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", OTHER)
+HTTP_STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
+HTTP_REQUESTS_LABELS = ("method", "status", "handler")
+HTTP_DURATION_LABELS = ("method", "handler")
+HTTP_REQUESTS = Metric(
+    "http_requests",
+    "counter",
+    "requests",
+    "HTTP requests, by method, class of the status and route; not those of probes and of Prometheus.",
+    common=(),
+)
+HTTP_DURATION = Metric(
+    "http_request_duration_seconds",
+    "histogram",
+    "seconds",
+    "First byte of an HTTP request to the last one of its answer, by method and route.",
+    common=(),
+    buckets=_HTTP,
 )
 
 

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from quire.attention.layer import Attention
 from quire.attention.select import SharedBackends
-from quire.errors import ConfigError, ModelConfigError, WeightsError
+from quire.errors import ConfigError, ModelConfigError
 from quire.forward_batch import ForwardBatch
 from quire.hf_config.translate import merge
 from quire.kernels.ops import linear, pack_linear
 from quire.model_config import ModelConfig
 from quire.models import transformers_attention as attention
+from quire.models.weights import check_fit
 
 # Settings in config.json that would make transformers load other code, other kernels or other files.
 _IGNORED_SETTINGS = (
@@ -45,7 +46,6 @@ _IGNORED_SETTINGS = (
 # tokens.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _PROBE_SHIFT = 5  # positions by which the second probe differs from the first
-_MAX_NAMES = 5
 
 
 class TransformersModel:
@@ -270,18 +270,9 @@ def _classes(config: ModelConfig) -> tuple[Any, Any]:
 
 def _check_report(report: dict[str, Any]) -> None:
     """Raises WeightsError for what transformers could not place."""
-    problems = []
-    for kind in ("missing", "unexpected", "mismatched"):
-        names = sorted(str(name) for name in report[f"{kind}_keys"])
-        if names:
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            problems.append(f"{len(names)} {kind} ({', '.join(names[:_MAX_NAMES])}{more})")
-    problems += [str(message) for message in report.get("error_msgs", [])]
-    if problems:
-        raise WeightsError(
-            "The checkpoint does not fit its config.json: " + "; ".join(problems),
-            fix="Check that config.json and all weight files are of one model and completely downloaded",
-        )
+    kinds = ("missing", "unexpected", "mismatched")
+    names = {kind: sorted(str(name) for name in report[f"{kind}_keys"]) for kind in kinds}
+    check_fit(names, [str(message) for message in report.get("error_msgs", [])])
 
 
 def _pack_linear_layers(model: nn.Module, dtype: torch.dtype) -> None:

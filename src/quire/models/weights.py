@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -70,21 +70,21 @@ class WeightTable:
         return name
 
     def _report(self, unexpected: list[str], unfit: list[str]) -> None:
-        problems = []
-        if unfit:
-            problems.append(_named("unfit", unfit))
-        if not unfit and (missing := self.missing()):
-            problems.append(_named("missing", missing))
-        if unexpected:
-            problems.append(_named("unexpected", unexpected))
-        if problems:
-            raise WeightsError(
-                "The checkpoint does not fit its config.json: " + "; ".join(problems),
-                fix="Check that config.json and all weight files are of one model and completely downloaded",
-            )
+        missing = [] if unfit else self.missing()  # what is unfit is missing too
+        check_fit({"unfit": unfit, "missing": missing, "unexpected": unexpected})
 
 
-def _named(kind: str, names: list[str]) -> str:
+def check_fit(names_by_problem: Mapping[str, Sequence[str]], messages: Sequence[str] = ()) -> None:
+    """Raise WeightsError if there is any name or message: what does not fit between checkpoint and config.json."""
+    problems = [_named(problem, names) for problem, names in names_by_problem.items() if names]
+    if problems or messages:
+        raise WeightsError(
+            "The checkpoint does not fit its config.json: " + "; ".join([*problems, *messages]),
+            fix="Check that config.json and all weight files are of one model and completely downloaded",
+        )
+
+
+def _named(kind: str, names: Sequence[str]) -> str:
     shown = ", ".join(names[:_MAX_NAMES])
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return f"{len(names)} {kind} ({shown}{more})"

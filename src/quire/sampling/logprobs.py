@@ -1,6 +1,6 @@
 """Log probabilities of chosen and of most likely tokens, for sampled tokens and for prompts.
 
-Dimensions: R rows, X positions, V vocabulary, K reported tokens.
+Dimensions: R rows, V vocabulary, K reported tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def most_likely(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits:
 
     Args:
         logits_RV: float32, rows contiguous; normalised here.
-        token_ids_R: int64.
+        token_ids_R: int64: sampled tokens, or the prompt tokens that follow.
         num_top: -1: the whole vocabulary.
         as_logits: report logits instead of log probabilities.
     The rank of the given token is 1 + the number of tokens with a higher logit.
@@ -49,17 +49,6 @@ def of_tokens(logits_V: Tensor, token_id: int, others: Sequence[int], as_logits:
     logprobs_K, ranks_K, _, _ = ops.logprobs(logits_V.expand(len(token_ids), -1), token_ids_K, 0)
     values_K = logits_V[token_ids_K] if as_logits else logprobs_K
     return TokenLogprobs(token_ids, values_K.tolist(), ranks_K.tolist())
-
-
-def prompt_logprobs(logits_XV: Tensor, next_token_ids_X: Tensor, num_top: int) -> list[TokenLogprobs]:
-    """Log probabilities of the tokens that follow X prompt positions, from the positions' logits.
-
-    Args:
-        logits_XV: float32, as the model gave them.
-        next_token_ids_X: int64, the prompt token after each position.
-        num_top: most likely tokens besides it; -1: all.
-    """
-    return most_likely(logits_XV, next_token_ids_X.to(logits_XV.device), num_top)
 
 
 def processed(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:

@@ -87,6 +87,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._requests) - len(self._running)
 
+    @property
+    def num_deferred(self) -> int:
+        """Those of the waiting requests that wait for the prompt they share, not for room."""
+        return len(self._waiting_forks)
+
     def has_requests(self) -> bool:
         """Whether any request is not finished."""
         return bool(self._requests)
@@ -302,8 +307,8 @@ class Scheduler:
         insort(self._running, request, key=self._key)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._clock()
+            request.num_cached_tokens = prefix.num_tokens
             if request.fork_of is None:
-                request.num_cached_tokens = prefix.num_tokens
                 self._stats.prefix_cache_queries += request.num_tokens
                 self._stats.prefix_cache_hits += prefix.num_tokens
         batch.block_copies += copies

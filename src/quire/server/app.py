@@ -23,11 +23,12 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.metrics import log_line
 from quire.metrics.prometheus import PrometheusMetrics
-from quire.server import config_api, health, models
+from quire.server import config_api, health, models, timeline, tokenization
 from quire.server.auth import AccessControl, check_api_keys
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
 from quire.server.errors import internal_error_body, on_http_exception, on_quire_error
+from quire.server.http_metrics import CountRequests
 from quire.server.state import REQUEST_ID_KEY, ServerSettings, ServerState, new_request_id, sane_request_id
 
 logger = get_logger(__name__)
@@ -47,25 +48,34 @@ def create_app(
     """
     check_api_keys(settings.api_keys)
     state = ServerState(engine, tokenizer, settings, metrics)
+    routes = [
+        Route("/", _playground(), methods=["GET"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", models.list_models, methods=["GET"]),
+        Route("/v1/config", config_api.get_config, methods=["GET"]),
+        Route("/v1/config", config_api.post_config, methods=["POST"]),
+        Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
+        Route("/v1/requests/{request_id}/timeline", timeline.get_timeline, methods=["GET"]),
+        Route("/tokenize", tokenization.tokenize, methods=["POST"]),
+        Route("/detokenize", tokenization.detokenize, methods=["POST"]),
+        Route("/ping", health.health, methods=["GET", "POST"]),
+        Route("/load", health.load, methods=["GET"]),
+        Route("/health", health.health, methods=["GET"]),
+        Route("/livez", health.livez, methods=["GET"]),
+        Route("/readyz", health.readyz, methods=["GET"]),
+        Route("/metrics", health.metrics, methods=["GET"]),
+        Route("/version", health.version, methods=["GET"]),
+    ]
+    middleware = [
+        Middleware(RequestContext),
+        Middleware(AccessControl, api_keys=settings.api_keys, allowed_hosts=settings.allowed_hosts),
+    ]
+    if metrics is not None:
+        middleware.insert(0, Middleware(CountRequests, metrics=metrics.http, routes=routes))
     app = Starlette(
-        routes=[
-            Route("/", _playground(), methods=["GET"]),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/models", models.list_models, methods=["GET"]),
-            Route("/v1/config", config_api.get_config, methods=["GET"]),
-            Route("/v1/config", config_api.post_config, methods=["POST"]),
-            Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
-            Route("/health", health.health, methods=["GET"]),
-            Route("/livez", health.livez, methods=["GET"]),
-            Route("/readyz", health.readyz, methods=["GET"]),
-            Route("/metrics", health.metrics, methods=["GET"]),
-            Route("/version", health.version, methods=["GET"]),
-        ],
-        middleware=[
-            Middleware(RequestContext),
-            Middleware(AccessControl, api_keys=settings.api_keys, allowed_hosts=settings.allowed_hosts),
-        ],
+        routes=routes,
+        middleware=middleware,
         exception_handlers={
             QuireError: on_quire_error,
             HTTPException: on_http_exception,

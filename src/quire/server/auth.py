@@ -1,4 +1,4 @@
-"""Who may ask: API keys on every route but the health probes, and the names this server answers to."""
+"""Who may ask: API keys on every route but the page and the probes, and the names this server answers to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from quire.errors import ConfigError
 from quire.server.errors import HttpError, error_response
 
 # Everything else needs the key, including paths that do not exist: a route added later is guarded without being listed.
-PUBLIC_PATHS = frozenset(("/health", "/livez", "/readyz"))
+# The page at / is the same for everybody and holds no data: it asks its reader for the key.
+PUBLIC_PATHS = frozenset(("/", "/health", "/livez", "/ping", "/readyz"))
 
 
 def check_api_keys(api_keys: Sequence[str]) -> None:

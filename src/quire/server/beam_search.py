@@ -35,6 +35,7 @@ async def _search(state: ServerState, body: GenerationRequest, asked: Generation
         cache_salt=asked.cache_salt,
         add_special_tokens=asked.add_special_tokens,
         clamp_max_tokens=asked.max_tokens_is_default,
+        truncation=asked.truncation,
     )
     params = BeamSearchParams(
         beam_width=asked.params.n,

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.stream import RequestStream
-from quire.outputs import CompletionOutput, RequestOutput
+from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.server import beam_search, generation
 from quire.server.generation import Generation
 from quire.server.limits import read_json
@@ -33,6 +33,7 @@ from quire.server.protocol.common import make_usage
 from quire.server.protocol.fields import REFUSED_IN_CHAT, BodyDecoder
 from quire.server.sse import DONE, EventStream, event, run_until_disconnect
 from quire.server.state import SYSTEM_FINGERPRINT, ServerState, request_id_of, state_of
+from quire.server.timeline import timings
 
 # Conversations of more messages are rendered in a thread, so that other requests' streams go on meanwhile.
 INLINE_MESSAGES = 32
@@ -51,6 +52,7 @@ async def _answer(state: ServerState, body: ChatRequest, ignored: list[str], req
     state.check_accepting()
     state.check_model(body.model)
     generation.check_stream_options(body)
+    generation.check_truncation(body)
     generation.check_beam_search(body)
     ignored += _check_tools(body)
     if body.response_format is not None and body.response_format.type != "text":
@@ -122,6 +124,8 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         add_special_tokens=bool(body.add_special_tokens),
+        truncation=body.truncation,
+        request_id=request_id,
         max_tokens_is_default=chosen is None,
     )
 
@@ -169,6 +173,8 @@ class _ChatWriter:
             choices=[self._choice(completion) for completion in output.outputs],
             usage=make_usage(len(output.prompt_token_ids), num_tokens, output.num_cached_tokens),
         )
+        if self._body.return_metrics and output.metrics is not None:
+            answer.metrics = timings([output.metrics], num_tokens, output.num_cached_tokens)
         self._add_prompt(answer, output)
         return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
@@ -193,10 +199,12 @@ class _ChatWriter:
         """The answer as server-sent events. The first one comes with the engine's first output."""
         num_prompt_tokens = num_tokens = num_cached_tokens = 0
         is_first = True
+        metrics: RequestMetrics | None = None
         async with aclosing(generation.merged(streams)) as outputs:
             async for _, output in outputs:
                 if output.error is not None:
                     continue  # the stream raises it next
+                metrics = output.metrics
                 data = b""
                 if is_first:
                     num_prompt_tokens, num_cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
@@ -209,9 +217,12 @@ class _ChatWriter:
                 if data:
                     yield data
         data = DONE
-        if self._body.includes_usage:
+        if self._body.includes_usage or self._body.return_metrics:
             last = self._chunk([], num_prompt_tokens, num_tokens, num_cached_tokens)
-            last.usage = make_usage(num_prompt_tokens, num_tokens, num_cached_tokens)
+            if self._body.includes_usage:
+                last.usage = make_usage(num_prompt_tokens, num_tokens, num_cached_tokens)
+            if self._body.return_metrics and metrics is not None:
+                last.metrics = timings([metrics], num_tokens, num_cached_tokens)
             data = event(last) + DONE
         yield data
 

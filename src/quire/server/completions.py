@@ -14,7 +14,7 @@ from starlette.responses import Response
 from quire.errors import InvalidRequestError
 from quire.frontend.prompts import split_prompts
 from quire.frontend.stream import RequestStream
-from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from quire.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from quire.server import beam_search, generation
 from quire.server.generation import Generation
 from quire.server.limits import read_json
@@ -29,6 +29,7 @@ from quire.server.protocol.completions import (
 from quire.server.protocol.fields import REFUSED_IN_COMPLETIONS, BodyDecoder
 from quire.server.sse import DONE, EventStream, event, run_until_disconnect
 from quire.server.state import SYSTEM_FINGERPRINT, ServerState, request_id_of, state_of
+from quire.server.timeline import timings
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -46,6 +47,7 @@ async def _answer(state: ServerState, body: CompletionRequest, ignored: list[str
     state.check_accepting()
     state.check_model(body.model)
     generation.check_stream_options(body)
+    generation.check_truncation(body)
     generation.check_beam_search(body)
     if body.priority and not state.settings.has_priorities:
         ignored.append("priority")
@@ -81,6 +83,8 @@ def _generation(state: ServerState, body: CompletionRequest, request_id: str) ->
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         add_special_tokens=body.add_special_tokens is not False,
+        truncation=body.truncation,
+        request_id=request_id,
         max_tokens_is_default=body.max_tokens is None,
     )
 
@@ -122,12 +126,16 @@ class _CompletionWriter:
             num_tokens,
             sum(output.num_cached_tokens for output in outputs),
         )
+        if self._body.return_metrics:
+            parts = [output.metrics for output in outputs if output.metrics is not None]
+            answer.metrics = timings(parts, num_tokens, sum(output.num_cached_tokens for output in outputs))
         return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
     async def events(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. The first one comes with the engine's first output."""
         num_prompt_tokens: dict[int, int] = {}
         num_cached_tokens: dict[int, int] = {}
+        metrics: dict[int, RequestMetrics] = {}
         num_tokens = 0
 
         def usage() -> Usage:
@@ -140,6 +148,8 @@ class _CompletionWriter:
                 if prompt_index not in num_prompt_tokens:
                     num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
                     num_cached_tokens[prompt_index] = output.num_cached_tokens
+                    if output.metrics is not None:
+                        metrics[prompt_index] = output.metrics
                 data = b""
                 for completion in output.outputs:
                     num_tokens += self._num_tokens(completion)
@@ -151,9 +161,12 @@ class _CompletionWriter:
                 if data:
                     yield data
         data = DONE
-        if self._body.includes_usage:
+        if self._body.includes_usage or self._body.return_metrics:
             last = self._envelope([])
-            last.usage = usage()
+            if self._body.includes_usage:
+                last.usage = usage()
+            if self._body.return_metrics:
+                last.metrics = timings(metrics.values(), num_tokens, sum(num_cached_tokens.values()))
             data = event(last) + DONE
         yield data
 

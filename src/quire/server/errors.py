@@ -19,12 +19,12 @@ _TYPES = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
 _CODES = {404: "unknown_route", 405: "method_not_allowed"}
-# Seconds a client is asked to wait: one short answer later there is room again; start-up takes longer.
-_RETRY_AFTER_SECONDS = {QueueFullError: 1, NotReadyError: 5}
+_NOT_READY_RETRY_SECONDS = 5
 
 
 class HttpError(QuireError):
@@ -46,9 +46,10 @@ def error_body(error: QuireError) -> bytes:
 def error_response(error: QuireError) -> Response:
     status, _ = _status_and_code(error)
     headers = {}
-    for kind, seconds in _RETRY_AFTER_SECONDS.items():
-        if isinstance(error, kind):
-            headers["retry-after"] = str(seconds)
+    if isinstance(error, QueueFullError):
+        headers["retry-after"] = str(error.retry_after_seconds or 1)
+    elif isinstance(error, NotReadyError):
+        headers["retry-after"] = str(_NOT_READY_RETRY_SECONDS)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(error_body(error), status, headers, "application/json")

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from quire.errors import InvalidRequestError, NotReadyError, UnsupportedFieldError
+from quire.frontend.input_processor import Truncation
 from quire.frontend.prompts import PromptType
 from quire.frontend.stream import RequestStream
 from quire.outputs import RequestOutput
@@ -22,6 +23,7 @@ class Generation:
 
     Args:
         max_tokens_is_default: the client did not choose max_tokens, so it is cut to what fits instead of refused.
+        request_id: of the HTTP request, under which its timeline is found; None: it has none.
     """
 
     response_id: str
@@ -31,6 +33,8 @@ class Generation:
     cache_salt: str | None
     add_special_tokens: bool
     max_tokens_is_default: bool
+    truncation: Truncation | None = None
+    request_id: str | None = None
 
 
 async def start(state: ServerState, generation: Generation) -> list[RequestStream]:
@@ -45,17 +49,21 @@ async def start(state: ServerState, generation: Generation) -> list[RequestStrea
             fix="Split it into several requests",
             param="prompt" if len(generation.prompts) > 1 else "n",
         )
+    parts = [] if generation.request_id is None else state.recent.add(generation.response_id, generation.request_id)
     streams: list[RequestStream] = []
     try:
         for prompt in generation.prompts:
+            engine_id = state.engine_request_id(generation.response_id)
+            parts.append(engine_id)
             stream = await state.engine.add_request(
                 prompt,
                 generation.params,
-                state.engine_request_id(generation.response_id),
+                engine_id,
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 add_special_tokens=generation.add_special_tokens,
                 clamp_max_tokens=generation.max_tokens_is_default,
+                truncation=generation.truncation,
             )
             streams.append(stream)
     except BaseException:  # whatever ends this, nobody will read the streams
@@ -135,6 +143,15 @@ def check_stream_options(body: GenerationRequest) -> None:
         )
 
 
+def check_truncation(body: GenerationRequest) -> None:
+    if body.truncation_side is not None and body.truncate_prompt_tokens is None:
+        raise InvalidRequestError(
+            "truncation_side needs truncate_prompt_tokens",
+            fix="Set truncate_prompt_tokens (-1: to what fits), or remove it",
+            param="truncation_side",
+        )
+
+
 def check_beam_search(body: GenerationRequest) -> None:
     """What beam search cannot do is refused; its own field without it too."""
     if not body.use_beam_search:
@@ -156,6 +173,7 @@ def check_beam_search(body: GenerationRequest) -> None:
         "allowed_token_ids",
         "bad_words",
         "min_tokens",
+        "return_metrics",
     ):
         if getattr(body, name) not in (None, False, [], {}, 0):
             raise UnsupportedFieldError(

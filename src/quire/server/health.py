@@ -1,4 +1,4 @@
-"""GET /livez, /readyz, /health, /version and /metrics: for probes, load balancers and Prometheus."""
+"""GET /livez, /readyz, /health (= /ping), /load, /version and /metrics: for probes, load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ async def health(request: Request) -> Response:
     if not engine.is_ready:
         return error_response(_engine_error(engine.error))
     return error_response(EngineDeadError("The engine has not finished a step for too long", fix="Restart the server"))
+
+
+async def load(request: Request) -> Response:
+    """Requests that are waiting or running here, for load balancers."""
+    return _json(msgspec.json.encode({"server_load": state_of(request).engine.num_unfinished}))
 
 
 async def version(request: Request) -> Response:

@@ -20,7 +20,9 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.chat_template import ChatRenderer
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.prometheus import PrometheusMetrics
+from quire.server.cors import CorsRules
 from quire.server.limits import Limits
+from quire.server.recent import RecentRequests
 
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
 # Where the middleware leaves the request's id in the ASGI scope.
@@ -60,6 +62,7 @@ class ServerSettings:
     owns_engine: bool = True
     log_stats_interval: float = 10.0
     limits: Limits = field(default_factory=Limits)
+    cors: CorsRules = field(default_factory=CorsRules)
     resolved: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,7 @@ class ServerState:
         self.engine, self.tokenizer, self.settings, self.metrics = engine, tokenizer, settings, metrics
         self.created = int(time.time())
         self.is_draining = False
+        self.recent = RecentRequests()
         self._renderer = None
         if tokenizer is not None:
             self._renderer = ChatRenderer(

@@ -1,6 +1,6 @@
 """One step on the device: rows -> forward pass -> logits -> sampled tokens and logprobs.
 
-Dimensions: T tokens, S rows, R rows that sample, D hidden, V vocabulary.
+Dimensions: T tokens, S rows, R rows that sample, X prompt positions, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.forward_batch import LayerCache
 from quire.models.registry import CausalLM
-from quire.sampling.logprobs import prompt_logprobs
+from quire.sampling.logprobs import most_likely
 from quire.sampling.sampler import Sampler
 from quire.schedule import ScheduledBatch, StepResult, TokenLogprobs
 from quire.worker.input_batch import InputBatch, StepRows
@@ -40,8 +40,6 @@ class ModelRunner:
         inputs.apply(batch)
         copy_blocks(self.caches, batch.block_copies)
         result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
-        if not batch.request_ids:
-            return result
         step = inputs.step_rows(batch)
         forward_batch = inputs.forward_batch(step, self.caches)
         prepared = time.perf_counter()
@@ -90,6 +88,6 @@ class ModelRunner:
                 offset = cu_seqlens[position] - start
                 logits_XV = self.model.compute_logits(hidden_TD[offset + begin : offset + end])
                 next_token_ids = torch.from_numpy(inputs.token_ids[row, begin + 1 : end + 1])
-                entries += prompt_logprobs(logits_XV, next_token_ids, num_top)
+                entries += most_likely(logits_XV, next_token_ids, num_top)
             if entries:
                 result.prompt_logprobs[position] = entries

@@ -2,9 +2,10 @@
 //
 // Packed layout: panels of 64 output columns, one after the other; N is padded with zero columns. In a panel
 //   f32, f16   [K][64]                   element (k, column)
-//   bf16       [K32 / 32][4][16][16][2]  step of 32 k, tile of 16 columns, pair of k, column, k in the pair; K32 = K rounded
-//                                        up to 32 with zeros. A tile is what one AMX register takes, a row of it what one
-//                                        vdpbf16ps takes.
+//   bf16       [K32 / 32][4][16][16][2]  step of 32 k, tile of 16 columns, pair of k, column, k in the pair; K32 = K
+//   rounded
+//                                        up to 32 with zeros. A tile is what one AMX register takes, a row of it what
+//                                        one vdpbf16ps takes.
 // Every instruction set reads the same layout.
 //
 // The sum of one output element runs over k in ascending order, into one accumulator, whatever M, the threads, or the
@@ -39,7 +40,8 @@ int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k);
 void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t row_stride, void* packed);
 void gemm(const GemmArgs& args);
 
-// ---- between the driver (csrc/gemm.cpp) and the kernels of one instruction set (csrc/kernels/gemm_*.cpp) ----------------
+// ---- between the driver (csrc/gemm.cpp) and the kernels of one instruction set (csrc/kernels/gemm_*.cpp)
+// ----------------
 
 // A rectangle of the output: rows [row_begin, row_end) of the prepared input, panels [panel_begin, panel_end).
 struct GemmBlock {

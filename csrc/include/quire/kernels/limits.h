@@ -1,5 +1,5 @@
-// What this machine can do at most: streaming reads, and multiply-adds that touch registers only. Benchmarks and the cost
-// model state results as a share of these.
+// What this machine can do at most: streaming reads, and multiply-adds that touch registers only. Benchmarks and the
+// cost model state results as a share of these.
 #pragma once
 
 #include <cstdint>

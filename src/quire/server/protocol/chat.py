@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.server.protocol.common import GenerationRequest, PromptLogprobs, Usage
+from quire.server.protocol.timeline import RequestTimings
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -71,6 +72,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: RequestTimings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -97,5 +99,6 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    metrics: RequestTimings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET

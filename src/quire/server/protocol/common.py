@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.frontend.input_processor import Truncation
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 # logprob reported in place of -inf, which JSON cannot say; vLLM's value.
@@ -84,6 +85,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_metrics: bool | None = None
 
     @property
     def is_streamed(self) -> bool:
@@ -98,6 +102,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def includes_continuous_usage(self) -> bool:
         """Every chunk of a streamed answer holds usage; only with include_usage, as in vLLM."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """How a prompt that is too long is cut; None: it is refused."""
+        if self.truncate_prompt_tokens is None:
+            return None
+        return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
     def sampling_params(
         self, defaults: dict[str, Any], *, max_tokens: int | None, logprobs: int | None

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.server.protocol.common import GenerationRequest, PromptLogprobs, Usage
+from quire.server.protocol.timeline import RequestTimings
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -46,3 +47,4 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    metrics: RequestTimings | UnsetType = UNSET

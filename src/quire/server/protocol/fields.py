@@ -62,8 +62,6 @@ _REFUSED_EVERYWHERE: dict[str, Refusal] = {
     "json_schema": Refusal(_STRUCTURED),
     "early_stopping": Refusal("Beam search always runs until max_tokens: remove the field", (False,)),
     "logits_processors": Refusal("Use logit_bias, allowed_token_ids or bad_words"),
-    "truncate_prompt_tokens": Refusal("Shorten the prompt before sending it"),
-    "truncation_side": Refusal("Shorten the prompt before sending it"),
     "thinking_token_budget": Refusal("Use max_completion_tokens", (-1,)),
     "repetition_detection": Refusal("Use repetition_penalty or frequency_penalty"),
     "watermarking": Refusal("Watermarks are not supported: remove the field"),
@@ -107,6 +105,19 @@ REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     "top_logprobs": Refusal("Use logprobs with a number"),
     "tools": Refusal("Use POST /v1/chat/completions", ([],)),
     "chat_template_kwargs": Refusal("Use POST /v1/chat/completions", ({},)),
+}
+_TEMPLATE = Refusal("Templates in requests are not accepted: start the server with --chat-template")
+REFUSED_IN_TOKENIZE: dict[str, Refusal] = {
+    "chat_template": _TEMPLATE,
+    "mm_processor_kwargs": Refusal(_TEXT_ONLY, ({},)),
+    "media_io_kwargs": Refusal(_TEXT_ONLY, ({},)),
+    "text": Refusal("Use prompt"),
+    "content": Refusal("Use prompt"),
+    "tokens": Refusal("Use POST /detokenize"),
+}
+REFUSED_IN_DETOKENIZE: dict[str, Refusal] = {
+    "prompt": Refusal("Use POST /tokenize"),
+    "token_ids": Refusal("Use tokens"),
 }
 # A neutral value is never longer than this, so a longer one need not be decoded.
 _MAX_NEUTRAL_BYTES = 64

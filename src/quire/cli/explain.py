@@ -1,0 +1,41 @@
+"""`quire explain [MODEL] [flags of serve]`: what a server would start with, and why. Loads no weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from typing import Any
+
+from quire.cli.flags import Parser
+from quire.cli.settings import add_settings_flags, read_settings
+from quire.logs import configure
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "explain", help="show every setting `serve` would start with, and why", allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_settings_flags(parser)
+    parser.set_defaults(run=partial(run, parser))
+
+
+def run(parser: Parser, args: argparse.Namespace) -> int:
+    """Exit code 0, or 2 if a start would fail for lack of memory."""
+    configure()
+    engine_config, server_config = read_settings(parser, args)
+    from quire.cost import devices
+    from quire.explain import explain
+    from quire.kernels import extension
+    from quire.launch import find_model
+
+    _, name, model = find_model(engine_config, None, weights=False)
+    explanation = explain(name, engine_config, server_config, model, devices.detect(extension.chosen_isa()))
+    if args.json:
+        print(json.dumps(explanation.as_dict(), indent=2, default=str))
+    else:
+        print(explanation.text())
+        if explanation.error is not None:
+            print(f"\nA start would fail: {explanation.error.message}")
+    return 0 if explanation.error is None else 2

@@ -1,0 +1,102 @@
+"""POST /tokenize and POST /detokenize: the model's tokenizer and chat template, without the model."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import InvalidRequestError, UnsupportedFieldError
+from quire.frontend.async_engine import INLINE_PROMPT_CHARS
+from quire.frontend.chat_template import ChatRenderer
+from quire.frontend.tokenizer import Tokenizer
+from quire.server.generation import ignored_headers
+from quire.server.limits import read_json
+from quire.server.protocol.fields import REFUSED_IN_DETOKENIZE, REFUSED_IN_TOKENIZE, BodyDecoder
+from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from quire.server.state import ServerState, state_of
+
+_tokenize_decoder = BodyDecoder(TokenizeRequest, REFUSED_IN_TOKENIZE)
+_detokenize_decoder = BodyDecoder(DetokenizeRequest, REFUSED_IN_DETOKENIZE)
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "documents")
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids a prompt or a chat would have. Works before the engine is ready."""
+    state = state_of(request)
+    body, ignored = await read_json(request, state.settings.limits, _tokenize_decoder.decode)
+    state.check_model(body.model)
+    _check(body)
+    renderer = state.renderer if body.messages is not None else None
+    tokens = await asyncio.to_thread(_encode, state, body, renderer)
+    token_strs = None
+    if body.return_token_strs:
+        vocabulary = _tokenizer(state)
+        token_strs = [vocabulary.id_to_token(token_id) or "" for token_id in tokens]
+    limits = state.engine.input_processor.limits
+    answer = TokenizeResponse(
+        count=len(tokens),
+        max_model_len=state.max_model_len or limits.max_model_len,
+        tokens=tokens,
+        token_strs=token_strs,
+    )
+    return Response(msgspec.json.encode(answer), headers=ignored_headers(ignored), media_type="application/json")
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids. Works before the engine is ready."""
+    state = state_of(request)
+    body, ignored = await read_json(request, state.settings.limits, _detokenize_decoder.decode)
+    state.check_model(body.model)
+    vocabulary = _tokenizer(state)
+    high = state.engine.input_processor.limits.vocab_size - 1
+    if body.tokens and (min(body.tokens) < 0 or max(body.tokens) > high):
+        raise InvalidRequestError(
+            "tokens contains an id outside the vocabulary", expected=f"integers in [0, {high}]", param="tokens"
+        )
+    decode = partial(vocabulary.decode, body.tokens, skip_special_tokens=False)
+    text = decode() if len(body.tokens) <= INLINE_PROMPT_CHARS else await asyncio.to_thread(decode)
+    answer = DetokenizeResponse(prompt=text)
+    return Response(msgspec.json.encode(answer), headers=ignored_headers(ignored), media_type="application/json")
+
+
+def _check(body: TokenizeRequest) -> None:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError(
+            "The body needs exactly one of prompt and messages", fix="Send one of them", param="prompt"
+        )
+    if body.messages is None:
+        for name in _OF_MESSAGES:
+            if getattr(body, name) not in (None, False, [], {}):
+                raise UnsupportedFieldError(
+                    f"{name} is only for messages", fix=f"Send messages, or remove {name}", param=name
+                )
+
+
+def _encode(state: ServerState, body: TokenizeRequest, renderer: ChatRenderer | None) -> list[int]:
+    inputs = state.engine.input_processor
+    if renderer is None:
+        assert body.prompt is not None
+        return inputs.encode(body.prompt, body.add_special_tokens is not False)
+    assert body.messages is not None
+    continues = bool(body.continue_final_message)
+    text = renderer.render(
+        body.messages,
+        tools=body.tools or None,
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        documents=body.documents,
+        kwargs=body.chat_template_kwargs,
+    )
+    return inputs.encode(text, bool(body.add_special_tokens))
+
+
+def _tokenizer(state: ServerState) -> Tokenizer:
+    if state.tokenizer is None:
+        raise InvalidRequestError(
+            "This model runs without a tokenizer", fix="Start the server without --skip-tokenizer-init"
+        )
+    return state.tokenizer

@@ -1,0 +1,188 @@
+"""Every name of vLLM's is decided: implemented, accepted with a notice, translated, or refused with the way out."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from quire.compat.foreign import Foreign
+from quire.compat.old_flags import OLD_FLAGS
+from quire.compat.table import FOREIGN, SHORT_FLAGS, as_flag, settle
+from quire.compat.values import FOREIGN_VALUES
+from quire.config import EngineConfig, ServerConfig
+from quire.errors import ConfigError
+from quire.option import options
+from tests.cli.reading import read
+
+LINES = (Path(__file__).parent / "vllm_0_32_flags.txt").read_text().splitlines()[1:]
+SPELLINGS = [spelling for line in LINES for spelling in line.split()]
+OWN = {f.name for config in (EngineConfig, ServerConfig) for f in options(config)}
+EVERY = sorted(FOREIGN.values(), key=lambda entry: entry.name)
+
+
+def _actions() -> dict[str, object]:
+    from quire.cli.main import build_parser
+
+    return build_parser().parse_args(["serve"]).run.args[0]._option_string_actions  # type: ignore[no-any-return]
+
+
+def _words(entry: Foreign, value: str) -> list[str]:
+    return [as_flag(entry.name)] + ([] if entry.shape == "switch" else [value])
+
+
+def test_the_list_is_whole() -> None:
+    assert len(LINES) > 300
+    assert len({line.split()[0] for line in LINES}) == len(LINES)
+
+
+@pytest.mark.parametrize("flag", SPELLINGS)
+def test_flag_of_vllm_is_known(flag: str) -> None:
+    assert flag in _actions(), f"{flag} is neither a setting nor in quire.compat: decide what it is answered with"
+
+
+def test_about_sixty_old_names() -> None:
+    assert len(OLD_FLAGS) >= 60
+
+
+def test_a_setting_is_not_foreign() -> None:
+    assert not FOREIGN.keys() & OWN, "implemented now: remove it from quire.compat"
+
+
+def test_short_flags_belong_to_foreign_names() -> None:
+    assert SHORT_FLAGS.keys() <= FOREIGN.keys()
+
+
+def test_foreign_values_belong_to_settings() -> None:
+    assert FOREIGN_VALUES.keys() <= OWN
+
+
+@pytest.mark.parametrize("entry", EVERY, ids=lambda entry: entry.name)
+def test_entry_says_why(entry: Foreign) -> None:
+    """One sentence without a full stop; a present flag it names exists."""
+    assert entry.text
+    assert entry.text[-1] not in ".!?"
+    named = [word.strip("`,.:;") for word in f"{entry.text} {entry.instead}".split() if word.startswith("--")]
+    known = {as_flag(name) for name in OWN | FOREIGN.keys()}
+    assert set(named) <= known, f"{entry.name} points to a flag that does not exist"
+    if entry.kind == "refused" and entry.instead.startswith("Use --"):
+        assert entry.instead.split()[1].rstrip(".,") in {as_flag(name) for name in OWN}
+
+
+@pytest.mark.parametrize("entry", [entry for entry in EVERY if entry.kind == "refused"], ids=lambda entry: entry.name)
+def test_refused(entry: Foreign) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(*_words(entry, "17"))
+    assert caught.value.param == entry.name
+    assert as_flag(entry.name) in caught.value.message
+    assert entry.text in caught.value.message
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("entry", [entry for entry in EVERY if entry.kind == "accepted"], ids=lambda entry: entry.name)
+def test_accepted_with_one_notice(entry: Foreign, caplog: pytest.LogCaptureFixture) -> None:
+    value = "no" if True in entry.off else "17"
+    words = _words(entry, value)
+    if True in entry.off and False not in entry.off:
+        words = ["--no-" + entry.name.replace("_", "-")]
+    with caplog.at_level(logging.WARNING):
+        read(*words)
+    if entry.shape == "switch" and {True, False} <= set(entry.off):
+        return  # both ways are what happens anyway
+    assert [record.getMessage() for record in caplog.records] == [f"{as_flag(entry.name)} has no effect: {entry.text}"]
+
+
+@pytest.mark.parametrize("entry", EVERY, ids=lambda entry: entry.name)
+def test_asking_for_nothing_is_silent(entry: Foreign, caplog: pytest.LogCaptureFixture) -> None:
+    """None, and the values that are vLLM's defaults, in Python and as text."""
+    with caplog.at_level(logging.WARNING):
+        for value in (None, "None", {}, *entry.off, *map(str, entry.off)):
+            assert settle({entry.name: value}) == {}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--max-num-scheduled-tokens", "4k"], "max_num_batched_tokens", 4000),
+        (["--max-num-active-seqs", "9"], "max_num_seqs", 9),
+        (
+            ["--rope-scaling", '{"rope_type": "linear", "factor": 2.0}', "--hf-overrides", '{"a": 1}'],
+            "hf_overrides",
+            {"a": 1, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        ),
+    ],
+)
+def test_translated(words: list[str], name: str, value: object, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config, _ = read(*words)
+    assert getattr(config, name) == value
+    assert config.sources[name] == "flag"
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"{words[0]} is taken as {as_flag(name)}")
+
+
+def test_every_translation_is_tested() -> None:
+    translated = {entry.name for entry in EVERY if entry.kind == "translated"}
+    assert translated == {"max_num_scheduled_tokens", "max_num_active_seqs", "rope_scaling"}
+
+
+def test_two_names_of_one_setting_must_agree() -> None:
+    assert read("--max-num-active-seqs", "8", "--max-num-seqs", "8")[0].max_num_seqs == 8
+    with pytest.raises(ConfigError, match="--max-num-active-seqs and --max-num-seqs say different things"):
+        read("--max-num-active-seqs", "8", "--max-num-seqs", "16")
+
+
+def test_all_refused_flags_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"--enable-lora.*Not supported either: --lora-modules, --spec-tokens"):
+        read("--enable-lora", "--lora-modules", "a=b", "c=d", "--spec-tokens", "5", "--max-loras", "2")
+
+
+def test_python_spelling(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = EngineConfig.from_kwargs(swap_space=4, max_num_active_seqs=3, cpu_offload_gb=0, seed=None)
+    assert config.max_num_seqs == 3
+    assert config.sources["max_num_seqs"] == "argument"
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["max_num_active_seqs", "swap_space"]
+    with pytest.raises(ConfigError, match="^speculative_model is not supported"):
+        EngineConfig.from_kwargs(speculative_model="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_num_sequences", "max_num_seqs"),
+        ("speculativ_model", "speculative_model"),
+        ("port", "It is a setting of `quire serve`"),
+        ("xyzzy", "--help"),
+    ],
+)
+def test_unknown_argument_names_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_kwargs(**{name: 1})
+    assert hint in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--kv-cache-dtype", "fp8_e5m2"], "quantized KV caches are not in this version"),
+        (["--load-format", "pt"], "they can run code. Convert the model to safetensors"),
+        (["--load-format", "runai_streamer"], "only Hugging Face checkpoints"),
+        (["--tokenizer-mode", "mistral"], "tokenizer.json"),
+        (["--logprobs-mode", "raw_logits"], "Use raw_logprobs"),
+        (["--model-impl", "terratorch"], "text only"),
+        (["--dtype", "bfloat"], "Did you mean 'bfloat16'?"),
+        (["--scheduling-policy", "lifo"], "one of fcfs, priority"),
+        (["--log-level", "loud"], "one of debug, info, warning, error"),
+    ],
+)
+def test_foreign_value_says_why(words: list[str], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(*words)
+    assert part in caught.value.message
+
+
+def test_load_format_hf_is_auto() -> None:
+    assert read("--load-format", "hf")[0].load_format == "auto"

@@ -1,0 +1,105 @@
+"""/tokenize and /detokenize say what the engine would be sent, and are as strict as the other routes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.serving import MAX_MODEL_LEN, TEXT, TOKENIZER, RunningServer
+from tests.server.test_errors import error_of
+
+MESSAGES = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Wörld 😀"}]
+
+
+def post(server: RunningServer, path: str, **fields):
+    return server.http.post(path, json=fields)
+
+
+def test_prompt(server):
+    answer = post(server, "/tokenize", prompt=TEXT, model="alias").json()
+    ids = TOKENIZER.encode(TEXT)
+    assert answer == {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids, "token_strs": None}
+    plain = post(server, "/tokenize", prompt=TEXT, add_special_tokens=False, return_token_strs=True).json()
+    assert plain["tokens"] == TOKENIZER.encode(TEXT, add_special_tokens=False)
+    assert plain["token_strs"] == [TOKENIZER.id_to_token(token_id) for token_id in plain["tokens"]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}, {"tools": []}])
+def test_messages_are_what_the_chat_sends(server, fields):
+    answer = post(server, "/tokenize", messages=MESSAGES, **fields).json()
+    assert server.chat(messages=MESSAGES, max_tokens=1, **fields).status_code == 200
+    assert answer["tokens"] == server.last_request().prompt_token_ids
+    assert answer["count"] == len(answer["tokens"])
+
+
+def test_detokenize_is_the_inverse(server):
+    ids = post(server, "/tokenize", prompt=TEXT).json()["tokens"]
+    assert TEXT in post(server, "/detokenize", tokens=ids).json()["prompt"]
+    assert post(server, "/detokenize", tokens=TOKENIZER.encode(TEXT, False)).json() == {"prompt": TEXT}
+    assert post(server, "/detokenize", tokens=[]).json() == {"prompt": ""}
+    assert post(server, "/detokenize", tokens=TOKENIZER.encode(TEXT, False) * 300).json() == {"prompt": TEXT * 300}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "code", "param"),
+    [
+        ("/tokenize", {}, "invalid_value", "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "invalid_value", "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": [{}]}, "unsupported_field", "tools"),
+        ("/tokenize", {"prompt": "a", "chat_template": "x"}, "unsupported_field", "chat_template"),
+        ("/tokenize", {"prompt": "a", "add_special_token": True}, "unsupported_field", "add_special_token"),
+        ("/tokenize", {"prompt": 5}, "invalid_value", "prompt"),
+        ("/tokenize", {"messages": []}, "invalid_value", "messages"),
+        ("/detokenize", {}, "invalid_value", None),
+        ("/detokenize", {"tokens": [-1]}, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": [10**9]}, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": ["1"]}, "invalid_value", None),
+    ],
+)
+def test_refusals(server, path, fields, code, param):
+    error = error_of(post(server, path, **fields), 400)
+    assert error["code"] == code
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_other_models_and_too_long_texts(server):
+    assert error_of(post(server, "/tokenize", prompt="a", model="no"), 404)["code"] == "model_not_found"
+    assert error_of(post(server, "/tokenize", prompt="a " * 500_000), 400)["code"] == "context_length_exceeded"
+
+
+def test_without_a_tokenizer():
+    with RunningServer(tokenizer=None) as server:
+        assert "without a tokenizer" in error_of(post(server, "/tokenize", prompt="a"), 400)["message"]
+        assert "without a tokenizer" in error_of(post(server, "/detokenize", tokens=[1]), 400)["message"]
+
+
+def test_truncation(server):
+    prompt = TOKENIZER.encode(TEXT * 20, add_special_tokens=False)
+    for fields, expected in (
+        ({"truncate_prompt_tokens": 7}, prompt[-7:]),
+        ({"truncate_prompt_tokens": 7, "truncation_side": "left"}, prompt[-7:]),
+        ({"truncate_prompt_tokens": 7, "truncation_side": "right"}, prompt[:7]),
+        ({"truncate_prompt_tokens": 10**6}, prompt),
+    ):
+        answer = server.complete(prompt=prompt, max_tokens=1, **fields)
+        assert answer.status_code == 200, answer.text
+        assert server.last_request().prompt_token_ids == expected
+        assert answer.json()["usage"]["prompt_tokens"] == len(expected)
+    long = (prompt * 40)[: MAX_MODEL_LEN + 100]
+    assert error_of(server.complete(prompt=long, max_tokens=5), 400)["code"] == "context_length_exceeded"
+    assert server.complete(prompt=long, max_tokens=5, truncate_prompt_tokens=-1).status_code == 200
+    assert server.last_request().prompt_token_ids == long[-(MAX_MODEL_LEN - 5) :]
+    chat = [{"role": "user", "content": "word " * 3000}]
+    assert server.chat(messages=chat, truncate_prompt_tokens=-1).status_code == 200
+    assert len(server.last_request().prompt_token_ids) == MAX_MODEL_LEN - 1
+    for wrong in (0, -2):
+            assert (
+                error_of(server.complete(truncate_prompt_tokens=wrong), 400)["param"] == "truncate_prompt_tokens"
+            )
+    assert error_of(server.complete(truncation_side="left"), 400)["param"] == "truncation_side"
+    assert error_of(server.complete(truncate_prompt_tokens=4, truncation_side="top"), 400)["param"] == "truncation_side"
+
+
+def test_ping_and_load(server):
+    assert server.http.get("/ping").json() == server.http.post("/ping").json() == {"status": "ok"}
+    assert server.http.get("/load").json() == {"server_load": 0}
