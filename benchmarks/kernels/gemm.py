@@ -1,10 +1,10 @@
 """Matrix products of one linear layer against the machine's limits, torch and oneDNN with prepacked weights.
 
-Every engine walks through enough copies of the weight that each call finds it outside the caches, as in a model. The engines
-take turns in short bursts (after a pause, because OpenMP threads spin for some milliseconds after a call and would take a core
-from the next engine); a reading is the median call. The limit of a shape is the larger of weight bytes over the measured
-read bandwidth and FLOPs over the measured register-only peak; both are measured in between, so that a noisy machine hits
-numerator and denominator alike.
+Every engine walks through enough copies of the weight that each call finds it outside the caches, as in a model. The
+engines take turns in short bursts (after a pause, because OpenMP threads spin for some milliseconds after a call and
+would take a core from the next engine); a reading is the median call. The limit of a shape is the larger of weight bytes
+over the measured read bandwidth and FLOPs over the measured register-only peak; both are measured between the bursts, so
+that a noisy machine hits numerator and denominator alike.
 
     python benchmarks/kernels/gemm.py --shapes 1024x3072,1024x151936,3072x1024 --m 1,4,16,64,256,1024 --isa amx
 """
@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ COLD_BYTES = 640 << 20  # of weight copies per engine
 BURST_S = 0.02
 PAUSE_S = 0.01
 
+Engines = dict[str, list[Callable[[], Any]]]
+
 
 def onednn_linear(weight_NK: Tensor, M: int) -> Callable[[Tensor], Tensor]:
     """oneDNN's matrix product with weights packed for batch M."""
@@ -35,13 +38,26 @@ def onednn_linear(weight_NK: Tensor, M: int) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def measure(calls: dict[str, list[Callable[[], Any]]], seconds: float) -> dict[str, float]:
-    """Median seconds of a call per engine; engines alternate in bursts, each walks through its list of copies."""
+def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[ops.PackedLinear], peers: bool) -> Engines:
+    """Per engine, one call for each copy of the weight."""
+    calls: Engines = {"quire": [partial(ops.linear, x, p, out=out) for p in packed]}
+    if peers:
+        calls["torch"] = [partial(F.linear, x, w) for w in weights]
+        try:
+            calls["onednn"] = [partial(onednn_linear(w, len(x)), x) for w in weights]
+        except RuntimeError as error:  # torch built without it, or dtype unsupported on this CPU
+            print(f"oneDNN prepacked: {str(error).splitlines()[0]}")
+    return calls
+
+
+def measure(calls: Engines, dtype: torch.dtype, seconds: float) -> tuple[dict[str, float], float, float]:
+    """Median seconds of a call per engine, median bytes per second of reading, median peak FLOP/s."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for copies in calls.values():
-        copies[0]()
+    bandwidths, peaks = [], []
     deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
+    while not bandwidths or time.perf_counter() < deadline:
+        bandwidths.append(cpu.read_bandwidth(64 << 20, repeats=1))
+        peaks.append(cpu.peak_flops(dtype, repeats=1))
         for name, copies in calls.items():
             time.sleep(PAUSE_S)
             copies[-1]()  # wakes the threads
@@ -52,10 +68,12 @@ def measure(calls: dict[str, list[Callable[[], Any]]], seconds: float) -> dict[s
                 start = time.perf_counter()
                 call()
                 times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return medians, statistics.median(bandwidths), statistics.median(peaks)
 
 
 def bench_shape(K: int, N: int, Ms: list[int], dtype: torch.dtype, seconds: float, peers: bool) -> list[dict[str, Any]]:
+    """Rows of results, one per M, printed as they come."""
     num_copies = max(1, min(64, COLD_BYTES // (N * K * dtype.itemsize)))
     weights = [torch.randn(N, K).to(dtype) for _ in range(num_copies)]
     start = time.perf_counter()
@@ -63,19 +81,8 @@ def bench_shape(K: int, N: int, Ms: list[int], dtype: torch.dtype, seconds: floa
     pack_gb_s = sum(w.nbytes for w in weights) / (time.perf_counter() - start) / 1e9
     rows = []
     for M in Ms:
-        x = torch.randn(M, K).to(dtype)
-        out = torch.empty(M, N, dtype=dtype)
-        calls: dict[str, list[Callable[[], Any]]] = {"quire": [lambda p=p: ops.linear(x, p, out=out) for p in packed]}
-        if peers:
-            calls["torch"] = [lambda w=w: F.linear(x, w) for w in weights]
-            try:
-                prepacked = [onednn_linear(w, M) for w in weights]
-                calls["onednn"] = [lambda f=f: f(x) for f in prepacked]
-            except RuntimeError as error:  # torch built without it, or dtype unsupported on this CPU
-                print(f"oneDNN prepacked: {str(error).splitlines()[0]}")
-        bandwidth, peak = cpu.read_bandwidth(256 << 20), cpu.peak_flops(dtype)
-        medians = measure(calls, seconds)
-        limit_s = max(packed[0].nbytes / bandwidth, 2 * M * N * K / peak)
+        calls = engines(torch.randn(M, K).to(dtype), torch.empty(M, N, dtype=dtype), weights, packed, peers)
+        medians, bandwidth, peak = measure(calls, dtype, seconds)
         rows.append(
             {
                 "K": K,
@@ -83,7 +90,7 @@ def bench_shape(K: int, N: int, Ms: list[int], dtype: torch.dtype, seconds: floa
                 "M": M,
                 "bandwidth_gb_s": bandwidth / 1e9,
                 "peak_gflops": peak / 1e9,
-                "limit_us": limit_s * 1e6,
+                "limit_us": max(packed[0].nbytes / bandwidth, 2 * M * N * K / peak) * 1e6,
                 "pack_gb_s": pack_gb_s,
                 "us": {name: s * 1e6 for name, s in medians.items()},
             }

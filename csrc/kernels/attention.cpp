@@ -269,12 +269,11 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
       std::fill(ranges + t, ranges + last + 1, range_in_split(limits[t].min_first, limits[last].max_last, start));
     }
     path.scores(now.keys, now.range, ranges, scores, prefetcher);
-    path.load_values(now.values, now.range, prefetcher);
     TileResult results[kMaxRowTiles];
     for (int t = 0; t < row_tiles; ++t) {
       results[t] = softmax<Path>(scores + static_cast<size_t>(t) * kSplit * kLanes, ranges[t], start, limits[t], a, prefetcher);
     }
-    path.weighted_values(scores, ranges, split_values, prefetcher);
+    path.weighted_values(now.values, now.range, scores, ranges, split_values, prefetcher);
     prefetcher.advance(2 * kSplit);
     for (int t = 0; t < row_tiles; ++t) {
       const float* tile_values = split_values + t * kLanes * width;

@@ -59,7 +59,7 @@ class Bf16Path {
 
   static size_t scratch_bytes(int head_dim, int row_tiles) {
     return sizeof(uint32_t) * (static_cast<size_t>(row_tiles) * query_pairs(head_dim) * kLanes + kKeyDwords +
-                               static_cast<size_t>(kSplit / 2) * width(head_dim) + kTile * kLanes) + 256;
+                               kMostPanelDwords + kTile * kLanes) + 256;
   }
   // Floats per row of an output tile: head_dim and padding.
   static int width(int head_dim) { return round_up(head_dim, kTile); }
@@ -69,7 +69,7 @@ class Bf16Path {
         num_rows_(num_rows),
         queries_(scratch.take<uint32_t>(static_cast<size_t>(round_up(num_rows, kLanes)) * query_pairs(head_dim))),
         keys_(scratch.take<uint32_t>(kKeyDwords)),
-        values_(scratch.take<uint32_t>(static_cast<size_t>(kSplit / 2) * width(head_dim))),
+        values_(scratch.take<uint32_t>(kMostPanelDwords)),
         block_(scratch.take<float>(kTile * kLanes)) {}
 
   void load_queries(const bf16* const* rows) {
@@ -84,20 +84,6 @@ class Bf16Path {
         transpose16(x);
         uint32_t* dst = queries_ + (static_cast<size_t>(t) * pairs + e) * kLanes;
         for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * kLanes, x[i]);
-      }
-    }
-  }
-
-  void load_values(const bf16* const* value_rows, Range range, Prefetcher& prefetcher) {
-    for (int p = range.begin; p < range.end; p += 2) {
-      if (p % kTile == 0) prefetcher.advance(kPrefetchInValues);
-      const bf16 *even = value_rows[p], *odd = value_rows[p + 1];
-      for (int e = 0; e < head_dim_; e += kPairs) {
-        const int left = head_dim_ - e;
-        const __mmask16 mask = left >= kPairs ? 0xffff : first_lanes(left);
-        const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + e));
-        const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + e));
-        _mm512_store_si512(value_pairs(e, p), _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
       }
     }
   }
@@ -136,8 +122,10 @@ class Bf16Path {
     }
   }
 
-  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out.
-  void weighted_values(float* probabilities, const Range* tile_ranges, float* out, Prefetcher& prefetcher) {
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of values at a
+  // time stay in the first-level cache for all row tiles.
+  void weighted_values(const bf16* const* value_rows, Range range, float* probabilities, const Range* tile_ranges, float* out,
+                       Prefetcher& prefetcher) {
     const int row_tiles = (num_rows_ + kLanes - 1) / kLanes, stride = width(head_dim_);
     for (int t = 0; t < row_tiles; ++t) {  // [pair][lane] to [lane][pair]
       float* tile = probabilities + static_cast<size_t>(t) * kSplit * kLanes;
@@ -145,35 +133,16 @@ class Bf16Path {
         transpose_lanes(tile + p / 2 * kLanes, tile + p / 2 * kLanes, kLanes);
       }
     }
-    constexpr int64_t kTileDistance = sizeof(float) * kSplit * kLanes, kValueDistance = sizeof(uint32_t) * kSplit / 2 * kTile;
-    const int64_t row_bytes = sizeof(float) * stride;
-    for (int e = 0; e < stride;) {  // a few columns of values stay in the first-level cache for all row tiles
-      prefetcher.advance(kPrefetchInProduct);
-      const int columns = (stride - e) / kTile, wanted = row_tiles > 1 ? 2 : 4;
-      const int count = columns < wanted ? columns : wanted;
+    const int panels = stride / kTile, most_panels = row_tiles > 1 ? 2 : 4;
+    for (int panel = 0; panel < panels; panel += most_panels) {
+      const int count = panels - panel < most_panels ? panels - panel : most_panels;
+      load_values(value_rows, range, panel * kTile, count, prefetcher);
+      float* columns = out + panel * kTile;
       for (int t = 0; t < row_tiles; t += 2) {
-        const Range range = tile_ranges[t];
-        if (range.size() <= 0) continue;
-        const int steps = range.size() / kStep;
-        const TileOperand a = tile_of(probabilities + (static_cast<size_t>(t) * kSplit + range.begin / 2) * kLanes);
-        const TileOperand b = tile_of(value_pairs(e, range.begin));
-        float* c = out + static_cast<size_t>(t) * kLanes * stride + e;
-        if (t + 1 < row_tiles) {
-          if (count == 1) {
-            multiply_two_rows<1>(a, kTileDistance, b, kValueDistance, steps, c, row_bytes);
-          } else {
-            multiply_two_rows<2>(a, kTileDistance, b, kValueDistance, steps, c, row_bytes);
-          }
-          continue;
-        }
-        switch (count) {
-          case 1: multiply_row<1>(a, b, kValueDistance, steps, c, row_bytes); break;
-          case 2: multiply_row<2>(a, b, kValueDistance, steps, c, row_bytes); break;
-          case 3: multiply_row<3>(a, b, kValueDistance, steps, c, row_bytes); break;
-          default: multiply_row<4>(a, b, kValueDistance, steps, c, row_bytes);
-        }
+        if (tile_ranges[t].size() <= 0) continue;
+        multiply(probabilities + static_cast<size_t>(t) * kSplit * kLanes, tile_ranges[t], count, row_tiles - t > 1,
+                 columns + static_cast<size_t>(t) * kLanes * stride);
       }
-      e += count * kTile;
     }
   }
 
@@ -193,17 +162,24 @@ class Bf16Path {
     }
   }
 
-  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out.
-  void weighted_values(const float* probabilities, const Range* tile_ranges, float* out, Prefetcher& prefetcher) {
-    const int stride = width(head_dim_);
-    for (int t = 0; t * kLanes < num_rows_; ++t) {
-      const Range range = tile_ranges[t];
-      if (range.size() <= 0) continue;
-      const float* a = probabilities + (static_cast<size_t>(t) * kSplit + range.begin / 2) * kLanes;
-      for (int e = 0; e < stride; e += kTile) {
-        prefetcher.advance(kPrefetchInProduct);
-        product<false>(reinterpret_cast<const uint32_t*>(a), value_pairs(e, range.begin), kTile, range.size() / 2, block_);
-        transpose_lanes(block_, out + static_cast<size_t>(t) * kLanes * stride + e, stride);
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of values at a
+  // time stay in the first-level cache for all row tiles.
+  void weighted_values(const bf16* const* value_rows, Range range, const float* probabilities, const Range* tile_ranges,
+                       float* out, Prefetcher& prefetcher) {
+    const int stride = width(head_dim_), panels = stride / kTile;
+    constexpr int kMostPanels = 2;  // a cache line of the values
+    for (int panel = 0; panel < panels; panel += kMostPanels) {
+      const int count = panels - panel < kMostPanels ? panels - panel : kMostPanels;
+      load_values(value_rows, range, panel * kTile, count, prefetcher);
+      for (int t = 0; t * kLanes < num_rows_; ++t) {
+        const Range seen = tile_ranges[t];
+        if (seen.size() <= 0) continue;
+        const float* a = probabilities + (static_cast<size_t>(t) * kSplit + seen.begin / 2) * kLanes;
+        float* columns = out + static_cast<size_t>(t) * kLanes * stride + panel * kTile;
+        for (int i = 0; i < count; ++i) {
+          product<false>(reinterpret_cast<const uint32_t*>(a), value_pairs(i, seen.begin), kTile, seen.size() / 2, block_);
+          transpose_lanes(block_, columns + i * kTile, stride);
+        }
       }
     }
   }
@@ -212,14 +188,38 @@ class Bf16Path {
 
  private:
   static constexpr int kKeyStride = kMaxHeadDim / 2 + 16;  // dwords; not a power of two: rows spread over the cache's sets
+  static constexpr int kMostPanelDwords = 4 * (kSplit / 2) * kTile;
   static constexpr int kKeyDwords = (kAmx ? 4 : 1) * kTile * kKeyStride;
 
   // Dwords per query row, a whole number of vectors.
   static int query_pairs(int head_dim) { return round_up(head_dim, 2 * kPairs) / 2; }
 
-  // Where the values of columns e .. e + 15 at positions position and position + 1 go.
-  uint32_t* value_pairs(int e, int position) const {
-    return values_ + (static_cast<size_t>(e / kTile) * (kSplit / 2) + position / 2) * kTile;
+  // Where panel `panel` keeps the values at positions position and position + 1.
+  uint32_t* value_pairs(int panel, int position) const { return values_ + (panel * (kSplit / 2) + position / 2) * kTile; }
+
+  // Fills `count` panels with the columns from e on, kTile each, zeros behind head_dim.
+  void load_values(const bf16* const* rows, Range range, int e, int count, Prefetcher& prefetcher) {
+    alignas(64) static constexpr uint16_t kInterleave[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i interleave = _mm512_load_si512(kInterleave);
+    const int whole = (head_dim_ - e) / kTile < count ? (head_dim_ - e) / kTile : count;
+    const __mmask16 rest = first_lanes((head_dim_ - e) % kTile);
+    for (int p = range.begin; p < range.end; p += 2) {
+      if (p % kTile == 0) prefetcher.advance(kPrefetchInValues * count / 2);
+      const bf16 *even = rows[p] + e, *odd = rows[p + 1] + e;
+      uint32_t* dst = value_pairs(0, p);
+      for (int i = 0; i < whole; ++i, even += kTile, odd += kTile, dst += kTile * kSplit / 2) {
+        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(even));
+        const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd));
+        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        _mm512_store_si512(dst, _mm512_permutexvar_epi16(interleave, both));
+      }
+      if (whole < count) {
+        const __m512i low = _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(rest, even));
+        const __m512i both = _mm512_inserti64x4(low, _mm256_maskz_loadu_epi16(rest, odd), 1);
+        _mm512_store_si512(dst, _mm512_permutexvar_epi16(interleave, both));
+      }
+    }
   }
 
   // Dwords pair .. pair + 15 of a row of head_dim elements, zeros behind its end.
@@ -241,6 +241,24 @@ class Bf16Path {
   // An operand whose tiles follow each other without gaps.
   static TileOperand tile_of(const void* data) { return {static_cast<const char*>(data), 64, 64 * 16}; }
 
+  // Columns of one row tile, or of it and the next, from `count` panels of values.
+  void multiply(const float* probabilities, Range range, int count, bool two_tiles, float* out) const {
+    constexpr int64_t kTileDistance = sizeof(float) * kSplit * kLanes, kPanelDistance = sizeof(uint32_t) * kSplit / 2 * kTile;
+    const int64_t row_bytes = sizeof(float) * width(head_dim_);
+    const int steps = range.size() / kStep;
+    const TileOperand a = tile_of(probabilities + range.begin / 2 * kLanes), b = tile_of(value_pairs(0, range.begin));
+    if (two_tiles) {
+      return count == 1 ? multiply_two_rows<1>(a, kTileDistance, b, kPanelDistance, steps, out, row_bytes)
+                        : multiply_two_rows<2>(a, kTileDistance, b, kPanelDistance, steps, out, row_bytes);
+    }
+    switch (count) {
+      case 1: return multiply_row<1>(a, b, kPanelDistance, steps, out, row_bytes);
+      case 2: return multiply_row<2>(a, b, kPanelDistance, steps, out, row_bytes);
+      case 3: return multiply_row<3>(a, b, kPanelDistance, steps, out, row_bytes);
+      default: return multiply_row<4>(a, b, kPanelDistance, steps, out, row_bytes);
+    }
+  }
+
   // Keys that lie in the cache as the tile wants them are read from there.
   TileOperand key_tile(const bf16* const* rows, uint32_t* copy) const {
     bool in_place = head_dim_ % 32 == 0;
@@ -260,7 +278,7 @@ class Bf16Path {
   int head_dim_, num_rows_;
   uint32_t* queries_;  // [row tile][query_pairs][lane]
   uint32_t* keys_;     // copies of keys, [kTile or 4 * kTile][kKeyStride]
-  uint32_t* values_;   // [head_dim / kTile][kSplit / 2][kTile]
+  uint32_t* values_;   // up to 4 panels [kSplit / 2][kTile]
   float* block_;       // [kTile][lane]
 };
 

@@ -40,7 +40,7 @@ class F32Path {
 
   static size_t scratch_bytes(int head_dim, int row_tiles) {
     return sizeof(float) * (static_cast<size_t>(row_tiles) * head_dim * kLanes + kTile * kKeyStride +
-                            static_cast<size_t>(kSplit) * width(head_dim) + kTile * kLanes) + 256;
+                            kSplit * kTile + kTile * kLanes) + 256;
   }
   // Floats per row of an output tile: head_dim and padding.
   static int width(int head_dim) { return round_up(head_dim, kTile); }
@@ -50,7 +50,7 @@ class F32Path {
         num_rows_(num_rows),
         queries_(scratch.take<float>(static_cast<size_t>(round_up(num_rows, kLanes)) * head_dim)),
         keys_(scratch.take<float>(kTile * kKeyStride)),
-        values_(scratch.take<float>(static_cast<size_t>(kSplit) * width(head_dim))),
+        values_(scratch.take<float>(kSplit * kTile)),
         block_(scratch.take<float>(kTile * kLanes)) {}
 
   void load_queries(const T* const* rows) {
@@ -73,37 +73,24 @@ class F32Path {
     }
   }
 
-  void load_values(const T* const* value_rows, Range range, Prefetcher& prefetcher) {
-    for (int p = range.begin; p < range.end; ++p) {
-      if (p % kTile == 0) prefetcher.advance(kPrefetchInValues);
-      for (int e = 0; e < head_dim_; e += kTile) {
-        float* dst = values_ + (static_cast<size_t>(e / kTile) * kSplit + p) * kTile;
-        for (int i = 0; i < kTile; i += kLanes) {
-          const int left = head_dim_ - e - i;
-          const T* src = value_rows[p] + e + i;
-          store(dst + i, left >= kLanes ? load(src) : left > 0 ? load_n(src, left) : zero());
-        }
-      }
-    }
-  }
-
   // Softmax hands over the probabilities of two positions, in place of their scores.
   static void store_probabilities(float* tile_scores, int position, F32 p0, F32 p1) {
     store(tile_scores + position * kLanes, p0);
     store(tile_scores + (position + 1) * kLanes, p1);
   }
 
-  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out.
-  void weighted_values(const float* probabilities, const Range* tile_ranges, float* out, Prefetcher& prefetcher) {
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of values at a
+  // time stay in the first-level cache for all row tiles.
+  void weighted_values(const T* const* value_rows, Range range, const float* probabilities, const Range* tile_ranges,
+                       float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_);
-    for (int t = 0; t * kLanes < num_rows_; ++t) {
-      const Range range = tile_ranges[t];
-      if (range.size() <= 0) continue;
-      const float* a = probabilities + (static_cast<size_t>(t) * kSplit + range.begin) * kLanes;
-      for (int e = 0; e < stride; e += kTile) {
-        prefetcher.advance(kPrefetchInProduct);
-        const float* b = values_ + (static_cast<size_t>(e / kTile) * kSplit + range.begin) * kTile;
-        product<false>(a, b, kTile, range.size(), block_);
+    for (int e = 0; e < stride; e += kTile) {
+      load_values(value_rows, range, e, prefetcher);
+      for (int t = 0; t * kLanes < num_rows_; ++t) {
+        const Range seen = tile_ranges[t];
+        if (seen.size() <= 0) continue;
+        const float* a = probabilities + (static_cast<size_t>(t) * kSplit + seen.begin) * kLanes;
+        product<false>(a, values_ + seen.begin * kTile, kTile, seen.size(), block_);
         transpose_lanes(block_, out + static_cast<size_t>(t) * kLanes * stride + e, stride);
       }
     }
@@ -120,6 +107,18 @@ class F32Path {
     outer<F32Lanes, kAlongK>(a, b, stride, size, out);
   }
 
+  // Columns e .. e + kTile - 1 of the values, zeros behind head_dim.
+  void load_values(const T* const* rows, Range range, int e, Prefetcher& prefetcher) {
+    for (int p = range.begin; p < range.end; ++p) {
+      if (p % kTile == 0) prefetcher.advance(kPrefetchInValues);
+      for (int i = 0; i < kTile; i += kLanes) {
+        const int left = head_dim_ - e - i;
+        const T* src = rows[p] + e + i;
+        store(values_ + p * kTile + i, left >= kLanes ? load(src) : left > 0 ? load_n(src, left) : zero());
+      }
+    }
+  }
+
   void convert_row(const T* src, float* dst) const {
     int e = 0;
     for (; e + kLanes <= head_dim_; e += kLanes) store(dst + e, load(src + e));
@@ -129,7 +128,7 @@ class F32Path {
   int head_dim_, num_rows_;
   float* queries_;  // [row tile][head_dim][lane]
   float* keys_;     // [kTile][kKeyStride]
-  float* values_;   // [head_dim / kTile][kSplit][kTile]
+  float* values_;   // [kSplit][kTile]
   float* block_;    // [kTile][lane]
 };
 

@@ -70,9 +70,8 @@ class Prefetcher {
   const void* const* rows_[2] = {nullptr, nullptr};
   int next_[2] = {0, 0}, end_ = 0, row_bytes_ = 0;
 };
-// Rows asked for per kTile positions of the present split, in its four phases; together they are the next split's 2 kTile rows
-// and some to spare.
-constexpr int kPrefetchInScores = 12, kPrefetchInValues = 12, kPrefetchInSoftmax = 6, kPrefetchInProduct = 4;
+// Rows asked for per kTile positions of the present split; all phases together ask for the next split's 2 kTile rows.
+constexpr int kPrefetchInScores = 12, kPrefetchInSoftmax = 8, kPrefetchInValues = 4;  // values: per 32 columns
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 // Transposes 16 x 16 elements of 32 bits in place.

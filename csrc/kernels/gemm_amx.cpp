@@ -44,8 +44,8 @@ void configure(int64_t input_rows) {
 }
 
 // Columns [0, 64) of a panel for one input tile; sums[rows][64].
-__attribute__((noinline)) void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps, float* sums,
-                                       bool is_first, Prefetch prefetch) {
+void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps, float* sums, bool is_first,
+             Prefetch prefetch) {
   constexpr int64_t kPitch = kPanelWidth * sizeof(float);
   if (is_first) {
     _tile_zero(0);
@@ -105,9 +105,7 @@ class PendingRows {
     const __m512 low = _mm512_add_ps(_mm512_load_ps(sums_), _mm512_load_ps(bias_));
     const __m512 high = _mm512_add_ps(_mm512_load_ps(sums_ + 16), _mm512_load_ps(bias_ + 16));
     const __mmask32 mask = columns_ == 32 ? ~__mmask32{0} : (__mmask32{1} << columns_) - 1;
-    if (dtype_ == DType::bf16 && columns_ == 32) {
-      _mm512_storeu_si512(out_, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
-    } else if (dtype_ == DType::bf16) {
+    if (dtype_ == DType::bf16) {
       _mm512_mask_storeu_epi16(out_, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
     } else if (dtype_ == DType::f16) {
       _mm512_mask_storeu_epi16(out_, mask,
@@ -129,8 +127,8 @@ class PendingRows {
 // 32 columns of a panel for the two tiles of a group; sums[32][32]. Both operands come from L2, whose bandwidth is the
 // limit; loads that ask not to be kept in L1 (TILELOADDT1) and all loads ahead of the products gave 2400 GFLOP/s per
 // core where the plain order gave 2000 (of 2700; Emerald Rapids).
-__attribute__((noinline)) void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_first,
-                                       Prefetch prefetch, PendingRows& pending) {
+void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_first, Prefetch prefetch,
+             PendingRows& pending) {
   constexpr int64_t kPitch = kHalfColumns * sizeof(float);
   float* sums_low = sums + kTileRows * kHalfColumns;
   if (is_first) {

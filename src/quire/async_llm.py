@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-import msgspec
-
 from quire import envs
 from quire.config import EngineConfig
-from quire.errors import InvalidRequestError, UnsupportedFieldError
+from quire.errors import UnsupportedFieldError
+from quire.frontend.live_limits import move_limits
 from quire.frontend.prompts import PromptType
 from quire.frontend.tokenizer import Tokenizer
 from quire.launch import open_model, start_async_engine
@@ -94,13 +93,13 @@ class AsyncLLM:
         return self._tokenizer
 
     async def set_limits(self, limits: SetLimits) -> None:
-        """Move limits of the running engine, from its next step on. Raises InvalidRequestError for an illegal value."""
-        try:
-            msgspec.convert(msgspec.to_builtins(limits), SetLimits)
-        except msgspec.ValidationError as error:
-            raise InvalidRequestError(f"Illegal limits: {error}", param="limits") from None
+        """Move limits of the running engine, from its next step on; None leaves one as it is.
+
+        Raises InvalidRequestError for a value out of its bounds: memory was planned for the limits of the start.
+        """
         await self.wait_ready()
-        self._engine.set_limits(limits)
+        given = {name: getattr(limits, name) for name in limits.__struct_fields__}
+        move_limits(self._engine, {name: value for name, value in given.items() if value is not None})
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""

@@ -6,6 +6,7 @@ otherwise.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,13 +188,28 @@ class ServerConfig:
         30.0, "Seconds to let running requests finish on SIGTERM.", limits="the time of a drain"
     )
     legacy_metric_names: bool = option(False, "Show metrics under the names of old guides and dashboards as well.")
+    allowed_origins: tuple[str, ...] = option(
+        (), "Origins whose web pages may call the server (CORS), * for any; words or a JSON list.", many=True
+    )
+    allowed_methods: tuple[str, ...] = option(("*",), "Methods they may use.", many=True)
+    allowed_headers: tuple[str, ...] = option(("*",), "Headers they may send.", many=True)
+    allow_credentials: bool = option(False, "They may send cookies; not with any origin.")
     fail_on_environ_validation: bool = option(False, "Refuse to start with an unknown VLLM_* or QUIRE_* variable.")
     sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
 
     def __post_init__(self) -> None:
+        normalise(self)
         check_types(self)
         check_choices(self)
         complete_sources(self)
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            object.__setattr__(self, name, _listed(getattr(self, name), name))
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError(
+                "Any web page could act in the name of whoever is logged in",
+                fix="Name the origins in --allowed-origins, or leave out --allow-credentials",
+                param="allow_credentials",
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigError("Illegal port", value=self.port, expected="0 to 65535; 0: any free one", param="port")
         if not 0 <= self.shutdown_timeout < math.inf:
@@ -203,6 +219,24 @@ class ServerConfig:
                 expected="seconds, 0 or more",
                 param="shutdown_timeout",
             )
+
+
+def _listed(words: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """The words; a word that is a JSON list, as vLLM takes it, stands for its items."""
+    result: list[str] = []
+    for word in words:
+        items = [word]
+        if word.startswith("["):
+            try:
+                items = json.loads(word)
+            except json.JSONDecodeError:
+                items = []
+            if not items or not all(isinstance(item, str) for item in items):
+                raise ConfigError(
+                    f"Illegal {name}", value=word, expected='words, or a JSON list such as ["*"]', param=name
+                )
+        result += items
+    return tuple(result)
 
 
 def _unknown_argument(name: str, known: set[str]) -> ConfigError:

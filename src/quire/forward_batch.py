@@ -18,10 +18,6 @@ class LayerCache:
     k_BGPE: Tensor
     v_BGPE: Tensor
 
-    @property
-    def block_size(self) -> int:
-        return self.k_BGPE.shape[2]
-
 
 @dataclass(slots=True)
 class ForwardBatch:

@@ -57,13 +57,7 @@ class ModelConfig:
     residual_multiplier: float  # on what attention and MLP add to the residual
     logits_scaling: float  # logits are divided by it
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # what was merged over config.json
-
-    @property
-    def sliding_window(self) -> int:
-        """The window of the layers that have one; 0 if none has."""
-        return max(self.layer_windows)
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """Position encoding of one layer; None if it has none."""

@@ -72,7 +72,7 @@ def option(
         "limits": limits,
         "secret": secret,
     }
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, repr=not secret, metadata=metadata)
 
 
 def options(config: Any) -> tuple[dataclasses.Field[Any], ...]:

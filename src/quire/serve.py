@@ -23,6 +23,8 @@ from quire.launch import FrontEndParts, open_model, start_async_engine
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.resolve import resolve_server
 from quire.server.app import create_app
+from quire.server.cors import CorsRules
+from quire.server.http_protocol import GuardedProtocol
 from quire.server.state import ServerSettings
 
 logger = logs.get_logger(__name__)
@@ -58,6 +60,12 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             response_role=server_config.response_role,
             has_priorities=engine_config.scheduling_policy == "priority",
             owns_engine=False,
+            cors=CorsRules(
+                server_config.allowed_origins,
+                server_config.allowed_methods,
+                server_config.allowed_headers,
+                server_config.allow_credentials,
+            ),
             log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
             resolved=resolve_server(server_config).as_dict(),
         )
@@ -178,7 +186,7 @@ class ServingProcess:
                 self._app,
                 log_level=server_config.uvicorn_log_level,
                 access_log=False,
-                http="httptools",
+                http=GuardedProtocol,
                 ws="none",
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=int(self._drain_seconds + LAST_WORDS_SECONDS) + 1,

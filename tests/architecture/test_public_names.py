@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import quire
 from quire.cli.main import build_parser
 from quire.config import EngineConfig, ServerConfig, parse_human_int
 from quire.errors import ConfigError
+from quire.option import options
 
 
 @pytest.mark.parametrize("name", quire.__all__)
@@ -27,7 +27,7 @@ def test_unknown_public_name_is_an_attribute_error() -> None:
 def test_every_config_field_has_help_and_a_flag() -> None:
     actions = build_parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions  # type: ignore[union-attr]
     for config in (EngineConfig, ServerConfig):
-        for field in dataclasses.fields(config):
+        for field in options(config):
             assert field.metadata["help"], field.name
             assert "--" + field.name.replace("_", "-") in actions, field.name
 

@@ -1,4 +1,4 @@
-"""The command lines of the five guides (rows of mission.md): each runs, runs with a notice, or is refused with the way out."""
+"""The command lines of the five guides, by row: each runs, runs with a notice, or is refused with the way out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from tests.cli.reading import read
 
-# row of the guide, command line, settings it must give
+# guide and row, command line, settings it must give
 RUNS = [
     (
         "S0-3",

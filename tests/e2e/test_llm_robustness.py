@@ -10,6 +10,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import InvalidRequestError, QuireError
+from quire.interrupt import interrupts_between_steps
 from quire.schedule import RowsFailedError, ScheduledBatch, StepResult
 from tests.e2e import reference
 from tests.e2e.conftest import check_is_empty
@@ -28,19 +29,21 @@ class _Runner:
     """The model runner, with something happening at its third step."""
 
     def __init__(self, runner: Any, event: Any) -> None:
-        self._runner, self._event, self._num_steps = runner, event, 0
+        self._runner, self._event, self.num_ended = runner, event, 0
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        self._num_steps += 1
-        if self._num_steps == 3:
+        if self.num_ended == 2:
             self._event(batch)
         result: StepResult = self._runner.execute(batch)
+        self.num_ended += 1
         return result
 
 
-def _at_third_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, event: Any) -> None:
+def _at_third_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, event: Any) -> _Runner:
     executor: Any = llm._core.executor
-    monkeypatch.setattr(executor, "_runner", _Runner(executor._runner, event))
+    runner = _Runner(executor._runner, event)
+    monkeypatch.setattr(executor, "_runner", runner)
+    return runner
 
 
 def test_a_refused_prompt_starts_nothing(llm: LLM) -> None:
@@ -51,24 +54,27 @@ def test_a_refused_prompt_starts_nothing(llm: LLM) -> None:
 
 def test_interrupt_between_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of a step: the step ends first."""
-    _at_third_step(llm, monkeypatch, lambda batch: signal.raise_signal(signal.SIGINT))
+    runner = _at_third_step(llm, monkeypatch, lambda batch: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert runner.num_ended == 3
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     _check_answers(llm)
 
 
-def test_second_interrupt_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt_twice(batch: ScheduledBatch) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        raise AssertionError("the step went on after the second interrupt")
+def test_second_interrupt_does_not_wait() -> None:
+    reached = []
 
-    from quire.interrupt import interrupts_between_steps
+    def step() -> None:
+        signal.raise_signal(signal.SIGINT)
+        reached.append("first")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("second")
 
     with pytest.raises(KeyboardInterrupt), interrupts_between_steps():
-        interrupt_twice(ScheduledBatch(0, [], [], [], [], []))
+        step()
+    assert reached == ["first"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -1,4 +1,4 @@
-"""/metrics of `quire serve` on the demo model, in a KV cache small enough to preempt: what it counts is what was answered."""
+"""/metrics of `quire serve` on the demo model, in a KV cache that makes it preempt: it counts what was answered."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def server() -> Iterator[Serve]:
 
 @dataclass
 class Counted:
-    """What /metrics counted while something was done. Names without vllm:, a label's value after a slash."""
+    """What /metrics counted while something was done.
+
+    Names without vllm:, then the values of other labels in the order of the labels' names: `name/value/value`.
+    """
 
     difference: dict[str, float]
     after: dict[str, float]
@@ -150,7 +153,7 @@ def test_every_token_and_request_is_counted_once(server: Serve) -> None:
     assert counted["e2e_request_latency_seconds_sum"] == pytest.approx(
         counted["request_queue_time_seconds_sum"] + inference
     )
-    assert counted["http_requests_total/POST/2xx//v1/completions"] == len(usages)
+    assert counted["http_requests_total//v1/completions/POST/2xx"] == len(usages)
 
 
 def test_continuations_share_the_prompt(server: Serve) -> None:
@@ -220,7 +223,7 @@ def test_refused_requests_touch_the_http_counters_alone(server: Serve) -> None:
     http = {
         name: value for name, value in counted.difference.items() if name.startswith("http_requests_total") and value
     }
-    assert http == {"http_requests_total/POST/4xx//v1/completions": 3, "http_requests_total/GET/4xx/other": 1}
+    assert http == {"http_requests_total//v1/completions/POST/4xx": 3, "http_requests_total/other/GET/4xx": 1}
     unmoved = ("prompt_tokens_total", "generation_tokens_total", "request_success_total/error")
     assert [counted[name] for name in unmoved] == [0, 0, 0]
     counted.check_histograms(PER_CONTINUATION, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -28,9 +28,11 @@ EOS = 2
 
 
 @cache
-def demo_model(dtype: torch.dtype) -> tuple[ModelConfig, CausalLM]:
-    """The bundled model, loaded once per dtype and test process."""
+def demo_model(dtype: torch.dtype, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
+    """The bundled model, loaded once per dtype, context length (None: its own) and test process."""
     config = load_model_config(quire.demo.path("target"))
+    if max_model_len is not None:
+        config = replace(config, max_model_len=max_model_len)
     return config, load_model(config, dtype)
 
 
@@ -53,11 +55,12 @@ class Schedule:
     chunk: int = 2048  # token budget of a step
     prefix_caching: bool = False
     depth: int = 1
+    max_model_len: int | None = None  # None: the model's
 
 
 def build_core(schedule: Schedule, dtype: torch.dtype) -> EngineCore:
     """A core over the demo model with an empty cache."""
-    config, model = demo_model(dtype)
+    config, model = demo_model(dtype, schedule.max_model_len)
     shape = (config.num_kv_heads, schedule.block_size, config.head_dim)
     caches = kv_cache.allocate(config.num_layers, schedule.num_blocks, *shape, dtype, torch.device("cpu"))
     for layer in caches:  # a slot read before it is written must show
@@ -81,11 +84,11 @@ def run(
     *,
     before_step: Callable[[EngineCore, int], None] | None = None,
     prefix: str = "r",
-    ignored: str | None = None,
+    failing: str | None = None,
 ) -> list[list[int]]:
     """Tokens of every prompt, all added at once. `before_step(core, step)` may interfere.
 
-    `ignored` is the id of a request that is there already and must fail.
+    `failing` is the id of the one request that must fail.
     """
     tokens: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -108,12 +111,13 @@ def run(
         if before_step is not None:
             before_step(core, step)
         for delta in core.step():
-            if delta.request_id == ignored:
-                assert delta.error is not None
+            if delta.error is not None:
+                assert delta.request_id == failing, delta.error
+                failing = None
                 continue
-            assert delta.error is None, delta.error
             tokens[delta.request_id] += delta.token_ids
         step += 1
+    assert failing is None, f"{failing} did not fail"
     core.scheduler.kv.check()
     assert core.scheduler.kv.pool.num_used_blocks == 0, "blocks leaked"
     return list(tokens.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import count
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from tokenizers import Tokenizer
 import quire.demo
 from quire.engine.core import EngineCore
 from quire.kernels import cpu
-from quire.messages import AddRequest
+from quire.messages import AddRequest, SetLimits
 from quire.sampling_params import SamplingParams
-from tests.engine.harness import Prompt, Schedule, build_core, run
+from tests.engine.harness import Prompt, Schedule, build_core, demo_model, run
 
 BLOCK_SIZE = 16
 QUESTIONS = (
@@ -171,11 +172,61 @@ def test_forks_share_the_prompt(prefix_caching: bool, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_output", [1, 2, 24])
+def test_to_the_very_end_of_the_context(num_output: int, depth: int) -> None:
+    """Prompt and output fill max_model_len: the last slot, the last block and the last row of the rotary table."""
+    longest = max(range(len(QUESTIONS)), key=lambda index: len(prompts()[index].token_ids))
+    prompt, tokens = prompts()[longest], _expected(torch.float32)[longest]
+    params = SamplingParams(temperature=0.0, max_tokens=num_output)
+    schedule = Schedule(depth=depth, max_model_len=len(prompt.token_ids) + num_output)
+    core = build_core(schedule, torch.float32)
+    assert run(core, [Prompt(prompt.token_ids, params)]) == [tokens[:num_output]]
+    core.shutdown()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_more_requests_than_at_the_start(depth: int) -> None:
+    """max_num_seqs is raised while one request runs: the worker's rows grow under it."""
+    core = build_core(Schedule(max_num_seqs=1, depth=depth), torch.bfloat16)
+    num_running = []
+
+    def widen(core: EngineCore, step: int) -> None:
+        num_running.append(core.scheduler.num_running)
+        if step == 5:
+            core.set_limits(SetLimits(max_num_seqs=len(QUESTIONS)))
+
+    assert run(core, prompts(), before_step=widen) == _expected(torch.bfloat16)
+    assert max(num_running[:6]) == 1
+    assert max(num_running) == len(QUESTIONS)
+    core.shutdown()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_the_worker_cannot_take_fails_alone(depth: int) -> None:
     """What gets past the front end ends one request; the rest of its batch is computed again, to the same tokens."""
     core = build_core(Schedule(depth=depth), torch.bfloat16)
     core.add(AddRequest("poison", [5, 6], SamplingParams(temperature=1.0), max_tokens=4))  # random, but without a seed
-    assert run(core, prompts(), ignored="poison") == _expected(torch.bfloat16)
+    assert run(core, prompts(), failing="poison") == _expected(torch.bfloat16)
+    core.shutdown()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_without_numbers_fails_alone(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in one row's logits, while at depth 2 the batch behind it already computes that row's next token."""
+    _, model = demo_model(torch.bfloat16, None)
+    compute_logits, num_steps = model.compute_logits, count()
+
+    def poisoned(hidden_RD: torch.Tensor) -> torch.Tensor:
+        logits_RV = compute_logits(hidden_RD)
+        if next(num_steps) == 4:
+            logits_RV[1] = float("nan")
+        return logits_RV
+
+    wanted = _expected(torch.bfloat16)
+    monkeypatch.setattr(model, "compute_logits", poisoned)
+    core = build_core(Schedule(depth=depth), torch.bfloat16)
+    tokens = run(core, prompts(), failing="r1")
+    assert tokens == [wanted[0], wanted[1][:4], *wanted[2:]]
     core.shutdown()
 
 

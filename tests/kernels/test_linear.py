@@ -14,7 +14,8 @@ from torch import Tensor
 from quire.kernels import cpu, ops, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# N around the panel width (64) and its quarters; K odd, around the AMX step (32) and, 2500, over one K block of each kernel
+# N around the panel width (64) and its quarters; K odd, around the AMX step (32) and, 2500, over one K block of every
+# kernel
 SHAPES_NK = [(1, 1), (19, 111), (64, 32), (130, 33), (63, 64), (100, 1000), (70, 2500)]
 # Around the row tiles (6 rows of vectors, 16 and 32 of AMX tiles)
 BATCHES = [1, 2, 5, 6, 7, 12, 13, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 130]
@@ -36,7 +37,8 @@ def random_linear(N: int, K: int, T: int, dtype: torch.dtype) -> tuple[Tensor, T
 def test_matches_the_twin(isa: str, N: int, K: int, dtype: torch.dtype) -> None:
     x_TK, weight_NK, bias_N = random_linear(N, K, 37, dtype)
     packed = ops.pack_linear(weight_NK)
-    assert packed.is_packed and (packed.N, packed.K, packed.dtype) == (N, K, dtype)
+    assert packed.is_packed
+    assert (packed.N, packed.K, packed.dtype) == (N, K, dtype)
     for bias in (None, bias_N, bias_N.float()):
         sums_TN = ops.linear(x_TK, packed, bias, out_dtype=torch.float32)
         expected_TN = reference.linear(x_TK, weight_NK, bias, torch.float32)
@@ -54,8 +56,10 @@ def test_rows_do_not_depend_on_the_batch(isa: str, N: int, K: int, dtype: torch.
     packed = ops.pack_linear(weight_NK)
     all_TN = ops.linear(x_TK, packed, bias_N, out_dtype=torch.float32)
     for T in BATCHES:
-        assert torch.equal(ops.linear(x_TK[:T], packed, bias_N, out_dtype=torch.float32), all_TN[:T]), f"first {T} rows"
-        assert torch.equal(ops.linear(x_TK[-T:], packed, bias_N, out_dtype=torch.float32), all_TN[-T:]), f"last {T} rows"
+        first_TN = ops.linear(x_TK[:T], packed, bias_N, out_dtype=torch.float32)
+        assert torch.equal(first_TN, all_TN[:T]), f"first {T} rows"
+        last_TN = ops.linear(x_TK[-T:], packed, bias_N, out_dtype=torch.float32)
+        assert torch.equal(last_TN, all_TN[-T:]), f"last {T} rows"
 
 
 def test_long_prefill_rows_do_not_depend_on_the_batch(isa: str) -> None:
@@ -94,7 +98,8 @@ def test_strided_rows(isa: str, dtype: torch.dtype) -> None:
     out = ops.linear(wide_x[:, 7:47], ops.pack_linear(wide_weight[:, 3:43]), out=wide_out[:, 10:60])
     assert out.data_ptr() == wide_out[:, 10:60].data_ptr()
     assert torch.equal(wide_out[:, 10:60], expected_TN)
-    assert (wide_out[:, :10] == 5).all() and (wide_out[:, 60:] == 5).all(), "wrote outside of its columns"
+    assert (wide_out[:, :10] == 5).all(), "wrote to the left of its columns"
+    assert (wide_out[:, 60:] == 5).all(), "wrote to the right of its columns"
     by_columns = ops.linear(x_TK.t().contiguous().t(), ops.pack_linear(weight_NK.t().contiguous().t()))
     assert torch.equal(by_columns, expected_TN)
 
@@ -115,7 +120,8 @@ def test_non_finite_values_stay_in_their_row_and_column(isa: str) -> None:
     x_TK[3, 7] = float("inf")
     weight_NK[11, 9] = float("nan")
     dirty_TN = ops.linear(x_TK, ops.pack_linear(weight_NK))
-    assert not dirty_TN[3].isfinite().any() and dirty_TN[:, 11].isnan().all()
+    assert not dirty_TN[3].isfinite().any()
+    assert dirty_TN[:, 11].isnan().all()
     dirty_TN[3], dirty_TN[:, 11] = clean_TN[3], clean_TN[:, 11]
     assert torch.equal(dirty_TN, clean_TN)
 
@@ -142,7 +148,8 @@ def test_without_the_extension_the_weight_is_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cpu, "_available", False)
     x_TK, weight_NK, bias_N = random_linear(19, 111, 7, torch.bfloat16)
     packed = ops.pack_linear(weight_NK)
-    assert not packed.is_packed and packed.data is weight_NK
+    assert not packed.is_packed
+    assert packed.data is weight_NK
     expected_TN = reference.linear(x_TK, weight_NK, bias_N)
     torch.testing.assert_close(ops.linear(x_TK, packed, bias_N), expected_TN, atol=0.02, rtol=0.01)
     assert ops.linear(x_TK, packed, out_dtype=torch.float32).dtype == torch.float32
@@ -153,7 +160,7 @@ def test_wrong_arguments_are_named() -> None:
     packed = ops.pack_linear(torch.zeros(5, 6))
     with pytest.raises(AssertionError, match=r"x is \(2, 7\), expected \[T, 6\]"):
         ops.linear(torch.zeros(2, 7), packed)
-    with pytest.raises(AssertionError, match="the weight is torch.float32"):
+    with pytest.raises(AssertionError, match=r"the weight is torch\.float32"):
         ops.linear(torch.zeros(2, 6, dtype=torch.bfloat16), packed)
     with pytest.raises(AssertionError, match="bias"):
         ops.linear(torch.zeros(2, 6), packed, torch.zeros(4))

@@ -1,4 +1,4 @@
-"""A headless Chromium driven through chromedriver's HTTP interface (W3C WebDriver): what the playground's tests need."""
+"""A headless Chromium driven through chromedriver's HTTP interface (W3C WebDriver): what the page's tests need."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.messages import AddRequest
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.app import create_app
+from quire.server.http_protocol import ConnectionLimits, guarded_protocol
 from quire.server.state import ServerSettings
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class RunningServer:
         tokenizer: Tokenizer | None = TOKENIZER,
         waits_for_engine: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        connection_limits: ConnectionLimits = ConnectionLimits(),
         **settings: Any,
     ) -> None:
         self.client = EchoClient(answer, max_model_len=MAX_MODEL_LEN) if client is None else client
@@ -75,7 +77,7 @@ class RunningServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         config = uvicorn.Config(
-            self.app, http="httptools", ws="none", lifespan="on", log_level="critical", timeout_graceful_shutdown=2
+            self.app, http=guarded_protocol(connection_limits), ws="none", lifespan="on", log_level="critical", timeout_graceful_shutdown=2
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="server")

@@ -65,13 +65,6 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
     *refused("the server listens on an address", f"Use --host and --port. {PROXY} for a socket", values="uds"),
     *accepted("there is no access log", values="disable_access_log_for_endpoints"),
     *refused(
-        "pages of other origins may not call this server",
-        PROXY,
-        off=("false",),
-        values="allowed_origins allowed_methods allowed_headers",
-        switches="allow_credentials",
-    ),
-    *refused(
         "the server speaks plain HTTP",
         PROXY,
         off=(0,),

@@ -12,20 +12,21 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.messages import EngineReady, SetLimits
 
 _LEAST = {"long_prefill_token_threshold": 0}  # 0: no such limit; of the others: 1
+_MOST = 2**31 - 1  # of limits that no memory was planned for
 
 
 @dataclass(frozen=True)
 class LiveLimit:
-    """One limit: its value now, and the bounds it may be moved in. `maximum` None: no bound."""
+    """One limit: its value now, and the bounds it may be moved in."""
 
     value: int | None
     minimum: int
-    maximum: int | None
+    maximum: int
 
     @property
     def bounds(self) -> str:
         """`1 to 128`, for people."""
-        return f"{self.minimum} to {self.maximum}" if self.maximum is not None else f"{self.minimum} or more"
+        return f"{self.minimum} or more" if self.maximum == _MOST else f"{self.minimum} to {self.maximum}"
 
 
 def live_limits(ready: EngineReady) -> dict[str, LiveLimit]:
@@ -34,7 +35,7 @@ def live_limits(ready: EngineReady) -> dict[str, LiveLimit]:
     for name in SetLimits.__struct_fields__:
         if name in ready.resolved:
             setting = _record(ready, name)
-            limits[name] = LiveLimit(setting["value"], _LEAST.get(name, 1), setting.get("max"))
+            limits[name] = LiveLimit(setting["value"], _LEAST.get(name, 1), setting.get("max", _MOST))
     return limits
 
 
@@ -83,9 +84,9 @@ def _check(name: str, value: Any, limits: Mapping[str, LiveLimit], ready: Engine
     limit = limits[name]
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} is not a whole number", value=value, expected=limit.bounds, param=name)
-    if value < limit.minimum or (limit.maximum is not None and value > limit.maximum):
+    if not limit.minimum <= value <= limit.maximum:
         why = None
-        if limit.maximum is not None and value > limit.maximum:
+        if limit.maximum < min(value, _MOST):
             why = f"Memory was planned for {limit.maximum} at the start: restart with --{name.replace('_', '-')}"
         raise InvalidRequestError(
             f"{name} is out of its bounds", value=value, expected=limit.bounds, fix=why, param=name

@@ -75,7 +75,6 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
     "eos_token_id": None,
-    "bos_token_id": None,
 }
 _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -85,7 +84,6 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "eos_token_id": 1,
-    "bos_token_id": 2,
 }
 
 FAMILIES: dict[str, HfFamily] = {
@@ -145,14 +143,13 @@ FAMILIES: dict[str, HfFamily] = {
             "no_rope_layer_interval": 4,
             "use_sliding_window": False,
             "eos_token_id": 128_001,
-            "bos_token_id": 128_000,
         },
         has_window=_by_layer_types(_smollm3_window),
         has_rope=_smollm3_rope,
     ),
     "olmo2": HfFamily(
         ("Olmo2ForCausalLM",),
-        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50_279, "bos_token_id": None},
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50_279},
         qk_norm="full",
     ),
     "granite": HfFamily(("GraniteForCausalLM",), {"max_position_embeddings": 2048, "attention_multiplier": 1.0}),
@@ -161,12 +158,11 @@ FAMILIES: dict[str, HfFamily] = {
 COMMON_DEFAULTS: Mapping[str, Any] = {
     "rope_theta": 10_000.0,
     "hidden_act": "silu",
-    "bos_token_id": 1,
     "eos_token_id": 2,
 }
 
 # For architectures that only the transformers backend runs; older ones call the same things otherwise.
-UNKNOWN = HfFamily((), {"eos_token_id": None, "bos_token_id": None})
+UNKNOWN = HfFamily((), {"eos_token_id": None})
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim", "d_ff", "ffn_hidden_size"),

@@ -61,7 +61,6 @@ def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict
         raise ModelConfigError(
             f"{path} lacks {', '.join(missing)}", fix="Use the config.json that belongs to the checkpoint"
         )
-    bos = fields.token_ids("bos_token_id")
     return {
         **_shapes(fields),
         **_math(fields, family, is_native),
@@ -70,7 +69,6 @@ def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict
         "model_type": str(fields.get("model_type") or ""),
         "dtype": _dtype(fields),
         "eos_token_ids": fields.token_ids("eos_token_id"),
-        "bos_token_id": bos[0] if bos else None,
     }
 
 

@@ -73,7 +73,7 @@ def set_num_threads(n: int) -> None:
 
 
 def default_num_threads() -> int:
-    """Physical cores this process may use: CPU affinity without hyper-thread siblings, limited by the cgroup CPU quota."""
+    """Physical cores this process may use: affinity without hyper-thread siblings, limited by the cgroup CPU quota."""
     return int(_C.default_num_threads()) if _available else torch.get_num_threads()
 
 
@@ -113,7 +113,7 @@ def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
 
 
 def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
-    """Best measured multiply-add rate (FLOP/s) of the active instruction set on registers alone, over all kernel threads.
+    """Best measured multiply-add rate (FLOP/s) of the active instruction set on registers alone, all kernel threads.
 
     bfloat16 uses AMX tiles or vdpbf16ps where active; every other dtype float32. Needs the extension.
     """

@@ -40,7 +40,8 @@ class PackedLinear:
 def pack_linear(weight_NK: Tensor) -> PackedLinear:
     """Bring a weight [N, K] of dtype float32, bfloat16 or float16 into the form `linear` reads.
 
-    On CPU with the compiled kernels this is a copy (multi-threaded): the caller may free `weight_NK`. Rows may be strided.
+    On CPU with the compiled kernels this is a copy (multi-threaded): the caller may free `weight_NK`. Rows may be
+    strided.
     """
     assert weight_NK.dim() == 2, f"weight must be [N, K], got shape {tuple(weight_NK.shape)}"
     assert weight_NK.dtype in cpu.DTYPE_CODES, f"weight dtype {weight_NK.dtype} is not float32, bfloat16 or float16"
@@ -61,19 +62,18 @@ def linear(
 ) -> Tensor:
     """y_TN = x_TK @ weight.T + bias_N with float32 accumulation, rounded once to the output dtype.
 
-    x has the weight's dtype; the output has x's dtype unless `out_dtype` (or the dtype of `out`) says otherwise. Rows of x
-    and of `out` may be strided. The bias may have any of the three dtypes.
+    x has the weight's dtype; the output has x's dtype unless `out_dtype` (or the dtype of `out`) says otherwise. Rows of
+    x and of `out` may be strided. The bias may have any of the three dtypes.
     """
-    assert x_TK.dim() == 2 and x_TK.shape[1] == packed.K, f"x is {tuple(x_TK.shape)}, expected [T, {packed.K}]"
+    assert x_TK.shape[1:] == (packed.K,), f"x is {tuple(x_TK.shape)}, expected [T, {packed.K}]"
     assert x_TK.dtype == packed.dtype, f"x is {x_TK.dtype}, the weight is {packed.dtype}"
     assert bias_N is None or bias_N.shape == (packed.N,), f"bias is not of shape ({packed.N},)"
     T = x_TK.shape[0]
     if out is None:
         out = torch.empty((T, packed.N), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
     else:
-        assert out.shape == (T, packed.N) and out.stride(1) == 1, (
-            f"out is {tuple(out.shape)}, expected [{T}, {packed.N}]"
-        )
+        assert out.shape == (T, packed.N), f"out is {tuple(out.shape)}, expected [{T}, {packed.N}]"
+        assert out.stride(1) == 1, "the last dimension of out is not contiguous"
         assert out_dtype is None or out_dtype == out.dtype, f"out is {out.dtype}, out_dtype is {out_dtype}"
     if packed.is_packed:
         if x_TK.stride(1) != 1:

@@ -23,7 +23,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.metrics import log_line
 from quire.metrics.prometheus import PrometheusMetrics
-from quire.server import config_api, health, models, timeline, tokenization
+from quire.server import config_api, health, models, openapi, timeline, tokenization
 from quire.server.auth import AccessControl, check_api_keys
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
@@ -66,9 +66,11 @@ def create_app(
         Route("/readyz", health.readyz, methods=["GET"]),
         Route("/metrics", health.metrics, methods=["GET"]),
         Route("/version", health.version, methods=["GET"]),
+        *openapi.routes(),
     ]
     middleware = [
         Middleware(RequestContext),
+        *settings.cors.middleware(),
         Middleware(AccessControl, api_keys=settings.api_keys, allowed_hosts=settings.allowed_hosts),
     ]
     if metrics is not None:

@@ -23,8 +23,24 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-_CODES = {404: "unknown_route", 405: "method_not_allowed"}
+# Codes of the HTTP layer itself, with their statuses; the others belong to the classes of quire.errors.
+HTTP_CODES = {
+    "bad_http": 400,
+    "cors_refused": 400,
+    "invalid_api_key": 401,
+    "host_not_allowed": 403,
+    "unknown_route": 404,
+    "request_not_found": 404,
+    "metrics_disabled": 404,
+    "method_not_allowed": 405,
+    "body_timeout": 408,
+    "headers_timeout": 408,
+    "body_too_large": 413,
+    "unsupported_media_type": 415,
+    "headers_too_large": 431,
+}
 _NOT_READY_RETRY_SECONDS = 5
+_JSON = "application/json"
 
 
 class HttpError(QuireError):
@@ -33,6 +49,7 @@ class HttpError(QuireError):
     def __init__(
         self, status: int, code: str, what: str, *, expected: str | None = None, fix: str | None = None
     ) -> None:
+        assert HTTP_CODES.get(code) == status, f"{code} with status {status} is not in the table"
         super().__init__(what, expected=expected, fix=fix)
         self.http_status, self.http_code = status, code
 
@@ -52,7 +69,7 @@ def error_response(error: QuireError) -> Response:
         headers["retry-after"] = str(_NOT_READY_RETRY_SECONDS)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error), status, headers, "application/json")
+    return Response(error_body(error), status, headers, _JSON)
 
 
 def internal_error_body(request_id: str) -> bytes:
@@ -68,20 +85,17 @@ async def on_quire_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: no such route, wrong method."""
+    """Starlette's own errors: no such route, wrong method. There are no others: they would be ours."""
     assert isinstance(error, HTTPException)
-    status = error.status_code
-    if status == 404:
-        message = (
-            "No such route. GET /v1/models, POST /v1/chat/completions and POST /v1/completions are some that exist."
-        )
-    elif status == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        message = f"This route does not take this method. Use {allowed}."
+    if error.status_code == 404:
+        code = "unknown_route"
+        message = "No such route. GET /docs lists those there are, POST /v1/chat/completions is one."
+    elif error.status_code == 405:
+        code = "method_not_allowed"
+        message = f"This route does not take this method. Use {(error.headers or {}).get('Allow', 'another method')}."
     else:
-        message = f"The server answered with status {status}."
-    body = _encode(status, _CODES.get(status, "http_error"), message, None)
-    return Response(body, status, error.headers, "application/json")
+        raise error
+    return Response(_encode(error.status_code, code, message, None), error.status_code, error.headers, _JSON)
 
 
 def _status_and_code(error: QuireError) -> tuple[int, str]:

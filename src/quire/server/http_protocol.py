@@ -46,7 +46,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._num_header_bytes = 0
+        self._num_header_bytes = 0  # of complete headers; 0: no headers are being read
+        self._num_unparsed_bytes = 0  # that came since the chunk in which the headers began
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -59,8 +60,15 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_refused:
-            super().data_received(data)
+        if self._is_refused:
+            return
+        is_continued = self._num_header_bytes > 0
+        super().data_received(data)
+        if is_continued and self._num_header_bytes > 0:
+            # The parser keeps a header to itself until it is complete: one without end must not grow there.
+            self._num_unparsed_bytes += len(data)
+            if self._num_unparsed_bytes > self.limits.max_header_bytes:
+                self._refuse_headers(f"at most {self.limits.max_header_bytes} bytes")
 
     def _await_headers(self) -> None:
         self._stop_reading_timer()
@@ -90,7 +98,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._num_header_bytes = 1
+        self._num_header_bytes, self._num_unparsed_bytes = 1, 0
         self._await_headers()
 
     def on_url(self, url: bytes) -> None:
@@ -114,6 +122,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_refused:
             return
+        self._num_header_bytes = 0
         self._stop_reading_timer()
         self._await_body()
         super().on_headers_complete()
@@ -133,7 +142,6 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._stop_reading_timer()
-        self._num_header_bytes = 0
         if not self._is_refused:
             super().on_message_complete()
 

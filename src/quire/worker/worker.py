@@ -46,7 +46,6 @@ class Worker:
 
     runner: ModelRunner
     resolved: Resolved
-    model_config: ModelConfig
 
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: bool, progress: Progress) -> Worker:
@@ -92,7 +91,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
             param="kv_cache_memory_bytes",
         ) from error
     inputs = InputBatch(resolved.max_num_seqs, resolved.max_model_len, resolved.block_size, model_config.vocab_size)
-    return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved, model_config)
+    return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved)
 
 
 def _allocate_caches(

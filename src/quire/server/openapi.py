@@ -1,0 +1,191 @@
+"""GET /openapi.json and GET /docs: the routes described once, with schemas made from the structs that decode and encode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire import __version__
+from quire.server.auth import PUBLIC_PATHS
+from quire.server.docs_page import render
+from quire.server.health import Starting
+from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
+from quire.server.protocol.common import ErrorBody, ModelCard, ModelList
+from quire.server.protocol.completions import CompletionRequest, CompletionResponse
+from quire.server.protocol.timeline import TimelineResponse
+from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+
+# The pages are text alone: nothing is loaded, and no script runs.
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+REF = "#/components/schemas/{name}"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one route.
+
+    Args:
+        request: struct of the body; the fields it forbids are those it does not have.
+        response: struct of the answer, or a media type, or a plain JSON schema.
+        events: struct of an event of a streamed answer.
+        errors: statuses besides 401, 403 and 500, which every guarded route has.
+    """
+
+    summary: str
+    request: type[msgspec.Struct] | None = None
+    response: type[msgspec.Struct] | str | dict[str, Any] | None = None
+    events: type[msgspec.Struct] | None = None
+    errors: tuple[int, ...] = ()
+
+
+def _object(**properties: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": list(properties),
+        "properties": {name: {"type": kind} for name, kind in properties.items()},
+    }
+
+
+_STATUS = _object(status="string")
+_BODY = (400, 408, 413, 415)
+_CONFIG = {"type": "object", "description": "version, model, settings by name, and live: the limits that can move"}
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): Operation(
+        "A chat, streamed or not", ChatRequest, ChatResponse, ChatChunk, (*_BODY, 404, 429, 503)
+    ),
+    ("POST", "/v1/completions"): Operation(
+        "Continuations of one or several prompts, streamed or not",
+        CompletionRequest,
+        CompletionResponse,
+        CompletionResponse,
+        (*_BODY, 404, 429, 503),
+    ),
+    ("GET", "/v1/models"): Operation("The served names", None, ModelList),
+    ("GET", "/v1/models/{model}"): Operation("One served name", None, ModelCard, errors=(404,)),
+    ("GET", "/v1/requests/{request_id}/timeline"): Operation(
+        "When what happened to a recent request", None, TimelineResponse, errors=(404,)
+    ),
+    ("GET", "/v1/config"): Operation("Every setting with its source", None, _CONFIG, errors=(503,)),
+    ("POST", "/v1/config"): Operation("Move limits while serving", None, _CONFIG, errors=(*_BODY, 503)),
+    ("POST", "/tokenize"): Operation(
+        "Token ids of a prompt or a chat", TokenizeRequest, TokenizeResponse, errors=(*_BODY, 404)
+    ),
+    ("POST", "/detokenize"): Operation(
+        "Text of token ids", DetokenizeRequest, DetokenizeResponse, errors=(*_BODY, 404)
+    ),
+    ("GET", "/health"): Operation("200 while steps end in time", None, _STATUS, errors=(503,)),
+    ("GET", "/ping"): Operation("As /health", None, _STATUS, errors=(503,)),
+    ("POST", "/ping"): Operation("As /health", None, _STATUS, errors=(503,)),
+    ("GET", "/livez"): Operation("200 as long as the process answers", None, _STATUS),
+    ("GET", "/readyz"): Operation("200 once a real token has been produced; 503 with the phase before", None, _STATUS),
+    ("GET", "/load"): Operation("Requests waiting or running", None, _object(server_load="integer")),
+    ("GET", "/metrics"): Operation("Prometheus' text format", None, "text/plain", errors=(404,)),
+    ("GET", "/version"): Operation("The version of Quire", None, _object(version="string")),
+    ("GET", "/"): Operation("A page to chat with the model", None, "text/html"),
+    ("GET", "/docs"): Operation("This description as a page", None, "text/html"),
+    ("GET", "/openapi.json"): Operation("This description", None, {"type": "object"}),
+}
+
+
+def build() -> dict[str, Any]:
+    """The OpenAPI 3.1 document. Every route of the app is in OPERATIONS; a test compares them."""
+    structs: list[type[msgspec.Struct]] = [ErrorBody, Starting]
+    for operation in OPERATIONS.values():
+        for kind in (operation.request, operation.response, operation.events):
+            if isinstance(kind, type) and kind not in structs:
+                structs.append(kind)
+    schemas, components = msgspec.json.schema_components(structs, ref_template=REF)
+    by_struct = dict(zip(structs, schemas, strict=True))
+    for request in {operation.request for operation in OPERATIONS.values()} - {None}:
+        assert request is not None
+        components[request.__name__]["additionalProperties"] = False  # unknown fields are refused
+    paths: dict[str, dict[str, Any]] = {}
+    for (method, path), operation in OPERATIONS.items():
+        paths.setdefault(path, {})[method.lower()] = _operation(path, operation, by_struct.__getitem__)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Quire",
+            "version": __version__,
+            "description": "OpenAI's HTTP API with vLLM's extra fields. Errors are described in docs/errors.md.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": dict(sorted(components.items())),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(
+    path: str, operation: Operation, schema_of: Callable[[type[msgspec.Struct]], dict[str, Any]]
+) -> dict[str, Any]:
+    is_public = path in PUBLIC_PATHS
+    errors = set(operation.errors) | {500} | (set() if is_public else {401, 403})
+    responses: dict[str, Any] = {"200": {"description": "The answer", "content": {}}}
+    content = responses["200"]["content"]
+    if isinstance(operation.response, str):
+        content[operation.response] = {"schema": {"type": "string"}}
+    elif isinstance(operation.response, dict):
+        content["application/json"] = {"schema": operation.response}
+    elif operation.response is not None:
+        content["application/json"] = {"schema": schema_of(operation.response)}
+    if operation.events is not None:
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": "Lines `data: ...`, the last of them `data: [DONE]`"},
+            "x-event-schema": schema_of(operation.events),
+        }
+    for status in sorted(errors):
+        responses[str(status)] = {
+            "description": "An error",
+            "content": {"application/json": {"schema": schema_of(ErrorBody)}},
+        }
+    if path == "/readyz":
+        either = [schema_of(Starting), schema_of(ErrorBody)]
+        responses["503"] = {
+            "description": "Why not yet, or not any more",
+            "content": {"application/json": {"schema": {"anyOf": either}}},
+        }
+    result: dict[str, Any] = {
+        "summary": operation.summary,
+        "security": [] if is_public else [{}, {"key": []}],
+        "responses": responses,
+    }
+    if operation.request is not None:
+        body = {"application/json": {"schema": schema_of(operation.request)}}
+        result["requestBody"] = {"required": True, "content": body}
+    elif path == "/v1/config" and operation.errors != (503,):
+        limits = {"type": "object", "additionalProperties": {"type": "integer"}}
+        result["requestBody"] = {"required": True, "content": {"application/json": {"schema": limits}}}
+    names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
+    if names:
+        result["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    return result
+
+
+def routes() -> list[Route]:
+    """The two routes; both answers are made once."""
+    document = build()
+    description = msgspec.json.encode(document)
+    page = render(document).encode()
+
+    async def openapi(request: Request) -> Response:
+        return Response(description, media_type="application/json")
+
+    async def docs(request: Request) -> Response:
+        return Response(page, headers=PAGE_HEADERS, media_type="text/html; charset=utf-8")
+
+    return [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]

@@ -1,0 +1,203 @@
+"""`quire explain`: every setting, its source, its numbers; for models of many shapes, from config.json alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.main import main
+from quire.config import EngineConfig, ServerConfig
+from quire.cost import devices
+from quire.explain import explain
+from quire.model_config import load_model_config
+from quire.option import options
+from quire.resolve import DeviceFacts
+
+MIB, GIB = 1 << 20, 1 << 30
+DEVICE = DeviceFacts(
+    kind="cpu", name="test", isa="avx2", num_cores=4, total_memory_bytes=64 * GIB, free_memory_bytes=60 * GIB
+)
+# From the config.json and the model card of each: family, hidden, inner, layers, heads, KV heads, vocabulary, context,
+# further fields; parameters as published; KV bytes per token in bfloat16 (2 x layers x KV heads x head size x 2).
+MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, int]] = {
+    "SmolLM2-135M": ("llama", (576, 1536, 30, 9, 3, 49152, 8192), {"tie_word_embeddings": True}, 134_515_008, 23_040),
+    "TinyLlama-1.1B": ("llama", (2048, 5632, 22, 32, 4, 32000, 2048), {}, 1_100_048_384, 22_528),
+    "Llama-3.2-1B": (
+        "llama", (2048, 8192, 16, 32, 8, 128256, 131072), {"tie_word_embeddings": True}, 1_235_814_400, 32_768
+    ),
+    "Llama-3.1-8B": ("llama", (4096, 14336, 32, 32, 8, 128256, 131072), {}, 8_030_261_248, 131_072),
+    "Mistral-7B-v0.1": ("mistral", (4096, 14336, 32, 32, 8, 32000, 32768), {}, 7_241_732_096, 131_072),
+    "Qwen2.5-0.5B": (
+        "qwen2", (896, 4864, 24, 14, 2, 151936, 32768), {"tie_word_embeddings": True}, 494_032_768, 12_288
+    ),
+    "Qwen2.5-7B": ("qwen2", (3584, 18944, 28, 28, 4, 152064, 131072), {}, 7_615_616_512, 57_344),
+    "Qwen3-0.6B": (
+        "qwen3",
+        (1024, 3072, 28, 16, 8, 151936, 40960),
+        {"tie_word_embeddings": True, "head_dim": 128},
+        596_049_920,
+        114_688,
+    ),
+    "Qwen3-4B": (
+        "qwen3",
+        (2560, 9728, 36, 32, 8, 151936, 40960),
+        {"tie_word_embeddings": True, "head_dim": 128},
+        4_022_468_096,
+        147_456,
+    ),
+    "Phi-3-mini-4k": ("phi3", (3072, 8192, 32, 32, 32, 32064, 4096), {}, 3_821_079_552, 393_216),
+}  # fmt: skip
+FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}
+
+
+def _folder(tmp_path: Path, name: str) -> Path:
+    family, sizes, further, _, _ = MODELS[name]
+    common = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    names = {"model_type": family, "architectures": [f"{ARCHITECTURES[family]}ForCausalLM"]}
+    config = common | names | dict(zip(FIELDS, sizes, strict=True)) | further
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_of_models(tmp_path: Path, name: str) -> None:
+    """The arithmetic of 64 GiB: 5 % reserve, weights, logits, and the rest for two contexts of each request or less."""
+    parameters, kv_bytes = MODELS[name][3:]
+    model = load_model_config(_folder(tmp_path, name))
+    explanation = explain(name, EngineConfig(), ServerConfig(), model, DEVICE)
+    shown = explanation.as_dict()
+    assert shown["model"]["num_parameters"] == parameters
+    assert shown["model"]["kv_bytes_per_token"] == kv_bytes
+    settings = shown["settings"]
+    assert settings["weight_bytes"]["value"] == 2 * parameters
+    blocks = settings["num_blocks"]["value"]
+    assert settings["kv_cache_bytes"]["value"] == blocks * 16 * kv_bytes
+    work = settings["work_bytes"]["value"]
+    left = DEVICE.free_memory_bytes - 2 * parameters - work - int(DEVICE.total_memory_bytes * 0.05)
+    useful = 2 * 128 * model.max_model_len // 16
+    assert blocks == min(left // (16 * kv_bytes), useful)
+
+
+def _shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["explain", "--json", *words]) == 0
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return shown
+
+
+def test_every_setting_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = _shown(capsys)["settings"]
+    fields = [*options(EngineConfig), *options(ServerConfig)]
+    assert {f.name for f in fields} <= settings.keys()
+    for name, setting in settings.items():
+        assert setting["source"], name
+        if setting["source"] in ("formula", "measured", "device", "model"):
+            assert setting["detail"], f"{name} has no numbers"
+    for f in fields:
+        assert settings[f.name]["limits"] == f.metadata["limits"]
+        assert settings[f.name]["live"] == f.metadata["live"]
+
+
+def test_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_API_KEY", "do-not-show")
+    path = tmp_path / "serve.yaml"
+    path.write_text("max-num-seqs: 3\nhf-token: do-not-show\n")
+    settings = _shown(capsys, "--config", str(path), "--block-size", "32")["settings"]
+    assert settings["max_num_seqs"] | {"detail": ""} == {
+        "value": 3,
+        "source": "file",
+        "detail": "",
+        "limits": "running requests; the others wait",
+        "live": True,
+        "max": 3,
+        "next": settings["max_num_seqs"]["next"],
+    }
+    assert settings["max_num_seqs"]["detail"].startswith("default would be 128")
+    expected = {
+        "block_size": (32, "flag"),
+        "num_threads": (1, "environment"),
+        "dtype": ("bfloat16", "model"),
+        "max_model_len": (2048, "model"),
+        "isa": (settings["isa"]["value"], "device"),
+        "num_blocks": (settings["num_blocks"]["value"], "formula"),
+        "api_key": ("set", "environment"),
+        "hf_token": ("set", "file"),
+        "watermark": (0.0, "default"),
+    }
+    assert {name: (settings[name]["value"], settings[name]["source"]) for name in expected} == expected
+
+
+def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", "--api-key", "do-not-show", "--hf-token", "do-not-show"]
+    for command in (words, [*words, "--json"]):
+        assert main(command) == 0
+        output = capsys.readouterr()
+        assert "do-not-show" not in output.out + output.err
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--max-num-seqs", "8", "--port", "0"]) == 0
+    output = capsys.readouterr().out
+    for part in (
+        "model    quire-demo: LlamaForCausalLM, 5.8 M parameters, bfloat16, KV 3,072 bytes per token",
+        "max_num_seqs                         8   [flag]",
+        "limits  running requests; the others wait",
+        "next    16: ",
+        "live    POST /v1/config moves it, up to 8",
+        "tokens = 16.0 requests of 2,048",
+        "As they are by default:",
+    ):
+        assert part in output, output
+
+
+def test_memory_is_measured_now(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "total_memory_bytes", lambda: 4 * GIB)
+    monkeypatch.setattr(devices, "free_memory_bytes", lambda: GIB)
+    shown = _shown(capsys)
+    assert shown["machine"]["free_memory_bytes"] == GIB
+    assert shown["settings"]["num_blocks"]["source"] == "measured"
+    assert shown["settings"]["kv_cache_bytes"]["value"] < GIB
+
+
+def test_too_little_memory_is_part_of_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", "--kv-cache-memory-bytes", "1M"]
+    assert main([*words, "--json"]) == 2
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["error"]["code"] == "out_of_memory_plan"
+    assert "num_blocks" not in shown["settings"]
+    assert shown["settings"]["max_num_seqs"]["value"] == 128
+    assert main(words) == 2
+    assert "A start would fail: The KV cache for one request of 2048 tokens does not fit" in capsys.readouterr().out
+
+
+def test_contradictions_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--max-num-seqs", "64", "--max-num-batched-tokens", "32"]) == 2
+    assert "The token budget is smaller" in capsys.readouterr().err
+
+
+def test_next_value_costs_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """The logits of twice as many requests are the difference between two explanations."""
+    few = _shown(capsys, "--max-num-seqs", "512", "--max-num-batched-tokens", "4096")["settings"]
+    many = _shown(capsys, "--max-num-seqs", "1024", "--max-num-batched-tokens", "4096")["settings"]
+    growth = many["work_bytes"]["value"] - few["work_bytes"]["value"]
+    assert f"1024: {growth / MIB:.1f} MiB more work memory" in few["max_num_seqs"]["next"]
+
+
+def test_no_torch_is_loaded() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\nfrom quire.cli.main import main\n"
+        "main(['explain', '--json'])\nmain(['collect-env'])\n"
+        "print([n for n in ('torch', 'transformers') if n in sys.modules], file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.strip() == "[]"

@@ -1,0 +1,41 @@
+"""`quire explain` says what an engine really starts with: the same record, but for what only loading can measure."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire import demo
+from quire.config import EngineConfig, ServerConfig
+from quire.cost import devices
+from quire.engine.start import start_engine
+from quire.explain import explain
+from quire.kernels import extension
+from quire.model_config import load_model_config
+
+# Predicted from config.json before loading, measured after it.
+MEASURED = {"weight_bytes", "work_bytes"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(kv_cache_memory_bytes=1 << 23, num_threads=1),
+        EngineConfig(dtype="float32", num_gpu_blocks_override=200, max_num_seqs=4, performance_mode="interactivity"),
+        EngineConfig(max_model_len=-1, kv_cache_memory_bytes=1 << 20, block_size=8, enable_chunked_prefill=False),
+    ],
+    ids=["bytes", "blocks", "longest"],
+)
+def test_the_engine_starts_with_what_was_explained(config: EngineConfig) -> None:
+    device = devices.detect(extension.chosen_isa())
+    explanation = explain("demo", config, ServerConfig(), load_model_config(demo.path()), device)
+    engine = start_engine(config, demo.path(), is_server=True, progress=lambda phase, fraction, detail: None)
+    started = engine.resolved.settings
+    assert started.keys() <= explanation.settings.keys()
+    for name, setting in started.items():
+        if name not in MEASURED:
+            assert explanation.settings[name] == setting, name
+    for name in MEASURED:
+        assert explanation.settings[name].source == "formula"
+        assert started[name].source == "measured"
+    predicted = explanation.settings["weight_bytes"].value
+    assert predicted <= started["weight_bytes"].value <= 1.05 * predicted, "packing pads a little, no more"

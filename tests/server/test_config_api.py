@@ -1,0 +1,186 @@
+"""GET and POST /v1/config: the record of settings, and the limits that move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire import __version__, demo
+from quire.config import EngineConfig, ServerConfig
+from quire.frontend.echo_client import EchoClient
+from quire.messages import EngineReady, SetLimits
+from quire.model_config import load_model_config
+from quire.option import options
+from quire.resolve import DeviceFacts, MemoryFacts, plan_kv_cache, resolve, resolve_server
+from tests.server.serving import MAX_MODEL_LEN, MODEL, RunningServer
+
+GIB = 1 << 30
+DEVICE = DeviceFacts(
+    kind="cpu", name="test", isa="avx2", num_cores=4, total_memory_bytes=8 * GIB, free_memory_bytes=6 * GIB
+)
+MEMORY = MemoryFacts(total_bytes=8 * GIB, free_bytes=6 * GIB, weight_bytes=GIB, work_bytes=GIB)
+
+
+def _ready(**arguments: Any) -> EngineReady:
+    """What an engine with the demo model would say of itself."""
+    config = EngineConfig.from_kwargs(**arguments)
+    model = load_model_config(demo.path())
+    resolved = resolve(config, model, DEVICE, is_server=True)
+    plan_kv_cache(config, model, resolved, MEMORY)
+    numbers = (resolved.num_blocks, resolved.block_size, resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    return EngineReady(MAX_MODEL_LEN, *numbers, resolved=resolved.as_dict())
+
+
+def _server(ready: EngineReady, **settings: Any) -> RunningServer:
+    client = EchoClient(is_ready=False, max_model_len=MAX_MODEL_LEN)
+    client.push(ready)
+    return RunningServer(client, **settings)
+
+
+@pytest.fixture
+def running() -> Iterator[RunningServer]:
+    server_record = resolve_server(ServerConfig(port=0, api_key=("do-not-show",), chat_template="/a/b/c.jinja"))
+    ready = _ready(download_dir="/home/somebody/models", hf_token="do-not-show")
+    with _server(ready, resolved=server_record.as_dict()) as server:
+        yield server
+
+
+def _moves(server: RunningServer) -> list[SetLimits]:
+    return [message for message in server.client.sent if isinstance(message, SetLimits)]
+
+
+def test_get(running: RunningServer) -> None:
+    response = running.http.get("/v1/config")
+    assert response.status_code == 200
+    body = response.json()
+    assert (body["version"], body["model"]) == (__version__, MODEL)
+    for config in (EngineConfig, ServerConfig):
+        for f in options(config):
+            assert {"value", "source", "detail", "limits", "live"} <= body["settings"][f.name].keys(), f.name
+    assert body["settings"]["num_blocks"]["source"] == "formula"
+    assert body["settings"]["port"] == {"value": 0, "source": "argument", "detail": "", "limits": "", "live": False}
+    assert body["live"] == {
+        "max_num_seqs": {"value": 128, "min": 1, "max": 128},
+        "max_num_batched_tokens": {"value": 2048, "min": 1, "max": 2048},
+        "long_prefill_token_threshold": {"value": 0, "min": 0, "max": 2**31 - 1},
+        "max_num_queued_reqs": {"value": 1024, "min": 1, "max": 2**31 - 1},
+    }
+
+
+def test_no_secret_and_no_path(running: RunningServer) -> None:
+    settings = running.http.get("/v1/config").json()["settings"]
+    assert settings["api_key"]["value"] == settings["hf_token"]["value"] == "set"
+    assert settings["download_dir"]["value"] == ".../models"
+    assert settings["chat_template"]["value"] == ".../c.jinja"
+
+
+def test_live_limits_are_the_live_fields(running: RunningServer) -> None:
+    """Engine, API and config agree on what may move."""
+    live = {f.name for f in options(EngineConfig) if f.metadata["live"]}
+    assert live == set(SetLimits.__struct_fields__)
+    body = running.http.get("/v1/config").json()
+    assert live == body["live"].keys() == {name for name, setting in body["settings"].items() if setting["live"]}
+
+
+def test_move(running: RunningServer) -> None:
+    response = running.http.post("/v1/config", json={"max_num_seqs": 8, "long_prefill_token_threshold": 64})
+    assert response.status_code == 200
+    assert _moves(running) == [SetLimits(max_num_seqs=8, long_prefill_token_threshold=64)]
+    body = response.json()
+    assert body == running.http.get("/v1/config").json(), "the answer is the new record"
+    assert body["live"]["max_num_seqs"] == {"value": 8, "min": 1, "max": 128}
+    moved = body["settings"]["max_num_seqs"]
+    assert (moved["value"], moved["source"]) == (8, "live")
+    assert moved["detail"] == "moved while serving; started as 128 (default)"
+    assert body["settings"]["max_num_batched_tokens"]["source"] == "default"
+
+
+def test_move_back_and_forth(running: RunningServer) -> None:
+    for value in (8, 128, 1):
+        assert running.http.post("/v1/config", json={"max_num_seqs": value}).status_code == 200
+    moved = running.http.get("/v1/config").json()["settings"]["max_num_seqs"]
+    assert moved["value"] == 1
+    assert moved["start"]["value"] == 128
+    assert moved["max"] == 128
+
+
+def test_the_engine_obeys(running: RunningServer) -> None:
+    running.http.post("/v1/config", json={"max_num_seqs": 1})
+    assert running.client._max_num_seqs == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "part"),
+    [
+        ({"max_num_seqs": 129}, "max_num_seqs", "Memory was planned for 128 at the start: restart with --max-num-seqs"),
+        ({"max_num_seqs": 0}, "max_num_seqs", "Expected 1 to 128"),
+        ({"max_num_seqs": -(2**63)}, "max_num_seqs", "Expected 1 to 128"),
+        ({"max_num_seqs": True}, "max_num_seqs", "not a whole number"),
+        ({"max_num_seqs": "8"}, "max_num_seqs", "not a whole number"),
+        ({"max_num_seqs": 8.5}, "max_num_seqs", "not a whole number"),
+        ({"max_num_seqs": None}, "max_num_seqs", "not a whole number"),
+        ({"max_num_seqs": [8]}, "max_num_seqs", "not a whole number"),
+        ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens", "Expected 1 to 2048"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold", "Expected 0 or more"),
+        ({"max_num_queued_reqs": 0}, "max_num_queued_reqs", "Expected 1 or more"),
+        ({"max_num_queued_reqs": 2**64}, "max_num_queued_reqs", "Expected 1 or more"),
+        ({"max_num_batched_tokens": 64}, "max_num_batched_tokens", "smaller than the number of running requests"),
+        ({"max_model_len": 64}, "max_model_len", "Restart with --max-model-len"),
+        ({"port": 64}, "port", "Unknown setting"),
+        ({"max_num_seq": 8}, "max_num_seq", "Did you mean max_num_seqs?"),
+        ({"x" * 1000: 8}, "x" * 64, "Unknown setting"),
+        ({"max_num_seqs": 8, "block_size": 32}, "block_size", "cannot be moved while serving"),
+        ({}, None, "Nothing is to be moved"),
+        ([], None, "not a JSON object"),
+        (7, None, "not a JSON object"),
+    ],
+)
+def test_refused(running: RunningServer, body: Any, param: str | None, part: str) -> None:
+    before = running.http.get("/v1/config").json()
+    response = running.http.post("/v1/config", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert part in error["message"]
+    assert not _moves(running)
+    assert running.http.get("/v1/config").json() == before, "nothing moves if one limit is refused"
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"max_num_seqs": 1e999}', b"\xff\xfe", b"[" * 100])
+def test_malformed(running: RunningServer, text: bytes) -> None:
+    response = running.http.post("/v1/config", content=text, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert not _moves(running)
+
+
+def test_without_chunks_a_step_holds_the_longest_prompt() -> None:
+    with _server(_ready(enable_chunked_prefill=False, max_num_batched_tokens=4096)) as server:
+        assert server.http.post("/v1/config", json={"max_num_batched_tokens": 2048}).status_code == 200
+        response = server.http.post("/v1/config", json={"max_num_batched_tokens": 2047})
+        assert response.status_code == 400
+        assert "at least max_model_len = 2048" in response.json()["error"]["message"]
+
+
+def test_both_limits_move_together() -> None:
+    with _server(_ready(max_num_seqs=512)) as server:
+        moves = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+        assert server.http.post("/v1/config", json=moves).status_code == 200
+        assert server.engine.ready is not None
+        assert (server.engine.ready.max_num_seqs, server.engine.ready.max_num_batched_tokens) == (16, 64)
+
+
+def test_before_the_engine_is_ready() -> None:
+    with RunningServer(EchoClient(is_ready=False), waits_for_engine=False) as server:
+        assert server.http.get("/v1/config").status_code == 503
+        response = server.http.post("/v1/config", json={"max_num_seqs": 1})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+
+
+def test_the_key_guards_both() -> None:
+    with _server(_ready(), api_keys=("secret",)) as server:
+        assert server.http.get("/v1/config").status_code == 200
+        for method in ("GET", "POST"):
+            response = server.http.request(method, "/v1/config", headers={"authorization": "Bearer wrong"})
+            assert response.status_code == 401

@@ -1,0 +1,149 @@
+"""Every setting knows where it came from, and the performance modes say what they did."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from quire import demo
+from quire.config import EngineConfig, ServerConfig
+from quire.model_config import load_model_config
+from quire.option import Source, options
+from quire.resolve import DeviceFacts, MemoryFacts, Resolved, plan_kv_cache, resolve, resolve_server
+
+GIB = 1 << 30
+MODEL = load_model_config(demo.path())
+DEVICE = DeviceFacts(
+    kind="cpu", name="test", isa="avx2", num_cores=4, total_memory_bytes=8 * GIB, free_memory_bytes=6 * GIB
+)
+MEMORY = MemoryFacts(total_bytes=8 * GIB, free_bytes=6 * GIB, weight_bytes=GIB, work_bytes=GIB)
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUIRE_NUM_THREADS", "QUIRE_ISA", "VLLM_API_KEY", "VLLM_LOGGING_LEVEL", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _resolve(is_server: bool = True, **arguments: Any) -> Resolved:
+    config = EngineConfig.from_kwargs(**arguments)
+    resolved = resolve(config, MODEL, DEVICE, is_server=is_server)
+    plan_kv_cache(config, MODEL, resolved, MEMORY)
+    return resolved
+
+
+def test_every_config_field_has_provenance() -> None:
+    for config, record in ((EngineConfig, _resolve()), (ServerConfig, resolve_server(ServerConfig()))):
+        for f in options(config):
+            setting = record.settings[f.name]
+            assert setting.source in get_args(Source), f.name
+            assert setting.is_live == f.metadata["live"]
+            assert setting.limits == f.metadata["limits"]
+    assert all(setting.source for setting in _resolve().settings.values())
+
+
+# A legal value of every field of EngineConfig that is not its default.
+OTHER_VALUES: dict[str, Any] = {
+    "model": "x",
+    "tokenizer": "x",
+    "tokenizer_mode": "slow",
+    "skip_tokenizer_init": True,
+    "revision": "x",
+    "tokenizer_revision": "x",
+    "hf_token": "x",
+    "hf_overrides": {"a": 1},
+    "download_dir": "x",
+    "load_format": "dummy",
+    "model_impl": "native",
+    "dtype": "float32",
+    "seed": 1,
+    "served_model_name": ("x",),
+    "max_model_len": 64,
+    "generation_config": "vllm",
+    "override_generation_config": {"a": 1},
+    "max_logprobs": 1,
+    "logprobs_mode": "processed_logprobs",
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.5,
+    "kv_cache_memory_bytes": 1 << 28,
+    "num_gpu_blocks_override": 999,
+    "block_size": 32,
+    "enable_prefix_caching": False,
+    "performance_mode": "interactivity",
+    "max_num_seqs": 9,
+    "max_num_batched_tokens": 999,
+    "long_prefill_token_threshold": 9,
+    "max_num_queued_reqs": 9,
+    "enable_chunked_prefill": False,
+    "scheduling_policy": "priority",
+    "watermark": 0.1,
+    "async_scheduling": True,
+    "num_threads": 2,
+    "disable_log_stats": True,
+}
+# One legal value each in this version.
+FIXED = {"trust_remote_code", "quantization", "kv_cache_dtype", "tensor_parallel_size"}
+
+
+@pytest.mark.parametrize("f", [f for f in options(EngineConfig) if f.name not in FIXED], ids=lambda f: f.name)
+def test_a_given_value_is_recorded_as_given(f: Any) -> None:
+    assert f.name in OTHER_VALUES, "a new setting: give a legal value of it here"
+    value = OTHER_VALUES[f.name]
+    setting = _resolve(**{f.name: value}).settings[f.name]
+    assert setting.source == "argument"
+    assert setting.value == ("set" if f.metadata["secret"] else value)
+
+
+def test_memory_settings_know_their_reason() -> None:
+    default = _resolve()
+    assert default.settings["weight_bytes"].source == default.settings["work_bytes"].source == "measured"
+    assert default.settings["num_blocks"].source == "formula"
+    by_blocks = _resolve(num_gpu_blocks_override=200).settings["num_blocks"]
+    assert (by_blocks.value, by_blocks.source) == (200, "argument")
+    assert _resolve(kv_cache_memory_bytes="256M").settings["num_blocks"].source == "argument"
+    longest = _resolve(max_model_len=-1, num_gpu_blocks_override=10).settings["max_model_len"]
+    assert (longest.value, longest.source) == (160, "formula")
+
+
+@pytest.mark.parametrize(
+    ("is_server", "arguments", "limits", "source"),
+    [
+        (True, {}, (128, 2048), "default"),
+        (False, {}, (256, 4096), "default"),
+        (True, {"performance_mode": "throughput"}, (256, 4096), "formula"),
+        (False, {"performance_mode": "throughput"}, (512, 8192), "formula"),
+        (True, {"performance_mode": "throughput", "max_num_seqs": 64}, (64, 2048), "default"),
+        (True, {"performance_mode": "throughput", "max_num_batched_tokens": 512}, (128, 512), "argument"),
+        (True, {"performance_mode": "interactivity"}, (128, 512), "formula"),
+        (True, {"performance_mode": "interactivity", "max_num_seqs": 1024}, (1024, 1024), "formula"),
+        (True, {"max_model_len": 16, "max_num_seqs": 4}, (4, 64), "formula"),
+        (True, {"max_num_seqs": 4096}, (4096, 4096), "default"),
+        (True, {"enable_chunked_prefill": False, "performance_mode": "interactivity"}, (128, 2048), "formula"),
+    ],
+)
+def test_batch_limits(is_server: bool, arguments: dict[str, Any], limits: tuple[int, int], source: str) -> None:
+    """vLLM's table for CPU; twice for throughput if neither limit is set; a quarter of the tokens for interactivity."""
+    resolved = _resolve(is_server, **arguments)
+    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == limits
+    assert resolved.settings["max_num_batched_tokens"].source == source
+
+
+def test_the_mode_explains_itself() -> None:
+    def detail(**arguments: Any) -> str:
+        return _resolve(**arguments).settings["max_num_batched_tokens"].detail
+
+    assert "x 2 for throughput" in detail(performance_mode="throughput")
+    assert "tokens / 4 for interactivity" in detail(performance_mode="interactivity")
+    assert "not doubled for throughput" in detail(performance_mode="throughput", max_num_seqs=64)
+
+
+def test_server_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "do-not-show")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "debug")
+    settings = resolve_server(ServerConfig(port=1)).settings
+    assert (settings["port"].value, settings["port"].source) == (1, "argument")
+    assert (settings["api_key"].value, settings["api_key"].source) == ("set", "environment")
+    assert (settings["log_level"].value, settings["log_level"].source) == ("debug", "environment")
+    given = resolve_server(ServerConfig(api_key=("do-not-show",))).settings["api_key"]
+    assert (given.value, given.source) == ("set", "argument")
