@@ -95,12 +95,21 @@ def test_beam_search(llm: LLM, width: int, length_penalty: float) -> None:
             assert sequence.text == reference.tokenizer().decode(sequence.tokens)
 
 
-def test_beam_search_ends_at_eos(llm: LLM) -> None:
-    """Beams that end in EOS and beams cut by max_tokens are ranked together."""
-    prompt = min(reference.chat_prompts(), key=lambda text: len(reference.greedy(text, 100)))
-    num_tokens = len(reference.greedy(prompt, 100))
-    (result,) = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=num_tokens + 2))
-    (cut,) = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=3), concurrency_limit=1)
-    assert result.sequences[0].tokens[-1] == reference.EOS
-    assert (result.sequences[0].finish_reason, result.sequences[0].stop_reason) == ("stop", reference.EOS)
-    assert {sequence.finish_reason for sequence in cut.sequences} == {"length"}
+@pytest.mark.parametrize("length_penalty", [-2.0, 0.0, 1.0, 4.0])
+def test_beam_search_ranks_ends_and_cuts_together(llm: LLM, length_penalty: float) -> None:
+    """Beams that end in EOS at different lengths, and beams cut by max_tokens."""
+    question = min(reference.chat_prompts(), key=lambda text: len(reference.greedy(text, 100)))
+    ids = reference.tokenizer().encode(question) + reference.greedy(question, 100)[:-3]
+    params = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=length_penalty)
+    (result,) = llm.beam_search([{"prompt_token_ids": ids}], params)
+    expected = reference.beam_search(ids, 3, 6, length_penalty)
+    assert [sequence.tokens for sequence in result.sequences] == expected
+    ends = [("stop", reference.EOS) if tokens[-1] == reference.EOS else ("length", None) for tokens in expected]
+    assert [(sequence.finish_reason, sequence.stop_reason) for sequence in result.sequences] == ends
+    assert ("stop", reference.EOS) in ends, "no beam ended"
+
+
+def test_beam_search_in_turns(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    prompts = list(reference.TEXTS)
+    assert llm.beam_search(prompts, params, concurrency_limit=1) == llm.beam_search(prompts, params)

@@ -29,10 +29,12 @@ class _Runner:
     """The model runner, with something happening at its third step."""
 
     def __init__(self, runner: Any, event: Any) -> None:
-        self._runner, self._event, self.num_ended = runner, event, 0
+        self._runner, self._event = runner, event
+        self._num_begun = self.num_ended = 0
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        if self.num_ended == 2:
+        self._num_begun += 1
+        if self._num_begun == 3:
             self._event(batch)
         result: StepResult = self._runner.execute(batch)
         self.num_ended += 1

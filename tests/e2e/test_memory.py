@@ -59,6 +59,7 @@ def test_weight_bytes_are_what_is_held(dtype: str) -> None:
     held = llm._core.executor._runner.model.weight_bytes()  # type: ignore[attr-defined]
     planned = llm.model_config.weight_bytes(dtype)
     assert planned <= held <= 1.05 * planned
+    assert llm.resolved.weight_bytes == held, "the plan counts something else"
 
 
 def test_utilization_is_planned_on_this_machine() -> None:

@@ -77,7 +77,12 @@ class RunningServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         config = uvicorn.Config(
-            self.app, http=guarded_protocol(connection_limits), ws="none", lifespan="on", log_level="critical", timeout_graceful_shutdown=2
+            self.app,
+            http=guarded_protocol(connection_limits),
+            ws="none",
+            lifespan="on",
+            log_level="critical",
+            timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="server")

@@ -23,7 +23,11 @@ def locked():
 
 
 def test_every_route_needs_the_key_but_the_probes(locked):
-    paths = [route.path.replace("{model:path}", "x").replace("{request_id}", "x") for route in locked.app.routes if isinstance(route, Route)]
+    paths = [
+        route.path.replace("{model:path}", "x").replace("{request_id}", "x")
+        for route in locked.app.routes
+        if isinstance(route, Route)
+    ]
     assert len(paths) == len(locked.app.routes), "a route of another kind is not covered by this test"
     assert set(paths) >= PUBLIC_PATHS == {"/", "/health", "/livez", "/ping", "/readyz"}
     with httpx.Client(base_url=locked.url) as anonymous:

@@ -26,8 +26,5 @@ def test_fields():
 
 
 def test_metrics():
-    names = {
-        metric.name + ("_total" if metric.kind == "counter" else "")
-        for metric in METRICS
-    }
+    names = {metric.name + ("_total" if metric.kind == "counter" else "") for metric in METRICS}
     assert {name for name in CODE if name.startswith("vllm:")} == names

@@ -54,7 +54,12 @@ def check_error(answer: bytes, status: int, code: str) -> None:
 
 @pytest.mark.parametrize(
     "request_text",
-    [b"BREW /pot HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/9\r\n\r\n"],
+    [
+        b"BREW /pot HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9\r\n\r\n",
+    ],
 )
 def test_what_is_no_http(guarded, request_text):
     check_error(ask(guarded, request_text), 400, "bad_http")
@@ -123,7 +128,9 @@ def test_slow_reader_frees_everything():
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             server.wait_for(lambda: client.num_requests == 1, "the request")
-            server.wait_for(lambda: client.num_requests == 0, "the request of a client that does not read to be aborted")
+            server.wait_for(
+                lambda: client.num_requests == 0, "the request of a client that does not read to be aborted"
+            )
             assert client._step_id * 64 < 1_900_000, "the request was not aborted, it ended"
         server.wait_for_idle()
         assert server.metric("vllm:request_success_total", finished_reason="abort") == 1

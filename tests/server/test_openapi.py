@@ -116,7 +116,10 @@ def test_events_fit(server, method, path, body):
 
 def test_other_answers_fit(server):
     name = server.http.get("/v1/models").json()["data"][0]["id"]
-    assert mismatch(server.http.get(f"/v1/models/{name}").json(), answer_schema("get", "/v1/models/{model}")["schema"]) is None
+    assert (
+        mismatch(server.http.get(f"/v1/models/{name}").json(), answer_schema("get", "/v1/models/{model}")["schema"])
+        is None
+    )
     answer = server.complete(max_tokens=2).json()
     path = "/v1/requests/{request_id}/timeline"
     found = server.http.get(path.format(request_id=answer["id"])).json()

@@ -93,9 +93,7 @@ def test_truncation(server):
     assert server.chat(messages=chat, truncate_prompt_tokens=-1).status_code == 200
     assert len(server.last_request().prompt_token_ids) == MAX_MODEL_LEN - 1
     for wrong in (0, -2):
-            assert (
-                error_of(server.complete(truncate_prompt_tokens=wrong), 400)["param"] == "truncate_prompt_tokens"
-            )
+        assert error_of(server.complete(truncate_prompt_tokens=wrong), 400)["param"] == "truncate_prompt_tokens"
     assert error_of(server.complete(truncation_side="left"), 400)["param"] == "truncation_side"
     assert error_of(server.complete(truncate_prompt_tokens=4, truncation_side="top"), 400)["param"] == "truncation_side"
 

@@ -99,7 +99,9 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(f"<code>{escape(repr(value))}</code>" for value in schema["enum"])
     kind = schema.get("type", "anything")
     bounds = "".join(
-        f", {words} {schema[key]}" for key, words in (("minItems", "at least"), ("maxItems", "at most")) if key in schema
+        f", {words} {schema[key]}"
+        for key, words in (("minItems", "at least"), ("maxItems", "at most"))
+        if key in schema
     )
     if kind == "array":
         return f"list of {_type(schema.get('items', {}))}{bounds}"
