@@ -2,9 +2,9 @@
 
 Every engine walks through enough copies of the weight that each call finds it outside the caches, as in a model. The
 engines take turns in short bursts (after a pause, because OpenMP threads spin for some milliseconds after a call and
-would take a core from the next engine); a reading is the median call. The limit of a shape is the larger of weight bytes
-over the measured read bandwidth and FLOPs over the measured register-only peak; both are measured between the bursts, so
-that a noisy machine hits numerator and denominator alike.
+would take a core from the next engine); a reading is the median call. The limit of a shape is the larger of weight
+bytes over the measured read bandwidth and FLOPs over the measured register-only peak; both are measured between the
+bursts, so that a noisy machine hits numerator and denominator alike.
 
     python benchmarks/kernels/gemm.py --shapes 1024x3072,1024x151936,3072x1024 --m 1,4,16,64,256,1024 --isa amx
 """

@@ -1,4 +1,4 @@
-"""docs/serving.md names every route, request field and metric there is, and no other route or metric."""
+"""docs/serving.md names every route and request field there is, and no other route, and only metrics that exist."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from starlette.routing import Route
 
-from quire.metrics.registry import METRICS
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 
-TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "serving.md").read_text()
 CODE = set(re.findall(r"`([^`\n]+)`", TEXT))
 
 
@@ -26,5 +26,6 @@ def test_fields():
 
 
 def test_metrics():
-    names = {metric.name + ("_total" if metric.kind == "counter" else "") for metric in METRICS}
-    assert {name for name in CODE if name.startswith("vllm:")} == names
+    """All metrics are in docs/metrics.md; this page names some of them."""
+    all_names = (DOCS / "metrics.md").read_text()
+    assert [name for name in CODE if name.startswith("vllm:") and f"`{name}`" not in all_names] == []

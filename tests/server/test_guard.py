@@ -30,6 +30,12 @@ def guarded():
         server.wait_for_idle()
 
 
+def head_of(path: str, body: bytes) -> bytes:
+    """The head of a POST."""
+    start = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{start}content-length: {len(body)}\r\n\r\n".encode()
+
+
 def ask(server: RunningServer, request: bytes) -> bytes:
     """What the server says until it closes the connection."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
@@ -75,14 +81,18 @@ def test_large_headers(guarded, head):
     check_error(ask(guarded, head % (b"a" * 5000)), 431, "headers_too_large")
 
 
+def send_without_end(connection: socket.socket) -> None:
+    for _ in range(100):
+        connection.sendall(b"a" * 65536)
+        time.sleep(0.005)
+
+
 def test_endless_header(server):
     """A value without end is refused for its size, long before its time is over: it does not grow in memory."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nx: ")
         with pytest.raises(OSError):
-            for _ in range(100):
-                connection.sendall(b"a" * 65536)
-                time.sleep(0.005)
+            send_without_end(connection)
 
 
 def test_connections_that_say_nothing_or_little_are_closed(guarded):
@@ -125,8 +135,8 @@ def test_slow_reader_frees_everything():
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", server.port))
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode() + body)
+            head = head_of("/v1/chat/completions", body)
+            connection.sendall(head + body)
             server.wait_for(lambda: client.num_requests == 1, "the request")
             server.wait_for(
                 lambda: client.num_requests == 0, "the request of a client that does not read to be aborted"
@@ -141,10 +151,10 @@ def test_reset_connections_leave_nothing():
     client = EchoClient(None, step_seconds=0.002, max_model_len=2048)
     with RunningServer(client) as server:
         body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 2000, "ignore_eos": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = head_of("/v1/completions", body)
         for _ in range(20):
             connection = socket.create_connection(("127.0.0.1", server.port))
-            connection.sendall(head.encode() + body)
+            connection.sendall(head + body)
             connection.recv(1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()

@@ -1,4 +1,4 @@
-"""/openapi.json is exact: its routes are the app's, its schemas fit the answers without a field too many; /docs shows it."""
+"""/openapi.json is exact: its routes are the app's, its schemas fit the answers; /docs shows it."""
 
 from __future__ import annotations
 
@@ -77,25 +77,35 @@ ANSWERS = [
         "post",
         "/v1/chat/completions",
         {
-            "messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2, "return_token_ids": True,
-            "return_metrics": True, "prompt_logprobs": 1, "stop": ["42"],
+            "messages": MESSAGES,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "n": 2,
+            "return_token_ids": True,
+            "return_metrics": True,
+            "prompt_logprobs": 1,
+            "stop": ["42"],
         },
-    ),  # fmt: skip
+    ),
     ("post", "/v1/completions", {"prompt": "Hi"}),
     (
         "post",
         "/v1/completions",
         {
-            "prompt": ["Hi", "a"], "echo": True, "logprobs": 2, "return_token_ids": True, "return_metrics": True,
+            "prompt": ["Hi", "a"],
+            "echo": True,
+            "logprobs": 2,
+            "return_token_ids": True,
+            "return_metrics": True,
             "prompt_logprobs": 0,
         },
-    ),  # fmt: skip
+    ),
     ("post", "/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("post", "/tokenize", {"messages": MESSAGES}),
     ("post", "/detokenize", {"tokens": [5, 6]}),
     ("post", "/ping", {}),
     *(("get", path, None) for path in ("/v1/models", "/health", "/ping", "/livez", "/readyz", "/load", "/version")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ANSWERS)

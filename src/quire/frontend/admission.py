@@ -1,4 +1,4 @@
-"""The door: requests are refused before they cost a tokenization while the engine's queue is full, and told when to retry.
+"""The door: while the engine's queue is full, requests are refused before they are tokenized, and told when to retry.
 
 Predicted wait of a newcomer, by Little's law: W waiting requests and the newcomer leave the queue at the rate at which
 running ones end, R running over S seconds of mean service (scheduled to last token) of the last SERVICES_REMEMBERED

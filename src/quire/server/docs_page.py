@@ -55,7 +55,8 @@ def _section(path: str, method: str, operation: dict[str, Any]) -> str:
         rows.append((status, _kinds(response["content"])))
     access = "needs the key, if there is one" if operation["security"] else "needs no key"
     return (
-        f'<h3 id="{_anchor(path, method)}"><span class="method">{method.upper()}</span> <code>{escape(path)}</code></h3>'
+        f'<h3 id="{_anchor(path, method)}"><span class="method">{method.upper()}</span> '
+        f"<code>{escape(path)}</code></h3>"
         f"<p>{escape(operation['summary'])}; {access}.</p>{_table(rows)}"
     )
 

@@ -15,7 +15,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from quire.server.errors import HttpError, error_body
 from quire.server.state import new_request_id
 
-
 MIN_PROGRESS_BYTES = 4096
 
 

@@ -1,4 +1,4 @@
-"""GET /openapi.json and GET /docs: the routes described once, with schemas made from the structs that decode and encode."""
+"""GET /openapi.json and GET /docs: every route described once, with schemas from the structs of the bodies."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
@@ -74,7 +75,7 @@ def _continuation(index: int, timeline: ContinuationTimeline) -> ContinuationTim
     )
 
 
-def _status(prompts: Sequence[PromptTimes]) -> str:
+def _status(prompts: Sequence[PromptTimes]) -> Literal["waiting", "running", "finished"]:
     if all(prompt.finished_seconds is not None for prompt in prompts):
         return "finished"
     has_begun = any(prompt.scheduled_seconds is not None for prompt in prompts)
