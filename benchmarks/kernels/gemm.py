@@ -56,8 +56,8 @@ def measure(calls: Engines, dtype: torch.dtype, seconds: float) -> tuple[dict[st
     bandwidths, peaks = [], []
     deadline = time.perf_counter() + seconds
     while not bandwidths or time.perf_counter() < deadline:
-        bandwidths.append(cpu.read_bandwidth(64 << 20, repeats=1))
-        peaks.append(cpu.peak_flops(dtype, repeats=1))
+        bandwidths.append(cpu.read_bandwidth(256 << 20, repeats=2))
+        peaks.append(cpu.peak_flops(dtype, repeats=2))
         for name, copies in calls.items():
             time.sleep(PAUSE_S)
             copies[-1]()  # wakes the threads

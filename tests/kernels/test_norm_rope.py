@@ -1,0 +1,174 @@
+"""RMS norm and rope + KV write against their plain-torch twins on sizes nobody would choose.
+
+Dimensions: T tokens, D hidden, H query heads, G KV heads, E head_dim, B cache blocks, P block_size, R rotary_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import ops, reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Both round once from float32: results are the same or neighbours, and neighbours differ by one unit in the last place.
+TOLERANCES = {torch.float32: (1e-6, 2e-6), torch.float16: (1e-6, 1.1e-3), torch.bfloat16: (1e-6, 8.2e-3)}
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    atol, rtol = TOLERANCES[actual.dtype]
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [1, 7, 16, 33, 111, 1024, 2560])
+def test_rms_norm(isa: str, dtype: torch.dtype, D: int) -> None:
+    x = randn(19, D + 5, dtype=dtype)[:, :D]
+    for weight_dtype, offset in ((dtype, 0.0), (torch.float32, 1.0)):
+        weight = randn(D, dtype=weight_dtype, seed=1)
+        assert_close(ops.rms_norm(x, weight, 1e-5, offset), reference.rms_norm(x, weight, 1e-5, offset))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [1, 7, 33, 111, 1024])
+def test_add_rms_norm(isa: str, dtype: torch.dtype, D: int) -> None:
+    x, residual, weight = (randn(19, D, dtype=dtype, seed=i) for i in range(3))
+    weight = weight[0].clone()
+    expected_residual = residual + x
+    out = ops.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(residual, expected_residual), "the residual is the sum, rounded to its dtype"
+    assert_close(out, reference.rms_norm(expected_residual, weight, 1e-6))
+
+
+def test_norm_writes_into_out_and_over_its_input(isa: str) -> None:
+    x, residual, weight = randn(5, 40, dtype=torch.bfloat16), randn(5, 40, dtype=torch.bfloat16, seed=1), torch.ones(40)
+    expected = ops.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    wide = torch.zeros(5, 60, dtype=torch.bfloat16)
+    out = ops.add_rms_norm(x, residual.clone(), weight, 1e-6, out=wide[:, 10:50])
+    assert out.data_ptr() == wide[:, 10:50].data_ptr()
+    assert torch.equal(wide[:, 10:50], expected)
+    assert not wide[:, :10].any(), "wrote in front of out"
+    assert not wide[:, 50:].any(), "wrote behind out"
+    ops.add_rms_norm(x, residual, weight, 1e-6, out=x)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_a_row_does_not_depend_on_the_others(
+    isa: str, dtype: torch.dtype, set_num_threads: Callable[[int], None]
+) -> None:
+    x, weight = randn(70, 1031, dtype=dtype), randn(1031, dtype=dtype, seed=1)
+    set_num_threads(1)
+    alone = torch.cat([ops.rms_norm(x[i : i + 1], weight, 1e-6) for i in range(70)])
+    for threads in (1, 3):
+        set_num_threads(threads)
+        assert torch.equal(ops.rms_norm(x, weight, 1e-6), alone)
+
+
+# H, G, E, R (0 = no rotation), P, with norm
+ROPE_SHAPES = [
+    (4, 2, 64, 64, 16, True),
+    (7, 1, 24, 24, 8, False),
+    (3, 3, 80, 32, 32, True),
+    (2, 1, 128, 0, 16, True),
+    (2, 2, 10, 6, 16, False),
+    (16, 8, 128, 128, 16, True),
+    (1, 1, 256, 256, 64, False),
+]
+
+
+def rope_inputs(shape: tuple, dtype: torch.dtype, T: int = 37) -> dict[str, Tensor | float | None]:
+    H, G, E, R, P, has_norm = shape
+    qkv = randn(T, (H + 2 * G) * E, dtype=dtype)
+    q, k, v = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, G * E, G * E], dim=1))
+    generator = torch.Generator().manual_seed(2)
+    B = T // P + 3
+    angles = torch.rand(50, max(R // 2, 1), generator=generator) * 6.3
+    slots = torch.randperm(B * P, generator=generator)[:T]
+    slots[::5] = -1
+    return {
+        "q_THE": q,
+        "k_TGE": k,
+        "v_TGE": v,
+        "positions_T": torch.randint(0, 50, (T,), generator=generator),
+        "cos_sin_PR": torch.cat((angles.cos(), angles.sin()), dim=1) if R else None,
+        "slot_mapping_T": slots,
+        "k_cache_BGPE": randn(2, B, G, P, E, dtype=dtype, seed=3).transpose(0, 1)[:, 1],
+        "v_cache_BGPE": randn(B, G, P, E, dtype=dtype, seed=4),
+        "q_norm_weight_E": randn(E, dtype=dtype, seed=5) if has_norm else None,
+        "k_norm_weight_E": randn(E, dtype=dtype, seed=6) if has_norm else None,
+        "norm_eps": 1e-6,
+        "norm_weight_offset": 1.0,
+    }
+
+
+def clone(inputs: dict[str, Tensor | float | None]) -> dict[str, Tensor | float | None]:
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROPE_SHAPES)
+def test_rope_and_cache(isa: str, dtype: torch.dtype, shape: tuple) -> None:
+    inputs = rope_inputs(shape, dtype)
+    expected = clone(inputs)
+    before = clone(inputs)
+    reference.rope_and_cache(**expected)
+    ops.rope_and_cache(**inputs)
+    for name in ("q_THE", "k_cache_BGPE"):
+        # a rotation adds two products of opposite sign: the error is relative to the larger one
+        torch.testing.assert_close(inputs[name], expected[name], atol=2e-2 if dtype != torch.float32 else 3e-6, rtol=0)
+    assert torch.equal(inputs["v_cache_BGPE"], expected["v_cache_BGPE"]), "values are copied bit by bit"
+    for name in ("k_TGE", "v_TGE"):
+        assert torch.equal(inputs[name], before[name]), f"{name} was changed"
+    written = torch.zeros(before["v_cache_BGPE"].shape[0::2][:2], dtype=torch.bool).flatten()
+    written[inputs["slot_mapping_T"][inputs["slot_mapping_T"] >= 0]] = True
+    for name in ("k_cache_BGPE", "v_cache_BGPE"):
+        same = (inputs[name] == before[name]).transpose(1, 2).flatten(0, 1).flatten(1).all(dim=1)
+        assert same[~written].all(), f"{name} was written in a slot that is not mapped"
+        assert not same[written].any(), f"{name} misses a slot"
+
+
+def test_norm_of_only_one_of_q_and_k(isa: str) -> None:
+    inputs = rope_inputs(ROPE_SHAPES[0], torch.float32)
+    inputs["q_norm_weight_E"] = None
+    expected = clone(inputs)
+    reference.rope_and_cache(**expected)
+    ops.rope_and_cache(**inputs)
+    for name in ("q_THE", "k_cache_BGPE"):
+        torch.testing.assert_close(inputs[name], expected[name], atol=3e-6, rtol=0)
+
+
+def test_twin_rotates_as_complex_numbers() -> None:
+    """Dimensions i and i + R / 2 are the parts of one complex number; a rotation multiplies it with exp(i angle)."""
+    inputs = rope_inputs((2, 1, 16, 12, 8, False), torch.float32, T=5)
+    q, angles = inputs["q_THE"].clone(), inputs["cos_sin_PR"][inputs["positions_T"]]
+    reference.rope_and_cache(**inputs)
+    rotation_T1R = torch.complex(angles[:, :6], angles[:, 6:]).unsqueeze(1)
+    turned = torch.complex(q[..., :6], q[..., 6:12]) * rotation_T1R
+    torch.testing.assert_close(inputs["q_THE"], torch.cat((turned.real, turned.imag, q[..., 12:]), dim=-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_of_a_token_does_not_depend_on_the_others(
+    isa: str, dtype: torch.dtype, set_num_threads: Callable[[int], None]
+) -> None:
+    inputs = rope_inputs(ROPE_SHAPES[5], dtype, T=40)
+    set_num_threads(3)
+    together = clone(inputs)
+    ops.rope_and_cache(**together)
+    set_num_threads(1)
+    for t in range(40):
+        row = {
+            name: x[t : t + 1] if isinstance(x, Tensor) and name.rsplit("_", 1)[1].startswith("T") else x
+            for name, x in inputs.items()
+        }
+        ops.rope_and_cache(**row)
+    for name in ("q_THE", "k_cache_BGPE", "v_cache_BGPE"):
+        assert torch.equal(inputs[name], together[name]), name
