@@ -9,11 +9,12 @@ namespace quire {
 void bind_attention(nb::module_& m) {
   m.def(
       "paged_attention",
-      [](int dtype, uintptr_t q, int64_t q_token_stride, int64_t q_head_stride, uintptr_t k_cache, int64_t k_block_stride,
-         int64_t k_head_stride, uintptr_t v_cache, int64_t v_block_stride, int64_t v_head_stride, uintptr_t block_tables,
-         int64_t block_table_stride, uintptr_t seq_lens, uintptr_t cu_seqlens_q, int num_seqs, int num_q_heads,
-         int num_kv_heads, int head_dim, int block_size, float scale, int sliding_window, float soft_cap, uintptr_t out,
-         int64_t out_token_stride, int64_t out_head_stride) {
+      [](int dtype, uintptr_t q, int64_t q_token_stride, int64_t q_head_stride, uintptr_t k_cache,
+         int64_t k_block_stride, int64_t k_head_stride, uintptr_t v_cache, int64_t v_block_stride,
+         int64_t v_head_stride, uintptr_t block_tables, int64_t block_table_stride, uintptr_t seq_lens,
+         uintptr_t cu_seqlens_q, int num_seqs, int num_q_heads, int num_kv_heads, int head_dim, int block_size,
+         float scale, int sliding_window, float soft_cap, uintptr_t out, int64_t out_token_stride,
+         int64_t out_head_stride) {
         attention_kernels().paged_attention({.dtype = static_cast<DType>(dtype),
                                              .q = pointer<const void>(q),
                                              .q_token_stride = q_token_stride,
@@ -43,9 +44,10 @@ void bind_attention(nb::module_& m) {
       nb::arg("dtype"), nb::arg("q"), nb::arg("q_token_stride"), nb::arg("q_head_stride"), nb::arg("k_cache"),
       nb::arg("k_block_stride"), nb::arg("k_head_stride"), nb::arg("v_cache"), nb::arg("v_block_stride"),
       nb::arg("v_head_stride"), nb::arg("block_tables"), nb::arg("block_table_stride"), nb::arg("seq_lens"),
-      nb::arg("cu_seqlens_q"), nb::arg("num_seqs"), nb::arg("num_q_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
-      nb::arg("block_size"), nb::arg("scale"), nb::arg("sliding_window"), nb::arg("soft_cap"), nb::arg("out"),
-      nb::arg("out_token_stride"), nb::arg("out_head_stride"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("cu_seqlens_q"), nb::arg("num_seqs"), nb::arg("num_q_heads"), nb::arg("num_kv_heads"),
+      nb::arg("head_dim"), nb::arg("block_size"), nb::arg("scale"), nb::arg("sliding_window"), nb::arg("soft_cap"),
+      nb::arg("out"), nb::arg("out_token_stride"), nb::arg("out_head_stride"),
+      nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire

@@ -10,7 +10,8 @@ void bind_norm_rope(nb::module_& m) {
   m.def(
       "rms_norm",
       [](int dtype, uintptr_t x, int64_t x_stride, uintptr_t residual, int64_t residual_stride, uintptr_t weight,
-         int weight_dtype, float eps, float weight_offset, uintptr_t out, int64_t out_stride, int64_t rows, int64_t dim) {
+         int weight_dtype, float eps, float weight_offset, uintptr_t out, int64_t out_stride, int64_t rows,
+         int64_t dim) {
         norm_rope_kernels().rms_norm({.dtype = static_cast<DType>(dtype),
                                       .x = pointer<const void>(x),
                                       .x_stride = x_stride,
@@ -69,13 +70,13 @@ void bind_norm_rope(nb::module_& m) {
                                             .norm_weight_offset = norm_weight_offset});
       },
       nb::arg("dtype"), nb::arg("q"), nb::arg("q_token_stride"), nb::arg("q_head_stride"), nb::arg("k"),
-      nb::arg("k_token_stride"), nb::arg("k_head_stride"), nb::arg("v"), nb::arg("v_token_stride"), nb::arg("v_head_stride"),
-      nb::arg("positions"), nb::arg("cos_sin"), nb::arg("rotary_dim"), nb::arg("slot_mapping"), nb::arg("k_cache"),
-      nb::arg("k_block_stride"), nb::arg("k_cache_head_stride"), nb::arg("v_cache"), nb::arg("v_block_stride"),
-      nb::arg("v_cache_head_stride"), nb::arg("num_tokens"), nb::arg("num_q_heads"), nb::arg("num_kv_heads"),
-      nb::arg("head_dim"), nb::arg("block_size"), nb::arg("q_norm_weight"), nb::arg("k_norm_weight"),
-      nb::arg("norm_weight_dtype"), nb::arg("norm_eps"), nb::arg("norm_weight_offset"),
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("k_token_stride"), nb::arg("k_head_stride"), nb::arg("v"), nb::arg("v_token_stride"),
+      nb::arg("v_head_stride"), nb::arg("positions"), nb::arg("cos_sin"), nb::arg("rotary_dim"),
+      nb::arg("slot_mapping"), nb::arg("k_cache"), nb::arg("k_block_stride"), nb::arg("k_cache_head_stride"),
+      nb::arg("v_cache"), nb::arg("v_block_stride"), nb::arg("v_cache_head_stride"), nb::arg("num_tokens"),
+      nb::arg("num_q_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("block_size"),
+      nb::arg("q_norm_weight"), nb::arg("k_norm_weight"), nb::arg("norm_weight_dtype"), nb::arg("norm_eps"),
+      nb::arg("norm_weight_offset"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire

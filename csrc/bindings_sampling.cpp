@@ -17,8 +17,8 @@ void bind_sampling(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "sample",
-      [](uintptr_t logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size, uintptr_t temperature, uintptr_t top_k,
-         uintptr_t top_p, uintptr_t min_p, uintptr_t uniform, uintptr_t token_ids) {
+      [](uintptr_t logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size, uintptr_t temperature,
+         uintptr_t top_k, uintptr_t top_p, uintptr_t min_p, uintptr_t uniform, uintptr_t token_ids) {
         sampling_kernels().sample({.logits = {pointer<const float>(logits), row_stride, num_rows, vocab_size},
                                    .temperature = pointer<const float>(temperature),
                                    .top_k = pointer<const int32_t>(top_k),
@@ -32,8 +32,8 @@ void bind_sampling(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "logprobs",
-      [](uintptr_t logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size, uintptr_t token_ids, int64_t num_top,
-         uintptr_t token_logprobs, uintptr_t ranks, uintptr_t top_ids, uintptr_t top_logprobs) {
+      [](uintptr_t logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size, uintptr_t token_ids,
+         int64_t num_top, uintptr_t token_logprobs, uintptr_t ranks, uintptr_t top_ids, uintptr_t top_logprobs) {
         sampling_kernels().logprobs({.logits = {pointer<const float>(logits), row_stride, num_rows, vocab_size},
                                      .token_ids = pointer<const int64_t>(token_ids),
                                      .num_top = num_top,

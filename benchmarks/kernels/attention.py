@@ -1,9 +1,9 @@
 """Paged attention against the machine's limits: reading the KV cache once, and the FLOPs of causal attention.
 
-Each case is named SEQUENCES x QUERY TOKENS @ CONTEXT. Calls walk through enough caches that each finds its keys and values
-outside the CPU's caches, as in a model of many layers. A reading is the median call; bandwidth and peak are measured between
-cases. torch's scaled_dot_product_attention over keys and values that lie contiguous (no paging, no KV write) is given for
-scale.
+Each case is named SEQUENCES x QUERY TOKENS @ CONTEXT. Calls walk through enough caches that each finds its keys and
+values outside the CPU's caches, as in a model of many layers. A reading is the median call; bandwidth and peak are
+measured between cases. torch's scaled_dot_product_attention over keys and values that lie contiguous (no paging, no KV
+write) is given for scale.
 
     python benchmarks/kernels/attention.py --heads 16 --kv-heads 8 --head-dim 128 --isa amx
 """
@@ -64,7 +64,9 @@ def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype) -> dict[
 
         def sdpa(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
             k_SGLE, v_SGLE = (x.reshape(S, G, -1, E)[:, :, :L] for x in (k, v))
-            return lambda: F.scaled_dot_product_attention(q_SHQE, k_SGLE, v_SGLE, mask, is_causal=Q == L, enable_gqa=True)
+            return lambda: F.scaled_dot_product_attention(
+                q_SHQE, k_SGLE, v_SGLE, mask, is_causal=Q == L, enable_gqa=True
+            )
 
         seconds["torch"] = median_seconds([sdpa(k, v) for k, v in caches], args.seconds)
     bandwidth, peak = cpu.read_bandwidth(256 << 20), cpu.peak_flops(dtype)
@@ -89,7 +91,10 @@ def print_row(row: dict[str, Any]) -> None:
         for name, us in row["us"].items()
     ]
     head = f"{row['case']:>12}  limit {row['limit_us']:8.1f} us by {row['bound_by']}"
-    print(f"{head} ({row['bandwidth_gb_s']:.1f} GB/s, {row['peak_gflops']:.0f} GFLOP/s)  " + "  |  ".join(cells), flush=True)
+    print(
+        f"{head} ({row['bandwidth_gb_s']:.1f} GB/s, {row['peak_gflops']:.0f} GFLOP/s)  " + "  |  ".join(cells),
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -119,7 +124,11 @@ def main() -> None:
         print_row(rows[-1])
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"isa": cpu.isa(), "threads": args.threads, "dtype": args.dtype, "heads": heads, "rows": rows}, file, indent=1)
+            json.dump(
+                {"isa": cpu.isa(), "threads": args.threads, "dtype": args.dtype, "heads": heads, "rows": rows},
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

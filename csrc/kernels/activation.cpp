@@ -16,8 +16,8 @@ struct Silu {
   static F32 of(F32 x) { return x / (broadcast(1.0f) + exp(zero() - x)); }
 };
 
-// x * Phi(x) with Phi the normal distribution function. For -|x| the tail is t * poly(t) * exp(-x^2 / 2) / 2, Abramowitz and
-// Stegun 7.1.26 for erfc: absolute error under 1.5e-7, and no cancellation for negative x.
+// x * Phi(x) with Phi the normal distribution function. For -|x| the tail is t * poly(t) * exp(-x^2 / 2) / 2,
+// Abramowitz and Stegun 7.1.26 for erfc: absolute error under 1.5e-7, and no cancellation for negative x.
 struct Gelu {
   static F32 of(F32 x) {
     const F32 one = broadcast(1.0f), magnitude = max(x, zero() - x);
@@ -32,7 +32,8 @@ struct Gelu {
   }
 };
 
-// x * (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 x^3): Hendrycks and Gimpel, arXiv 1606.08415.
+// x * (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 x^3): Hendrycks and Gimpel, arXiv
+// 1606.08415.
 struct GeluTanh {
   static F32 of(F32 x) {
     const F32 u = x * fma(x * x, broadcast(0.79788456080286536f * 0.044715f), broadcast(0.79788456080286536f));
@@ -70,17 +71,23 @@ void gated_rows(const ActivationArgs& a) {
 template <class T>
 void gated_of(const ActivationArgs& a) {
   switch (a.activation) {
-    case Activation::silu: return gated_rows<T, Silu>(a);
-    case Activation::gelu: return gated_rows<T, Gelu>(a);
-    case Activation::gelu_tanh: return gated_rows<T, GeluTanh>(a);
+    case Activation::silu:
+      return gated_rows<T, Silu>(a);
+    case Activation::gelu:
+      return gated_rows<T, Gelu>(a);
+    case Activation::gelu_tanh:
+      return gated_rows<T, GeluTanh>(a);
   }
 }
 
 void gated(const ActivationArgs& a) {
   switch (a.dtype) {
-    case DType::f32: return gated_of<float>(a);
-    case DType::bf16: return gated_of<bf16>(a);
-    case DType::f16: return gated_of<f16>(a);
+    case DType::f32:
+      return gated_of<float>(a);
+    case DType::bf16:
+      return gated_of<bf16>(a);
+    case DType::f16:
+      return gated_of<f16>(a);
   }
 }
 

@@ -1,5 +1,6 @@
-// Paged attention: softmax, the merge of KV splits, and how the work is dealt to threads. The products are in attention_f32.h
-// and attention_bf16.h, the reason why results do not depend on batch, chunk and threads in attention_tile.h.
+// Paged attention: softmax, the merge of KV splits, and how the work is dealt to threads. The products are in
+// attention_f32.h and attention_bf16.h, the reason why results do not depend on batch, chunk and threads in
+// attention_tile.h.
 //
 // Online softmax: Milakov and Gimelshein, arXiv 1805.02867; splits merged by their maxima and sums: FlashDecoding.
 #include "quire/kernels/attention.h"
@@ -20,7 +21,8 @@ namespace {
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Query rows of one sequence and KV head: row r is token r / group and head r % group of the query tokens of the sequence.
+// Query rows of one sequence and KV head: row r is token r / group and head r % group of the query tokens of the
+// sequence.
 struct Item {
   int sequence, kv_head;
   int first_row, num_rows;
@@ -84,11 +86,12 @@ RowLimits row_limits(const AttentionArgs& a, const Item& item, int first_row) {
 
 // The positions of a split, relative to its start, that lie in [first, last], widened to whole steps.
 Range range_in_split(int first, int last, int start) {
-  return {std::clamp(first - start, 0, kSplit) / kStep * kStep, round_up(std::clamp(last + 1 - start, 0, kSplit), kStep)};
+  return {std::clamp(first - start, 0, kSplit) / kStep * kStep,
+          round_up(std::clamp(last + 1 - start, 0, kSplit), kStep)};
 }
 
-// State of the online softmax of one row tile: maximum score times log2(e), sum of the probabilities relative to it, and the
-// values weighted with them, [lane][width].
+// State of the online softmax of one row tile: maximum score times log2(e), sum of the probabilities relative to it,
+// and the values weighted with them, [lane][width].
 struct TileState {
   float *max, *sum, *values;
 };
@@ -160,7 +163,8 @@ void reset(const TileState& state, int num_rows, int width) {
 }
 
 template <class T>
-void write_output(const AttentionArgs& a, const Item& item, int first_row, const TileState& state, int num_rows, int width) {
+void write_output(const AttentionArgs& a, const Item& item, int first_row, const TileState& state, int num_rows,
+                  int width) {
   const int group = query_group(a);
   RowCursor row(item.first_row + first_row, group);
   for (int i = 0; i < num_rows; ++i, row.advance()) {
@@ -200,7 +204,8 @@ struct SplitRows {
 
  private:
   // What lies behind the sequence reads as zeros, since its slots may hold anything.
-  void fill(const T* head, int64_t block_stride, const AttentionArgs& a, const Item& item, int start, const T** rows) const {
+  void fill(const T* head, int64_t block_stride, const AttentionArgs& a, const Item& item, int start,
+            const T** rows) const {
     alignas(64) static const T zeros[kMaxHeadDim] = {};
     const int32_t* table = a.block_tables + item.sequence * a.block_table_stride;
     const int end = std::min(range.end, a.seq_lens[item.sequence] - start);
@@ -230,7 +235,9 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
   float* maxima = scratch.take<float>(rows);
   float* sums = scratch.take<float>(rows);
   float* values = scratch.take<float>(static_cast<size_t>(rows) * width);
-  const auto state = [&](int t) { return TileState{maxima + t * kLanes, sums + t * kLanes, values + t * kLanes * width}; };
+  const auto state = [&](int t) {
+    return TileState{maxima + t * kLanes, sums + t * kLanes, values + t * kLanes * width};
+  };
   const auto rows_in = [&](int t) { return std::min(item.num_rows - t * kLanes, kLanes); };
 
   SplitRows<T> split_rows[2];
@@ -260,8 +267,9 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
       } else {
         then.fill(a, plan.items[next->item], next->first_split);
       }
-      prefetcher.start(reinterpret_cast<const void* const*>(then.keys), reinterpret_cast<const void* const*>(then.values),
-                       then.range, a.head_dim * static_cast<int>(sizeof(T)));
+      prefetcher.start(reinterpret_cast<const void* const*>(then.keys),
+                       reinterpret_cast<const void* const*>(then.values), then.range,
+                       a.head_dim * static_cast<int>(sizeof(T)));
     }
     Range ranges[kMaxRowTiles];
     for (int t = 0; t < row_tiles; t += Path::kTilesTogether) {
@@ -271,7 +279,8 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
     path.scores(now.keys, now.range, ranges, scores, prefetcher);
     TileResult results[kMaxRowTiles];
     for (int t = 0; t < row_tiles; ++t) {
-      results[t] = softmax<Path>(scores + static_cast<size_t>(t) * kSplit * kLanes, ranges[t], start, limits[t], a, prefetcher);
+      results[t] =
+          softmax<Path>(scores + static_cast<size_t>(t) * kSplit * kLanes, ranges[t], start, limits[t], a, prefetcher);
     }
     path.weighted_values(now.values, now.range, scores, ranges, split_values, prefetcher);
     prefetcher.advance(2 * kSplit);
@@ -314,7 +323,8 @@ void merge_item(const AttentionArgs& a, const Item& item, float* partials) {
   }
 }
 
-// Rows per item: as many as max_rows, so that keys and values are read rarely, but no fewer items than keep all threads busy.
+// Rows per item: as many as max_rows, so that keys and values are read rarely, but no fewer items than keep all threads
+// busy.
 int choose_rows(const AttentionArgs& a, int max_rows, int wanted_items) {
   const int group = query_group(a);
   int rows = max_rows;
@@ -393,9 +403,8 @@ void run_all(const AttentionArgs& a) {
       run_unit<Path>(a, plan, plan.units[i], next < num_units ? &plan.units[next] : nullptr, partials);
     }
   });
-  parallel_for(static_cast<int>(plan.split_items.size()), [&](int task, int) {
-    merge_item<Path>(a, plan.items[plan.split_items[task]], partials);
-  });
+  parallel_for(static_cast<int>(plan.split_items.size()),
+               [&](int task, int) { merge_item<Path>(a, plan.items[plan.split_items[task]], partials); });
 }
 
 void paged_attention(const AttentionArgs& a) {
@@ -405,9 +414,12 @@ void paged_attention(const AttentionArgs& a) {
   using PathForBf16 = F32Path<bf16>;
 #endif
   switch (a.dtype) {
-    case DType::f32: return run_all<F32Path<float>>(a);
-    case DType::bf16: return run_all<PathForBf16>(a);
-    case DType::f16: return run_all<F32Path<f16>>(a);
+    case DType::f32:
+      return run_all<F32Path<float>>(a);
+    case DType::bf16:
+      return run_all<PathForBf16>(a);
+    case DType::f16:
+      return run_all<F32Path<f16>>(a);
   }
 }
 

@@ -1,7 +1,8 @@
 // Products of bfloat16 tiles on AMX: 16 rows x 32 k times 32 k x 16 columns, kept in float32 tiles over all steps of k.
 //
-// The left operand has a row of 32 k per tile row; the right one a row of 16 columns of pairs of k. Every element of a product
-// is the sum over k in the same order, whichever of these functions computes it. Needs tiles of 16 rows of 64 bytes.
+// The left operand has a row of 32 k per tile row; the right one a row of 16 columns of pairs of k. Every element of a
+// product is the sum over k in the same order, whichever of these functions computes it. Needs tiles of 16 rows of 64
+// bytes.
 #pragma once
 
 #include <cstdint>
@@ -96,11 +97,11 @@ inline void multiply_row(TileOperand a, TileOperand b, int64_t b_distance, int s
   if constexpr (kCount > 3) _tile_stored(3, out + 48, out_stride);
 }
 
-// The 2 x kColumns products of two left operands (a_distance bytes apart) and kColumns right ones; the second row of products
-// goes to out + 16 rows.
+// The 2 x kColumns products of two left operands (a_distance bytes apart) and kColumns right ones; the second row of
+// products goes to out + 16 rows.
 template <int kColumns>
-inline void multiply_two_rows(TileOperand a, int64_t a_distance, TileOperand b, int64_t b_distance, int steps, float* out,
-                              int64_t out_stride) {
+inline void multiply_two_rows(TileOperand a, int64_t a_distance, TileOperand b, int64_t b_distance, int steps,
+                              float* out, int64_t out_stride) {
   written_for_tiles();
   _tile_zero(0);
   _tile_zero(2);

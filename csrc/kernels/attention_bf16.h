@@ -1,8 +1,8 @@
-// Attention arithmetic on bfloat16 caches: dot products of pairs (vdpbf16ps) or AMX tiles, float32 accumulation. Probabilities
-// are rounded to bfloat16 for the second product; their sum is taken before rounding.
+// Attention arithmetic on bfloat16 caches: dot products of pairs (vdpbf16ps) or AMX tiles, float32 accumulation.
+// Probabilities are rounded to bfloat16 for the second product; their sum is taken before rounding.
 //
-// A dword holds two neighbours of the summed dimension: of head_dim in queries and keys, of positions in probabilities and
-// values.
+// A dword holds two neighbours of the summed dimension: of head_dim in queries and keys, of positions in probabilities
+// and values.
 #pragma once
 
 #include "attention_amx.h"
@@ -27,7 +27,8 @@ struct PairLanes {
   static void store(float* p, Vector x) { _mm512_store_ps(p, x); }
 };
 
-// The first 8 lanes: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen 4). The others are 0.
+// The first 8 lanes: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen 4). The others are
+// 0.
 struct PairHalfLanes {
   using Element = uint32_t;
   using Vector = __m256;
@@ -59,7 +60,8 @@ class Bf16Path {
 
   static size_t scratch_bytes(int head_dim, int row_tiles) {
     return sizeof(uint32_t) * (static_cast<size_t>(row_tiles) * query_pairs(head_dim) * kLanes + kKeyDwords +
-                               kMostPanelDwords + kTile * kLanes) + 256;
+                               kMostPanelDwords + kTile * kLanes) +
+           256;
   }
   // Floats per row of an output tile: head_dim and padding.
   static int width(int head_dim) { return round_up(head_dim, kTile); }
@@ -88,8 +90,8 @@ class Bf16Path {
     }
   }
 
-  // Softmax hands over the probabilities of two positions, which take the place of their scores as [pair][lane]. Rounded to
-  // nearest, halves up.
+  // Softmax hands over the probabilities of two positions, which take the place of their scores as [pair][lane].
+  // Rounded to nearest, halves up.
   static void store_probabilities(float* tile_scores, int position, F32 p0, F32 p1) {
     const __m512i half = _mm512_set1_epi32(0x8000);
     const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(p0.v), half), 16);
@@ -99,8 +101,10 @@ class Bf16Path {
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 
-  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile needs.
-  void scores(const bf16* const* key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
+  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile
+  // needs.
+  void scores(const bf16* const* key_rows, Range range, const Range* tile_ranges, float* scores,
+              Prefetcher& prefetcher) {
     constexpr int kGroup = 4 * kTile;
     const int pairs = query_pairs(head_dim_);
     for (int p = range.begin; p < range.end; p += kGroup) {
@@ -122,10 +126,10 @@ class Bf16Path {
     }
   }
 
-  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of values at a
-  // time stay in the first-level cache for all row tiles.
-  void weighted_values(const bf16* const* value_rows, Range range, float* probabilities, const Range* tile_ranges, float* out,
-                       Prefetcher& prefetcher) {
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
+  // values at a time stay in the first-level cache for all row tiles.
+  void weighted_values(const bf16* const* value_rows, Range range, float* probabilities, const Range* tile_ranges,
+                       float* out, Prefetcher& prefetcher) {
     const int row_tiles = (num_rows_ + kLanes - 1) / kLanes, stride = width(head_dim_);
     for (int t = 0; t < row_tiles; ++t) {  // [pair][lane] to [lane][pair]
       float* tile = probabilities + static_cast<size_t>(t) * kSplit * kLanes;
@@ -148,8 +152,10 @@ class Bf16Path {
 
 #else
 
-  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile needs.
-  void scores(const bf16* const* key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
+  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile
+  // needs.
+  void scores(const bf16* const* key_rows, Range range, const Range* tile_ranges, float* scores,
+              Prefetcher& prefetcher) {
     const int pairs = query_pairs(head_dim_);
     for (int p = range.begin; p < range.end; p += kTile) {
       prefetcher.advance(kPrefetchInScores);
@@ -157,13 +163,14 @@ class Bf16Path {
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p < tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
         const uint32_t* q = queries_ + static_cast<size_t>(t) * pairs * kLanes;
-        product<true>(q, keys_, kKeyStride, (head_dim_ + 1) / 2, scores + (static_cast<size_t>(t) * kSplit + p) * kLanes);
+        product<true>(q, keys_, kKeyStride, (head_dim_ + 1) / 2,
+                      scores + (static_cast<size_t>(t) * kSplit + p) * kLanes);
       }
     }
   }
 
-  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of values at a
-  // time stay in the first-level cache for all row tiles.
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
+  // values at a time stay in the first-level cache for all row tiles.
   void weighted_values(const bf16* const* value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_), panels = stride / kTile;
@@ -177,7 +184,8 @@ class Bf16Path {
         const float* a = probabilities + (static_cast<size_t>(t) * kSplit + seen.begin / 2) * kLanes;
         float* columns = out + static_cast<size_t>(t) * kLanes * stride + panel * kTile;
         for (int i = 0; i < count; ++i) {
-          product<false>(reinterpret_cast<const uint32_t*>(a), value_pairs(i, seen.begin), kTile, seen.size() / 2, block_);
+          product<false>(reinterpret_cast<const uint32_t*>(a), value_pairs(i, seen.begin), kTile, seen.size() / 2,
+                         block_);
           transpose_lanes(block_, columns + i * kTile, stride);
         }
       }
@@ -187,7 +195,8 @@ class Bf16Path {
 #endif
 
  private:
-  static constexpr int kKeyStride = kMaxHeadDim / 2 + 16;  // dwords; not a power of two: rows spread over the cache's sets
+  static constexpr int kKeyStride =
+      kMaxHeadDim / 2 + 16;  // dwords; not a power of two: rows spread over the cache's sets
   static constexpr int kMostPanelDwords = 4 * (kSplit / 2) * kTile;
   static constexpr int kKeyDwords = (kAmx ? 4 : 1) * kTile * kKeyStride;
 
@@ -195,12 +204,15 @@ class Bf16Path {
   static int query_pairs(int head_dim) { return round_up(head_dim, 2 * kPairs) / 2; }
 
   // Where panel `panel` keeps the values at positions position and position + 1.
-  uint32_t* value_pairs(int panel, int position) const { return values_ + (panel * (kSplit / 2) + position / 2) * kTile; }
+  uint32_t* value_pairs(int panel, int position) const {
+    return values_ + (panel * (kSplit / 2) + position / 2) * kTile;
+  }
 
   // Fills `count` panels with the columns from e on, kTile each, zeros behind head_dim.
   void load_values(const bf16* const* rows, Range range, int e, int count, Prefetcher& prefetcher) {
-    alignas(64) static constexpr uint16_t kInterleave[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                             21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                             11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i interleave = _mm512_load_si512(kInterleave);
     const int whole = (head_dim_ - e) / kTile < count ? (head_dim_ - e) / kTile : count;
     const __mmask16 rest = first_lanes((head_dim_ - e) % kTile);
@@ -243,7 +255,8 @@ class Bf16Path {
 
   // Columns of one row tile, or of it and the next, from `count` panels of values.
   void multiply(const float* probabilities, Range range, int count, bool two_tiles, float* out) const {
-    constexpr int64_t kTileDistance = sizeof(float) * kSplit * kLanes, kPanelDistance = sizeof(uint32_t) * kSplit / 2 * kTile;
+    constexpr int64_t kTileDistance = sizeof(float) * kSplit * kLanes,
+                      kPanelDistance = sizeof(uint32_t) * kSplit / 2 * kTile;
     const int64_t row_bytes = sizeof(float) * width(head_dim_);
     const int steps = range.size() / kStep;
     const TileOperand a = tile_of(probabilities + range.begin / 2 * kLanes), b = tile_of(value_pairs(0, range.begin));
@@ -252,10 +265,14 @@ class Bf16Path {
                         : multiply_two_rows<2>(a, kTileDistance, b, kPanelDistance, steps, out, row_bytes);
     }
     switch (count) {
-      case 1: return multiply_row<1>(a, b, kPanelDistance, steps, out, row_bytes);
-      case 2: return multiply_row<2>(a, b, kPanelDistance, steps, out, row_bytes);
-      case 3: return multiply_row<3>(a, b, kPanelDistance, steps, out, row_bytes);
-      default: return multiply_row<4>(a, b, kPanelDistance, steps, out, row_bytes);
+      case 1:
+        return multiply_row<1>(a, b, kPanelDistance, steps, out, row_bytes);
+      case 2:
+        return multiply_row<2>(a, b, kPanelDistance, steps, out, row_bytes);
+      case 3:
+        return multiply_row<3>(a, b, kPanelDistance, steps, out, row_bytes);
+      default:
+        return multiply_row<4>(a, b, kPanelDistance, steps, out, row_bytes);
     }
   }
 

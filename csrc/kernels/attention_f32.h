@@ -16,7 +16,8 @@ struct F32Lanes {
 };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-// The first 8 lanes: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen 4). The others are 0.
+// The first 8 lanes: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen 4). The others are
+// 0.
 struct F32HalfLanes {
   using Element = float;
   using Vector = __m256;
@@ -39,8 +40,9 @@ class F32Path {
   struct Session {};
 
   static size_t scratch_bytes(int head_dim, int row_tiles) {
-    return sizeof(float) * (static_cast<size_t>(row_tiles) * head_dim * kLanes + kTile * kKeyStride +
-                            kSplit * kTile + kTile * kLanes) + 256;
+    return sizeof(float) * (static_cast<size_t>(row_tiles) * head_dim * kLanes + kTile * kKeyStride + kSplit * kTile +
+                            kTile * kLanes) +
+           256;
   }
   // Floats per row of an output tile: head_dim and padding.
   static int width(int head_dim) { return round_up(head_dim, kTile); }
@@ -60,7 +62,8 @@ class F32Path {
     }
   }
 
-  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile needs.
+  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile
+  // needs.
   void scores(const T* const* key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; p += kTile) {
       prefetcher.advance(kPrefetchInScores);
@@ -79,8 +82,8 @@ class F32Path {
     store(tile_scores + (position + 1) * kLanes, p1);
   }
 
-  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of values at a
-  // time stay in the first-level cache for all row tiles.
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
+  // values at a time stay in the first-level cache for all row tiles.
   void weighted_values(const T* const* value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_);

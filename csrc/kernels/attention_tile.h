@@ -1,10 +1,10 @@
 // What the arithmetic paths of attention share: sizes, the rows of a query tile, scratch memory, small matrix helpers.
 //
-// A tile of query rows meets the KV positions in splits of kSplit, aligned to position 0 of the sequence, and inside a split
-// in aligned steps of kStep. Rows are vector lanes: a score matrix is stored as [position][lane], so a row is never summed
-// together with another one and its result does not depend on its neighbours. Positions that a row must not see get the
-// probability 0, which adds nothing; leaving them out gives the same bits. So the choice of tile, chunk, batch and thread
-// cannot be seen in the result.
+// A tile of query rows meets the KV positions in splits of kSplit, aligned to position 0 of the sequence, and inside a
+// split in aligned steps of kStep. Rows are vector lanes: a score matrix is stored as [position][lane], so a row is
+// never summed together with another one and its result does not depend on its neighbours. Positions that a row must
+// not see get the probability 0, which adds nothing; leaving them out gives the same bits. So the choice of tile,
+// chunk, batch and thread cannot be seen in the result.
 #pragma once
 
 #include <cstdint>
@@ -46,8 +46,8 @@ class Carver {
   char* next_;
 };
 
-// Brings the keys and values of the next split into the second-level cache, a few rows at a time while the present split is
-// worked on, so that memory never waits for arithmetic.
+// Brings the keys and values of the next split into the second-level cache, a few rows at a time while the present
+// split is worked on, so that memory never waits for arithmetic.
 class Prefetcher {
  public:
   void start(const void* const* key_rows, const void* const* value_rows, Range range, int row_bytes) {
@@ -116,9 +116,9 @@ inline void transpose_lanes(const float* src, float* dst, int stride) {
 #endif
 }
 
-// out[j][lane] = sum over k in order of a[k][lane] * b(j, k): kernel of both products of attention on vector units. Lanes is
-// the arithmetic: element type, vector type, load, multiply-add with a broadcast element, store to kLanes floats.
-// b(j, k) is b[j * stride + k] when kAlongK, else b[k * stride + j].
+// out[j][lane] = sum over k in order of a[k][lane] * b(j, k): kernel of both products of attention on vector units.
+// Lanes is the arithmetic: element type, vector type, load, multiply-add with a broadcast element, store to kLanes
+// floats. b(j, k) is b[j * stride + k] when kAlongK, else b[k * stride + j].
 template <class Lanes, int kCount, bool kAlongK>
 inline void outer_block(const typename Lanes::Element* a, const typename Lanes::Element* b, int64_t stride, int size,
                         float* out) {
@@ -135,7 +135,8 @@ inline void outer_block(const typename Lanes::Element* a, const typename Lanes::
 
 // The same for kTile values of j, in blocks that fit the register file.
 template <class Lanes, bool kAlongK>
-inline void outer(const typename Lanes::Element* a, const typename Lanes::Element* b, int64_t stride, int size, float* out) {
+inline void outer(const typename Lanes::Element* a, const typename Lanes::Element* b, int64_t stride, int size,
+                  float* out) {
   constexpr int kBlock = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 16 : 8;
   for (int j = 0; j < kTile; j += kBlock) {
     outer_block<Lanes, kBlock, kAlongK>(a, b + (kAlongK ? j * stride : j), stride, size, out + j * kLanes);

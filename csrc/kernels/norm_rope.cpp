@@ -1,4 +1,5 @@
-// RMS norm (with and without residual), and per-head norm + rotary embedding + KV cache write. float32 inside, rounded once.
+// RMS norm (with and without residual), and per-head norm + rotary embedding + KV cache write. float32 inside, rounded
+// once.
 #include "quire/kernels/norm_rope.h"
 
 #include <algorithm>
@@ -41,8 +42,8 @@ inline void store_part(T* p, F32 x, int64_t left) {
   }
 }
 
-// 1 / sqrt(mean(x^2) + eps), where next(i, left) gives kLanes values from i on, zeros behind the end. Four sums hide the latency
-// of the addition; their order depends on dim alone.
+// 1 / sqrt(mean(x^2) + eps), where next(i, left) gives kLanes values from i on, zeros behind the end. Four sums hide
+// the latency of the addition; their order depends on dim alone.
 template <class Next>
 inline float inverse_rms(int64_t dim, float eps, const Next& next) {
   F32 sums[4] = {zero(), zero(), zero(), zero()};
@@ -95,9 +96,12 @@ void rms_norm_of(const RmsNormArgs& a) {
 
 void rms_norm(const RmsNormArgs& a) {
   switch (a.dtype) {
-    case DType::f32: return rms_norm_of<float>(a);
-    case DType::bf16: return rms_norm_of<bf16>(a);
-    case DType::f16: return rms_norm_of<f16>(a);
+    case DType::f32:
+      return rms_norm_of<float>(a);
+    case DType::bf16:
+      return rms_norm_of<bf16>(a);
+    case DType::f16:
+      return rms_norm_of<f16>(a);
   }
 }
 
@@ -161,9 +165,12 @@ void rope_and_cache_of(const RopeCacheArgs& a) {
 
 void rope_and_cache(const RopeCacheArgs& a) {
   switch (a.dtype) {
-    case DType::f32: return rope_and_cache_of<float>(a);
-    case DType::bf16: return rope_and_cache_of<bf16>(a);
-    case DType::f16: return rope_and_cache_of<f16>(a);
+    case DType::f32:
+      return rope_and_cache_of<float>(a);
+    case DType::bf16:
+      return rope_and_cache_of<bf16>(a);
+    case DType::f16:
+      return rope_and_cache_of<f16>(a);
   }
 }
 

@@ -1,8 +1,8 @@
-// Choice of the next token. A row is reduced to the maxima of its blocks in one pass; whatever lies under a threshold is then
-// skipped block by block, and only the few candidates above it are looked at one by one.
+// Choice of the next token. A row is reduced to the maxima of its blocks in one pass; whatever lies under a threshold
+// is then skipped block by block, and only the few candidates above it are looked at one by one.
 //
-// Probabilities are counted in whole units of 2^-44 of the largest one, so sums are exact: they do not depend on their order,
-// on threads or on which tokens were skipped, and "the smallest set whose mass is at least p" has one answer.
+// Probabilities are counted in whole units of 2^-44 of the largest one, so sums are exact: they do not depend on their
+// order, on threads or on which tokens were skipped, and "the smallest set whose mass is at least p" has one answer.
 #include "quire/kernels/sampling.h"
 
 #include <algorithm>
@@ -114,7 +114,9 @@ class Row {
   const std::vector<Candidate>& top(int64_t k) {
     const auto blocks = static_cast<int64_t>(block_max_.size());
     collect(k <= blocks ? kth_of(block_max_, k) : -kInfinity);
-    const auto before = [](const Candidate& x, const Candidate& y) { return x.key != y.key ? x.key > y.key : x.id < y.id; };
+    const auto before = [](const Candidate& x, const Candidate& y) {
+      return x.key != y.key ? x.key > y.key : x.id < y.id;
+    };
     std::partial_sort(candidates_.begin(), candidates_.begin() + k, candidates_.end(), before);
     candidates_.resize(k);
     return candidates_;
@@ -145,7 +147,8 @@ class Row {
 
   // The lowest logit whose probability is at least `ratio` times the largest one.
   float logit_at(float temperature, float ratio) const {
-    const double exact = static_cast<double>(max_) + static_cast<double>(temperature) * std::log(static_cast<double>(ratio));
+    const double exact =
+        static_cast<double>(max_) + static_cast<double>(temperature) * std::log(static_cast<double>(ratio));
     const auto rounded = static_cast<float>(exact);
     return static_cast<double>(rounded) < exact ? std::nextafter(rounded, kInfinity) : rounded;
   }
@@ -258,8 +261,8 @@ class Row {
     }
   }
 
-  // Draws among the smallest set of highest candidates that holds the share top_p of `total` units. The lowest key of the set
-  // is found by bisection over the keys, the candidates in question shrinking with the interval.
+  // Draws among the smallest set of highest candidates that holds the share top_p of `total` units. The lowest key of
+  // the set is found by bisection over the keys, the candidates in question shrinking with the interval.
   int64_t draw_nucleus(double top_p, uint64_t total, double uniform) {
     uint64_t missing = needed_units(top_p, total), above = 0;
     open_ = candidates_;
@@ -286,7 +289,8 @@ class Row {
     return draw(low, num_tied, above + num_tied * tied_units, uniform);
   }
 
-  // Inverse CDF over the candidates with a key above `key` and the first num_tied with that key; `total` is their units.
+  // Inverse CDF over the candidates with a key above `key` and the first num_tied with that key; `total` is their
+  // units.
   int64_t draw(uint32_t key, uint64_t num_tied, uint64_t total, double uniform) const {
     uint64_t target = scaled(uniform, total);
     for (const Candidate& c : candidates_) {

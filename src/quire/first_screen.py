@@ -40,9 +40,9 @@ class ProgressDisplay:
         self._phase = phase
 
     def close(self) -> None:
-        """Leave the cursor at the start of a line."""
+        """Take the bar away."""
         if self._has_bar:
-            print(file=sys.stderr, flush=True)
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._has_bar = False
 
 

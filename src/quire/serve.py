@@ -222,6 +222,8 @@ class ServingProcess:
             return
         self._app.state.quire.is_draining = True
         self._server.should_exit = True
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the terminal has written ^C
         if count := self._engine.num_unfinished:
             requests = "1 request" if count == 1 else f"{count} requests"
             self._display.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +271,22 @@ def test_without_tokenizer() -> None:
     for call in (lambda: llm.generate("text", GREEDY), lambda: llm.chat(MESSAGES, GREEDY), llm.get_tokenizer):
         with pytest.raises((ConfigError, InvalidRequestError), match="tokenizer"):
             call()
+
+
+def test_plain_torch_gives_the_same_tokens() -> None:
+    """What runs where no compiler was: the same model on the kernels' plain-torch twins."""
+    code = (
+        "from quire import LLM, SamplingParams\n"
+        "from quire.kernels import cpu\n"
+        "assert not cpu.available()\n"
+        "llm = LLM(dtype='float32', kv_cache_memory_bytes=1 << 24, num_threads=1)\n"
+        "params = SamplingParams(temperature=0, max_tokens=8)\n"
+        f"outputs = llm.generate({list(reference.TEXTS)!r}, params, use_tqdm=False)\n"
+        "print([output.outputs[0].token_ids for output in outputs])"
+    )
+    environment = {**os.environ, "QUIRE_FORCE_REFERENCE": "1"}
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert json.loads(result.stdout) == [reference.greedy(text, 8) for text in reference.TEXTS]
 
 
 def test_engine_args_names_are_one_class() -> None:

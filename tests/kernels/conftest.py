@@ -1,4 +1,5 @@
-"""Fixtures of the kernel tests: run on each instruction set of this CPU, change the number of threads, and put it back."""
+"""Fixtures of the kernel tests: run on each instruction set of this CPU, change the number of threads, and put it
+back."""
 
 from __future__ import annotations
 

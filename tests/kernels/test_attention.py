@@ -1,4 +1,5 @@
-"""Paged attention against a dense float64 softmax and its twin, and the same bits however the tokens are batched and chunked.
+"""Paged attention against a dense float64 softmax and its twin, and the same bits however the tokens are batched and
+chunked.
 
 Dimensions: T tokens, H query heads, G KV heads, E head_dim, B cache blocks, P block_size, L positions.
 """

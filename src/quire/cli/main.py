@@ -28,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
     args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except QuireError as error:
         print(f"quire: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

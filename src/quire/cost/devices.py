@@ -1,4 +1,4 @@
-"""What this machine is: cores allowed, instruction set, memory allowed. Linux files first, portable calls otherwise; no torch."""
+"""What this machine is: cores, instruction set and memory allowed. Linux files first, portable calls otherwise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def total_memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """RAM that can be taken now without swapping: MemAvailable, and what the cgroup's limit leaves (its page cache counts as free)."""
+    """RAM that can be taken now without swapping: MemAvailable, within the cgroup's limit (page cache counts as
+    free)."""
     free = _meminfo("MemAvailable")
     if free is None:
         return total_memory_bytes() // 2

@@ -1,7 +1,7 @@
 """The compiled CPU kernels: thin wrappers that turn tensors into addresses. The only file that calls them.
 
-Wrappers trust their arguments; `kernels.ops` checks them. Dimensions: M rows, N out-features, K in-features; those of the
-other ops are in ops.py.
+Wrappers trust their arguments; `kernels.ops` checks them. Dimensions: M rows, N out-features, K in-features; those
+of the other ops are in ops.py.
 """
 
 from __future__ import annotations

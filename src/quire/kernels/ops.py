@@ -62,7 +62,8 @@ def linear(
 ) -> Tensor:
     """y_TN = x_TK @ weight.T + bias_N with float32 accumulation, rounded once to the output dtype.
 
-    x has the weight's dtype; the output has x's dtype unless `out_dtype` (or the dtype of `out`) says otherwise. Rows of
+    x has the weight's dtype; the output has x's dtype unless `out_dtype` (or the dtype of `out`) says otherwise. Rows
+    of
     x and of `out` may be strided. The bias may have any of the three dtypes.
     """
     assert x_TK.shape[1:] == (packed.K,), f"x is {tuple(x_TK.shape)}, expected [T, {packed.K}]"
@@ -113,7 +114,8 @@ def rms_norm(
 ) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) * (weight + weight_offset), float32 inside, rounded once.
 
-    Zhang and Sennrich, arXiv 1910.07467. The weight has x's dtype or float32. Rows of x and `out` may be strided; `out` may be x.
+    Zhang and Sennrich, arXiv 1910.07467. The weight has x's dtype or float32. Rows of x and `out` may be strided;
+    `out` may be x.
     """
     _check_norm(x_TD, weight_D, out)
     if not _on_kernels(x_TD):
@@ -202,7 +204,8 @@ def rope_and_cache(
     """Between the qkv projection and attention: RMS norm per head, rotary embedding, write to the KV cache.
 
     q, k, v may be strided views of one projection (last dimension contiguous). q is changed in place; k and v stay as
-    they are and go to the cache slots (int64, block * block_size + offset; negative: not written). The norm of q or k is
+    they are and go to the cache slots (int64, block * block_size + offset; negative: not written). The norm of q or k
+    is
     left out where its weight (dtype of q, or float32) is None. The rotation (neox style: halves of the first R
     dimensions; Su et al., arXiv 2104.09864) takes float32 rows [R / 2 cosines, R / 2 sines] at `positions_T` (int64,
     below P, not checked) and is left out when cos_sin is None. float32 inside, rounded once. q, k, v and caches share
@@ -305,7 +308,8 @@ def sample(
     p = softmax(logits / temperature); keep p >= min_p * max(p); keep the top_k highest of them (ties at the k-th are
     kept); keep of the rest, renormalised, the smallest set of highest probabilities whose mass is at least top_p (ties:
     lowest id first; at least one token); draw by inverse CDF over ascending ids with `uniform`. Probabilities count in
-    units of 2^-44 of the largest, so sums are exact. Rows of temperature 0 are greedy. temperature float32; top_k int32,
+    units of 2^-44 of the largest, so sums are exact. Rows of temperature 0 are greedy. temperature float32; top_k
+    int32,
     0 = off; top_p and min_p float32, 1 and 0 = off; uniform float64 in [0, 1). V is at most 2^19.
     """
     _check_logits(logits_RV)

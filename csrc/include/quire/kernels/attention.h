@@ -10,8 +10,8 @@ namespace quire {
 // T tokens, H query heads, G KV heads, E head_dim, B cache blocks, P block_size, S sequences, M blocks per table row.
 // Strides are in elements; the last dimension of every tensor is contiguous, and so are P and E of the caches.
 struct AttentionArgs {
-  DType dtype;          // of q, caches and out
-  const void* q;        // [T, H, E]
+  DType dtype;    // of q, caches and out
+  const void* q;  // [T, H, E]
   int64_t q_token_stride, q_head_stride;
   const void* k_cache;  // [B, G, P, E]
   int64_t k_block_stride, k_head_stride;

@@ -9,8 +9,8 @@ namespace quire {
 
 // Strides are in elements; the last dimension of every tensor is contiguous.
 struct RmsNormArgs {
-  DType dtype;     // of x, residual and out
-  const void* x;   // [rows, dim]
+  DType dtype;    // of x, residual and out
+  const void* x;  // [rows, dim]
   int64_t x_stride;
   void* residual;  // [rows, dim] or null: residual += x first, rounded to dtype; the norm is of the sum
   int64_t residual_stride;

@@ -1,0 +1,68 @@
+"""How the `quire` command ends: exit codes, and one clean line whatever happened."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from quire.cli import complete
+from quire.cli.main import main
+from quire.errors import ConfigError, EngineDeadError
+
+# What `quire --help` must not wait for.
+HEAVY = {
+    *("torch", "transformers", "numpy", "tokenizers", "msgspec", "zmq", "starlette", "uvicorn", "uvloop", "jinja2"),
+    *("huggingface_hub", "prometheus_client", "rich", "tqdm"),
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ConfigError("A flag is wrong", fix="Leave it out"), 2, "quire: A flag is wrong. Leave it out."),
+        (EngineDeadError("The engine is gone"), 1, "quire: The engine is gone."),
+        (KeyboardInterrupt(), 130, "quire: interrupted"),
+    ],
+)
+def test_errors(
+    error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(complete, "run", fail)
+    assert main(["complete"]) == code
+    assert capsys.readouterr().err.strip() == text
+
+
+def test_a_reader_that_leaves_early() -> None:
+    """`quire explain | head -1` ends without a traceback."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", "explain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors == ""
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from quire.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert not HEAVY & set(result.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("module", ["quire", "quire.cli.main"])
+def test_module_is_the_command(module: str) -> None:
+    result = subprocess.run([sys.executable, "-m", module, "--version"], check=True, capture_output=True, text=True)
+    assert result.stdout.startswith("quire ")

@@ -1,0 +1,85 @@
+"""Gated activations against their plain-torch twin, which is checked against the formulas in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import ops, reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# float32: the approximations of exp and erf. The others round once: the same value or its neighbour.
+TOLERANCES = {torch.float32: (5e-7, 2e-6), torch.float16: (1e-6, 1.1e-3), torch.bfloat16: (1e-6, 8.2e-3)}
+OPS: dict[str, Callable[..., Tensor]] = {
+    "silu": ops.silu_and_mul,
+    "gelu": ops.gelu_and_mul,
+    "gelu_tanh": ops.gelu_tanh_and_mul,
+}
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "inner"), [(1, 1), (3, 7), (19, 111), (2, 16384), (5, 20001), (70, 512)])
+def test_equals_twin(isa: str, name: str, dtype: torch.dtype, T: int, inner: int) -> None:
+    x = (torch.randn(T, 2 * inner + 3, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)[:, : 2 * inner]
+    atol, rtol = TOLERANCES[dtype]
+    torch.testing.assert_close(OPS[name](x), reference.gated_activation(name, x), atol=atol * 16, rtol=rtol)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_values_near_and_far_from_zero(isa: str, name: str) -> None:
+    gate = torch.tensor(
+        [0.0, -0.0, 1e-30, -1e-30, 1e-3, -1e-3, 0.7, -0.7, 5, -5, 12, -12, 40, -40, 100, -100, 1e4, -1e4, 3e38, -3e38]
+    )
+    out = OPS[name](torch.cat((gate, torch.ones_like(gate))).unsqueeze(0))[0]
+    expected = FORMULAS[name](gate.double())
+    expected = torch.where(gate < -100, torch.zeros((), dtype=torch.float64), expected)  # float64 overflows on the way
+    torch.testing.assert_close(out.double(), expected, atol=3e-7, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_nan_and_infinity(isa: str, name: str) -> None:
+    out = OPS[name](torch.tensor([[math.nan, math.inf, 1.0, 1.0, 1.0, math.nan]]))[0]
+    assert out[0].isnan(), "a NaN gate must not be hidden"
+    assert out[1] == math.inf
+    assert out[2].isnan(), "a NaN factor must not be hidden"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_twin_equals_formula(name: str) -> None:
+    x = torch.linspace(-10, 10, 2002).reshape(1, -1)
+    gate, up = x.double().chunk(2, dim=1)
+    expected = FORMULAS[name](gate) * up
+    # float32 loses digits where 1 + erf or 1 + tanh cancels, times up to 100
+    torch.testing.assert_close(reference.gated_activation(name, x).double(), expected, atol=1e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_writes_into_out(isa: str, name: str) -> None:
+    x = torch.randn(5, 46, dtype=torch.bfloat16)
+    wide = torch.zeros(5, 40, dtype=torch.bfloat16)
+    OPS[name](x, out=wide[:, 8:31])
+    assert torch.equal(wide[:, 8:31], OPS[name](x))
+    assert not wide[:, :8].any(), "wrote in front of out"
+    assert not wide[:, 31:].any(), "wrote behind out"
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_does_not_depend_on_the_others(
+    isa: str, name: str, dtype: torch.dtype, set_num_threads: Callable[[int], None]
+) -> None:
+    x = torch.randn(70, 2 * 1031, generator=torch.Generator().manual_seed(0)).to(dtype)
+    set_num_threads(1)
+    alone = torch.cat([OPS[name](x[i : i + 1]) for i in range(70)])
+    set_num_threads(3)
+    assert torch.equal(OPS[name](x), alone)
