@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
 
 from quire import AsyncLLM, EngineConfig, SamplingParams
-from quire.errors import EngineDeadError, InvalidRequestError, MemoryPlanError, UnsupportedFieldError
-from quire.messages import SetLimits
+from quire.errors import EngineDeadError, InvalidRequestError, MemoryPlanError, QuireError, UnsupportedFieldError
+from quire.messages import AddRequest, SetLimits
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
 from quire.schedule import StepRecord
@@ -123,6 +124,25 @@ async def test_refused_requests_do_not_disturb(engine: AsyncLLM) -> None:
     await asyncio.sleep(0)
     with pytest.raises(InvalidRequestError, match="in use"):
         await _outputs(engine, "a", _greedy(), "undisturbed")
+    assert (await running)[-1].outputs[0].token_ids == reference.greedy(reference.prompts()[0], 20)
+    await engine.check_health()
+
+
+async def test_a_message_the_engine_cannot_read_concerns_nobody_else(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client: Any = engine._engine.client
+    running = asyncio.create_task(_outputs(engine, reference.prompts()[0], _greedy(), "bystander"))
+    await asyncio.sleep(0)
+    client._input.send(b"\xc1")  # no msgpack at all
+
+    def send_spoilt(message: AddRequest) -> None:
+        client._input.send(msgspec.msgpack.encode(msgspec.to_builtins(message) | {"sampling_params": 5}))
+
+    monkeypatch.setattr(client, "send", send_spoilt)
+    with pytest.raises(QuireError, match="could not take the request"):
+        await _outputs(engine, "Hello", _greedy(), "spoilt")
+    monkeypatch.undo()
     assert (await running)[-1].outputs[0].token_ids == reference.greedy(reference.prompts()[0], 20)
     await engine.check_health()
 
