@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CXX ?= c++
-STAMP := $(VENV)/.installed
+# The name says whether the kernels were compiled, so that a compiler installed later is noticed.
+STAMP := $(VENV)/.installed-$(if $(shell command -v $(CXX)),with,without)-kernels
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 MODEL ?=
 ARGS ?=
