@@ -133,7 +133,7 @@ async def test_a_message_the_engine_cannot_read_concerns_nobody_else(
 ) -> None:
     client: Any = engine._engine.client
     running = asyncio.create_task(_outputs(engine, reference.prompts()[0], _greedy(), "bystander"))
-    await asyncio.sleep(0)
+    await _wait_for(lambda: engine._engine.num_unfinished == 1, "the bystander to be sent")
     client._input.send(b"\xc1")  # no msgpack at all
 
     def send_spoilt(message: AddRequest) -> None:
