@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -38,10 +39,19 @@ def test_errors(
     assert capsys.readouterr().err.strip() == text
 
 
-def test_a_reader_that_leaves_early() -> None:
-    """`quire explain | head -1` ends without a traceback."""
+@pytest.mark.parametrize("num_lines", [1, 100_000])
+def test_a_reader_that_leaves_early(num_lines: int) -> None:
+    """`quire ... | head -1` ends without a traceback, whether the output fits the buffer or not."""
+    code = (
+        "import sys\n"
+        "from quire.cli import complete\n"
+        "from quire.cli.main import main\n"
+        f"complete.run = lambda args: print('line\\n' * {num_lines}) or 0\n"
+        "sys.exit(main(['complete']))"
+    )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "quire", "explain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     process.stdout.close()

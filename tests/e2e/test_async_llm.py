@@ -247,8 +247,10 @@ async def main():
         print(engine._process.pid, flush=True)
     finally:
         {end}
+    return engine
 
-asyncio.run(main())
+engine = asyncio.run(main())
+print(int(engine._engine.client._context.closed))
 """
 
 
@@ -258,8 +260,9 @@ async def test_vllm_script_without_await_at_the_end() -> None:
     result = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    *counts, pid = map(int, result.stdout.split())
+    *counts, pid, is_closed = map(int, result.stdout.split())
     assert sum(counts) == 5
+    assert is_closed, "the sockets stayed open"
     assert not psutil.pid_exists(pid)
 
 

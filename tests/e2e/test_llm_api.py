@@ -273,6 +273,17 @@ def test_without_tokenizer() -> None:
             call()
 
 
+def test_tokenizer_from_another_folder(tmp_path: Path) -> None:
+    """The model's own folder then needs none."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(quire.demo.path() / name)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        LLM(str(tmp_path), kv_cache_memory_bytes=1 << 24)
+    options = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24, "num_threads": 1}
+    llm = LLM(str(tmp_path), tokenizer=str(quire.demo.path("draft")), **options)
+    assert _tokens(llm, QUESTION) == reference.greedy(QUESTION, 12)
+
+
 def test_plain_torch_gives_the_same_tokens() -> None:
     """What runs where no compiler was: the same model on the kernels' plain-torch twins."""
     code = (

@@ -35,7 +35,7 @@ from quire.messages import (
     SetLimits,
 )
 
-logger = logs.get_logger(__name__)
+logger = logs.get_logger("quire.engine.process")  # run as a program, its own name is __main__
 
 
 class EngineProcess:

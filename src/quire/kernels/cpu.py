@@ -108,8 +108,7 @@ def gemm(x_MK: Tensor, packed: Tensor, N: int, bias_N: Tensor | None, out_MN: Te
 
 def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
     """Best measured bytes per second of reading memory once, over all kernel threads. Needs the extension."""
-    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-    return max(float(_C.read_bandwidth(buffer.data_ptr(), num_bytes)) for _ in range(repeats))
+    return float(_C.read_bandwidth(num_bytes, repeats))
 
 
 def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
