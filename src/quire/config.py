@@ -183,6 +183,11 @@ class ServerConfig:
         choices=("debug", "info", "warning", "error"),
         type=str.lower,
     )
+    log_format: str | None = option(
+        None,
+        "text, or json: one object per line, the first screen too; else QUIRE_LOG_FORMAT.",
+        choices=("text", "json"),
+    )
     disable_uvicorn_access_log: bool = option(False, "Accepted: the access log is off.")
     shutdown_timeout: float = option(
         30.0, "Seconds to let running requests finish on SIGTERM.", limits="the time of a drain"

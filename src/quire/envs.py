@@ -21,6 +21,12 @@ def _boolean(text: str) -> bool:
     raise ValueError(text)
 
 
+def _log_format(text: str) -> str:
+    if text not in ("text", "json"):
+        raise ValueError(text)
+    return text
+
+
 @dataclass(frozen=True)
 class Variable(Generic[T]):
     """One environment variable: `get()` parses the current value or gives the default."""
@@ -50,6 +56,7 @@ CPU_KVCACHE_SPACE = Variable(
 )
 API_KEY = Variable("VLLM_API_KEY", "", str, "API key of the server; --api-key wins")
 LOGGING_LEVEL = Variable("VLLM_LOGGING_LEVEL", "INFO", str.upper, "DEBUG, INFO, WARNING or ERROR")
+LOG_FORMAT = Variable("QUIRE_LOG_FORMAT", "text", _log_format, "text, or json: one object per line; --log-format wins")
 LOG_STATS_INTERVAL = Variable("VLLM_LOG_STATS_INTERVAL", 10.0, float, "seconds between two statistics lines")
 ENGINE_READY_TIMEOUT_S = Variable("VLLM_ENGINE_READY_TIMEOUT_S", 600, int, "seconds to wait for the engine at start")
 ALLOW_LONG_MAX_MODEL_LEN = Variable(
@@ -70,11 +77,16 @@ ISA = Variable(
 NUM_THREADS = Variable(
     "QUIRE_NUM_THREADS", 0, int, "threads of the CPU kernels; 0 = physical cores allowed by affinity and cgroup"
 )
+NO_COLOR = Variable("NO_COLOR", "", str, "anything: no colours (no-color.org)")
+FORCE_COLOR = Variable("FORCE_COLOR", "", str, "anything: colours also where there is no terminal; NO_COLOR wins")
+TERM = Variable("TERM", "", str, "dumb: no progress bars, no colours")
+NOTIFY_SOCKET = Variable("NOTIFY_SOCKET", "", str, "set by systemd: where `quire serve` says READY=1 and STOPPING=1")
 
 VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool], ...] = (
     CPU_KVCACHE_SPACE,
     API_KEY,
     LOGGING_LEVEL,
+    LOG_FORMAT,
     LOG_STATS_INTERVAL,
     ENGINE_READY_TIMEOUT_S,
     ALLOW_LONG_MAX_MODEL_LEN,
@@ -82,4 +94,8 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     ATTENTION_BACKEND,
     ISA,
     NUM_THREADS,
+    NO_COLOR,
+    FORCE_COLOR,
+    TERM,
+    NOTIFY_SOCKET,
 )

@@ -9,6 +9,7 @@ from typing import Any
 from quire import __version__
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import MemoryPlanError
+from quire.memory_summary import MemorySummary
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.resolve import (
     GIB,
@@ -83,7 +84,7 @@ class Explanation:
         memory = f"{shown_bytes(self.device.total_memory_bytes)} RAM, {shown_bytes(self.device.free_memory_bytes)} free"
         yield f"machine  {self.device.name}, {self.device.num_cores} cores, {self.device.isa}, {memory} now"
         if "num_blocks" in self.settings:
-            yield f"memory   {self._memory()}"
+            yield from self._memory()
         yield ""
         plain = []
         for name, setting in self.settings.items():
@@ -106,15 +107,12 @@ class Explanation:
         yield "As they are by default:"
         yield from plain
 
-    def _memory(self) -> str:
-        """The plan in one line; its sum is what the engine may come to take."""
-        weights, kv, work = (self.settings[f"{name}_bytes"].value for name in ("weight", "kv_cache", "work"))
-        tokens = self.settings["num_blocks"].value * self.settings["block_size"].value
-        length = self.settings["max_model_len"].value
-        return (
-            f"weights {shown_bytes(weights)} | KV cache {shown_bytes(kv)} | work {shown_bytes(work)} at least: "
-            f"{tokens:,} tokens = {tokens / length:.1f} requests of {length:,}"
-        )
+    def _memory(self) -> Iterator[str]:
+        """The plan, in the words of the first screen. Only the work is not what a start finds: that measures it."""
+        memory = MemorySummary.of({name: setting.value for name, setting in self.settings.items()})
+        yield f"memory   {memory.plan()}   (work: at least)"
+        for label, line in zip(("fits", ""), memory.capacity(), strict=True):
+            yield f"{label:<8} {line}"
 
 
 def explain(

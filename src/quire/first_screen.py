@@ -1,72 +1,167 @@
-"""What a person sees on standard error while `quire serve` starts: its progress, then the facts and the addresses."""
+"""What a person sees first when `quire serve` starts: the machine, then memory, choices and addresses once it is ready.
+
+The lines fit 80 columns wherever names do. In JSON logs each part is a record with the same facts as fields.
+"""
 
 from __future__ import annotations
 
 import sys
+import textwrap
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from quire import __version__
+from quire import __version__, envs, logs
+from quire.kernels import extension
+from quire.memory_summary import MemorySummary
 from quire.messages import EngineReady
-from quire.model_config import ModelConfig
-from quire.resolve import shown_bytes
+from quire.resolve import DeviceFacts, shown_bytes
+from quire.terminal import Style
 
-BAR_WIDTH = 20
+logger = logs.get_logger(__name__)
 
-
-class ProgressDisplay:
-    """A bar that is redrawn on a terminal; elsewhere one line when a phase begins."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._phase = ""
-        self._has_bar = False
-
-    def update(self, phase: str, fraction: float, detail: str) -> None:
-        """Show how far a phase is; fraction in 0..1."""
-        if self._is_terminal:
-            if phase != self._phase and self._has_bar:
-                print(file=sys.stderr)
-            bar = "#" * round(fraction * BAR_WIDTH)
-            # Clear to the end of the line: the text before may have been longer.
-            print(
-                f"\r  {phase:<9} [{bar:<{BAR_WIDTH}}] {fraction:4.0%} {detail}\x1b[K",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-            self._has_bar = True
-        elif phase != self._phase:
-            print(f"  {phase:<9} {detail}".rstrip(), file=sys.stderr, flush=True)
-        self._phase = phase
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self._has_bar:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self._has_bar = False
+WIDTH = 80
+LABEL_WIDTH = 9
+INDENT = " " * (LABEL_WIDTH + 3)
+CHOSEN = (
+    "dtype", "num_threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+    "enable_prefix_caching",
+)  # fmt: skip
+WHY = "why: quire explain"
+_ISA_NAMES = {
+    "amx": "AMX",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx512": "AVX-512",
+    "avx2": "AVX2",
+    "torch": "(plain torch)",
+}
+# The demo model can answer it.
+QUESTION = '{"messages":[{"role":"user","content":"What does len() do?"}]}'
+PROMPT = '{"prompt":"Hello"}'
 
 
-def ready_text(ready: EngineReady, model_name: str, model: ModelConfig, url: str, has_chat: bool) -> str:
-    """What to know once the server answers."""
+def show_header(model_name: str, device: DeviceFacts, *, has_gpu: bool) -> None:
+    """Program, model and machine; and what is missing of the program."""
+    text = f"quire {__version__} serves {model_name}"
+    if logs.is_json():
+        machine = {
+            "name": device.name,
+            "isa": device.isa,
+            "num_cores": device.num_cores,
+            "total_memory_bytes": device.total_memory_bytes,
+            "free_memory_bytes": device.free_memory_bytes,
+            "has_gpu": has_gpu,
+        }
+        logger.info(text, extra=logs.fields(version=__version__, model=model_name, machine=machine))
+    else:
+        _print([_header(text, _machine(device, has_gpu=has_gpu), Style(sys.stderr))])
+    if (missing := _missing_kernels()) is not None:
+        _show_missing(*missing)
 
-    def value(name: str) -> Any:
-        setting = ready.resolved[name]
-        assert isinstance(setting, dict)
-        return setting["value"]
 
-    tokens = ready.num_blocks * ready.block_size
-    dtype = value("dtype")
-    path, body = "completions", '{"prompt": "Hello"}'
-    if has_chat:
-        path, body = "chat/completions", '{"messages": [{"role": "user", "content": "What does os.path.join do?"}]}'
-    return f"""
-  quire {__version__}  {model_name}  {dtype}, {value("num_threads")} threads
-  memory    weights {shown_bytes(model.weight_bytes(dtype))}, KV cache up to {shown_bytes(value("kv_cache_bytes"))}
-  KV cache size: {tokens:,} tokens
-  Maximum concurrency for {ready.max_model_len:,} tokens per request: {tokens / ready.max_model_len:.2f}x
-  chosen    max_num_seqs {ready.max_num_seqs}, max_num_batched_tokens {ready.max_num_batched_tokens}, \
-block_size {ready.block_size}, prefix caching {"on" if value("enable_prefix_caching") else "off"}
+def _machine(device: DeviceFacts, *, has_gpu: bool) -> str:
+    cores = "1 core" if device.num_cores == 1 else f"{device.num_cores} cores"
+    gpu = "GPU not used" if has_gpu else "no GPU"
+    return f"{cores} {_ISA_NAMES.get(device.isa, device.isa)} · {shown_bytes(device.total_memory_bytes)} RAM · {gpu}"
 
-  ready     {url}   chat in the browser: /   metrics: /metrics   (Ctrl-C stops)
-  try       curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'
-"""
+
+def _header(text: str, machine: str, style: Style) -> str:
+    """On one line where both fit."""
+    gap = WIDTH - len(text) - len(machine) - 2
+    between = " " * gap if gap >= 2 else f"\n{INDENT}"
+    return f"  {style(text, 'bold')}{between}{machine}"
+
+
+def _missing_kernels() -> tuple[str, str] | None:
+    """Why the compiled kernels do not run, and what to do; None if they do."""
+    if extension.C is None:
+        return (
+            f"The compiled kernels are missing ({extension.WHY_NOT}): plain torch computes, several times slower",
+            "Install a C++20 compiler (g++ 12 or clang 15), then install Quire again (make setup)",
+        )
+    if not extension.is_used():
+        return (
+            "The compiled kernels are not used: plain torch computes, several times slower",
+            f"Unset {envs.FORCE_REFERENCE.name}",
+        )
+    return None
+
+
+def _show_missing(what: str, fix: str) -> None:
+    if logs.is_json():
+        logger.warning(what, extra=logs.fields(fix=fix))
+        return
+    style = Style(sys.stderr)
+    lines = textwrap.wrap(f"{what}. {fix}.", WIDTH - len(INDENT))
+    _print(_labelled("kernels", lines, style, "yellow"))
+
+
+def show_ready(
+    ready: EngineReady, model_name: str, url: str, *, has_chat: bool, needs_key: bool, seconds: dict[str, float]
+) -> None:
+    """What to know once the server answers. `seconds`: that each phase of the start took."""
+    settings: dict[str, Any] = ready.resolved
+    memory = MemorySummary.of({name: setting["value"] for name, setting in settings.items()})
+    chosen = {name: settings[name] for name in CHOSEN}
+    if logs.is_json():
+        choices = {name: {"value": made["value"], "source": made["source"]} for name, made in chosen.items()}
+        extra = logs.fields(
+            url=url, model=model_name, memory=memory.as_dict(), chosen=choices, seconds_by_phase=seconds
+        )
+        logger.info("ready: %s", url, extra=extra)
+        return
+    style = Style(sys.stderr)
+    items = [f"{name} {_shown(made['value'])} ({made['source']})" for name, made in chosen.items()]
+    lines = [
+        "",
+        *_labelled("memory", [memory.plan()], style),
+        *_labelled("fits", memory.capacity(), style),
+        *_labelled("chosen", _flowed([*items, WHY]), style),
+        "",
+        *_labelled("ready", _addresses(style(url, "bold", "green"), has_chat=has_chat), style, "green"),
+        *_labelled("try", _curl(url, has_chat=has_chat, needs_key=needs_key), style),
+        "",
+    ]
+    _print(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _flowed(items: Iterable[str]) -> Iterator[str]:
+    """The items with dots between them, as many on a line as fit."""
+    line = ""
+    for item in items:
+        if line and len(INDENT) + len(line) + len(item) + 3 > WIDTH:
+            yield line
+            line = ""
+        line = f"{line} · {item}" if line else item
+    yield line
+
+
+def _addresses(url: str, *, has_chat: bool) -> tuple[str, str]:
+    page = "   chat in the browser" if has_chat else ""
+    return f"{url}{page}   Ctrl-C stops", "API docs: /docs   metrics: /metrics   settings: /v1/config"
+
+
+def _curl(url: str, *, has_chat: bool, needs_key: bool) -> Iterator[str]:
+    """A command to paste."""
+    path, body = ("chat/completions", QUESTION) if has_chat else ("completions", PROMPT)
+    yield f"curl {url}/v1/{path} \\"
+    if needs_key:
+        yield "-H 'Authorization: Bearer YOUR_KEY' \\"
+    yield "-H 'Content-Type: application/json' \\"
+    yield f"-d '{body}'"
+
+
+def _labelled(label: str, lines: Iterable[str], style: Style, *colours: str) -> Iterator[str]:
+    start = f"  {style(f'{label:<{LABEL_WIDTH}}', 'bold', *colours)} "
+    for line in lines:
+        yield start + line
+        start = INDENT
+
+
+def _print(lines: Iterable[str]) -> None:
+    print("\n".join(lines), file=sys.stderr, flush=True)

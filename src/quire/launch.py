@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +25,8 @@ from quire.frontend.stats import EngineMetrics
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tokenizer_files import load_generation_config
 from quire.loader.hub import resolve_model, resolve_tokenizer_files
-from quire.messages import EngineLaunch
+from quire.messages import EngineLaunch, Progress
 from quire.model_config import ModelConfig, load_model_config
-
-Progress = Callable[[str, float, str], None]
 
 DEMO_MODEL_NAME = "quire-demo"
 
@@ -113,7 +110,8 @@ class EngineProcessHandle:
         """Start the process. The addresses must be bound already."""
         # -P: a module of the current folder must not stand in for one of ours or of the standard library.
         command = [sys.executable, "-P", "-m", "quire.engine.process"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can say so itself.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
         assert self._process.stdin is not None
         # The pipe stays open: its end tells the engine that this process has ended.
         self._process.stdin.write(msgspec.json.encode(self._launch) + b"\n")

@@ -22,6 +22,7 @@ from quire.messages import Command
 from quire.offline import OfflineRunner, UseTqdm
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.start_display import shown_start
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -51,8 +52,9 @@ class LLM:
 
     def __init__(self, model: str | None = None, *, chat_template: str | None = None, **kwargs: Any) -> None:
         self.config = EngineConfig.from_kwargs(model=model, **kwargs)
-        parts = open_model(self.config, _no_progress)
-        engine = start_engine(self.config, parts.model_folder, is_server=False, progress=_no_progress)
+        with shown_start(is_quiet=self.config.disable_log_stats) as progress:
+            parts = open_model(self.config, progress)
+            engine = start_engine(self.config, parts.model_folder, is_server=False, progress=progress)
         self.resolved = engine.resolved
         self.model_config = engine.model_config
         self._core = engine.core
@@ -323,10 +325,6 @@ class LLM:
             for search, beams in pending:
                 extended = [next(outputs).outputs[0].logprobs for _ in beams]
                 search.advance([logprobs[0] for logprobs in extended if logprobs])
-
-
-def _no_progress(phase: str, fraction: float, detail: str) -> None:
-    """Offline use is quiet."""
 
 
 def _refuse(**arguments: Any) -> None:

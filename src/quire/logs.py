@@ -1,16 +1,41 @@
-"""Logging of Quire: one logger tree under `quire`, one line format, a rate limit for warnings."""
+"""Logging of Quire: a logger tree under `quire`, one format for every line of a process, a rate limit for warnings.
+
+A process of ours (`configure`) writes all lines the same way, those of libraries too: as text, or with QUIRE_LOG_FORMAT
+as JSON. As a library, `LLM(...)` logs to `quire` and leaves the rest to its host.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 import time
+from datetime import UTC, datetime
+from types import TracebackType
 
 from quire import envs
 from quire.errors import ConfigError
+from quire.terminal import CLEAR_LINE, Style, is_terminal
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _DATE = "%m-%d %H:%M:%S"
+_STYLES = {logging.WARNING: ("yellow",), logging.ERROR: ("red",), logging.CRITICAL: ("red", "bold")}
+_JSON_NAMES = ("time", "level", "logger", "message", "exception")
+
+
+class _StderrHandler(logging.Handler):
+    """Writes each line at once to what standard error is then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:  # as every handler of the standard library: a line that cannot be logged stops nobody
+            self.handleError(record)
+
+
+_handler: _StderrHandler | None = None  # of this process, once it is configured
+_is_json = False
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -18,21 +43,95 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def configure(level: str | None = None) -> None:
-    """Send the `quire` tree to standard error, once per process. Level: the argument, or VLLM_LOGGING_LEVEL."""
-    name = (level or envs.LOGGING_LEVEL.get()).upper()
+def is_json() -> bool:
+    """Whether standard error takes JSON records, and nothing else."""
+    return _is_json
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people. On a terminal it takes the place of a progress bar, whichever process has drawn that."""
+
+    def __init__(self) -> None:
+        super().__init__(_FORMAT, _DATE)
+        self._paint = Style(sys.stderr)
+        self._start = CLEAR_LINE if is_terminal(sys.stderr) else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if (names := _STYLES.get(record.levelno)) is not None:
+            text = self._paint(record.levelname, *names) + text.removeprefix(record.levelname)
+        return self._start + text
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line: time (UTC), level, logger, message, the fields given as `extra=fields(...)`, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry |= getattr(record, "fields", {})
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """`logger.info("...", extra=fields(seconds=1.2))`: what a JSON record holds beside its message."""
+    assert not values.keys() & set(_JSON_NAMES), "a field would hide one that every record has"
+    return {"fields": values}
+
+
+def configure(level: str | None = None, log_format: str | None = None) -> None:
+    """Send every line of this process to standard error in one format. May be called again.
+
+    Args:
+        level: of Quire's own lines; None: VLLM_LOGGING_LEVEL.
+        log_format: text or json; None: QUIRE_LOG_FORMAT.
+
+    What is given is written to the variables, for the processes started later. Raises ConfigErrors.
+    """
+    global _handler, _is_json
+    if level is not None:
+        os.environ[envs.LOGGING_LEVEL.name] = level
+    if log_format is not None:
+        os.environ[envs.LOG_FORMAT.name] = log_format
+    name = envs.LOGGING_LEVEL.get()
     number = logging.getLevelNamesMapping().get(name)
     if number is None:
         raise ConfigError(
             "Unknown log level", value=name, expected="DEBUG, INFO, WARNING or ERROR", param="VLLM_LOGGING_LEVEL"
         )
-    root = logging.getLogger("quire")
-    root.setLevel(number)
-    if not root.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(_FORMAT, _DATE))
-        root.addHandler(handler)
-        root.propagate = False
+    _is_json = envs.LOG_FORMAT.get() == "json"
+    logging.getLogger("quire").setLevel(number)
+    if _handler is None:
+        _handler = _StderrHandler()
+        logging.getLogger().addHandler(_handler)
+        logging.captureWarnings(True)
+    _handler.setFormatter(JsonFormatter() if _is_json else TextFormatter())
+    sys.excepthook = _log_uncaught if _is_json else sys.__excepthook__
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger("quire").critical("uncaught %s", kind.__name__, exc_info=(kind, error, trace))
+
+
+def adopt(library: str) -> None:
+    """Have a library's lines written as ours, which come through a handler of its own. Only in a process of ours."""
+    if _handler is not None:
+        logging.getLogger(library).handlers.clear()
+        logging.getLogger(library).propagate = True
+
+
+def say(message: str, level: int = logging.INFO, **values: object) -> None:
+    """Tell whoever started the command: `quire: message` on standard error, or a JSON record with `values`."""
+    if is_json():
+        get_logger("quire").log(level, message, extra=fields(**values))
+    else:
+        print(f"quire: {message}", file=sys.stderr, flush=True)
 
 
 class RateLimited:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -101,12 +102,18 @@ class EngineReady(msgspec.Struct, tag="ready"):
     ] = {}  # the resolved settings with their sources, for GET /v1/config and the first screen
 
 
+# How a start reports how far it is: (phase, fraction, detail), the first three fields of EngineProgress. May be called
+# from any thread.
+Progress = Callable[[str, float, str], None]
+
+
 class EngineProgress(msgspec.Struct, tag="progress"):
-    """Start-up progress: phase is one of download, load, pack, warm up; fraction in 0..1."""
+    """Start-up progress: phase is load (reading and packing) or warm up; fraction in 0..1."""
 
     phase: str
     fraction: float
     detail: str = ""
+    seconds: float = 0.0  # since the phase began
 
 
 class EngineFailed(msgspec.Struct, tag="failed"):

@@ -36,6 +36,7 @@ _FURTHER_LIMITS = {
     "weight_bytes": "memory left for the KV cache",
     "work_bytes": "memory left for the KV cache",
     "kv_cache_bytes": "context held for all requests together",
+    "unplanned_bytes": "what other programs may take",
     "num_blocks": "context held for all requests together",
 }
 _FIELDS = {f.name: f for config in (EngineConfig, ServerConfig) for f in options(config)}
@@ -166,10 +167,11 @@ def resolve_server(config: ServerConfig) -> Resolved:
     resolved = Resolved()
     if not config.api_key and envs.API_KEY.get():
         resolved.put("api_key", "set", "environment", envs.API_KEY.name)
-    if config.log_level is None:
-        level = envs.LOGGING_LEVEL.get()
-        source: Source = "default" if level == envs.LOGGING_LEVEL.default else "environment"
-        resolved.put("log_level", level.lower(), source, envs.LOGGING_LEVEL.name)
+    for name, variable in (("log_level", envs.LOGGING_LEVEL), ("log_format", envs.LOG_FORMAT)):
+        if getattr(config, name) is None:
+            value = variable.get()
+            source: Source = "default" if value == variable.default else "environment"
+            resolved.put(name, value.lower(), source, variable.name)
     _put_rest(resolved, config)
     return resolved
 
@@ -283,7 +285,10 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     if num_blocks < blocks_needed:
         raise _does_not_fit(config, resolved, memory, offer, block_bytes, blocks_needed)
     resolved.put("num_blocks", num_blocks, offer.source, offer.detail)
-    resolved.put("kv_cache_bytes", num_blocks * block_bytes, "formula", f"{num_blocks} blocks x {block_bytes:,} bytes")
+    kv_bytes = num_blocks * block_bytes
+    resolved.put("kv_cache_bytes", kv_bytes, "formula", f"{num_blocks} blocks x {block_bytes:,} bytes")
+    detail = f"{memory.free_bytes:,} free after the weights - {kv_bytes:,} KV cache - {memory.work_bytes:,} work"
+    resolved.put("unplanned_bytes", memory.free_bytes - kv_bytes - memory.work_bytes, "measured", detail)
 
 
 def _put_memory(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> None:

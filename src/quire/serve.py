@@ -5,31 +5,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
 import uvloop
 
-from quire import envs, logs
+from quire import envs, logs, systemd
 from quire.config import EngineConfig, ServerConfig
+from quire.cost import devices
 from quire.errors import ConfigError, QuireError
-from quire.first_screen import ProgressDisplay, ready_text
-from quire.launch import FrontEndParts, open_model, start_async_engine
+from quire.first_screen import show_header, show_ready
+from quire.kernels import extension
+from quire.launch import DEMO_MODEL_NAME, FrontEndParts, open_model, start_async_engine
+from quire.messages import EngineProgress
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.resolve import resolve_server
 from quire.server.app import create_app
 from quire.server.cors import CorsRules
 from quire.server.http_protocol import GuardedProtocol
 from quire.server.state import ServerSettings
+from quire.start_display import StartDisplay
+from quire.terminal import CLEAR_LINE, is_terminal
 
 logger = logs.get_logger(__name__)
 
 POLL_SECONDS = 0.1
+INTERRUPTED = 130  # the exit code: 128 + SIGINT
 BACKLOG = 2048  # connections the system holds until they are accepted; uvicorn's default
 # After the drain's time is over every stream gets an error as its last event; they have this long to leave.
 LAST_WORDS_SECONDS = 2.0
@@ -44,7 +54,10 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     api_keys = server_config.api_key or tuple(key for key in [envs.API_KEY.get()] if key)
     _check_guarded(server_config, api_keys)
     listener = _bind(server_config.host, server_config.port)
-    display = ProgressDisplay()
+    device = devices.detect(extension.chosen_isa())
+    name = engine_config.model or DEMO_MODEL_NAME
+    display = StartDisplay(on_first=partial(show_header, name, device, has_gpu=devices.has_gpu()))
+    _leave_on_interrupt(display)
     try:
         parts = open_model(engine_config, display.update)
         names = engine_config.served_model_name or (parts.model_name,)
@@ -71,10 +84,22 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         )
         _listen(listener)
         process = ServingProcess(engine_config, server_config, settings, parts, listener, display)
-    finally:
+    except BaseException:
         display.close()
+        raise
     code: int = uvloop.run(process.run())
     return code
+
+
+def _leave_on_interrupt(display: StartDisplay) -> None:
+    """Ctrl-C ends the process at once while it loads: the threads of a download would be waited for."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        display.close()
+        logs.say("interrupted")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, leave)
 
 
 def _check_guarded(config: ServerConfig, api_keys: tuple[str, ...]) -> None:
@@ -165,7 +190,7 @@ class ServingProcess:
         settings: ServerSettings,
         parts: FrontEndParts,
         listener: socket.socket,
-        display: ProgressDisplay,
+        display: StartDisplay,
     ) -> None:
         self._parts, self._listener, self._display = parts, listener, display
         self._drain_seconds = server_config.shutdown_timeout
@@ -175,7 +200,10 @@ class ServingProcess:
             parts.model_config.max_model_len,
             legacy_names=server_config.legacy_metric_names,
         )
+        self._needs_key = bool(settings.api_keys)
+        display.update("start", 0.0, "the engine's process")
         self._engine, self._process = start_async_engine(engine_config, parts, metrics)
+        self._engine.on_progress = self._show_progress
         try:
             self._app = create_app(self._engine, parts.tokenizer, settings, metrics)
         except BaseException:
@@ -185,6 +213,7 @@ class ServingProcess:
             uvicorn.Config(
                 self._app,
                 log_level=server_config.uvicorn_log_level,
+                log_config=None,
                 access_log=False,
                 http=GuardedProtocol,
                 ws="none",
@@ -210,7 +239,7 @@ class ServingProcess:
             self._process.stop()
         if self._error is not None:
             return 2 if isinstance(self._error, ConfigError) else 1
-        _say("stopped")
+        logs.say("stopped")
         return 0
 
     def _on_signal(self) -> None:
@@ -220,21 +249,26 @@ class ServingProcess:
             self._end_streams()
             loop.call_later(LAST_WORDS_SECONDS, self._force_exit)
             return
+        systemd.notify("STOPPING=1")
         self._app.state.quire.is_draining = True
         self._server.should_exit = True
-        if sys.stderr.isatty():
-            print(file=sys.stderr)  # the terminal has written ^C
+        self._display.close()
+        if is_terminal(sys.stderr):
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)  # the terminal has written ^C
         if count := self._engine.num_unfinished:
             requests = "1 request" if count == 1 else f"{count} requests"
-            self._display.close()
-            _say(f"finishing {requests}, for at most {self._drain_seconds:g} s (once more to stop now)")
+            logs.say(
+                f"finishing {requests}, for at most {self._drain_seconds:g} s (once more to stop now)",
+                num_requests=count,
+                seconds=self._drain_seconds,
+            )
         loop.call_later(self._drain_seconds, self._end_streams)
 
     def _end_streams(self) -> None:
         """What still runs ends with an error event, not with a broken connection."""
         if self._ending is None:
             if count := self._engine.num_unfinished:
-                _say(f"ending {count} unfinished")
+                logs.say(f"ending {count} unfinished", num_requests=count)
             self._ending = asyncio.create_task(self._engine.shutdown())
 
     def _force_exit(self) -> None:
@@ -252,22 +286,37 @@ class ServingProcess:
                 return
             self._display.close()
             self._error = error
-            print(f"quire: {error.message}", file=sys.stderr, flush=True)
+            logs.say(error.message, logging.ERROR, code=error.code)
             if (end := await self._how_it_ended()) is not None:
-                print(f"quire: {end}", file=sys.stderr, flush=True)
+                logs.say(end, logging.ERROR)
             self._server.should_exit = True
 
     async def _show_start(self) -> None:
-        ready = asyncio.create_task(self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get()))
-        while not ready.done():
-            if (progress := self._engine.progress) is not None:
-                self._display.update(progress.phase, progress.fraction, progress.detail)
-            await asyncio.wait((ready,), timeout=POLL_SECONDS)
-        self._display.close()
+        ticker = asyncio.create_task(self._tick(), name="start display")
+        try:
+            ready = await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
+        finally:
+            ticker.cancel()
+        self._display.finish()
         tokenizer = self._parts.tokenizer
         has_chat = tokenizer is not None and bool(tokenizer.chat_templates)
-        text = ready_text(ready.result(), self._parts.model_name, self._parts.model_config, self._url(), has_chat)
-        print(text, file=sys.stderr, flush=True)
+        show_ready(
+            ready,
+            self._parts.model_name,
+            self._url(),
+            has_chat=has_chat,
+            needs_key=self._needs_key,
+            seconds=self._display.seconds,
+        )
+        systemd.notify("READY=1")
+
+    async def _tick(self) -> None:
+        while True:
+            self._display.tick()
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _show_progress(self, progress: EngineProgress) -> None:
+        self._display.update(progress.phase, progress.fraction, progress.detail, progress.seconds)
 
     async def _how_it_ended(self) -> str | None:
         """The engine's end, if a signal was the reason. It may send its last word shortly before it leaves."""
@@ -277,7 +326,3 @@ class ServingProcess:
     def _url(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
-
-
-def _say(text: str) -> None:
-    print(f"quire: {text}", file=sys.stderr, flush=True)

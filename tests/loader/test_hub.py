@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from huggingface_hub import constants
 
 from quire.errors import ConfigError, ModelConfigError
 from quire.loader.hub import resolve_model, resolve_tokenizer_files
+from tests.loader.local_hub import Hub
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer.json": b"{}",
@@ -33,69 +28,14 @@ FILES = {
 }
 
 
-class Hub(ThreadingHTTPServer):
-    """As much of the hub's protocol as a snapshot download uses."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.paths: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def respond(self, status: int, body: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.server.paths.append(f"{self.command} {path}")
-        if "/gated" in path:
-            self.respond(403, b"{}", X_Error_Code="GatedRepo", X_Error_Message="Access restricted")
-        elif "small/model" not in path:
-            self.respond(404, b"{}", X_Error_Code="RepoNotFound")
-        elif path.startswith("/api/") and "/revision/" in path and not path.endswith("/revision/main"):
-            self.respond(404, b"{}", X_Error_Code="RevisionNotFound")
-        elif path.startswith("/api/") and "/tree/" in path:
-            tree = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in FILES.items()]
-            self.respond(200, json.dumps(tree).encode(), Content_Type="application/json")
-        elif path.startswith("/api/"):
-            info = {"id": "small/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
-            self.respond(200, json.dumps(info).encode(), Content_Type="application/json")
-        else:
-            data = FILES[path.split(f"/resolve/{COMMIT}/")[1]]
-            self.respond(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=COMMIT)
-
-    do_HEAD = do_GET
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    server = Hub()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with Hub(FILES) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield server
 
 
 def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:

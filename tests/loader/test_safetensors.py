@@ -68,7 +68,7 @@ def test_sharded_checkpoint_with_progress(tmp_path: Path) -> None:
     seen: list[tuple[str, float, str]] = []
     checkpoint = open_checkpoint(tmp_path)
     assert_same(dict(checkpoint.tensors(lambda *report: seen.append(report))))
-    assert [file for _, _, file in seen] == [name for name, tensors in TWO_SHARDS.items() for _ in tensors]
+    assert len(seen) == sum(len(tensors) for tensors in TWO_SHARDS.values())
     fractions = [fraction for _, fraction, _ in seen]
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0

@@ -28,7 +28,6 @@ FURTHER_VARIABLES = (
 )  # fmt: skip
 # Parts of names whose values are never shown.
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
-GPU_FILES = ("/proc/driver/nvidia/version", "/dev/kfd")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -73,7 +72,7 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "cores used", f"{devices.num_cores()}, by affinity and cgroup quota ({devices.cpu_quota() or 'none'})"
     total, free = devices.total_memory_bytes(), devices.free_memory_bytes()
     yield "memory", f"{shown_bytes(total)}, {shown_bytes(free)} free (of the cgroup's limit, where there is one)"
-    yield "GPU", "present, not used in this version" if any(Path(file).exists() for file in GPU_FILES) else "none"
+    yield "GPU", "present, not used in this version" if devices.has_gpu() else "none"
 
 
 def _kernels() -> Iterator[tuple[str, str]]:

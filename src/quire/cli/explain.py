@@ -9,7 +9,6 @@ from typing import Any
 
 from quire.cli.flags import Parser
 from quire.cli.settings import add_settings_flags, read_settings
-from quire.logs import configure
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,7 +22,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
     """Exit code 0, or 2 if a start would fail for lack of memory."""
-    configure()
     engine_config, server_config = read_settings(parser, args)
     from quire.cost import devices
     from quire.explain import explain

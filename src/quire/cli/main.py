@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
-from quire import __version__
+from quire import __version__, logs
 from quire.cli import chat, collect_env, complete, explain, serve
 from quire.cli.flags import Parser
 from quire.errors import ConfigError, QuireError
+from quire.terminal import CLEAR_LINE, is_terminal
 
 COMMANDS = (serve, chat, complete, explain, collect_env)
 
@@ -32,10 +34,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except QuireError as error:
-        print(f"quire: {error.message}", file=sys.stderr)
+        logs.say(error.message, logging.ERROR, code=error.code)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        print("\nquire: interrupted", file=sys.stderr)
+        if is_terminal(sys.stderr):
+            print(CLEAR_LINE, end="", file=sys.stderr)  # the terminal has written ^C
+        logs.say("interrupted")
         return 130
     except BrokenPipeError:  # whoever read the output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end

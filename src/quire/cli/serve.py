@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from functools import partial
 from typing import Any
 
-from quire import envs
 from quire.cli.flags import Parser
 from quire.cli.settings import add_settings_flags, read_settings
 from quire.compat.environment import check_environment
-from quire.logs import configure
 
 
 def add_parser(subparsers: Any) -> None:
@@ -21,11 +18,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
-    configure()
     engine_config, server_config = read_settings(parser, args)
-    if server_config.log_level is not None:
-        os.environ[envs.LOGGING_LEVEL.name] = server_config.log_level  # the engine process inherits it
-        configure()
     check_environment(is_strict=server_config.fail_on_environ_validation)
     from quire.serve import serve
 

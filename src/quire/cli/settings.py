@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire import logs
 from quire.cli.config_file import read_config_file
 from quire.cli.flags import Parser, add_config_flags, add_foreign_flags, config_from_values
 from quire.compat.table import as_flag, settle
@@ -28,11 +29,13 @@ def add_settings_flags(parser: Parser) -> None:
 
 
 def read_settings(parser: Parser, args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """The configs, with the source of every value. Raises ConfigErrors."""
+    """The configs, with the source of every value; logs come in their form from here on. Raises ConfigErrors."""
+    logs.configure()
     given = vars(args) | _model(args)
     layers: list[tuple[Source, Mapping[str, Any]]] = [("flag", given)]
     if args.config is not None:
         layers.insert(0, ("file", read_config_file(Path(args.config), parser)))
+    _configure_logs(layers)  # before anything is to be said of the others
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     for source, layer in layers:
@@ -40,6 +43,12 @@ def read_settings(parser: Parser, args: argparse.Namespace) -> tuple[EngineConfi
         values |= settled
         sources |= dict.fromkeys(settled, source)
     return config_from_values(EngineConfig, values, sources), config_from_values(ServerConfig, values, sources)
+
+
+def _configure_logs(layers: list[tuple[Source, Mapping[str, Any]]]) -> None:
+    given = {name: layer[name] for name in ("log_level", "log_format") for _, layer in layers if name in layer}
+    form = ServerConfig(**given)
+    logs.configure(form.log_level, form.log_format)
 
 
 def _model(args: argparse.Namespace) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from quire.resolve import DeviceFacts
 
 _CGROUP = Path("/sys/fs/cgroup")
+_GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
 
 
@@ -88,6 +89,11 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def has_gpu() -> bool:
+    """Whether a driver for GPUs of NVIDIA or AMD is loaded. None is used in this version."""
+    return any(file.exists() for file in _GPU_FILES)
 
 
 def detect(isa: str) -> DeviceFacts:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class EngineProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._stopping = False
+        self._phase, self._phase_start_time = "", 0.0
 
     def run(self) -> int:
         """Start the engine, serve until told to stop, answer with the exit code."""
@@ -135,7 +137,10 @@ class EngineProcess:
         self._outputs.send(self._encoder.encode(message))
 
     def _send_progress(self, phase: str, fraction: float, detail: str) -> None:
-        self._send(EngineProgress(phase, fraction, detail))
+        now = time.monotonic()
+        if phase != self._phase:
+            self._phase, self._phase_start_time = phase, now
+        self._send(EngineProgress(phase, fraction, detail, now - self._phase_start_time))
 
     def close(self) -> None:
         self._inputs.close(0)

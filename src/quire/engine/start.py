@@ -9,8 +9,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.engine.warm_up import produce_a_token
-from quire.loader.load import Progress
-from quire.messages import EngineReady
+from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.resolve import Resolved
 from quire.scheduler.block_pool import BlockPool
@@ -65,6 +64,7 @@ def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, p
         core = EngineCore(scheduler, ThreadExecutor(worker.runner), depth=2)
     else:
         core = EngineCore(scheduler, InlineExecutor(worker.runner), depth=1)
+    progress("warm up", 2 / 3, "producing a token")
     produce_a_token(core)
-    progress("warm up", 1.0, "")
+    progress("warm up", 1.0, "first token produced")
     return StartedEngine(core, resolved, model_config)

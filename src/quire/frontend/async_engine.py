@@ -64,6 +64,7 @@ class AsyncEngine:
         self.output_processor = output_processor
         self.ready: EngineReady | None = None
         self.progress: EngineProgress | None = None  # of the start, until ready
+        self.on_progress: Callable[[EngineProgress], None] | None = None  # hears every report of a start
         self.error: QuireError | None = None  # why the engine is gone
         self.last_record: StepRecord | None = None  # of the engine's last step
         self.admission = Admission()
@@ -234,6 +235,8 @@ class AsyncEngine:
                 self._handle_outputs(message)
             case EngineProgress():
                 self.progress = message
+                if self.on_progress is not None:
+                    self.on_progress(message)
             case EngineReady():
                 self.ready, self.progress = message, None
                 self.admission.on_ready(message)

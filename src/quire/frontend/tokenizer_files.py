@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from quire import logs
 from quire.errors import ConfigError
 
 # Names in tokenizer_config.json; templates see them under these names too.
@@ -79,6 +80,7 @@ def _convert(folder: Path, mode: str) -> tokenizers.Tokenizer:
             fix="pip install transformers sentencepiece tiktoken, or use a folder with tokenizer.json",
             param="tokenizer",
         ) from error
+    logs.adopt("transformers")
     try:
         converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         backend = converted.backend_tokenizer

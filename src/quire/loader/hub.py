@@ -6,15 +6,17 @@ No torch here: the API process resolves tokenizers through this file.
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import re
-from collections.abc import Callable
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+from quire import logs
 from quire.errors import ConfigError, ModelConfigError
-
-Progress = Callable[[str, float, str], None]
+from quire.messages import Progress
 
 # Only what is read: never pickles (.bin, .pt) or code (.py). `*/*` leaves out sub-folders (onnx/, original/), and
 # `consolidated*` the second copy of the weights in the publisher's own layout.
@@ -156,6 +158,8 @@ def _download(
 ) -> Path:
     from huggingface_hub import errors, snapshot_download
 
+    logs.adopt("huggingface_hub")
+    download = _Download(progress) if progress else None
     try:
         folder = snapshot_download(
             name,
@@ -164,7 +168,7 @@ def _download(
             token=token,
             allow_patterns=patterns,
             ignore_patterns=IGNORED_PATTERNS,
-            tqdm_class=_progress_bar(progress) if progress else None,
+            tqdm_class=download.bar_class() if download else None,
         )
     except errors.GatedRepoError as error:
         raise ConfigError(
@@ -203,20 +207,61 @@ def _download(
             fix="Start again: the download continues where it stopped",
             param="model",
         ) from error
+    if download is not None:
+        download.finish(Path(folder))
     return Path(folder)
 
 
-def _progress_bar(progress: Progress) -> type[Any]:
-    """A tqdm class for the hub library that reports the bytes of all files through `progress` and draws nothing."""
-    from tqdm.std import tqdm
+class _Download:
+    """Reports the bytes of all files of one download."""
 
-    class ReportingBar(tqdm):  # type: ignore[misc]
-        most = 0.0  # bytes; the library drives several bars over the same files, the one that is ahead counts
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()  # files are fetched by several threads
+        self._start_time, self._start_bytes = time.monotonic(), 0  # at the first report: a download may be continued
+        self._most_bytes = 0  # the library drives several bars over the same files, the one that is ahead counts
 
-        def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-            if self.unit == "B" and self.total and self.n >= ReportingBar.most:
-                ReportingBar.most = self.n
-                progress("download", min(self.n / self.total, 1.0), f"{self.n / 1e6:.0f} of {self.total / 1e6:.0f} MB")
-            return True
+    def bar_class(self) -> type[Any]:
+        """A tqdm class for the hub library that draws nothing."""
+        from tqdm.std import tqdm
 
-    return ReportingBar
+        report = self._report
+
+        class ReportingBar(tqdm):  # type: ignore[misc]
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options | {"file": io.StringIO()})  # it ends with a line feed
+
+            def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+                if self.unit == "B" and self.total:
+                    report(int(self.n), int(self.total))
+                return True
+
+        return ReportingBar
+
+    def _report(self, num_bytes: int, total: int) -> None:
+        with self._lock:
+            if num_bytes < self._most_bytes:
+                return
+            if not self._most_bytes:
+                self._start_time, self._start_bytes = time.monotonic(), num_bytes
+            self._most_bytes = num_bytes
+            self._progress("download", min(num_bytes / total, 1.0), f"{_shown(num_bytes, total)}{self._speed()}")
+
+    def _speed(self) -> str:
+        seconds, num_bytes = time.monotonic() - self._start_time, self._most_bytes - self._start_bytes
+        return f", {num_bytes / seconds / 1e6:,.1f} MB/s" if num_bytes and seconds > 0 else ""
+
+    def finish(self, folder: Path) -> None:
+        """All files are there: how much they are, and whether any of it had to come over the network."""
+        total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        cache = str(folder.parents[2]).replace(str(Path.home()), "~", 1)
+        size = _shown(total, total)
+        self._progress("download", 1.0, f"{size}{self._speed()}" if self._most_bytes else f"cached: {cache}, {size}")
+
+
+def _shown(num_bytes: int, total: int) -> str:
+    """`412 of 988 MB`, or the total once that is reached; in powers of 1000, as the hub counts."""
+    scale, unit = (1e9, "GB") if total >= 1e10 else (1e6, "MB") if total >= 1e6 else (1e3, "kB")
+    digits = 0 if total / scale >= 100 else 1
+    done = f"{num_bytes / scale:,.{digits}f} of " if num_bytes < total else ""
+    return f"{done}{total / scale:,.{digits}f} {unit}"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from quire.errors import ConfigError
 from quire.loader.dummy import dummy_weights
 from quire.loader.safetensors import open_checkpoint
+from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM, build_model
-
-Progress = Callable[[str, float, str], None]
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 MODEL_IMPLS = ("auto", "native", "vllm", "transformers")  # vllm: what vLLM's users call native
@@ -30,7 +27,7 @@ def load_model(
     Args:
         dtype: of weights, activations and KV cache.
         load_format: auto or safetensors: from the folder; dummy: random weights, no file but config.json is read.
-        progress: called with ("load", fraction, file name).
+        progress: called with ("load", fraction, bytes read of all).
         model_impl: native; transformers: its modelling code; auto: native if the architecture is, else transformers.
 
     Raises:

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from quire.errors import WeightsError
+from quire.messages import Progress
+from quire.resolve import shown_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -46,7 +48,6 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 
-Progress = Callable[[str, float, str], None]
 
 _AGAIN = "Download the file again or compare its checksum with the publisher's"
 _SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
@@ -93,7 +94,7 @@ class Checkpoint:
                 del tensor
                 done += entry.end - entry.begin
                 if progress:
-                    progress("load", done / total, path.name)
+                    progress("load", done / total, f"{shown_bytes(done)} of {shown_bytes(total)}")
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire import logs
 from quire.attention.layer import Attention
 from quire.attention.select import SharedBackends
 from quire.errors import ConfigError, ModelConfigError
@@ -232,6 +233,7 @@ def _classes(config: ModelConfig) -> tuple[Any, Any]:
             f"{config.architecture} has no native implementation and transformers is not installed",
             fix="pip install transformers",
         ) from error
+    logs.adopt("transformers")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -14,8 +14,9 @@ from quire.cost import devices
 from quire.errors import MemoryPlanError
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu
-from quire.loader.load import Progress, load_model
+from quire.loader.load import load_model
 from quire.logs import get_logger
+from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
 from quire.resolve import (
@@ -63,7 +64,10 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     torch.set_num_threads(resolved.num_threads)
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     model_config = replace(model_config, max_model_len=resolved.max_model_len)
+    progress("load", 0.0, "")
     model = load_model(model_config, dtype, config.load_format, progress, config.model_impl)
+    form = f"packed {resolved.dtype}" if cpu.available() else resolved.dtype
+    progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {form}")
     progress("warm up", 0.0, "measuring working memory")
     logits = logits_bytes(model_config, resolved.max_num_seqs)
     work_bytes = _measure_work_bytes(model, model_config, resolved, dtype) + logits
@@ -81,6 +85,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
             shown_bytes(resolved.kv_cache_bytes),
             shown_bytes(memory.free_bytes),
         )
+    progress("warm up", 1 / 3, "allocating the KV cache")
     try:
         caches = _allocate_caches(model_config, resolved, resolved.num_blocks, dtype)
     except RuntimeError as error:  # torch's allocator: more than the system promises to anybody

@@ -1,0 +1,79 @@
+"""As much of the hub's protocol as a snapshot download uses, on this machine: one model, `small/model`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of the hub's protocol as a snapshot download uses."""
+
+    daemon_threads = True
+
+    def __init__(self, files: Mapping[str, bytes], chunk_bytes: int = 1 << 30, chunk_seconds: float = 0.0) -> None:
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.files, self.chunk_bytes, self.chunk_seconds = files, chunk_bytes, chunk_seconds
+        self.paths: list[str] = []
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+
+    def __enter__(self) -> Hub:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def respond(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command == "GET":
+            for start in range(0, len(body), self.server.chunk_bytes):
+                self.wfile.write(body[start : start + self.server.chunk_bytes])
+                time.sleep(self.server.chunk_seconds)
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.server.paths.append(f"{self.command} {path}")
+        if "/gated" in path:
+            self.respond(403, b"{}", X_Error_Code="GatedRepo", X_Error_Message="Access restricted")
+        elif "small/model" not in path:
+            self.respond(404, b"{}", X_Error_Code="RepoNotFound")
+        elif path.startswith("/api/") and "/revision/" in path and not path.endswith("/revision/main"):
+            self.respond(404, b"{}", X_Error_Code="RevisionNotFound")
+        elif path.startswith("/api/") and "/tree/" in path:
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                for name, data in self.server.files.items()
+            ]
+            self.respond(200, json.dumps(tree).encode(), Content_Type="application/json")
+        elif path.startswith("/api/"):
+            info = {"id": "small/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.server.files]}
+            self.respond(200, json.dumps(info).encode(), Content_Type="application/json")
+        else:
+            data = self.server.files[path.split(f"/resolve/{COMMIT}/")[1]]
+            self.respond(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=COMMIT)
+
+    do_HEAD = do_GET
