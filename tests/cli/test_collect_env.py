@@ -45,7 +45,8 @@ def test_kernels_that_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
+    others = ("HF_", "PYTHON", "OMP_", "MKL_", "CUDA_", "NO_COLOR", "FORCE_COLOR", "TERM", "NOTIFY_SOCKET")
     for name in list(os.environ):
-        if name.startswith(("VLLM_", "QUIRE_", "HF_", "PYTHON", "OMP_", "MKL_", "CUDA_", "NO_COLOR")):
+        if name.startswith(("VLLM_", "QUIRE_", *others)):
             monkeypatch.delenv(name)
     assert collect_env.report().splitlines()[-1].split() == ["none", "is", "set"]

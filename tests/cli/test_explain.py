@@ -151,7 +151,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
         "limits  running requests; the others wait",
         "next    16: ",
         "live    POST /v1/config moves it, up to 8",
-        "tokens = 16.0 requests of 2,048",
+        "fits     KV cache size: 32,768 tokens = 16 chats of 2k",
         "As they are by default:",
     ):
         assert part in output, output

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import httpx
 import openai
@@ -28,14 +29,16 @@ def quire(*arguments: str, timeout: float = START_SECONDS) -> subprocess.Complet
 class Serve:
     """`with Serve("--flag", ...) as server`: ready when entered, unless `waits` is False. Killed at the end."""
 
-    def __init__(self, *flags: str, waits: bool = True) -> None:
+    def __init__(self, *flags: str, waits: bool = True, environment: Mapping[str, str] | None = None) -> None:
         self._command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
-        self._waits = waits
+        self._waits, self._environment = waits, os.environ | dict(environment or {})
         self._lines: list[str] = []
         self.url = ""
 
     def __enter__(self) -> Serve:
-        self.process = subprocess.Popen(self._command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen(
+            self._command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=self._environment
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _PART = re.compile(r"\x1b\[(?P<parameters>[0-9;]*)(?P<command>[A-Za-z])|(?P<text>[^\x1b])")
 SECONDS = 60.0
@@ -43,11 +43,23 @@ def screen(written: str, columns: int = 80) -> list[str]:
 
 
 class Terminal:
-    """`with Terminal("serve", ...) as terminal`: `quire` with a terminal of its own. Killed at the end."""
+    """`with Terminal("serve", ...) as terminal`: `quire` with a terminal of its own. Killed at the end.
 
-    def __init__(self, *arguments: str, columns: int = 80, environment: Mapping[str, str] | None = None) -> None:
+    Args:
+        columns: width.
+        environment: added to this process's, colours being as a user has them.
+        program: arguments of the interpreter that run something else than `quire`.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        columns: int = 80,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "quire"),
+    ) -> None:
         self.columns = columns
-        self._command = [sys.executable, "-m", "quire", *arguments]
+        self._command = [sys.executable, *program, *arguments]
         self._environment = {**os.environ, "TERM": "xterm", **(environment or {})}
         for name in ("NO_COLOR", "FORCE_COLOR"):
             if name not in (environment or {}):

@@ -14,6 +14,8 @@ from quire.model_config import load_model_config
 
 # Predicted from config.json before loading, measured after it.
 MEASURED = {"weight_bytes", "work_bytes"}
+# What is free differs from moment to moment.
+MOVING = {"unplanned_bytes"}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ def test_the_engine_starts_with_what_was_explained(config: EngineConfig) -> None
     started = engine.resolved.settings
     assert started.keys() <= explanation.settings.keys()
     for name, setting in started.items():
-        if name not in MEASURED:
+        if name not in MEASURED | MOVING:
             assert explanation.settings[name] == setting, name
     for name in MEASURED:
         assert explanation.settings[name].source == "formula"

@@ -220,6 +220,7 @@ class _Download:
         self._lock = threading.Lock()  # files are fetched by several threads
         self._start_time, self._start_bytes = time.monotonic(), 0  # at the first report: a download may be continued
         self._most_bytes = 0  # the library drives several bars over the same files, the one that is ahead counts
+        self._is_finished = False  # bars report once more when they are collected
 
     def bar_class(self) -> type[Any]:
         """A tqdm class for the hub library that draws nothing."""
@@ -240,7 +241,7 @@ class _Download:
 
     def _report(self, num_bytes: int, total: int) -> None:
         with self._lock:
-            if num_bytes < self._most_bytes:
+            if num_bytes < self._most_bytes or self._is_finished:
                 return
             if not self._most_bytes:
                 self._start_time, self._start_bytes = time.monotonic(), num_bytes
@@ -253,6 +254,8 @@ class _Download:
 
     def finish(self, folder: Path) -> None:
         """All files are there: how much they are, and whether any of it had to come over the network."""
+        with self._lock:
+            self._is_finished = True
         total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         cache = str(folder.parents[2]).replace(str(Path.home()), "~", 1)
         size = _shown(total, total)
