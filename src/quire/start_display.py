@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -77,7 +78,7 @@ class StartDisplay:
                 self._on_first()
             if self._phase is None or self._phase.name != phase:
                 self._end_phase(now)
-                shown_time = now - REDRAW_SECONDS if self._has_bars else now
+                shown_time = -math.inf if self._has_bars else now  # a bar is there at once
                 self._phase = _Phase(phase, now, shown_time, now, fraction)
             if fraction < self._phase.fraction:
                 self._phase.base_time, self._phase.base_fraction = now, fraction

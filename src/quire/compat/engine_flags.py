@@ -197,7 +197,7 @@ ADAPTERS: tuple[Foreign, ...] = (
 )
 
 OBSERVATION: tuple[Foreign, ...] = (
-    *refused("logging is configured by level", "Use --log-level", values="logging_config"),
+    *refused("logs have a level and a form", "Use --log-level and --log-format", values="logging_config"),
     *refused("traces are not exported in this version", "Scrape /metrics", values="otlp_traces_endpoint"),
     *accepted("traces are not exported in this version", lists="collect_detailed_traces"),
     *accepted("no metric is hidden", values="show_hidden_metrics_for_version"),

@@ -16,6 +16,7 @@ PREFIXES = ("VLLM_", "QUIRE_")
 _KERNELS = "kernels are chosen for this CPU at start; QUIRE_ISA and QUIRE_ATTENTION_BACKEND name others"
 _THREADS = "use --num-threads or QUIRE_NUM_THREADS; threads run on the cores the process is allowed"
 _PROCESSES = "the server starts its engine process in one way"
+_LOGGING = "VLLM_LOGGING_LEVEL sets the level, --log-format json the form"
 _LORA = "LoRA adapters are not in this version"
 _PLAIN_TRUTH = "it is always so here"
 
@@ -31,8 +32,9 @@ NOT_READ: dict[str, str] = {
     "VLLM_BATCH_INVARIANT": _PLAIN_TRUTH,
     "VLLM_COMPUTE_NANS_IN_LOGITS": "a request whose logits are not numbers always fails alone",
     "VLLM_CACHE_ROOT": "nothing is cached but the hub's files; HF_HOME moves them",
-    "VLLM_CONFIGURE_LOGGING": "VLLM_LOGGING_LEVEL sets the level",
-    "VLLM_LOGGING_CONFIG_PATH": "VLLM_LOGGING_LEVEL sets the level",
+    "VLLM_CONFIGURE_LOGGING": _LOGGING,
+    "VLLM_LOGGING_CONFIG_PATH": _LOGGING,
+    "VLLM_LOGGING_COLOR": "colours are for terminals; NO_COLOR and FORCE_COLOR decide otherwise",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": _THREADS,
     "VLLM_CPU_OMP_THREADS_BIND": _THREADS,
     "VLLM_ENABLE_STARTUP_PLAN": "memory is measured at every start",

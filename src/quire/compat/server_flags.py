@@ -27,7 +27,7 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
     *refused(TOOLS, switches="enable_auto_tool_choice", values="tool_call_parser tool_server"),
     *accepted(TOOLS, switches="exclude_tools_when_tool_choice_none"),
     *refused(NO_CODE, values="tool_parser_plugin", lists="middleware"),
-    *refused("logging is configured by level", "Use --log-level", values="log_config_file"),
+    *refused("logs have a level and a form", "Use --log-level and --log-format", values="log_config_file"),
     *accepted(
         "requests and answers are counted in /metrics, not logged",
         values="max_log_len",
