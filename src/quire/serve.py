@@ -95,9 +95,11 @@ def _leave_on_interrupt(display: StartDisplay) -> None:
     """Ctrl-C ends the process at once while it loads: the threads of a download would be waited for."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        display.close()
-        logs.say("interrupted")
-        os._exit(INTERRUPTED)
+        try:
+            display.close()
+            logs.say("interrupted")
+        finally:
+            os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, leave)
 

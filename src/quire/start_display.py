@@ -63,7 +63,7 @@ class StartDisplay:
         self._style = Style(sys.stderr)
         self._is_json = logs.is_json()
         self._has_bars = is_terminal(sys.stderr) and not self._is_json
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close what it has interrupted
         self._phase: _Phase | None = None
         self._is_closed = False
         self.seconds: dict[str, float] = {}  # that the finished phases took

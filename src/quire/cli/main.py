@@ -10,7 +10,6 @@ from quire import __version__, logs
 from quire.cli import chat, collect_env, complete, explain, serve
 from quire.cli.flags import Parser
 from quire.errors import ConfigError, QuireError
-from quire.terminal import CLEAR_LINE, is_terminal
 
 COMMANDS = (serve, chat, complete, explain, collect_env)
 
@@ -37,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
         logs.say(error.message, logging.ERROR, code=error.code)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        if is_terminal(sys.stderr):
-            print(CLEAR_LINE, end="", file=sys.stderr)  # the terminal has written ^C
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the terminal has written ^C
         logs.say("interrupted")
         return 130
     except BrokenPipeError:  # whoever read the output has left, as `head` does

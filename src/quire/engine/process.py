@@ -163,6 +163,7 @@ def main() -> int:
     # and the parent drains first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # log lines come from the background of the terminal
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return 0  # the parent ended while it started this process
