@@ -90,6 +90,21 @@ def test_bar_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert display.seconds == {"download": 8.1}
 
 
+def test_a_log_line_takes_the_place_of_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    tty = _Tty()
+    monkeypatch.setattr(sys, "stderr", tty)
+    display = StartDisplay(clock=_Clock())
+    display.update("load", 0.5, "a rather long detail of the bar")
+    record = logging.LogRecord("quire.x", logging.WARNING, "x.py", 1, "short", None, None)
+    print(logs.TextFormatter().format(record), file=sys.stderr)
+    display.finish()
+    line, bar, _ = screen(tty.getvalue())
+    assert line.startswith("WARNING ")
+    assert line.endswith("[quire.x] short")
+    assert bar.startswith("  load      [################] 100%")
+
+
 def test_lines_of_a_long_phase(capsys: pytest.CaptureFixture[str]) -> None:
     """Where no bar moves, one line each, and every ten seconds how far it is."""
     clock, firsts = _Clock(), []

@@ -222,11 +222,15 @@ def test_json_by_variable_and_by_file(tmp_path: Path) -> None:
     assert "text, json" in result.stderr
 
 
-@pytest.mark.parametrize("words", ["quire ", "the engine's process", "load "])
+@pytest.mark.parametrize("words", ["quire ", "importing", "load "])
 def test_ctrl_c_while_it_starts(words: str) -> None:
     """Whatever is being done, both processes end at once, and nobody sees a traceback."""
     with Terminal(*SERVE) as terminal:
-        terminal.read_until(words)
+        if words == "importing":
+            terminal.read_until("the engine's process")
+            _wait_importing(terminal)
+        else:
+            terminal.read_until(words)
         children = psutil.Process(terminal.process.pid).children(recursive=True)
         terminal.press_ctrl_c()
         assert terminal.read_to_end() in (0, 130), terminal.written
@@ -235,6 +239,17 @@ def test_ctrl_c_while_it_starts(words: str) -> None:
     assert any(line in ("quire: stopped", "quire: interrupted") for line in terminal.lines), terminal.lines
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive, "the engine process stayed"
+
+
+def _wait_importing(terminal: Terminal) -> None:
+    """Until the engine's process is larger than an interpreter: Python would answer a SIGINT with a traceback."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for child in psutil.Process(terminal.process.pid).children():
+            if child.memory_info().rss > 30_000_000:
+                return
+        time.sleep(0.01)
+    raise AssertionError("the engine's process does not start")
 
 
 def test_download(tmp_path: Path) -> None:
@@ -257,6 +272,7 @@ def test_download(tmp_path: Path) -> None:
             assert re.search(r"\n  download  100% +\d+\.\d s  7\d\.\d MB, [\d,.]+ MB/s\n", server.log), server.log
             assert server.stop() == 0
         with Serve(*flags, environment=environment) as server:
+            assert "\n\n" not in server.log.partition("\n\n  memory")[0], "something else was written"
             cached = r"\n  download  100% +\d\.\d s  cached: \S+/home/hub, 7\d\.\d MB\n"
             assert re.search(cached, server.log), server.log
             assert server.stop() == 0
