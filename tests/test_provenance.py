@@ -43,6 +43,14 @@ def test_every_config_field_has_provenance() -> None:
     assert all(setting.source for setting in _resolve().settings.values())
 
 
+def test_the_plan_adds_up() -> None:
+    """What was free after the weights is KV cache, work, and what is left for others."""
+    resolved = _resolve()
+    planned = (resolved.kv_cache_bytes, resolved.work_bytes, resolved.unplanned_bytes)
+    assert sum(planned) == MEMORY.free_bytes
+    assert min(planned) > 0
+
+
 # A legal value of every field of EngineConfig that is not its default.
 OTHER_VALUES: dict[str, Any] = {
     "model": "x",
