@@ -134,14 +134,19 @@ def test_shown_seconds() -> None:
 
 @pytest.fixture
 def json_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process writes its logs as JSON, and as before afterwards."""
+    handler, formatter, hook, level = logs._handler, None, sys.excepthook, logging.getLogger("quire").level
+    if handler is not None:
+        formatter = handler.formatter
     monkeypatch.setenv("QUIRE_LOG_FORMAT", "json")
-    root, hook, level = logging.getLogger(), sys.excepthook, logging.getLogger("quire").level
-    handlers, handler = list(root.handlers), logs._handler
-    monkeypatch.setattr(logs, "_handler", None)
     logs.configure()
     yield
-    root.handlers[:] = handlers
-    logging.captureWarnings(False)
+    assert logs._handler is not None
+    if handler is None:
+        logging.getLogger().removeHandler(logs._handler)
+        logging.captureWarnings(False)
+    else:
+        handler.setFormatter(formatter)
     logging.getLogger("quire").setLevel(level)
     sys.excepthook, logs._handler, logs._is_json = hook, handler, False
 
