@@ -65,7 +65,8 @@ class AsyncLLM:
         """Stream the outputs of one prompt, cumulative or deltas by `sampling_params.output_kind`. Leaving it aborts.
 
         Raises:
-            InvalidRequestError: the request is refused. EngineDeadError: the engine has ended.
+            InvalidRequestError: the request is refused. EngineDeadError: the engine has ended, after a part
+                was handed on: EngineRestartedError, if it is started again.
         """
         unsupported = {
             "lora_request": lora_request,
@@ -108,9 +109,11 @@ class AsyncLLM:
         return True
 
     async def check_health(self) -> None:
-        """Raises the QuireError that ended the engine, if it has ended."""
+        """Raises the QuireError that ended the engine, if it has ended, and NotReadyError if it is starting again."""
         if self._engine.error is not None:
             raise self._engine.error
+        if self._engine.is_restarting:
+            self._engine.check_running()
 
     def shutdown(self) -> asyncio.Task[None]:
         """End every stream and the engine process; without it that ends with this one.

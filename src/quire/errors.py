@@ -84,6 +84,18 @@ class EngineDeadError(QuireError):
     code, status = "engine_dead", 503
 
 
+class EngineRestartedError(EngineDeadError):
+    """The engine ended under a request that could not be sent to the next one; others are served again soon."""
+
+    code = "engine_restarted"
+
+
+class OutOfMemoryError(QuireError):
+    """A step could not allocate what it needed, and this request was ended so that the others go on."""
+
+    code, status = "out_of_memory", 503
+
+
 class NotReadyError(QuireError):
     """The engine is still starting or is draining."""
 

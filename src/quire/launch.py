@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 import quire.demo
+from quire import envs
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.frontend.async_engine import AsyncEngine
@@ -22,6 +23,7 @@ from quire.frontend.client import ProcessClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.stats import EngineMetrics
+from quire.frontend.supervisor import RecoveryLimits
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tokenizer_files import load_generation_config
 from quire.loader.hub import resolve_model, resolve_tokenizer_files
@@ -29,6 +31,7 @@ from quire.messages import EngineLaunch, Progress
 from quire.model_config import ModelConfig, load_model_config
 
 DEMO_MODEL_NAME = "quire-demo"
+ENGINE_PROGRAM = ("-m", "quire.engine.process")  # arguments of the interpreter
 
 
 @dataclass(frozen=True)
@@ -96,26 +99,43 @@ def _generation_config(folder: Path) -> dict[str, Any]:
 
 
 class EngineProcessHandle:
-    """One engine process and the private folder of its sockets."""
+    """One engine process at a time, and the private folder of its sockets."""
 
     def __init__(self, config: EngineConfig, model_folder: Path) -> None:
+        self._config, self._model_folder = config, str(model_folder)
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._was_killed = False  # by this object
+
+    def launch(self) -> ProcessClient:
+        """Start a process, which begins to load at once; the one before must have ended. Raises OSError."""
+        self._remove_sockets()
         # mkdtemp makes the folder 0700: only this user can reach the sockets in it.
         self._sockets = tempfile.TemporaryDirectory(prefix="quire-")
-        self.input_address = f"ipc://{self._sockets.name}/input"
-        self.output_address = f"ipc://{self._sockets.name}/output"
-        self._launch = EngineLaunch(config, str(model_folder), self.input_address, self.output_address)
-        self._process: subprocess.Popen[bytes] | None = None
+        addresses = (f"ipc://{self._sockets.name}/input", f"ipc://{self._sockets.name}/output")
+        client = ProcessClient(*addresses, self.is_alive)
+        try:
+            self._start(EngineLaunch(self._config, self._model_folder, *addresses))
+        except OSError:
+            client.close()
+            raise
+        return client
 
-    def start(self) -> None:
-        """Start the process. The addresses must be bound already."""
+    def _start(self, launch: EngineLaunch) -> None:
         # -P: a module of the current folder must not stand in for one of ours or of the standard library.
-        command = [sys.executable, "-P", "-m", "quire.engine.process"]
+        command = [sys.executable, "-P", *ENGINE_PROGRAM]
         # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can say so itself.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        self._was_killed = False
         assert self._process.stdin is not None
         # The pipe stays open: its end tells the engine that this process has ended.
-        self._process.stdin.write(msgspec.json.encode(self._launch) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
         self._process.stdin.flush()
+
+    @property
+    def socket_folder(self) -> Path | None:
+        """Where the sockets of the last process are."""
+        return Path(self._sockets.name) if self._sockets is not None else None
 
     @property
     def pid(self) -> int | None:
@@ -126,32 +146,59 @@ class EngineProcessHandle:
         return self._process is not None and self._process.poll() is None
 
     def describe_end(self) -> str | None:
-        """How the process ended, for people; None while it runs and if it left by itself."""
+        """How the process ended, for people; None while it runs and if it left by itself or was told to."""
         code = self._process.poll() if self._process is not None else None
-        if code is None or code >= 0:
+        if code is None or code >= 0 or self._was_killed:
             return None
         hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
         return f"The engine process was ended by {signal.Signals(-code).name}{hint}."
 
+    def kill(self) -> None:
+        """End the process at once, even one that is stopped, and wait until it is gone with its memory."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            self._was_killed = True
+            process.kill()
+            process.wait()
+        self._close_input(process)
+
     def stop(self, timeout: float = 5.0) -> None:
         """End the process, politely first, and remove its sockets. May be called again."""
         process = self._process
-        if process is not None and process.stdin is not None:
-            with suppress(BrokenPipeError):
-                process.stdin.close()  # what the engine takes as the end of this process
+        if process is not None:
+            self._close_input(process)
             try:
                 process.wait(timeout)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._sockets.cleanup()
+                self.kill()
+        self._remove_sockets()
+
+    @staticmethod
+    def _close_input(process: subprocess.Popen[bytes]) -> None:
+        """What the engine takes as the end of this process."""
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def _remove_sockets(self) -> None:
+        if self._sockets is not None:
+            self._sockets.cleanup()
 
 
 def start_async_engine(
-    config: EngineConfig, parts: FrontEndParts, metrics: EngineMetrics | None = None
+    config: EngineConfig,
+    parts: FrontEndParts,
+    metrics: EngineMetrics | None = None,
+    recovery: RecoveryLimits | None = None,
 ) -> tuple[AsyncEngine, EngineProcessHandle]:
-    """An engine process, which begins to load at once, and its front end, which the caller starts."""
+    """An engine process, which begins to load at once, and its front end, which the caller starts.
+
+    Args:
+        recovery: when the process counts as failed, and how often it is started again.
+    """
     handle = EngineProcessHandle(config, parts.model_folder)
-    client = ProcessClient(handle.input_address, handle.output_address, handle.is_alive)
-    handle.start()
-    return AsyncEngine(client, parts.input_processor, OutputProcessor(parts.tokenizer, metrics)), handle
+    outputs = OutputProcessor(parts.tokenizer, metrics)
+    recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
+    return AsyncEngine(handle.launch(), parts.input_processor, outputs, starter=handle, recovery=recovery), handle

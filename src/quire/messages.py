@@ -37,6 +37,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     cache_salt: str | None = None
     lora_name: str | None = None
     fork_of: str | None = None
+    is_retry: bool = False  # was accepted by an engine that has ended: the queue's limit does not count again
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -116,6 +117,12 @@ class EngineProgress(msgspec.Struct, tag="progress"):
     seconds: float = 0.0  # since the phase began
 
 
+class EngineBeat(msgspec.Struct, tag="beat"):
+    """Sent every second from a thread of its own, whatever the engine does: a process that is stopped sends none."""
+
+    predicted_seconds: float  # of the batches that are being computed; 0: none are
+
+
 class EngineFailed(msgspec.Struct, tag="failed"):
     """The engine could not start or has ended: a message fit for the user."""
 
@@ -123,4 +130,4 @@ class EngineFailed(msgspec.Struct, tag="failed"):
     code: str = "engine_dead"
 
 
-EngineMessage = EngineOutputs | EngineReady | EngineProgress | EngineFailed
+EngineMessage = EngineOutputs | EngineReady | EngineProgress | EngineBeat | EngineFailed

@@ -48,6 +48,7 @@ class Request:
     received_time: float = 0.0  # when the scheduler received it, on the scheduler's clock
     block_hashes: list[bytes] = field(default_factory=list)  # one per full block of known tokens, filled as needed
     first_scheduled_time: float | None = None
+    is_suspect: bool = False  # was in a step that failed for an unknown reason, and has sampled nothing since
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -289,7 +289,8 @@ class ServingProcess:
             self._display.close()
             self._error = error
             logs.say(error.message, logging.ERROR, code=error.code)
-            if (end := await self._how_it_ended()) is not None:
+            end = await self._how_it_ended()
+            if end is not None and end not in error.message:
                 logs.say(end, logging.ERROR)
             self._server.should_exit = True
 
@@ -299,6 +300,7 @@ class ServingProcess:
             ready = await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
         finally:
             ticker.cancel()
+            self._engine.on_progress = None  # a start after a failure is told by the log and by /readyz
         self._display.finish()
         tokenizer = self._parts.tokenizer
         has_chat = tokenizer is not None and bool(tokenizer.chat_templates)

@@ -18,7 +18,15 @@ import pytest
 import pytest_asyncio
 
 from quire import AsyncLLM, EngineConfig, SamplingParams
-from quire.errors import EngineDeadError, InvalidRequestError, MemoryPlanError, QuireError, UnsupportedFieldError
+from quire.errors import (
+    EngineDeadError,
+    EngineRestartedError,
+    InvalidRequestError,
+    MemoryPlanError,
+    NotReadyError,
+    QuireError,
+    UnsupportedFieldError,
+)
 from quire.messages import AddRequest, SetLimits
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
@@ -185,7 +193,8 @@ async def test_shutdown_ends_streams_and_the_process() -> None:
     await anext(stream)
     pid = engine._process.pid
     assert pid is not None
-    folder = Path(engine._process.input_address.removeprefix("ipc://")).parent
+    folder = engine._process.socket_folder
+    assert folder is not None
     assert folder.is_dir()
     assert folder.stat().st_mode & 0o777 == 0o700, "others can reach the sockets"
     done = engine.shutdown()
@@ -200,25 +209,29 @@ async def test_shutdown_ends_streams_and_the_process() -> None:
         await _outputs(engine, "Hello", _greedy(), "late")
 
 
-async def test_engine_death_ends_streams() -> None:
+async def test_engine_death_and_recovery() -> None:
+    """Streams that have begun end, what is given whole is computed by the next engine, new requests wait for that."""
     engine = AsyncLLM(**OPTIONS)
     try:
         streams = [engine.generate("Hello", ENDLESS, f"endless-{index}") for index in range(3)]
         await asyncio.gather(*(anext(stream) for stream in streams))
+        prompt, whole = reference.prompts()[0], _greedy(RequestOutputKind.FINAL_ONLY)
+        waiting = asyncio.create_task(_outputs(engine, prompt, whole, "whole"))
+        await _wait_for(lambda: engine._engine.num_unfinished == 4, "the request to be sent")
         assert engine._process.pid is not None
         os.kill(engine._process.pid, signal.SIGKILL)
         killed = time.monotonic()
         for stream in streams:
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(EngineRestartedError):
                 async for _ in stream:
                     pass
         assert time.monotonic() - killed < DEATH_IS_NOTICED_SECONDS
-        with pytest.raises(EngineDeadError):
+        with pytest.raises(NotReadyError):
             await engine.check_health()
-        with pytest.raises(EngineDeadError):
-            await _outputs(engine, "Hello", _greedy(), "late")
-        assert engine._process.describe_end() is not None
-        assert "SIGKILL" in (engine._process.describe_end() or "")
+        late = asyncio.create_task(_outputs(engine, prompt, _greedy(), "late"))
+        for task in (waiting, late):
+            assert (await task)[-1].outputs[0].token_ids == reference.greedy(prompt, 20)
+        await engine.check_health()
     finally:
         await engine.shutdown()
 

@@ -122,7 +122,8 @@ def test_a_step_that_fails_for_all_raises(llm: LLM, monkeypatch: pytest.MonkeyPa
     def fail(batch: ScheduledBatch) -> None:
         raise RuntimeError("a bug")
 
-    _at_third_step(llm, monkeypatch, fail)
+    executor: Any = llm._core.executor
+    monkeypatch.setattr(executor._runner, "execute", fail)
     with pytest.raises(QuireError, match="RuntimeError"):
         llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False)
     monkeypatch.undo()

@@ -20,11 +20,13 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.supervisor import RecoveryLimits
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import (
     Abort,
     AddRequest,
     Command,
+    EngineBeat,
     EngineFailed,
     EngineOutputs,
     EngineProgress,
@@ -235,9 +237,8 @@ async def test_death_ends_every_stream(how):
         elif how == "garbage":
             client.push(EngineOutputs([None]))
         else:
-            client._death = "gone"
-            with pytest.raises(EngineDeadError):
-                await engine.add_request("ab", params(), "new")
+            client.die("gone")
+            streams.append(await engine.add_request("ab", params(), "new"))
         for stream in streams:
             with pytest.raises(EngineDeadError):
                 await texts(stream)
@@ -246,7 +247,7 @@ async def test_death_ends_every_stream(how):
         assert isinstance(engine.error, EngineDeadError)
         assert engine.num_unfinished == 0
         with pytest.raises(EngineDeadError):
-            await engine.add_request("ab", params(), "new")
+            await engine.add_request("ab", params(), "newer")
         with pytest.raises(EngineDeadError):
             engine.set_limits(SetLimits(max_num_seqs=1))
 
@@ -290,7 +291,7 @@ async def test_a_stuck_engine_is_not_healthy_and_an_idle_one_is():
         client.is_paused = True
         clock.now += 1000
         stream = await engine.add_request("ab", params(max_tokens=2), "s")
-        clock.now += async_engine.MIN_STEP_SECONDS - 1
+        clock.now += RecoveryLimits().min_step_seconds - 1
         assert engine.is_healthy, "a step may take this long"
         clock.now += 2
         assert not engine.is_healthy
@@ -300,13 +301,16 @@ async def test_a_stuck_engine_is_not_healthy_and_an_idle_one_is():
         assert engine.is_healthy
 
 
-async def test_a_long_first_step_is_healthy():
+async def test_a_step_that_is_predicted_to_be_long_is_healthy():
     clock = Clock()
     async with Running(EchoClient(), clock) as running:
         running.client.is_paused = True
         async with await running.engine.add_request("ab", params(), "s"):
-            clock.now += async_engine.FIRST_STEP_SECONDS - 1
-            assert running.engine.is_healthy
+            for _ in range(11):
+                clock.now += 9
+                running.client.push(EngineBeat(5.0))
+                await asyncio.sleep(0.005)
+                assert running.engine.is_healthy, f"a step of 5 s may take 100, and took {clock.now}"
             clock.now += 2
             assert not running.engine.is_healthy
 

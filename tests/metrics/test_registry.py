@@ -30,6 +30,9 @@ EXPECTED = {
     "vllm:generation_tokens": "counter",
     "vllm:request_success": "counter",
     "vllm:admission_rejections": "counter",
+    "quire_engine_restarts": "counter",
+    "quire_requests_retried": "counter",
+    "quire_requests_lost": "counter",
     "vllm:iteration_tokens_total": "histogram",
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
@@ -77,8 +80,8 @@ def families(metrics):
 
 def test_names_and_types(metrics):
     types = {name: family.type for name, family in families(metrics).items()}
-    assert {name: kind for name, kind in types.items() if name.startswith("vllm:")} == EXPECTED
-    others = {name.partition("_")[0] for name in types if not name.startswith("vllm:")}
+    assert {name: kind for name, kind in types.items() if name.startswith(("vllm:", "quire_"))} == EXPECTED
+    others = {name.partition("_")[0] for name in types if not name.startswith(("vllm:", "quire_"))}
     assert others == {"http", "process", "python"}
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
@@ -86,7 +89,7 @@ def test_names_and_types(metrics):
 def test_labels(metrics):
     for name, family in families(metrics).items():
         for sample in family.samples:
-            if name.startswith("vllm:"):
+            if name.startswith(("vllm:", "quire_")):
                 assert sample.labels["model_name"] == 'na"me\nwith\\all'
                 assert sample.labels.get("engine") == (None if name == "vllm:admission_rejections" else "0"), name
 
@@ -104,6 +107,8 @@ def test_labels(metrics):
         ),
         ("vllm:request_success", "finished_reason", ["stop", "length", "abort", "error"]),
         ("vllm:admission_rejections", "reason", ["queue_full"]),
+        ("quire_engine_restarts", "reason", ["crash", "silent", "stuck", "start"]),
+        ("quire_requests_lost", "reason", ["streaming", "retried", "gave_up"]),
     ],
 )
 def test_every_label_value_is_there_from_the_start(metrics, name, label, values):

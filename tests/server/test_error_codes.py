@@ -15,7 +15,14 @@ import pytest
 import quire.cli
 from quire.cli.client import Client
 from quire.config import ServerConfig
-from quire.errors import ConfigError, ModelNotFoundError, QueueFullError, QuireError
+from quire.errors import (
+    ConfigError,
+    EngineRestartedError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    QueueFullError,
+    QuireError,
+)
 from quire.frontend.echo_client import EchoClient
 from quire.messages import EngineFailed
 from quire.model_config import load_model_config
@@ -120,6 +127,18 @@ def engine_dead() -> str:
         return code_of(server.chat())
 
 
+def engine_restarted() -> str:
+    client = EchoClient(None, error_of=lambda request: EngineRestartedError("The engine failed"))
+    with RunningServer(client) as server:
+        return code_of(server.chat())
+
+
+def out_of_memory() -> str:
+    client = EchoClient(None, error_of=lambda request: OutOfMemoryError("No memory left"))
+    with RunningServer(client) as server:
+        return code_of(server.chat())
+
+
 def internal_error() -> str:
     with RunningServer() as server:
         server.run(lambda: setattr(server.engine, "add_request", None))
@@ -167,6 +186,8 @@ CALLS: dict[str, Callable[[], str]] = {
     "queue_full": queue_full,
     "not_ready": not_ready,
     "engine_dead": engine_dead,
+    "engine_restarted": engine_restarted,
+    "out_of_memory": out_of_memory,
     "internal_error": internal_error,
     "bad_config": bad_config,
     "bad_model_config": bad_model_config,

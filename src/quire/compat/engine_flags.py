@@ -143,8 +143,7 @@ PARALLELISM: tuple[Foreign, ...] = (
         lists="numa_bind_nodes numa_bind_cpus",
     ),
     *refused(NO_CODE, off=("auto",), values="worker_cls worker_extension_cls"),
-    *refused("a failed engine ends the server in this version", switches="enable_fault_tolerance"),
-    *accepted("fault tolerance is not in this version", values="fault_tolerance_config"),
+    *accepted("a failed engine is always replaced", switches="enable_fault_tolerance", values="fault_tolerance_config"),
 )
 
 CACHE: tuple[Foreign, ...] = (

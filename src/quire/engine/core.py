@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from quire.errors import EngineDeadError, QuireError
+from quire.engine.step_cost import StepCost
+from quire.errors import EngineDeadError, OutOfMemoryError, QuireError
 from quire.logs import get_logger
 from quire.messages import AddRequest, Command, RequestDelta, SetLimits
 from quire.request import Request
@@ -27,6 +28,7 @@ class _Step:
     stats: ScheduleStats
     start_time: float
     schedule_seconds: float
+    predicted_seconds: float
 
 
 class EngineCore:
@@ -43,6 +45,9 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
+        self.cost = StepCost()
+        # Of the batches in flight; other threads may read it.
+        self.predicted_seconds = 0.0
         self.last_record: StepRecord | None = None  # of the batch whose result the last step() took in, if it did
         self._clock = clock
         self._in_flight: deque[_Step] = deque()
@@ -64,7 +69,7 @@ class EngineCore:
             fork_of=message.fork_of,
         )
         try:
-            self.scheduler.add(request)
+            self.scheduler.add(request, is_retry=message.is_retry)
         except QuireError as error:
             delta = RequestDelta(message.request_id, finish_reason="error", error=error.message, error_code=error.code)
             self._refused.append(delta)
@@ -113,6 +118,7 @@ class EngineCore:
         step = self._in_flight.popleft()
         try:
             result = step.pending.result()
+            self.predicted_seconds = sum(later.predicted_seconds for later in self._in_flight)
             if len(result.token_ids) != len(step.batch.request_ids):
                 raise ValueError(f"{len(step.batch.request_ids)} rows submitted, {len(result.token_ids)} answered")
         except EngineDeadError:
@@ -129,6 +135,8 @@ class EngineCore:
             return False
         scheduled = self._clock()
 
+        predicted = self.cost.predict(batch.num_tokens)
+        self.predicted_seconds += predicted
         try:
             pending = self.executor.submit(batch)
         except EngineDeadError:
@@ -137,7 +145,8 @@ class EngineCore:
             pending = Future()
             pending.set_exception(error)
 
-        self._in_flight.append(_Step(batch, pending, self.scheduler.take_stats(), start, scheduled - start))
+        stats = self.scheduler.take_stats()
+        self._in_flight.append(_Step(batch, pending, stats, start, scheduled - start, predicted))
         return True
 
     def _update(self, step: _Step, result: StepResult) -> list[RequestDelta]:
@@ -146,22 +155,35 @@ class EngineCore:
         end = self._clock()
         self.last_record = self._record(step, result, end - arrived, end)
         self._last_end_time = end
+        self.cost.add(step.batch.num_tokens, self.last_record.step_seconds)
         return deltas
 
     def _fail(self, step: _Step, error: Exception) -> list[RequestDelta]:
-        """End the requests that made the executor raise; the others are computed again."""
+        """End the requests that made the executor raise; the others are computed again.
+
+        Where memory was missing and nobody is known to have asked for it, that is the newest one.
+        """
         logger.error("step %d failed: %s", step.batch.step_id, error, exc_info=error)
         steps = [step, *self._in_flight]
         self._in_flight.clear()
         for later in steps[1:]:
             _wait_for_void(later)
+        self.predicted_seconds = 0.0
         request_ids: list[str] = []
-        message = f"The model step failed ({type(error).__name__})."
+        code, message = None, f"The model step failed ({type(error).__name__})."
+        if is_out_of_memory(error):
+            request_ids = error.request_ids if isinstance(error, RowsFailedError) else step.batch.request_ids[-1:]
+            error = OutOfMemoryError(
+                "The engine had no memory left for this request", fix="Send it again, or a smaller one"
+            )
         if isinstance(error, QuireError):
-            message = error.message
+            code, message = error.code, error.message
         elif isinstance(error, RowsFailedError):
             request_ids, message = error.request_ids, str(error)
-        return self.scheduler.fail([step.batch for step in steps], message, request_ids)
+        deltas = self.scheduler.fail([step.batch for step in steps], message, request_ids)
+        for delta in deltas:
+            delta.error_code = code
+        return deltas
 
     def _record(self, step: _Step, result: StepResult, output_seconds: float, end: float) -> StepRecord:
         batch, stats, scheduler = step.batch, step.stats, self.scheduler
@@ -189,6 +211,18 @@ class EngineCore:
             # With two batches in flight a step begins where the one before ended.
             step_seconds=end - max(step.start_time, self._last_end_time),
         )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, or that was the cause: a MemoryError, or torch's RuntimeErrors for it."""
+    while error is not None:
+        is_torch = isinstance(error, RuntimeError) and (
+            "allocate memory" in str(error) or "out of memory" in str(error)
+        )
+        if is_torch or isinstance(error, MemoryError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _wait_for_void(step: _Step) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from quire.messages import (
     Abort,
     AddRequest,
     Command,
+    EngineBeat,
     EngineFailed,
     EngineInput,
     EngineLaunch,
@@ -35,6 +37,8 @@ from quire.messages import (
     RequestDelta,
     SetLimits,
 )
+
+BEAT_SECONDS = 1.0  # between two signs of life; the front end waits for ten
 
 logger = logs.get_logger("quire.engine.process")  # run as a program, its own name is __main__
 
@@ -54,9 +58,13 @@ class EngineProcess:
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._stopping = False
         self._phase, self._phase_start_time = "", 0.0
+        self._core: EngineCore | None = None  # once it is started
+        self._closing = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
 
     def run(self) -> int:
         """Start the engine, serve until told to stop, answer with the exit code."""
+        self._beats.start()
         try:
             started = start_engine(
                 self._launch.config, Path(self._launch.model_folder), is_server=True, progress=self._send_progress
@@ -82,7 +90,7 @@ class EngineProcess:
         return 0
 
     def _serve(self, started: StartedEngine) -> None:
-        core = started.core
+        core = self._core = started.core
         while not self._stopping:
             self._receive(core, waits=not core.has_work())
             if not core.has_work():
@@ -142,7 +150,22 @@ class EngineProcess:
             self._phase, self._phase_start_time = phase, now
         self._send(EngineProgress(phase, fraction, detail, now - self._phase_start_time))
 
+    def _beat(self) -> None:
+        """Tell every BEAT_SECONDS that this process runs, and how long its step may take. On a thread of its own."""
+        with self._context.socket(zmq.PUSH) as socket:  # sockets are not shared between threads
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self._launch.output_address)
+            encoder = msgspec.msgpack.Encoder()
+            while True:
+                predicted = 0.0 if self._core is None else self._core.predicted_seconds
+                with suppress(zmq.Again):  # the front end has not read a thousand of them: it is stopped
+                    socket.send(encoder.encode(EngineBeat(predicted)), zmq.NOBLOCK)
+                if self._closing.wait(BEAT_SECONDS):
+                    return
+
     def close(self) -> None:
+        self._closing.set()
+        self._beats.join()
         self._inputs.close(0)
         self._outputs.close()
         self._context.term()

@@ -64,6 +64,7 @@ def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, p
         core = EngineCore(scheduler, ThreadExecutor(worker.runner), depth=2)
     else:
         core = EngineCore(scheduler, InlineExecutor(worker.runner), depth=1)
+    core.cost.add(*worker.measured_step)
     progress("warm up", 2 / 3, "producing a token")
     produce_a_token(core)
     progress("warm up", 1.0, "first token produced")

@@ -4,50 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import Unpack
 
-from quire.errors import EngineDeadError, InvalidRequestError, NotReadyError, QueueFullError, QuireError
+from quire.errors import (
+    EngineDeadError,
+    EngineRestartedError,
+    InvalidRequestError,
+    NotReadyError,
+    QueueFullError,
+    QuireError,
+)
 from quire.frontend.admission import Admission
 from quire.frontend.client import EngineClient
 from quire.frontend.input_processor import InputProcessor, ProcessedRequest, RequestOptions
-from quire.frontend.output_processor import OutputProcessor, error_of
+from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.prompts import PromptType
+from quire.frontend.stats import FailureReason
 from quire.frontend.stream import RequestStream
+from quire.frontend.supervisor import EngineStarter, RecoveryLimits, Supervisor
 from quire.logs import get_logger
 from quire.messages import (
     Abort,
     Command,
-    EngineFailed,
     EngineMessage,
     EngineOutputs,
     EngineProgress,
     EngineReady,
     SetLimits,
 )
-from quire.outputs import RequestOutput
+from quire.outputs import FinishReason, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.schedule import StepRecord
 
 logger = get_logger(__name__)
 
 INLINE_PROMPT_CHARS = 4096  # about 1 ms of tokenization; longer texts are tokenized in a thread
-# A step must end within max(MIN_STEP_SECONDS, SLOW_STEP_FACTOR x the longest of the last STEPS_REMEMBERED steps).
-MIN_STEP_SECONDS = 10.0
-SLOW_STEP_FACTOR = 20
-STEPS_REMEMBERED = 64
-FIRST_STEP_SECONDS = 120.0  # while no step has been seen
 
 
 class AsyncEngine:
-    """Requests in, streams of outputs out, over one engine.
+    """Requests in, streams of outputs out, over one engine at a time.
 
     Args:
         client: the connection to the engine; owned from now on.
         input_processor: replaced by one with the engine's context length once that is known.
         output_processor: owned from now on; its metrics also hear of every step.
+        starter: starts another engine after one that served has failed; None: there is no other.
+        recovery: when an engine counts as failed.
         clock: monotonic seconds.
     """
 
@@ -57,28 +61,35 @@ class AsyncEngine:
         input_processor: InputProcessor,
         output_processor: OutputProcessor,
         *,
+        starter: EngineStarter | None = None,
+        recovery: RecoveryLimits = RecoveryLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.client = client
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.ready: EngineReady | None = None
-        self.progress: EngineProgress | None = None  # of the start, until ready
+        self.progress: EngineProgress | None = None  # of the start or the start after a failure, until ready
         self.on_progress: Callable[[EngineProgress], None] | None = None  # hears every report of a start
         self.error: QuireError | None = None  # why the engine is gone
         self.last_record: StepRecord | None = None  # of the engine's last step
         self.admission = Admission()
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}
-        self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
-        self._last_sign_time = clock()  # last step, or first request after an idle time
+        self._supervisor = Supervisor(self, client, starter, recovery, clock)
+        self._lost_ready: EngineReady | None = None  # of the engine that failed, until the next is ready
+        self._moved_limits: dict[str, int] = {}  # since the start of the first engine
         self._task: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # ready or dead
 
     def start(self) -> None:
         """Begin to receive. Needs a running event loop; once."""
         assert self._task is None, "started twice"
-        self._task = asyncio.get_running_loop().create_task(self._receive(), name="engine outputs")
+        self._task = asyncio.get_running_loop().create_task(self._supervise(), name="engine outputs")
+
+    @property
+    def client(self) -> EngineClient:
+        """The connection to the engine of the moment."""
+        return self._supervisor.client
 
     async def wait_ready(self, timeout: float | None = None) -> EngineReady:
         """Wait until the engine has produced a token.
@@ -102,15 +113,14 @@ class AsyncEngine:
 
     @property
     def is_healthy(self) -> bool:
-        """Ready, and a step has ended recently if there is work."""
-        return self.is_ready and self.client.is_alive and not self._is_stuck()
+        """Ready, gives signs of life, and a step has ended in time if there is work."""
+        verdict = self._supervisor.watch.verdict(self._clock(), has_work=self.num_unfinished > 0)
+        return self.is_ready and self.client.is_alive and verdict is None
 
-    def _is_stuck(self) -> bool:
-        if self.num_unfinished == 0:
-            return False
-        longest = max(self._step_seconds, default=None)
-        allowed = FIRST_STEP_SECONDS if longest is None else max(MIN_STEP_SECONDS, SLOW_STEP_FACTOR * longest)
-        return self._clock() - self._last_sign_time > allowed
+    @property
+    def is_restarting(self) -> bool:
+        """An engine has failed, and the next is not ready yet."""
+        return self._lost_ready is not None and self.error is None
 
     @property
     def num_unfinished(self) -> int:
@@ -146,17 +156,14 @@ class AsyncEngine:
                 "The request id is in use", value=request_id, fix="Use another id", param="request_id"
             )
         if self.num_unfinished == 0:
-            self._last_sign_time = self._clock()
+            self._supervisor.watch.on_step(self._clock())
         self.output_processor.add(processed)
         is_delta = processed.sampling_params.output_kind is RequestOutputKind.DELTA
         stream = RequestStream(request_id, is_delta=is_delta, on_leave=self._on_leave)
         self._streams[request_id] = stream
-        try:
+        with suppress(EngineDeadError):  # what is received last says so too: then it is sent to the next engine
             for message in processed.requests:
                 self.client.send(message)
-        except EngineDeadError as error:
-            self._die(error)
-            raise
         return stream
 
     async def generate(
@@ -192,6 +199,8 @@ class AsyncEngine:
         """Move limits of the running engine. Raises NotReadyError, EngineDeadError."""
         self.check_running()
         self.client.send(limits)
+        given = {name: getattr(limits, name) for name in limits.__struct_fields__}
+        self._moved_limits |= {name: value for name, value in given.items() if value is not None}
         if limits.max_num_queued_reqs is not None:
             self.admission.max_num_queued_reqs = limits.max_num_queued_reqs
 
@@ -205,8 +214,9 @@ class AsyncEngine:
         if self.error is not None:
             raise EngineDeadError(self.error.message) from self.error
         if self.ready is None:
+            again = " again, after a failure" if self.is_restarting else ""
             phase = f" ({self.progress.phase}, {self.progress.fraction:.0%})" if self.progress is not None else ""
-            raise NotReadyError(f"The engine is starting{phase}", fix="Retry in a few seconds")
+            raise NotReadyError(f"The engine is starting{again}{phase}", fix="Retry in a few seconds")
 
     def _check_room(self) -> None:
         """Refuse at the door, before the prompt costs anything."""
@@ -218,18 +228,15 @@ class AsyncEngine:
             self.output_processor.metrics.on_rejected("queue_full")
             raise
 
-    async def _receive(self) -> None:
+    async def _supervise(self) -> None:
         try:
-            while self.error is None:
-                self._handle(await self.client.receive())
-                await asyncio.sleep(0)  # readers run between two messages, however fast these come
-        except EngineDeadError as error:
-            self._die(error)
+            await self._supervisor.run()
         except Exception as error:  # nobody can be served without this task: everybody must hear of it
             logger.exception("receiving from the engine failed")
-            self._die(EngineDeadError(f"Receiving from the engine failed ({type(error).__name__})"))
+            self.on_gone(EngineDeadError(f"Receiving from the engine failed ({type(error).__name__})"))
 
-    def _handle(self, message: EngineMessage) -> None:
+    def on_message(self, message: EngineMessage) -> None:
+        """For the supervisor: the engine of the moment says something."""
         match message:
             case EngineOutputs():
                 self._handle_outputs(message)
@@ -238,17 +245,44 @@ class AsyncEngine:
                 if self.on_progress is not None:
                     self.on_progress(message)
             case EngineReady():
-                self.ready, self.progress = message, None
+                if self._lost_ready is not None:
+                    self._restore(message, self._lost_ready)
+                self.ready, self.progress, self._lost_ready = message, None, None
                 self.admission.on_ready(message)
                 self.input_processor = self.input_processor.with_max_model_len(message.max_model_len)
                 self._settled.set()
-            case EngineFailed():
-                self._die(error_of(message.code, message.message))
+
+    def _restore(self, ready: EngineReady, before: EngineReady) -> None:
+        """Bring a new engine to where the last one was: moved limits, and the requests that it can still answer."""
+        moved = self._moved_limits
+        ready.resolved |= {name: before.resolved[name] for name in moved if name in before.resolved}
+        ready.max_num_seqs = moved.get("max_num_seqs", ready.max_num_seqs)
+        ready.max_num_batched_tokens = moved.get("max_num_batched_tokens", ready.max_num_batched_tokens)
+        if moved:
+            self.client.send(SetLimits(**moved))
+        for message in self.output_processor.send_again():
+            self.client.send(message)
+        logger.info("the engine is ready again; %d requests are sent to it again", self.num_unfinished)
+
+    def on_lost(self, reason: FailureReason) -> None:
+        """For the supervisor: the engine is gone with what it had computed, and the next one is on its way.
+
+        Requests of which nothing was handed on wait for it, once; the others end now.
+        """
+        if self.ready is not None:
+            self._lost_ready, self.ready = self.ready, None
+            self._settled.clear()
+            self.admission.on_idle()
+            for request_id in self.output_processor.lose_engine():
+                self._streams.pop(request_id).fail(
+                    EngineRestartedError("The engine failed, and this request could not be saved", fix="Send it again")
+                )
+        self.progress = EngineProgress("restart", 0.0, "the engine has failed")
+        self.output_processor.metrics.on_restart(reason)
 
     def _handle_outputs(self, message: EngineOutputs) -> None:
-        self._last_sign_time = self._clock()
+        self._supervisor.watch.on_step(self._clock())
         if message.record is not None:
-            self._step_seconds.append(message.record.step_seconds)
             self.last_record = message.record
             self.admission.on_step(message.record)
             self.output_processor.metrics.on_step(message.record)
@@ -277,13 +311,18 @@ class AsyncEngine:
             self.output_processor.metrics.on_rejected("queue_full")
         return error
 
-    def _die(self, error: QuireError) -> None:
-        """Every stream ends with an error, and no request is taken any more."""
+    def on_gone(self, error: QuireError) -> None:
+        """For the supervisor: there is no engine any more. All streams end with an error; no request is taken."""
+        for _ in self._streams:
+            self.output_processor.metrics.on_unsaved("gave_up")
+        self._end(error, "error")
+
+    def _end(self, error: QuireError, reason: FinishReason) -> None:
         if self.error is not None:
             return
         self.error = error
         streams, self._streams = self._streams, {}
-        self.output_processor.abort(list(streams))
+        self.output_processor.abort(list(streams), reason)
         for stream in streams.values():
             stream.fail(EngineDeadError(error.message))
         self._settled.set()
@@ -293,7 +332,7 @@ class AsyncEngine:
         if self.error is None:
             with suppress(EngineDeadError):  # already gone is what was asked for
                 self.client.send(Command("shutdown"))
-        self._die(EngineDeadError("The server is shutting down"))
+        self._end(EngineDeadError("The server is shutting down"), "abort")
         if self._task is not None:
             self._task.cancel()
         self.client.close()

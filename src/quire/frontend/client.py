@@ -15,7 +15,7 @@ from quire.errors import EngineDeadError
 from quire.messages import EngineFailed, EngineInput, EngineMessage
 
 RETRY_SECONDS = 0.005  # between attempts to send while the engine has not connected yet
-LIFE_CHECK_SECONDS = 1.0
+LIFE_CHECK_SECONDS = 0.1
 CLOSE_LINGER_MS = 1000  # for the last messages (shutdown) to leave
 
 
@@ -35,8 +35,16 @@ class EngineClient(Protocol):
         """The next message; EngineProgress and EngineReady come first. Raises EngineDeadError if none will."""
         ...
 
+    def mark_dead(self, message: str) -> None:
+        """Give the engine up: what it has sent is still received, then comes EngineFailed, and sending fails.
+
+        Args:
+            message: what happened, fit for the user.
+        """
+        ...
+
     def close(self) -> None:
-        """Free the connection. What was sent before still leaves, within a second."""
+        """Free the connection. What was sent before still leaves, within a second, unless the engine is gone."""
         ...
 
 
@@ -108,19 +116,15 @@ class ProcessClient:
         else:
             self.mark_dead("The engine process has ended; its log says why")
 
-    def mark_dead(self, message: str, code: str = EngineDeadError.code) -> None:
-        """The engine process has ended: `receive` answers with EngineFailed, and sending fails from now on.
-
-        Args:
-            message: what happened, fit for the user.
-        """
+    def mark_dead(self, message: str) -> None:
         if self._death is not None:
             return
         self._death = message
+        self._input.setsockopt(zmq.LINGER, 0)
         with self._context.socket(zmq.PUSH) as waker:  # wakes a pending receive
             waker.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
             waker.connect(self._output_address)
-            waker.send(self._encoder.encode(EngineFailed(message, code)))
+            waker.send(self._encoder.encode(EngineFailed(message)))
 
     def close(self) -> None:
         for timer in (self._retry, self._life_check):

@@ -109,6 +109,10 @@ class EchoClient:
         self._death = message
         self.push(EngineFailed(message))
 
+    def mark_dead(self, message: str) -> None:
+        if self._death is None:
+            self.die(message)
+
     def send(self, message: EngineInput) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 # Why a request that is well-formed was not taken: a closed set, since it becomes a metric's label.
 RejectionReason = Literal["queue_full"]
+# Why an engine was replaced: it ended by itself or said so, gave no sign of life, did not end a step, did not start.
+FailureReason = Literal["crash", "silent", "stuck", "start"]
+# Why a request ended with its engine: its output had begun to leave, it was with its second engine, or no other came.
+UnsavedReason = Literal["streaming", "retried", "gave_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,18 @@ class EngineMetrics(Protocol):
         """A request was refused for want of room or readiness, before or after it was sent to the engine."""
         ...
 
+    def on_restart(self, reason: FailureReason) -> None:
+        """The engine failed, the requests that end with it have ended, and it is started again."""
+        ...
+
+    def on_retry(self) -> None:
+        """A request that was with an engine that failed is sent to the next one."""
+        ...
+
+    def on_unsaved(self, reason: UnsavedReason) -> None:
+        """A request ended because its engine failed."""
+        ...
+
 
 class NoMetrics:
     """EngineMetrics that keeps nothing."""
@@ -103,4 +119,13 @@ class NoMetrics:
         return None
 
     def on_rejected(self, reason: RejectionReason) -> None:
+        return None
+
+    def on_restart(self, reason: FailureReason) -> None:
+        return None
+
+    def on_retry(self) -> None:
+        return None
+
+    def on_unsaved(self, reason: UnsavedReason) -> None:
         return None

@@ -24,8 +24,8 @@ _HEAD = """\
 # Metrics
 
 `GET /metrics` answers in Prometheus' text format. Names, types and labels are those of vLLM 0.32, so that its
-dashboards and alerts work. This page is generated from `src/quire/metrics/registry.py` by
-`python -m quire.metrics.document > docs/metrics.md`.
+dashboards and alerts work; those that begin with `quire_` it does not have. This page is generated from
+`src/quire/metrics/registry.py` by `python -m quire.metrics.document > docs/metrics.md`.
 
 - Every series of the engine has the labels `model_name` (the first served name) and `engine` (0); others are in the
   table, with all the values they can have. No label holds anything a client sent: the number of series does not grow.
@@ -34,7 +34,7 @@ dashboards and alerts work. This page is generated from `src/quire/metrics/regis
 - Histograms of continuations and requests hold those that ended by themselves (`stop`, `length`); the times to first
   token and between tokens hold all, as they come. Aborts and errors are counted by `vllm:request_success_total`.
 - `vllm:prompt_tokens_total` and `vllm:generation_tokens_total` are the sums of `usage` over all answers; tokens that
-  went to a client that left are counted too.
+  went to a client that left or whose engine failed are counted too, those computed again after a failure once.
 - Besides these there are the usual `process_*` and `python_*` of the API process.
 - `promtool check metrics` has two complaints, both about vLLM's names: the colon, and `_total` at a histogram.
 """

@@ -207,6 +207,20 @@ class PrometheusMetrics:
         """A request was refused for want of room."""
         self._count("vllm:admission_rejections", 1, reason)
 
+    def on_restart(self, reason: str) -> None:
+        """The engine failed and is started again: what is left waits for it."""
+        self._count("quire_engine_restarts", 1, reason)
+        self._set_load(0, self._num_unfinished, 0)
+        self._set("vllm:kv_cache_usage_perc", 0)
+
+    def on_retry(self) -> None:
+        """A request is sent to the engine after the one that failed."""
+        self._count("quire_requests_retried")
+
+    def on_unsaved(self, reason: str) -> None:
+        """A request ended because its engine failed."""
+        self._count("quire_requests_lost", 1, reason)
+
     def _set_idle(self) -> None:
         """No step follows an abort of the last request, so nothing else would say that it is gone."""
         self._set_load(0, 0, 0)

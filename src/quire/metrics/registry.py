@@ -137,6 +137,30 @@ METRICS: tuple[Metric, ...] = (
         common=("model_name",),
     ),
     Metric(
+        "quire_engine_restarts",
+        "counter",
+        "restarts",
+        "Engine processes started because the one before failed, by how: crash, it ended; silent, it gave no sign of "
+        "life; stuck, it did not end a step in time; start, it did not get ready after a failure.",
+        label="reason",
+        values=("crash", "silent", "stuck", "start"),
+    ),
+    Metric(
+        "quire_requests_retried",
+        "counter",
+        "requests",
+        "Requests sent to the new engine after the one they were with failed; nothing of them had been streamed.",
+    ),
+    Metric(
+        "quire_requests_lost",
+        "counter",
+        "requests",
+        "Requests ended with an error because their engine failed, by why they were not retried: streaming, a part of "
+        "the answer had left; retried, they had been before; gave_up, no engine was started any more.",
+        label="reason",
+        values=("streaming", "retried", "gave_up"),
+    ),
+    Metric(
         "vllm:iteration_tokens_total",
         "histogram",
         "tokens",

@@ -13,6 +13,7 @@ from quire.messages import RequestDelta, SetLimits
 from quire.outputs import FinishReason
 from quire.request import Request, RequestStatus
 from quire.schedule import NewRow, ScheduledBatch, StepResult
+from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
 from quire.scheduler.limits import SchedulerLimits, check_queue, check_request
 from quire.scheduler.queue import ORDER_KEYS, SchedulingPolicy, WaitingQueue
@@ -107,13 +108,14 @@ class Scheduler:
 
     # What the caller does
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, *, is_retry: bool = False) -> None:
+        """Queue a request; `is_retry`: even if the queue is full.
 
         Raises QueueFullError, ContextLengthError if it can never fit, and InvalidRequestError for an empty prompt, an
         illegal token id or a request id in use.
         """
-        check_queue(self.num_waiting, self.limits)
+        if not is_retry:
+            check_queue(self.num_waiting, self.limits)
         if request.request_id in self._requests:
             raise InvalidRequestError("The request id is in use", value=request.request_id, param="request_id")
         check_request(request, self.limits, self.kv.pool.num_blocks, self.kv.block_size)
@@ -205,14 +207,13 @@ class Scheduler:
     def fail(self, batches: list[ScheduledBatch], error: str, request_ids: Collection[str] = ()) -> list[RequestDelta]:
         """The executor raised on batches[0]; the others were submitted behind it and are void as well.
 
-        The rows in `request_ids` end with `error`, or, if none of them is in the batch, all its rows. The others are
-        computed again from their known tokens.
+        The rows in `request_ids`, or who else is to blame, end with `error`. The others are computed again from their
+        known tokens.
         """
         rows = self._in_flight[batches[0].step_id].rows
-        culprits = [request for request in rows if request.request_id in request_ids] or rows
         void = [request for batch in batches for request in self._in_flight.pop(batch.step_id).rows]
         deltas = []
-        for request in culprits:
+        for request in culprits(rows, request_ids):
             if request.status is not FINISHED:
                 self._finish(request, "error", error)
                 deltas.append(delta_of(request, []))
@@ -275,7 +276,9 @@ class Scheduler:
     def _next_to_admit(self) -> Request | None:
         """The head of the queue if there is room. One that was preempted waits for its results on their way."""
         request = self._queue.peek() if len(self._running) < self.limits.max_num_seqs else None
-        return request if request is not None and request.num_in_flight_steps == 0 else None
+        if request is None or request.num_in_flight_steps > 0 or not may_join(request, self._running):
+            return None
+        return request
 
     def _find_prefix(self, request: Request, current: _Submitted) -> Prefix | None:
         """The KV that exists for a waiting request; None for a fork whose parent still computes the prompt."""
@@ -392,6 +395,7 @@ class Scheduler:
             self._finish(request, "error", "The model produced no token for this request.")
             return delta_of(request, [])
         request.num_in_flight_tokens -= 1
+        request.is_suspect = False
         num_taken, reason = append_tokens(request, token_ids)
         prompt_logprobs = self._prompt_logprobs.take(request) if len(request.output_token_ids) == num_taken else None
         if reason is not None:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.errors import EngineDeadError, NotReadyError, QuireError
+from quire.frontend.async_engine import AsyncEngine
 from quire.server.errors import HttpError, error_response
 from quire.server.protocol.common import ErrorDetail
 from quire.server.state import ServerState, state_of
@@ -16,7 +17,8 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Starting(msgspec.Struct, kw_only=True):
-    """Why the server is not ready: phase of the start (download, load, pack, warm up) and how much of it is done."""
+    """Why the server is not ready: phase of the start (download, load, pack, warm up; before them, after a failure,
+    restart) and how much of it is done."""
 
     error: ErrorDetail
     phase: str
@@ -34,6 +36,11 @@ async def readyz(request: Request) -> Response:
     state = state_of(request)
     if (error := _why_not_ready(state)) is None:
         return _json(b'{"status":"ready"}')
+    return _unavailable(state, error)
+
+
+def _unavailable(state: ServerState, error: QuireError) -> Response:
+    """503, with the phase if it is one of the engine's start."""
     response = error_response(error)
     progress = state.engine.progress
     if state.engine.error is None and progress is not None:
@@ -47,12 +54,12 @@ async def readyz(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """200 while steps end in time; 503 before the engine is ready, when it is stuck and when it is gone."""
-    engine = state_of(request).engine
-    if engine.is_healthy:
+    state = state_of(request)
+    if state.engine.is_healthy:
         return _json(b'{"status":"ok"}')
-    if not engine.is_ready:
-        return error_response(_engine_error(engine.error))
-    return error_response(EngineDeadError("The engine has not finished a step for too long", fix="Restart the server"))
+    if not state.engine.is_ready:
+        return _unavailable(state, _engine_error(state.engine))
+    return error_response(EngineDeadError("The engine does not answer in time", fix="Retry in a few seconds"))
 
 
 async def load(request: Request) -> Response:
@@ -76,16 +83,17 @@ async def metrics(request: Request) -> Response:
 
 def _why_not_ready(state: ServerState) -> QuireError | None:
     if not state.engine.is_ready:
-        return _engine_error(state.engine.error)
+        return _engine_error(state.engine)
     if state.is_draining:
         return NotReadyError("The server is shutting down", fix="Send requests to another server")
     return None
 
 
-def _engine_error(error: QuireError | None) -> QuireError:
-    if error is not None:
-        return EngineDeadError(error.message)
-    return NotReadyError("The engine is starting", fix="Retry in a few seconds")
+def _engine_error(engine: AsyncEngine) -> QuireError:
+    if engine.error is not None:
+        return EngineDeadError(engine.error.message)
+    again = " again, after a failure" if engine.is_restarting else ""
+    return NotReadyError(f"The engine is starting{again}", fix="Retry in a few seconds")
 
 
 def _json(body: bytes) -> Response:

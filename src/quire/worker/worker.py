@@ -47,6 +47,7 @@ class Worker:
 
     runner: ModelRunner
     resolved: Resolved
+    measured_step: tuple[int, float]  # tokens and seconds of the run that measured working memory
 
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: bool, progress: Progress) -> Worker:
@@ -70,7 +71,8 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {form}")
     progress("warm up", 0.0, "measuring working memory")
     logits = logits_bytes(model_config, resolved.max_num_seqs)
-    work_bytes = _measure_work_bytes(model, model_config, resolved, dtype) + logits
+    measured_bytes, measured_step = _measure(model, model_config, resolved, dtype)
+    work_bytes = measured_bytes + logits
     memory = MemoryFacts(
         total_bytes=device.total_memory_bytes,
         free_bytes=devices.free_memory_bytes(),
@@ -96,7 +98,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
             param="kv_cache_memory_bytes",
         ) from error
     inputs = InputBatch(resolved.max_num_seqs, resolved.max_model_len, resolved.block_size, model_config.vocab_size)
-    return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved)
+    return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved, measured_step)
 
 
 def _allocate_caches(
@@ -119,8 +121,12 @@ def _peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _measure_work_bytes(model: CausalLM, model_config: ModelConfig, resolved: Resolved, dtype: torch.dtype) -> int:
+def _measure(
+    model: CausalLM, model_config: ModelConfig, resolved: Resolved, dtype: torch.dtype
+) -> tuple[int, tuple[int, float]]:
     """Peak memory of one step at the full token budget, logits aside: measured on a short run, and scaled.
+
+    Also answers with that run's tokens and seconds.
 
     The run also warms the kernels: the first request does not pay for thread start and page faults.
     """
@@ -131,12 +137,13 @@ def _measure_work_bytes(model: CausalLM, model_config: ModelConfig, resolved: Re
     runner = ModelRunner(model, caches, inputs, "raw_logprobs")
     before = devices.resident_memory_bytes()
     peak_before = _peak_resident_bytes()
-    runner.execute(_profile_batch(num_tokens, num_blocks))
+    result = runner.execute(_profile_batch(num_tokens, num_blocks))
     held = kv_cache.num_bytes(caches)
     growth = max(_peak_resident_bytes() - max(before, peak_before), devices.resident_memory_bytes() - before) - held
     floor = least_work_bytes(model_config, num_tokens, resolved.dtype)  # the peak may hide under that of loading
     scale: float = resolved.max_num_batched_tokens / num_tokens
-    return int(max(growth, floor) * scale)
+    seconds = result.prepare_seconds + result.forward_seconds + result.sample_seconds
+    return int(max(growth, floor) * scale), (num_tokens, seconds)
 
 
 def _profile_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:

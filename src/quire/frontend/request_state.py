@@ -1,0 +1,265 @@
+"""One request between the engine's deltas and its outputs: its continuations, their text, what is not handed on yet."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from quire.frontend.input_processor import ProcessedRequest
+from quire.frontend.logprobs import LogprobDecoder, prompt_logprobs
+from quire.frontend.stats import FinishedRequest
+from quire.frontend.text.pipeline import TextPipeline
+from quire.frontend.timeline import Timelines
+from quire.frontend.tokenizer import Tokenizer
+from quire.messages import AddRequest, RequestDelta
+from quire.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestMetrics, RequestOutput
+from quire.sampling_params import RequestOutputKind
+
+
+class Continuation:
+    """One of the n continuations: its text pipeline and what is not handed on yet."""
+
+    __slots__ = (
+        "cumulative_logprob",
+        "deferred_ids",
+        "finish_reason",
+        "first_token_time",
+        "index",
+        "is_cumulative",
+        "last_token_time",
+        "logprob_decoder",
+        "logprobs",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_counted",
+        "num_preemptions",
+        "num_received",
+        "num_tokens",
+        "num_unsent_tokens",
+        "pipeline",
+        "queued_seconds",
+        "request",
+        "request_id",
+        "stop_reason",
+        "text",
+        "timeline",
+        "token_ids",
+    )
+
+    def __init__(self, request: RequestState, message: AddRequest, index: int, tokenizer: Tokenizer | None) -> None:
+        params = request.processed.sampling_params
+        self.request, self.request_id, self.index = request, message.request_id, index
+        self.max_tokens = message.max_tokens
+        self.timeline = request.timeline.continuations[index]
+        self.is_cumulative = params.output_kind is not RequestOutputKind.DELTA
+        self.num_counted = 0  # tokens that the metrics have heard of
+        self.num_cached_tokens = 0
+        self.queued_seconds: float | None = None
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.start_again(message, tokenizer)
+
+    def start_again(self, message: AddRequest, tokenizer: Tokenizer | None) -> None:
+        """Forget all output, none of which was handed on: it comes again. What took place took place: times stay."""
+        params = self.request.processed.sampling_params
+        self.pipeline: TextPipeline | None = None
+        if params.detokenize and tokenizer is not None:
+            detokenizer = tokenizer.new_detokenizer(
+                message.prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+            )
+            self.pipeline = TextPipeline(
+                detokenizer,
+                params.stop or (),
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        # Without stop strings, text that is only wanted at the end is decoded at the end, in one go.
+        is_deferred = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
+        self.deferred_ids: list[int] | None = [] if is_deferred else None
+        has_logprobs = params.num_logprobs is not None
+        self.logprob_decoder = LogprobDecoder(tokenizer) if has_logprobs else None
+        self.cumulative_logprob: float | None = 0.0 if has_logprobs else None
+        self.text = ""  # of everything so far if cumulative, else of what is not handed on
+        self.token_ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] = []
+        self.num_tokens = self.num_unsent_tokens = self.num_received = 0
+        self.num_preemptions = 0  # by this engine
+
+    def take_tokens(self, delta: RequestDelta) -> None:
+        """Add a delta's tokens, up to the one that completes a stop string, their text and their logprobs."""
+        token_ids = delta.token_ids
+        self.finish_reason = cast("FinishReason | None", delta.finish_reason)
+        self.stop_reason = delta.stop_reason
+        if self.pipeline is not None:
+            num_used = self._take_text(self.pipeline, token_ids)
+            token_ids = token_ids[:num_used]
+        self.token_ids += token_ids
+        self.num_tokens += len(token_ids)
+        self.num_unsent_tokens += len(token_ids)
+        if self.logprob_decoder is not None and delta.logprobs is not None:
+            for entry in delta.logprobs[: len(token_ids)]:
+                self.logprobs.append(self.logprob_decoder.position(entry))
+                assert self.cumulative_logprob is not None
+                self.cumulative_logprob += entry.logprobs[0]
+
+    def _take_text(self, pipeline: TextPipeline, token_ids: list[int]) -> int:
+        """Returns how many of the tokens count: all, or those up to a stop string."""
+        params = self.request.processed.sampling_params
+        ends_with_token = self.finish_reason == "stop" and not params.include_stop_str_in_output
+        text_ids = token_ids[:-1] if ends_with_token else token_ids  # the text of EOS or a stop token is left out
+        if self.deferred_ids is not None:
+            self.deferred_ids += text_ids
+            if self.finish_reason is None:
+                return len(token_ids)
+            text_ids, self.deferred_ids = self.deferred_ids, []
+        text, num_used, stop = pipeline.push(text_ids)
+        self.text += text
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+            return num_used
+        if self.finish_reason is not None:
+            self.text += pipeline.finish()
+        return len(token_ids)
+
+    def output(self) -> CompletionOutput:
+        """What is to be handed on: everything so far, or only what is new."""
+        result = CompletionOutput(
+            self.index,
+            self.text,
+            self.token_ids.copy() if self.is_cumulative else self.token_ids,
+            self.cumulative_logprob,
+            None if self.logprob_decoder is None else self.logprobs.copy() if self.is_cumulative else self.logprobs,
+            self.finish_reason,
+            self.stop_reason,
+        )
+        self.num_unsent_tokens = 0
+        if not self.is_cumulative:
+            self.text, self.token_ids, self.logprobs = "", [], []
+        return result
+
+    def close_timeline(self, now: float) -> None:
+        """The facts of the end."""
+        timeline = self.timeline
+        timeline.finish_reason = self.finish_reason
+        timeline.finished_seconds = now - self.request.metrics.arrival_time
+
+    def summary(self, reason: FinishReason, now: float) -> FinishedRequest:
+        """The numbers of this continuation at its end."""
+        processed, arrival = self.request.processed, self.request.metrics.arrival_time
+        first, last, queued = self.first_token_time, self.last_token_time, self.queued_seconds
+        return FinishedRequest(
+            finish_reason=reason,
+            num_prompt_tokens=len(processed.prompt_token_ids),
+            num_output_tokens=self.num_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            max_tokens=self.max_tokens,
+            max_tokens_param=processed.sampling_params.max_tokens,
+            n=processed.sampling_params.n,
+            e2e_seconds=now - arrival,
+            queued_seconds=queued,
+            prefill_seconds=None if first is None or queued is None else max(first - arrival - queued, 0.0),
+            decode_seconds=None if first is None or last is None else last - first,
+            longest_num_output_tokens=self.request.longest_num_output_tokens if self.request.num_running == 0 else None,
+        )
+
+
+class RequestState:
+    """A prompt with its continuations."""
+
+    __slots__ = (
+        "continuations",
+        "is_retry",
+        "kind",
+        "metrics",
+        "num_cached_tokens",
+        "num_running",
+        "processed",
+        "prompt_logprobs",
+        "sent_after",
+        "timeline",
+        "tokenizer",
+        "was_handed_on",
+    )
+
+    def __init__(
+        self, processed: ProcessedRequest, tokenizer: Tokenizer | None, timelines: Timelines, now: float
+    ) -> None:
+        self.processed, self.tokenizer = processed, tokenizer
+        self.kind = processed.sampling_params.output_kind
+        self.metrics = RequestMetrics(arrival_time=processed.requests[0].arrival_time)
+        self.timeline = timelines.open(
+            processed.request_id, self.metrics, len(processed.prompt_token_ids), len(processed.requests), now
+        )
+        self.was_handed_on = False  # some output
+        self.is_retry = False  # the engine it is with is its second one
+        self.sent_after = 0.0  # seconds from the arrival to when the engine it is with got it
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.continuations = [
+            Continuation(self, message, index, tokenizer) for index, message in enumerate(processed.requests)
+        ]
+        self.num_running = len(self.continuations)
+
+    @property
+    def request_id(self) -> str:
+        return self.processed.request_id
+
+    @property
+    def longest_num_output_tokens(self) -> int:
+        """Tokens of the longest continuation so far."""
+        return max(child.num_tokens for child in self.continuations)
+
+    def take_facts(self, child: Continuation, delta: RequestDelta) -> None:
+        """What a delta says about the prompt and the schedule."""
+        self.metrics.num_preemptions += delta.num_preemptions - child.num_preemptions
+        child.num_preemptions = child.timeline.num_preemptions = delta.num_preemptions
+        if child.first_token_time is None:  # else an engine before this one has had its first token
+            child.num_cached_tokens = child.timeline.num_cached_tokens = delta.num_cached_tokens
+            if child.index == 0:
+                self.num_cached_tokens = delta.num_cached_tokens
+        if delta.queued_seconds is not None and child.queued_seconds is None:
+            child.queued_seconds = self.sent_after + delta.queued_seconds
+            if self.metrics.first_scheduled_time is None:
+                self.metrics.first_scheduled_time = self.metrics.arrival_time + child.queued_seconds
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = prompt_logprobs(
+                self.tokenizer, self.processed.prompt_token_ids, delta.prompt_logprobs
+            )
+
+    def take_output(self, child: Continuation) -> RequestOutput | None:
+        """The output to hand on after `child` changed, if it is time for one."""
+        if self.kind is RequestOutputKind.FINAL_ONLY:
+            return self._output(self.continuations) if self.num_running == 0 else None
+        if child.finish_reason is None:
+            if child.num_unsent_tokens == 0:
+                return None
+            interval = self.processed.sampling_params.stream_interval or 1
+            is_first = child.num_unsent_tokens == child.num_tokens
+            if child.num_unsent_tokens < interval and not is_first:
+                return None
+        output = self._output([child])
+        if self.kind is RequestOutputKind.DELTA:
+            self.prompt_logprobs = None  # handed on, once
+        return output
+
+    def _output(self, continuations: list[Continuation], error: str | None = None) -> RequestOutput:
+        processed = self.processed
+        self.was_handed_on = True
+        return RequestOutput(
+            processed.request_id,
+            processed.prompt,
+            processed.prompt_token_ids,
+            [child.output() for child in continuations],
+            self.num_running == 0,
+            self.prompt_logprobs,
+            self.metrics,
+            None,
+            self.num_cached_tokens,
+            error,
+        )
+
+    def failed_output(self, error: str) -> RequestOutput:
+        """The last output of a request that failed: all continuations as far as they came."""
+        return self._output(self.continuations, error)

@@ -1,0 +1,25 @@
+"""`quire serve` over the sabotaged engine, with short limits: SCRIPT FOLDER MAX_FAILURES serve ..."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from quire import launch, serve
+from quire.cli.main import main
+from quire.frontend.supervisor import RecoveryLimits
+
+if __name__ == "__main__":
+    _, folder, max_failures, *arguments = sys.argv
+    launch.ENGINE_PROGRAM = (str(Path(__file__).with_name("sabotaged_engine.py")), folder)
+    limits = RecoveryLimits(
+        min_step_seconds=1.0,
+        silence_seconds=1.0,
+        check_seconds=0.05,
+        max_failures=int(max_failures),
+        good_seconds=0.0 if int(max_failures) > 2 else 600.0,
+        max_delay_seconds=0.1,
+    )
+    serve.start_async_engine = partial(serve.start_async_engine, recovery=limits)  # type: ignore[assignment]
+    sys.exit(main(arguments))

@@ -1,0 +1,350 @@
+"""`quire serve` whose engine is killed, stopped, hangs, breaks or finds no memory, beside streams that must not change.
+
+The engine is the real one, sabotaged by files (sabotaged_engine.py). A hang holds requests before their first token;
+what is to happen to the engine then happens to all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e import reference
+from tests.e2e.sabotaged_engine import LONG_PROMPT, LONG_SECONDS
+from tests.e2e.serving import SMALL, START_SECONDS, Serve
+
+COMPLETIONS = "/v1/completions"
+NORMAL: tuple[dict[str, Any], ...] = tuple(
+    {"max_tokens": 12, "ignore_eos": True} | body
+    for body in (
+        {"prompt": reference.TEXTS[0], "temperature": 0},
+        {"prompt": reference.TEXTS[1], "temperature": 1, "seed": 7},
+        {"prompt": reference.TEXTS[2], "temperature": 0, "n": 2},
+        {"prompt": reference.TEXTS[2], "temperature": 0.8, "seed": 1, "logprobs": 2},
+    )
+)
+ENDLESS = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True}
+TOKENS = "vllm:generation_tokens_total/"
+REASONS = {
+    "kill": "crash",
+    "break": "crash",
+    "stop": "silent",
+    "hang": "stuck",
+    "hang with the lock": "silent",
+}
+
+
+class SabotagedServe(Serve):
+    def __init__(self, folder: Path, max_failures: int = 100) -> None:
+        super().__init__(*SMALL)
+        script = Path(__file__).with_name("sabotaged_serve.py")
+        self._command = [sys.executable, str(script), str(folder), str(max_failures), *self._command[3:]]
+        self.folder = folder
+
+    @property
+    def engine(self) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children()
+        (engine,) = [child for child in children if "sabotaged_engine" in str(child.cmdline())]
+        return engine
+
+    def order(self, order: str) -> None:
+        """For the next step of the engine."""
+        for name in ("acting", "survived", "go"):
+            (self.folder / name).unlink(missing_ok=True)
+        scratch = self.folder / "scratch"
+        scratch.write_text(order)
+        scratch.rename(self.folder / "order")
+
+    def wait_until_acting(self) -> None:
+        self.wait_for((self.folder / "acting").exists, "the order to be obeyed")
+
+    def wait_healthy(self) -> None:
+        self.wait_for(lambda: self.get("/health").status_code == 200, "recovery", START_SECONDS)
+
+    def text(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of an answer that is given whole."""
+        response = httpx.post(self.url + COMPLETIONS, json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        choices: list[dict[str, Any]] = response.json()["choices"]
+        return choices
+
+    def events(self, body: dict[str, Any], on_text: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+        """The events of a streamed answer, which must end with [DONE]."""
+        events = []
+        with httpx.stream("POST", self.url + COMPLETIONS, json=body | {"stream": True}, timeout=60) as response:
+            assert response.status_code == 200, response.read()
+            for line in filter(None, response.iter_lines()):
+                events.append(line.removeprefix("data: "))
+                on_text()
+        assert events[-1] == "[DONE]", "the stream was cut"
+        return [json.loads(event) for event in events[:-1]]
+
+    def streamed(self, body: dict[str, Any]) -> list[str]:
+        """The texts of a streamed answer."""
+        texts: dict[int, str] = {}
+        for event in self.events(body):
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        return [texts[index] for index in sorted(texts)]
+
+    def counts(self) -> dict[str, float]:
+        """The samples of /metrics that count failures and tokens, as name/reason."""
+        return {
+            f"{sample.name}/{sample.labels.get('reason') or sample.labels.get('finished_reason') or ''}": sample.value
+            for family in text_string_to_metric_families(self.get("/metrics").text)
+            for sample in family.samples
+            if sample.name.startswith(("quire_", "vllm:request_success", "vllm:generation_tokens_total"))
+        }
+
+    @contextmanager
+    def counting(self, expected: dict[str, float]) -> Iterator[None]:
+        """What is counted meanwhile, everything that is not named being as before."""
+        before = self.counts()
+        yield
+        after = self.counts()
+        found = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+        found.pop(TOKENS, None)
+        assert found == expected
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SabotagedServe]:
+    with SabotagedServe(tmp_path_factory.mktemp("orders")) as server:
+        yield server
+        assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: SabotagedServe) -> list[list[str]]:
+    return [[choice["text"] for choice in server.text(body)] for body in NORMAL]
+
+
+class Began:
+    """A streamed answer in a thread, of which a part has come."""
+
+    def __init__(self, server: SabotagedServe, pool: ThreadPoolExecutor) -> None:
+        has_text = threading.Event()
+        self.events = pool.submit(server.events, ENDLESS, has_text.set)
+        assert has_text.wait(20)
+
+    def check_ended(self) -> None:
+        *parts, last = self.events.result(60)
+        assert last["error"]["code"] == "engine_restarted"
+        assert all("error" not in part for part in parts)
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_recovery(server: SabotagedServe, undisturbed: list[list[str]], how: str) -> None:
+    """Four streams without a token yet go on as if nothing had been, one with tokens ends with an error event."""
+    counted = {
+        f"quire_engine_restarts_total/{REASONS[how]}": 1.0,
+        "quire_requests_retried_total/": 4.0,
+        "quire_requests_lost_total/streaming": 1.0,
+        "vllm:request_success_total/length": 5.0,
+        "vllm:request_success_total/error": 1.0,
+    }
+    statuses: dict[str, list[int]] = {"/livez": [], "/readyz": [], "/health": []}
+    with server.counting(counted), ThreadPoolExecutor() as pool:
+        engine = server.engine
+        began = Began(server, pool)
+        server.order("hang" if how in ("kill", "stop") else how)
+        server.wait_until_acting()
+        normal = [pool.submit(server.streamed, body) for body in NORMAL]
+        server.wait_for(lambda: server.get("/load").json()["server_load"] == 5, "the streams to arrive")
+        if how == "kill":
+            engine.kill()
+        if how == "stop":
+            engine.suspend()
+        if how == "break":
+            (server.folder / "go").touch()
+        noticed = False
+        started = time.monotonic()
+        while not (noticed and statuses["/health"][-1] == statuses["/readyz"][-1] == 200):
+            assert time.monotonic() < started + START_SECONDS, server.log
+            for path, seen in statuses.items():
+                response = server.get(path)
+                seen.append(response.status_code)
+                if path != "/livez" and response.status_code == 503 and not noticed:
+                    noticed = True
+                    assert time.monotonic() - started < 5, "noticed late: the limits of this server are a second"
+                    assert response.json()["error"]["code"] in ("not_ready", "engine_dead")
+            time.sleep(0.01)
+        began.check_ended()
+        assert [future.result(60) for future in normal] == undisturbed
+    assert set(statuses["/livez"]) == {200}
+    assert set(statuses["/health"]) <= {200, 503}
+    assert set(statuses["/readyz"]) <= {200, 503}
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, "the old engine was left behind"
+    assert server.process.poll() is None
+
+
+def test_an_idle_engine_that_is_stopped(server: SabotagedServe, undisturbed: list[list[str]]) -> None:
+    with server.counting({"quire_engine_restarts_total/silent": 1.0, "vllm:request_success_total/length": 5.0}):
+        server.engine.suspend()
+        server.wait_for(lambda: server.get("/readyz").status_code == 503, "the silence to be noticed", 5)
+        response = server.get("/health")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+        assert response.json()["phase"]
+        assert response.headers["retry-after"]
+        refused = httpx.post(server.url + COMPLETIONS, json=NORMAL[0])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        assert int(refused.headers["retry-after"]) > 0
+        server.wait_healthy()
+        assert [server.streamed(body) for body in NORMAL] == undisturbed
+
+
+def test_a_server_that_is_suspended_itself_does_not_blame_the_engine(server: SabotagedServe) -> None:
+    """Ctrl-Z in the terminal stops both processes, and `fg` lets them go on."""
+    both = (server.engine, psutil.Process(server.process.pid))
+    with server.counting({"vllm:request_success_total/length": 1.0}):
+        for process in both:
+            process.suspend()
+        time.sleep(1.5)  # longer than this server's limits
+        for process in reversed(both):
+            process.resume()
+            time.sleep(0.1)
+        assert server.text(NORMAL[0])
+        assert server.get("/health").status_code == 200
+    assert server.engine.pid == both[0].pid
+
+
+def test_a_long_prefill_is_healthy(server: SabotagedServe) -> None:
+    """A step that takes longer than the limit of short ones, and was predicted to."""
+    prompt = [5] * (LONG_PROMPT + 1)
+    with server.counting({"vllm:request_success_total/length": 1.0}), ThreadPoolExecutor() as pool:
+        started = time.monotonic()
+        answer = pool.submit(server.text, {"prompt": prompt, "max_tokens": 1, "ignore_eos": True})
+        while not answer.done():
+            assert server.get("/health").status_code == server.get("/readyz").status_code == 200
+            time.sleep(0.01)
+        assert answer.result()
+        assert time.monotonic() - started > LONG_SECONDS > 1.0, "the step was not long"
+
+
+def test_answers_that_are_given_whole_survive(server: SabotagedServe) -> None:
+    """Tokens that were computed and had not left are computed again: the same, also of forks and beams."""
+    bodies: list[dict[str, Any]] = [
+        {"prompt": "Hello", "max_tokens": 40, "temperature": 1, "n": 3, "ignore_eos": True, "seed": 5},
+        {"prompt": "Hello", "max_tokens": 40, "temperature": 1, "ignore_eos": True, "logprobs": 2, "seed": 9},
+        {"prompt": "Hello", "max_tokens": 12, "temperature": 0, "n": 3, "use_beam_search": True},
+        {"prompt": ["Hello", "json"], "max_tokens": 12, "temperature": 0, "ignore_eos": True},
+    ]
+    expected = [server.text(body) for body in bodies]
+    num_tokens_of_all = None
+    for num_tokens_before in (0, 40):
+        before = server.counts()
+        with ThreadPoolExecutor() as pool:
+            if num_tokens_before == 0:
+                server.order("hang")
+            answers = [pool.submit(server.text, body) for body in bodies]
+            if num_tokens_before > 0:
+                wanted = before[TOKENS] + num_tokens_before
+                server.wait_for(lambda wanted=wanted: server.counts()[TOKENS] >= wanted, "tokens")  # type: ignore[misc]
+                server.order("hang")
+            server.wait_until_acting()
+            time.sleep(0.1)  # for what is on its way, like the next round of the beams
+            server.engine.kill()
+            assert [answer.result(60) for answer in answers] == expected
+        after = server.counts()
+        assert after["quire_engine_restarts_total/crash"] == before["quire_engine_restarts_total/crash"] + 1
+        assert after["quire_requests_lost_total/streaming"] == before["quire_requests_lost_total/streaming"]
+        num_tokens = after[TOKENS] - before[TOKENS]
+        assert num_tokens_of_all in (None, num_tokens), "tokens computed again count twice"
+        num_tokens_of_all = num_tokens
+
+
+def test_moved_limits_outlive_the_engine(server: SabotagedServe) -> None:
+    moved = httpx.post(server.url + "/v1/config", json={"max_num_seqs": 2})
+    assert moved.status_code == 200, moved.text
+    server.engine.kill()
+    server.wait_for(lambda: server.get("/readyz").status_code == 503, "the end to be noticed", 5)
+    server.wait_healthy()
+    setting = server.get("/v1/config").json()["settings"]["max_num_seqs"]
+    assert (setting["value"], setting["source"]) == (2, "live")
+    with ThreadPoolExecutor() as pool:
+        streams = [Began(server, pool) for _ in range(2)]
+        waiting = pool.submit(server.text, NORMAL[0])
+        server.wait_for(lambda: "vllm:num_requests_waiting{" in server.get("/metrics").text, "metrics")
+        server.wait_for(
+            lambda: any(
+                line.startswith("vllm:num_requests_waiting{") and line.endswith(" 1.0")
+                for line in server.get("/metrics").text.splitlines()
+            ),
+            "the third request to wait",
+        )
+        server.engine.kill()
+        for stream in streams:
+            stream.check_ended()
+        assert waiting.result(60)
+    assert httpx.post(server.url + "/v1/config", json={"max_num_seqs": 128}).status_code == 200
+
+
+def test_no_memory_at_any_allocation(server: SabotagedServe) -> None:
+    """The k-th allocation of a step fails, for every k: one request may end, with 503; the engine stays."""
+    bodies = [body | {"max_tokens": 3} for body in NORMAL]
+    undisturbed = [[choice["text"] for choice in server.text(body)] for body in bodies]
+    engine, num_failed, k = server.engine.pid, 0, 0
+    with ThreadPoolExecutor() as pool, httpx.Client(base_url=server.url, timeout=20) as client:
+        while not (server.folder / "survived").exists():
+            k += 1
+            assert k < 2000
+            server.order(f"allocation {k}")
+            answers = [pool.submit(client.post, COMPLETIONS, json=body) for body in bodies]
+            failed = 0
+            for answer, texts in zip(answers, undisturbed, strict=True):
+                response = answer.result(60)
+                if response.status_code == 200:
+                    assert [choice["text"] for choice in response.json()["choices"]] == texts, k
+                else:
+                    failed += 1
+                    assert response.status_code == 503, response.text
+                    assert response.json()["error"]["code"] == "out_of_memory"
+                    assert "allocate" not in response.text
+            assert failed <= 1, f"allocation {k} ended {failed} requests"
+            num_failed += failed
+            assert client.get("/health").status_code == 200
+    assert num_failed > 50, "hardly an allocation failed"
+    assert server.engine.pid == engine, "the engine did not survive"
+
+
+@pytest.mark.parametrize("poison", ["hang", "kill"])
+def test_it_gives_up(tmp_path: Path, poison: str) -> None:
+    """An engine that fails again and again ends the server, with 1 for a service manager to see."""
+    with SabotagedServe(tmp_path, max_failures=2) as server, ThreadPoolExecutor() as pool:
+        statuses = []
+        for _ in range(2):
+            server.order("hang")
+            answer = pool.submit(httpx.post, server.url + COMPLETIONS, json=NORMAL[0], timeout=60)
+            server.wait_until_acting()
+            if poison == "kill":
+                server.engine.kill()
+            statuses.append(answer.result(60).status_code)
+        assert statuses == [200, 503]
+        assert server.wait_exit() == 1
+        assert "The engine failed 2 times" in server.log
+        assert ("SIGKILL" if poison == "kill" else "has not finished a step") in server.log
+        assert "Traceback" not in server.log
+
+
+def test_an_engine_that_never_served_is_not_started_again(tmp_path: Path) -> None:
+    server = SabotagedServe(tmp_path)
+    server._waits = False
+    with server:
+        server.wait_for(lambda: bool(psutil.Process(server.process.pid).children()), "the engine process")
+        server.engine.send_signal(signal.SIGKILL)
+        assert server.wait_exit() == 1
+        assert "SIGKILL" in server.log

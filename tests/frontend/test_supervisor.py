@@ -1,0 +1,422 @@
+"""What counts as a failed engine and when the next one starts; and AsyncEngine over one EchoClient after another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from quire.errors import ConfigError, EngineDeadError, EngineRestartedError, NotReadyError
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.echo_client import EchoClient
+from quire.frontend.input_processor import InputProcessor, ModelLimits
+from quire.frontend.live_limits import move_limits
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.stats import FinishedRequest, NoMetrics
+from quire.frontend.supervisor import RecoveryLimits, RestartPolicy, Watch
+from quire.messages import Abort, AddRequest, EngineBeat, EngineFailed, EngineReady, SetLimits
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from tests.frontend.test_async_engine import ANSWER, TOKENIZER
+
+LIMITS = RecoveryLimits()
+# The same rules, faster.
+QUICK = RecoveryLimits(
+    min_step_seconds=0.2, silence_seconds=0.2, check_seconds=0.01, max_failures=4, max_delay_seconds=0.01
+)
+
+
+# The watch
+
+
+def ready_watch() -> Watch:
+    watch = Watch(LIMITS, 0.0)
+    watch.on_beat(0.0, 0.0)
+    watch.on_ready(0.0)
+    return watch
+
+
+@pytest.mark.parametrize("predicted", [0.0, 0.4, 0.5, 3.0, 60.0])
+def test_a_step_may_take_ten_seconds_or_twenty_times_its_predicted_time(predicted: float) -> None:
+    watch = ready_watch()
+    allowed = max(10.0, 20 * predicted)
+    now = 0.0
+    while now < allowed:
+        watch.on_beat(now, predicted)
+        assert watch.verdict(now, has_work=True) is None, f"a step of {predicted} s after {now} s"
+        now += 1.0
+    watch.on_beat(allowed, predicted)
+    assert watch.verdict(allowed + 0.01, has_work=True) == "stuck"
+    assert watch.verdict(allowed + 0.01, has_work=False) is None, "an idle engine ends no steps"
+    watch.on_step(allowed + 0.01)
+    assert watch.verdict(allowed + 0.01, has_work=True) is None
+
+
+@pytest.mark.parametrize("has_work", [False, True])
+@pytest.mark.parametrize("predicted", [0.0, 100.0])
+def test_silence_is_noticed_whatever_the_engine_does(has_work: bool, predicted: float) -> None:
+    watch = ready_watch()
+    watch.on_beat(5.0, predicted)
+    watch.on_step(5.5)
+    assert watch.verdict(14.9, has_work=has_work) is None
+    assert watch.verdict(15.1, has_work=has_work) == "silent"
+
+
+def test_a_process_stopped_in_a_step_is_called_silent() -> None:
+    watch = ready_watch()
+    watch.on_beat(0.9, 0.1)
+    assert watch.verdict(10.5, has_work=True) == "silent"
+
+
+def test_the_limits_notice_within_fifteen_seconds() -> None:
+    """trust.md: noticed in under 15 s; beats come every second."""
+    assert max(LIMITS.min_step_seconds, LIMITS.silence_seconds) + 1.0 + LIMITS.check_seconds < 15
+
+
+def test_an_engine_without_beats_is_not_silent() -> None:
+    watch = Watch(LIMITS, 0.0)
+    watch.on_ready(0.0)
+    assert watch.verdict(1000.0, has_work=False) is None
+
+
+def test_a_start_may_be_long_but_not_silent() -> None:
+    watch = Watch(LIMITS, 0.0)
+    assert watch.verdict(59.0, has_work=True) is None
+    assert watch.verdict(61.0, has_work=True) == "start"
+    for now in range(0, 600, 30):
+        watch.on_beat(float(now), 0.0)
+        assert watch.verdict(float(now), has_work=True) is None
+    watch.on_beat(600.5, 0.0)
+    assert watch.verdict(600.5, has_work=True) == "start"
+
+
+def test_what_this_process_slept_through_does_not_count() -> None:
+    watch = ready_watch()
+    watch.forgive(1000.0)
+    assert watch.verdict(1009.0, has_work=True) is None
+    assert watch.verdict(1011.0, has_work=True) == "silent"
+
+
+# The policy
+
+
+def test_back_off_and_the_end() -> None:
+    policy = RestartPolicy(LIMITS)
+    assert [policy.on_failure(0.0) for _ in range(8)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, None]
+
+
+def test_good_time_makes_up_for_failures() -> None:
+    policy = RestartPolicy(LIMITS)
+    for _ in range(5):
+        policy.on_failure(599.0)
+    assert policy.on_failure(599.0) == 16.0
+    assert policy.on_failure(600.0) == 0.0
+    assert policy.on_failure(1.0) == 1.0
+
+
+# AsyncEngine
+
+
+class Recorder(NoMetrics):
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        self.counts["tokens"] += num_tokens
+        self.counts["first tokens"] += 1
+
+    def on_tokens(self, num_tokens: int, seconds: float) -> None:
+        assert num_tokens > 0
+        self.counts["tokens"] += num_tokens
+
+    def on_finished(self, finished: FinishedRequest) -> None:
+        self.counts[finished.finish_reason] += 1
+
+    def on_restart(self, reason: str) -> None:
+        self.counts[f"restart {reason}"] += 1
+
+    def on_retry(self) -> None:
+        self.counts["retry"] += 1
+
+    def on_unsaved(self, reason: str) -> None:
+        self.counts[f"unsaved {reason}"] += 1
+
+
+class Recovering:
+    """`async with Recovering() as running`: an engine, ready, with a starter of further EchoClients."""
+
+    def __init__(self, *, limits: RecoveryLimits = QUICK, is_ready: bool = True, **options: Any) -> None:
+        self.options = {"answer": ANSWER} | options
+        self.clients: list[EchoClient] = []
+        self.next_is_ready = True
+        self.failing_launches = 0
+        self.num_kills = 0
+        self.metrics = Recorder()
+        first = EchoClient(**self.options, is_ready=is_ready)
+        self.clients.append(first)
+        inputs = InputProcessor(TOKENIZER, ModelLimits(10**6, TOKENIZER.vocab_size))
+        outputs = OutputProcessor(TOKENIZER, self.metrics)
+        self.engine = AsyncEngine(first, inputs, outputs, starter=self, recovery=limits)
+
+    def launch(self) -> EchoClient:
+        if self.failing_launches:
+            self.failing_launches -= 1
+            raise OSError(12, "Cannot allocate memory")
+        client = EchoClient(**self.options, is_ready=self.next_is_ready)
+        self.clients.append(client)
+        return client
+
+    def kill(self) -> None:
+        self.num_kills += 1
+
+    def describe_end(self) -> str | None:
+        return "Ended by SIGTEST."
+
+    @property
+    def client(self) -> EchoClient:
+        return self.clients[-1]
+
+    async def __aenter__(self) -> Recovering:
+        self.engine.start()
+        await self.engine.wait_ready(10)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.engine.shutdown()
+
+    async def wait_for_client(self, number: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.clients) < number or not self.engine.is_ready:
+                await asyncio.sleep(0.001)
+
+    async def read(self, request_id: str, kind: RequestOutputKind = RequestOutputKind.DELTA, **fields: Any) -> str:
+        params = SamplingParams(**{"max_tokens": 50, "output_kind": kind} | fields)
+        texts = {}
+        async for output in self.engine.generate("ab", params, request_id):
+            for part in output.outputs:
+                texts[part.index] = texts.get(part.index, "") * (kind is RequestOutputKind.DELTA) + part.text
+        return " | ".join(texts.values())
+
+
+def sent(client: EchoClient, kind: type) -> list[Any]:
+    return [message for message in client.sent if isinstance(message, kind)]
+
+
+async def test_what_was_not_streamed_is_sent_again_and_the_rest_ends() -> None:
+    async with Recovering() as running:
+        running.client.step_seconds = 0.002
+        streaming = await running.engine.add_request(
+            "ab", SamplingParams(max_tokens=1000, output_kind=RequestOutputKind.DELTA, min_tokens=1000), "streaming"
+        )
+        await anext(streaming)
+        running.client.is_paused = True
+        waiting = [asyncio.ensure_future(running.read(f"waiting-{index}")) for index in range(3)]
+        await asyncio.sleep(0.02)
+        running.client.die("killed")
+        with pytest.raises(EngineRestartedError, match="Send it again") as caught:
+            async for _ in streaming:
+                pass
+        assert (caught.value.status, caught.value.code) == (503, "engine_restarted")
+        assert await asyncio.gather(*waiting) == ["the quick fox"] * 3
+        first, second = (sent(client, AddRequest) for client in running.clients)
+        assert [message.request_id for message in second] == [message.request_id for message in first[1:]]
+        assert [message.sampling_params for message in second] == [message.sampling_params for message in first[1:]]
+        assert all(message.is_retry for message in second)
+        assert running.num_kills == 1, "what is left of an engine is ended before the next one starts"
+        counts = running.metrics.counts
+        assert (counts["restart crash"], counts["retry"], counts["unsaved streaming"]) == (1, 3, 1)
+        assert (counts["error"], counts["stop"]) == (1, 3)
+        assert await running.read("later") == "the quick fox"
+
+
+async def test_an_answer_that_is_given_whole_is_computed_again_and_counted_once() -> None:
+    async with Recovering() as running:
+        running.client.step_seconds = 0.002
+        kind = RequestOutputKind.FINAL_ONLY
+        whole = asyncio.ensure_future(running.read("whole", kind, n=2, logprobs=1))
+        async with asyncio.timeout(10):
+            while running.metrics.counts["tokens"] < 6:
+                await asyncio.sleep(0.001)
+        running.client.die("killed")
+        assert await whole == "the quick fox | the quick fox"
+        num_tokens = len(ANSWER) + 1
+        assert running.metrics.counts["tokens"] == 2 * num_tokens
+        assert running.metrics.counts["first tokens"] == 2
+
+
+async def test_a_continuation_that_was_complete_is_not_computed_again() -> None:
+    async with Recovering() as running:
+        running.client.is_paused = True
+        whole = asyncio.ensure_future(running.read("whole", RequestOutputKind.FINAL_ONLY, n=2, stop=["quick"]))
+        await asyncio.sleep(0.01)
+        running.clients[0]._running.pop("whole-0")  # the other one ends first
+        running.client.is_paused = False
+        running.clients[0]._wake.set()
+        async with asyncio.timeout(10):
+            while running.metrics.counts["stop"] < 1:
+                await asyncio.sleep(0.001)
+        running.client.die("killed")
+        assert await whole == "the  | the "
+        (again,) = sent(running.client, AddRequest)
+        assert again.request_id == sent(running.clients[0], AddRequest)[0].request_id
+        assert running.metrics.counts["stop"] == 2
+
+
+async def test_a_request_is_retried_once() -> None:
+    async with Recovering() as running:
+        running.client.is_paused = True
+        reading = asyncio.ensure_future(running.read("poison"))
+        await asyncio.sleep(0.01)
+        running.next_is_ready = False
+        running.client.die("killed")
+        async with asyncio.timeout(10):
+            while len(running.clients) < 2:
+                await asyncio.sleep(0.001)
+        running.client.is_paused = True
+        running.client.make_ready()
+        await running.wait_for_client(2)
+        running.client.die("killed again")
+        with pytest.raises(EngineRestartedError):
+            await reading
+        assert running.metrics.counts["unsaved retried"] == 1
+
+
+async def test_failed_starts_do_not_use_up_the_retry() -> None:
+    async with Recovering() as running:
+        running.client.is_paused = True
+        reading = asyncio.ensure_future(running.read("patient"))
+        await asyncio.sleep(0.01)
+        running.failing_launches = 1
+        running.next_is_ready = False
+        running.client.die("killed")
+        async with asyncio.timeout(10):
+            while len(running.clients) < 2:
+                await asyncio.sleep(0.001)
+        running.next_is_ready = True
+        running.client.push(EngineFailed("No memory", ConfigError.code))
+        assert await reading == "the quick fox"
+        assert running.metrics.counts["restart start"] == 2
+        assert running.metrics.counts["restart crash"] == 1
+
+
+async def test_it_gives_up() -> None:
+    async with Recovering() as running:
+        running.client.is_paused = True
+        reading = asyncio.ensure_future(running.read("hopeless"))
+        await asyncio.sleep(0.01)
+        running.failing_launches = 100
+        running.client.die("killed")
+        with pytest.raises(EngineDeadError, match=r"failed 4 times.*Cannot allocate memory.*SIGTEST"):
+            await reading
+        assert isinstance(running.engine.error, EngineDeadError)
+        assert running.metrics.counts["unsaved gave_up"] == 1
+        assert running.metrics.counts["restart start"] + running.metrics.counts["restart crash"] == 3
+
+
+async def test_the_first_start_is_not_repeated() -> None:
+    running = Recovering(is_ready=False)
+    running.engine.start()
+    running.client.push(EngineFailed("No such model.", ConfigError.code))
+    with pytest.raises(ConfigError, match="No such model"):
+        await running.engine.wait_ready(10)
+    assert len(running.clients) == 1
+    await running.engine.shutdown()
+
+
+async def test_a_stuck_engine_is_replaced() -> None:
+    async with Recovering() as running:
+        running.client.is_paused = True
+        assert await running.read("stuck") == "the quick fox"
+        assert running.metrics.counts["restart stuck"] == 1
+        assert len(running.clients) == 2
+
+
+async def test_a_long_step_is_not_replaced() -> None:
+    async with Recovering() as running:
+        running.client.is_paused = True
+        reading = asyncio.ensure_future(running.read("long"))
+        for _ in range(50):  # a second in all: five times the limit of a step that is predicted to be short
+            running.client.push(EngineBeat(0.3))
+            await asyncio.sleep(0.02)
+            assert running.engine.is_healthy
+        running.client.is_paused = False
+        running.client._wake.set()
+        assert await reading == "the quick fox"
+        assert len(running.clients) == 1
+
+
+async def test_an_idle_engine_that_falls_silent_is_replaced() -> None:
+    async with Recovering() as running:
+        running.client.push(EngineBeat(0.0))
+        await running.wait_for_client(2)
+        assert running.metrics.counts["restart silent"] == 1
+
+
+async def test_requests_while_it_starts_again() -> None:
+    async with Recovering() as running:
+        running.next_is_ready = False
+        running.client.is_paused = True
+        stream = await running.engine.add_request("ab", SamplingParams(max_tokens=9), "leaves")
+        running.client.die("killed")
+        async with asyncio.timeout(10):
+            while len(running.clients) < 2:
+                await asyncio.sleep(0.001)
+        assert running.engine.is_restarting
+        assert not running.engine.is_healthy
+        assert running.engine.progress is not None
+        assert running.engine.progress.phase == "restart"
+        with pytest.raises(NotReadyError, match="again, after a failure"):
+            await running.read("new")
+        stream.close()  # its caller leaves meanwhile
+        running.client.make_ready()
+        await running.wait_for_client(2)
+        assert sent(running.client, AddRequest) == []
+        assert sent(running.client, Abort) == [Abort(["leaves-0"])]
+        assert running.engine.num_unfinished == 0
+
+
+async def test_moved_limits_stay_moved() -> None:
+    resolved = {
+        "max_num_seqs": {"value": 256, "source": "default", "detail": "", "max": 256},
+        "max_num_batched_tokens": {"value": 2048, "source": "default", "detail": "", "max": 2048},
+        "max_num_queued_reqs": {"value": 100, "source": "default", "detail": ""},
+        "enable_chunked_prefill": {"value": True, "source": "default", "detail": ""},
+    }
+
+    def ready() -> EngineReady:
+        return EngineReady(2048, 64, 16, 256, 2048, {name: dict(setting) for name, setting in resolved.items()})
+
+    async with Recovering() as running:
+        running.client.push(ready())
+        await asyncio.sleep(0.01)
+        move_limits(running.engine, {"max_num_seqs": 3})
+        move_limits(running.engine, {"max_num_queued_reqs": 5})
+        running.next_is_ready = False
+        running.client.die("killed")
+        async with asyncio.timeout(10):
+            while len(running.clients) < 2:
+                await asyncio.sleep(0.001)
+        running.client.push(ready())
+        await running.wait_for_client(2)
+        assert running.client.sent == [SetLimits(max_num_seqs=3, max_num_queued_reqs=5)]
+        assert running.engine.ready is not None
+        assert running.engine.ready.max_num_seqs == 3
+        shown = running.engine.ready.resolved
+        assert [shown[name]["source"] for name in resolved] == ["live", "default", "live", "default"]
+        assert running.engine.admission.max_num_queued_reqs == 5
+
+
+async def test_shutdown_while_it_starts_again() -> None:
+    async with Recovering() as running:
+        running.next_is_ready = False
+        running.client.is_paused = True
+        reading = asyncio.ensure_future(running.read("waits"))
+        await asyncio.sleep(0.01)
+        running.client.die("killed")
+        async with asyncio.timeout(10):
+            while not running.engine.is_restarting:
+                await asyncio.sleep(0.001)
+        await running.engine.shutdown()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await reading
