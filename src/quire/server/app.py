@@ -176,6 +176,7 @@ def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextM
                 line_task.cancel()
                 with suppress(asyncio.CancelledError):
                     await line_task
+            state.close()
             if state.settings.owns_engine:
                 await state.engine.shutdown()
 

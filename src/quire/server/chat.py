@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -14,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
+from quire.frontend.render_process import Render
 from quire.frontend.stream import RequestStream
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.server import beam_search, generation
@@ -34,9 +33,6 @@ from quire.server.protocol.fields import REFUSED_IN_CHAT, BodyDecoder
 from quire.server.sse import DONE, EventStream, event, run_until_disconnect
 from quire.server.state import SYSTEM_FINGERPRINT, ServerState, request_id_of, state_of
 from quire.server.timeline import timings
-
-# Conversations of more messages are rendered in a thread, so that other requests' streams go on meanwhile.
-INLINE_MESSAGES = 32
 
 _decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
 
@@ -98,16 +94,16 @@ def _check_tools(body: ChatRequest) -> list[str]:
 async def _render(state: ServerState, body: ChatRequest) -> str:
     continues = bool(body.continue_final_message)
     adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    render = partial(
-        state.renderer.render,
-        body.messages,
-        tools=body.tools or None,
-        add_generation_prompt=adds_prompt,
-        continue_final_message=continues,
-        documents=body.documents,
-        kwargs=body.chat_template_kwargs,
+    return await state.renderer.render(
+        Render(
+            body.messages,
+            tools=body.tools or None,
+            add_generation_prompt=adds_prompt,
+            continue_final_message=continues,
+            documents=body.documents,
+            kwargs=body.chat_template_kwargs,
+        )
     )
-    return render() if len(body.messages) <= INLINE_MESSAGES else await asyncio.to_thread(render)
 
 
 def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: str) -> Generation:

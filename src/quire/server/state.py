@@ -17,7 +17,7 @@ from starlette.types import Scope
 from quire import __version__
 from quire.errors import ConfigError, ModelNotFoundError, NotReadyError
 from quire.frontend.async_engine import AsyncEngine
-from quire.frontend.chat_template import ChatRenderer
+from quire.frontend.render_pool import MAX_RENDER_SECONDS, RenderPool
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.cors import CorsRules
@@ -43,6 +43,7 @@ class ServerSettings:
         max_model_len: context length, until the engine says its own.
         default_sampling_params: SamplingParams fields from the model's generation_config.json.
         chat_template: Jinja source, or the name of one of the model's templates, in place of the model's default.
+        max_render_seconds: after which a chat template that has not ended is killed.
         response_role: role of the answers.
         has_priorities: the scheduler looks at priorities; if not, a priority is named among the ignored fields.
         owns_engine: the app starts the engine's receiving with itself and shuts it down with itself.
@@ -57,6 +58,7 @@ class ServerSettings:
     max_model_len: int | None = None
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
+    max_render_seconds: float = MAX_RENDER_SECONDS
     response_role: str = "assistant"
     has_priorities: bool = False
     owns_engine: bool = True
@@ -84,10 +86,13 @@ class ServerState:
         self.created = int(time.time())
         self.is_draining = False
         self.recent = RecentRequests()
-        self._renderer = None
+        self._renderer: RenderPool | None = None
         if tokenizer is not None:
-            self._renderer = ChatRenderer(
-                tokenizer.chat_templates, tokenizer.special_tokens, override=settings.chat_template, name="The model"
+            self._renderer = RenderPool(
+                tokenizer.chat_templates,
+                tokenizer.special_tokens,
+                override=settings.chat_template,
+                max_seconds=settings.max_render_seconds,
             )
         self._numbers = count()
 
@@ -102,7 +107,7 @@ class ServerState:
         return self.settings.max_model_len if ready is None else ready.max_model_len
 
     @property
-    def renderer(self) -> ChatRenderer:
+    def renderer(self) -> RenderPool:
         """Raises ConfigError if the model runs without a tokenizer."""
         if self._renderer is None:
             raise ConfigError(
@@ -110,6 +115,11 @@ class ServerState:
                 fix="Use /v1/completions with token ids, or start without --skip-tokenizer-init",
             )
         return self._renderer
+
+    def close(self) -> None:
+        """End the processes that render chats."""
+        if self._renderer is not None:
+            self._renderer.close()
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFoundError unless the model is served; leaving it out means the only one."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.async_engine import INLINE_PROMPT_CHARS
-from quire.frontend.chat_template import ChatRenderer
+from quire.frontend.render_process import Render
 from quire.frontend.tokenizer import Tokenizer
 from quire.server.generation import ignored_headers
 from quire.server.limits import read_json
@@ -30,12 +30,9 @@ async def tokenize(request: Request) -> Response:
     body, ignored = await read_json(request, state.settings.limits, _tokenize_decoder.decode)
     state.check_model(body.model)
     _check(body)
-    renderer = state.renderer if body.messages is not None else None
-    tokens = await asyncio.to_thread(_encode, state, body, renderer)
-    token_strs = None
-    if body.return_token_strs:
-        vocabulary = _tokenizer(state)
-        token_strs = [vocabulary.id_to_token(token_id) or "" for token_id in tokens]
+    text = body.prompt if body.prompt is not None else await _render(state, body)
+    adds_special_tokens = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
+    tokens, token_strs = await asyncio.to_thread(_encode, state, text, adds_special_tokens, body.return_token_strs)
     limits = state.engine.input_processor.limits
     answer = TokenizeResponse(
         count=len(tokens),
@@ -76,22 +73,30 @@ def _check(body: TokenizeRequest) -> None:
                 )
 
 
-def _encode(state: ServerState, body: TokenizeRequest, renderer: ChatRenderer | None) -> list[int]:
-    inputs = state.engine.input_processor
-    if renderer is None:
-        assert body.prompt is not None
-        return inputs.encode(body.prompt, body.add_special_tokens is not False)
+async def _render(state: ServerState, body: TokenizeRequest) -> str:
     assert body.messages is not None
     continues = bool(body.continue_final_message)
-    text = renderer.render(
-        body.messages,
-        tools=body.tools or None,
-        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continues,
-        documents=body.documents,
-        kwargs=body.chat_template_kwargs,
+    return await state.renderer.render(
+        Render(
+            body.messages,
+            tools=body.tools or None,
+            add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+            continue_final_message=continues,
+            documents=body.documents,
+            kwargs=body.chat_template_kwargs,
+        )
     )
-    return inputs.encode(text, bool(body.add_special_tokens))
+
+
+def _encode(
+    state: ServerState, text: str, add_special_tokens: bool, with_strings: bool | None
+) -> tuple[list[int], list[str] | None]:
+    """Token ids and, if asked for, the vocabulary's spelling of each."""
+    tokens = state.engine.input_processor.encode(text, add_special_tokens)
+    if not with_strings:
+        return tokens, None
+    vocabulary = _tokenizer(state)
+    return tokens, [vocabulary.id_to_token(token_id) or "" for token_id in tokens]
 
 
 def _tokenizer(state: ServerState) -> Tokenizer:

@@ -1,0 +1,154 @@
+"""A process that renders chat templates and may be killed at any moment, and what goes through its socket.
+
+A template comes with a model and its input from strangers. Jinja has operations that no sandbox counts (formatting
+widths, `center`, constants folded while compiling), so it is compiled and run here, where the system bounds time and
+memory. The first message is Templates; each further one is a Render. Each is answered with one Answer.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from quire.errors import ConfigError, InvalidRequestError, QuireError, UnsupportedFieldError
+from quire.frontend.chat_template import ChatRenderer
+
+LENGTH = struct.Struct("!I")  # bytes of the message that follows, which is JSON
+# The largest body, decoded and copied, takes a third of it.
+MAX_MEMORY_BYTES = 2**30
+# The system ends the process this long after its parent should have done so: for a parent that is gone.
+ORPHAN_SECONDS = 1.0
+_ERRORS: dict[str, type[QuireError]] = {
+    kind.code: kind for kind in (InvalidRequestError, UnsupportedFieldError, ConfigError)
+}
+
+
+class Templates(msgspec.Struct):
+    """The arguments of ChatRenderer, and how long one rendering may take."""
+
+    templates: dict[str, str]
+    special_tokens: dict[str, str]
+    override: str | None
+    name: str
+    max_seconds: float
+
+
+class Render(msgspec.Struct):
+    """The arguments of ChatRenderer.render."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class Failure(msgspec.Struct):
+    """An error's class, by its code, and its arguments."""
+
+    code: str
+    what: str
+    value: Any
+    expected: str | None
+    fix: str | None
+    param: str | None
+
+
+class Answer(msgspec.Struct):
+    """The text, or why there is none."""
+
+    text: str = ""
+    failure: Failure | None = None
+
+
+def text_of(answer: bytes) -> str:
+    """The text of an encoded Answer. Raises the error it tells of."""
+    decoded = msgspec.json.decode(answer, type=Answer)
+    if (failure := decoded.failure) is not None:
+        raise _ERRORS[failure.code](
+            failure.what, value=failure.value, expected=failure.expected, fix=failure.fix, param=failure.param
+        )
+    return decoded.text
+
+
+def _failed(error: QuireError) -> Answer:
+    code = error.code if error.code in _ERRORS else InvalidRequestError.code
+    return Answer(failure=Failure(code, error.what, error.value, error.expected, error.fix, error.param))
+
+
+def send(connection: socket.socket, message: msgspec.Struct) -> None:
+    """One message, with its length before it."""
+    connection.sendall(framed(message))
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    """A message as it is sent."""
+    body = msgspec.json.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """One message's JSON; None at the end of the connection."""
+    head = _receive_bytes(connection, LENGTH.size)
+    return None if head is None else _receive_bytes(connection, LENGTH.unpack(head)[0])
+
+
+def _receive_bytes(connection: socket.socket, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        chunk = connection.recv(min(count - len(data), 2**20))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
+
+
+def main() -> None:
+    """Serve the socket that is standard input until it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the server, which ends this process when it has drained
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    with socket.socket(fileno=0) as connection:
+        if (first := receive(connection)) is None:
+            return
+        given = msgspec.json.decode(first, type=Templates)
+        try:
+            renderer = ChatRenderer(given.templates, given.special_tokens, override=given.override, name=given.name)
+        except QuireError as error:
+            send(connection, _failed(error))
+            return
+        send(connection, Answer())
+        with suppress(MemoryError):  # the end of the connection says so
+            while (body := receive(connection)) is not None:
+                signal.setitimer(signal.ITIMER_REAL, given.max_seconds + ORPHAN_SECONDS)  # SIGALRM ends the process
+                send(connection, _render(renderer, msgspec.json.decode(body, type=Render)))
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _render(renderer: ChatRenderer, asked: Render) -> Answer:
+    try:
+        return Answer(
+            renderer.render(
+                asked.messages,
+                tools=asked.tools,
+                documents=asked.documents,
+                kwargs=asked.kwargs,
+                add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=asked.continue_final_message,
+            )
+        )
+    except QuireError as error:
+        return _failed(error)
+
+
+if __name__ == "__main__":
+    main()
