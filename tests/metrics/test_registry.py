@@ -49,6 +49,7 @@ EXPECTED = {
     "vllm:request_params_max_tokens": "histogram",
     "vllm:request_params_n": "histogram",
     "vllm:request_num_preemptions": "histogram",
+    "quire_event_loop_lag_seconds": "histogram",
 }
 # vLLM's own upper bounds, which must stay among ours.
 VLLM_BUCKETS = {

@@ -23,7 +23,7 @@ DEVICE = DeviceFacts(
 MEMORY = MemoryFacts(total_bytes=8 * GIB, free_bytes=6 * GIB, weight_bytes=GIB, work_bytes=GIB)
 
 
-def _ready(**arguments: Any) -> EngineReady:
+def demo_ready(**arguments: Any) -> EngineReady:
     """What an engine with the demo model would say of itself."""
     config = EngineConfig.from_kwargs(**arguments)
     model = load_model_config(demo.path())
@@ -42,7 +42,7 @@ def _server(ready: EngineReady, **settings: Any) -> RunningServer:
 @pytest.fixture
 def running() -> Iterator[RunningServer]:
     server_record = resolve_server(ServerConfig(port=0, api_key=("do-not-show",), chat_template="/a/b/c.jinja"))
-    ready = _ready(download_dir="/home/somebody/models", hf_token="do-not-show")
+    ready = demo_ready(download_dir="/home/somebody/models", hf_token="do-not-show")
     with _server(ready, resolved=server_record.as_dict()) as server:
         yield server
 
@@ -156,7 +156,7 @@ def test_malformed(running: RunningServer, text: bytes) -> None:
 
 
 def test_without_chunks_a_step_holds_the_longest_prompt() -> None:
-    with _server(_ready(enable_chunked_prefill=False, max_num_batched_tokens=4096)) as server:
+    with _server(demo_ready(enable_chunked_prefill=False, max_num_batched_tokens=4096)) as server:
         assert server.http.post("/v1/config", json={"max_num_batched_tokens": 2048}).status_code == 200
         response = server.http.post("/v1/config", json={"max_num_batched_tokens": 2047})
         assert response.status_code == 400
@@ -164,7 +164,7 @@ def test_without_chunks_a_step_holds_the_longest_prompt() -> None:
 
 
 def test_both_limits_move_together() -> None:
-    with _server(_ready(max_num_seqs=512)) as server:
+    with _server(demo_ready(max_num_seqs=512)) as server:
         moves = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
         assert server.http.post("/v1/config", json=moves).status_code == 200
         assert server.engine.ready is not None
@@ -179,7 +179,7 @@ def test_before_the_engine_is_ready() -> None:
 
 
 def test_the_key_guards_both() -> None:
-    with _server(_ready(), api_keys=("secret",)) as server:
+    with _server(demo_ready(), api_keys=("secret",)) as server:
         assert server.http.get("/v1/config").status_code == 200
         for method in ("GET", "POST"):
             response = server.http.request(method, "/v1/config", headers={"authorization": "Bearer wrong"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import socket
 import threading
@@ -14,23 +13,11 @@ from quire.errors import EngineDeadError, InvalidRequestError
 from quire.frontend.echo_client import EchoClient
 from quire.messages import AddRequest
 from quire.server.limits import Limits
-from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.completions import CompletionRequest
 from tests.server.serving import LEAK, MODEL, TEXT, RunningServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 JSON = {"content-type": "application/json"}
-
-# Every kind of wrong value, as JSON text: some of them cannot be made by a JSON library.
-POISON = [
-    *("null", "true", "-1", "0", "1", "1.5", "1e400", "-1e400", "1e-400", "NaN", "Infinity"),
-    *(str(-(2**63)), str(2**63 - 1), str(2**63), str(10**400)),
-    *('""', '"1"', '"\\u0000"', '"\\ud800"', '"' + "x" * 5000 + '"'),
-    *("[]", "[[]]", "[null]", "[-1]", "[1e300]", '["", 1]', "[" + "1," * 3000 + "1]"),
-    *("{}", '{"1": 1}', '{"-1": 1}', '{"a": "b"}', '{"1": 1e300}', '{"type": "x"}'),
-    *('[{"role": 1}]', '[{"role": "user", "content": [5]}]', "[" * 70 + "]" * 70, "[" * 5000 + "]" * 5000),
-]
 
 
 def error_of(response, status):
@@ -43,50 +30,6 @@ def error_of(response, status):
     assert set(error) == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str)
     return error
-
-
-@pytest.mark.parametrize(("path", "request_type"), [(CHAT, ChatRequest), (COMPLETIONS, CompletionRequest)])
-def test_poison(path, request_type):
-    """Any value in any field: an answer or a 400, never a 5xx, and other requests do not notice."""
-    with RunningServer(EchoClient(None, step_seconds=0.004, max_model_len=2048)) as echo:
-        send_poison(echo, path, request_type)
-
-
-def send_poison(echo, path, request_type):
-    base = {"messages": MESSAGES} if path == CHAT else {"prompt": "Hi"}
-    calm = echo.events(path, **base, max_tokens=300, ignore_eos=True)
-    streams: list[list[dict]] = []
-    stop = threading.Event()
-
-    def keep_streaming():
-        while not stop.is_set():
-            streams.append(echo.events(path, **base, max_tokens=300, ignore_eos=True))
-
-    threads = [threading.Thread(target=keep_streaming) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        for field, poison in itertools.product(request_type.__struct_fields__, POISON):
-            others = {**base, "max_tokens": 1}
-            others.pop(field, None)
-            body = json.dumps(others)[:-1] + (", " if others else "") + f'"{field}": {poison}}}'
-            response = echo.http.post(path, content=body.encode(), headers=JSON)
-            assert response.status_code in (200, 400, 404), (field, poison[:40], response.status_code, response.text)
-            if response.status_code != 200:
-                error_of(response, response.status_code)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert echo.http.get("/health").status_code == 200
-    echo.wait_for_idle()
-
-    def content(events):
-        return [choice.get("text") or choice["delta"].get("content") for event in events for choice in event["choices"]]
-
-    assert streams
-    for stream in streams:
-        assert "".join(filter(None, content(stream))) == "".join(filter(None, content(calm)))
 
 
 def test_unknown_routes_and_wrong_methods(server):

@@ -345,5 +345,6 @@ class AsyncEngine:
 
 
 def _is_long(prompt: PromptType) -> bool:
-    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-    return isinstance(text, str) and len(text) > INLINE_PROMPT_CHARS
+    """Of text, or of token ids, each of which is checked."""
+    given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, dict) else prompt
+    return isinstance(given, (str, list, tuple)) and len(given) > INLINE_PROMPT_CHARS

@@ -102,7 +102,9 @@ class RenderPool:
     ) -> None:
         self._templates = Templates(dict(templates), dict(special_tokens), override, name, max_seconds)
         self._idle: asyncio.LifoQueue[_RenderProcess] = asyncio.LifoQueue()
-        self._idle.put_nowait(_RenderProcess(self._templates))
+        self._processes: set[_RenderProcess] = set()
+        self._is_closed = False
+        self._idle.put_nowait(self._start())
         self._num_processes = 1
         self._running: set[asyncio.Task[str]] = set()
 
@@ -163,21 +165,27 @@ class RenderPool:
                 await self._discard(process)  # ended by somebody else while it was idle
         self._num_processes += 1
         try:
-            return await asyncio.to_thread(_RenderProcess, self._templates)
+            return await asyncio.to_thread(self._start)
         except BaseException:
             self._num_processes -= 1
             raise
 
+    def _start(self) -> _RenderProcess:
+        process = _RenderProcess(self._templates)
+        self._processes.add(process)
+        if self._is_closed:
+            process.kill()
+        return process
+
     async def _discard(self, process: _RenderProcess) -> None:
         process.kill()
         await asyncio.to_thread(process.wait)
+        self._processes.discard(process)
         self._num_processes -= 1
 
     def close(self) -> None:
-        """End all processes; those that render end with their tasks."""
-        for task in self._running:
-            task.cancel()
-        while not self._idle.empty():
-            process = self._idle.get_nowait()
+        """End all processes; those who wait for them are refused."""
+        self._is_closed = True
+        for process in list(self._processes):
             process.kill()
             process.wait()

@@ -221,6 +221,10 @@ class PrometheusMetrics:
         """A request ended because its engine failed."""
         self._count("quire_requests_lost", 1, reason)
 
+    def on_event_loop_lag(self, seconds: float) -> None:
+        """The event loop was looked at, and came `seconds` late."""
+        self._observe("quire_event_loop_lag_seconds", seconds)
+
     def _set_idle(self) -> None:
         """No step follows an abort of the last request, so nothing else would say that it is gone."""
         self._set_load(0, 0, 0)

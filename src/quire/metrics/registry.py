@@ -32,6 +32,7 @@ _REQUEST = (
 # Few, because each method and route has its own: prometheus-fastapi-instrumentator's 0.1, 0.5, 1 and what lies around.
 _HTTP = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 _STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
+_LAG = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _N = (1.0, 2.0, 5.0, 10.0, 20.0)
 _PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
@@ -257,6 +258,13 @@ METRICS: tuple[Metric, ...] = (
         "tokens",
         "Longest of the n continuations, per request.",
         buckets=UP_TO_MODEL_LEN,
+    ),
+    Metric(
+        "quire_event_loop_lag_seconds",
+        "histogram",
+        "seconds",
+        "How late the API process' event loop was: what held up every stream at once. Looked at 20 times a second.",
+        buckets=_LAG,
     ),
     Metric("vllm:request_params_n", "histogram", "continuations", "n, per request.", buckets=_N),
     Metric(

@@ -23,7 +23,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.metrics import log_line
 from quire.metrics.prometheus import PrometheusMetrics
-from quire.server import config_api, health, models, openapi, timeline, tokenization
+from quire.server import config_api, health, loop_lag, models, openapi, timeline, tokenization
 from quire.server.auth import AccessControl, check_api_keys
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
@@ -163,19 +163,21 @@ def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextM
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         if state.settings.owns_engine:
             state.engine.start()
-        line_task = None
-        if state.metrics is not None and state.settings.log_stats_interval > 0:
-            line_task = asyncio.create_task(
-                log_line.log_forever(state.metrics.stats_line, state.settings.log_stats_interval)
-            )
+        tasks = []
+        if state.metrics is not None:
+            tasks.append(asyncio.create_task(loop_lag.watch(state.metrics.on_event_loop_lag)))
+            if state.settings.log_stats_interval > 0:
+                line = log_line.log_forever(state.metrics.stats_line, state.settings.log_stats_interval)
+                tasks.append(asyncio.create_task(line))
         try:
             yield
         finally:
             state.is_draining = True
-            if line_task is not None:
-                line_task.cancel()
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
                 with suppress(asyncio.CancelledError):
-                    await line_task
+                    await task
             state.close()
             if state.settings.owns_engine:
                 await state.engine.shutdown()

@@ -70,8 +70,8 @@ async def _answer(state: ServerState, body: ChatRequest, ignored: list[str], req
     streams = await generation.start(state, asked)
     if body.is_streamed:
         return await EventStream.start(writer.events(streams), headers)
-    (output,) = await generation.collect(streams)
-    return writer.response(output, headers)
+    outputs = await generation.collect(streams)
+    return await generation.write(lambda: writer.response(outputs[0], headers), outputs)
 
 
 def _check_tools(body: ChatRequest) -> list[str]:

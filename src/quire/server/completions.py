@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -12,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.frontend.prompts import split_prompts
+from quire.frontend.async_engine import INLINE_PROMPT_CHARS
+from quire.frontend.prompts import PromptType, split_prompts
 from quire.frontend.stream import RequestStream
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from quire.server import beam_search, generation
@@ -51,7 +54,8 @@ async def _answer(state: ServerState, body: CompletionRequest, ignored: list[str
     generation.check_beam_search(body)
     if body.priority and not state.settings.has_priorities:
         ignored.append("priority")
-    asked = _generation(state, body, request_id)
+    prompts = split_prompts(body.prompt) if len(body.prompt) <= INLINE_PROMPT_CHARS else await _split_long(body.prompt)
+    asked = _generation(state, body, prompts, request_id)
     writer = _CompletionWriter(state, body, asked)
     headers = generation.ignored_headers(ignored)
     if body.use_beam_search:
@@ -59,10 +63,16 @@ async def _answer(state: ServerState, body: CompletionRequest, ignored: list[str
     streams = await generation.start(state, asked)
     if body.is_streamed:
         return await EventStream.start(writer.events(streams), headers)
-    return writer.response(await generation.collect(streams), headers)
+    outputs = await generation.collect(streams)
+    return await generation.write(lambda: writer.response(outputs, headers), outputs)
 
 
-def _generation(state: ServerState, body: CompletionRequest, request_id: str) -> Generation:
+async def _split_long(prompt: str | list[Any]) -> list[PromptType]:
+    """A list may have millions of items: looking at each would hold up everybody's streams."""
+    return await asyncio.to_thread(split_prompts, prompt)
+
+
+def _generation(state: ServerState, body: CompletionRequest, prompts: list[PromptType], request_id: str) -> Generation:
     defaults = dict(state.settings.default_sampling_params)
     default_max_tokens = defaults.pop("max_tokens", DEFAULT_MAX_TOKENS)
     if body.logprob_token_ids and body.logprobs is not None:
@@ -78,7 +88,7 @@ def _generation(state: ServerState, body: CompletionRequest, request_id: str) ->
         params.skip_reading_prefix_cache = True
     return Generation(
         response_id=generation.response_id("cmpl", body, request_id),
-        prompts=split_prompts(body.prompt),
+        prompts=prompts,
         params=params,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+
+from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, NotReadyError, UnsupportedFieldError
 from quire.frontend.input_processor import Truncation
@@ -15,6 +17,8 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.common import GenerationRequest
 from quire.server.state import ServerState, sane_request_id
+
+INLINE_LOGPROB_POSITIONS = 128  # about 2 ms of formatting with 20 logprobs each
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,20 @@ async def start(state: ServerState, generation: Generation) -> list[RequestStrea
                 truncation=generation.truncation,
             )
             streams.append(stream)
+            await asyncio.sleep(0)  # the streams of others go on between two prompts
     except BaseException:  # whatever ends this, nobody will read the streams
         _close(streams)
         raise
     return streams
+
+
+async def write(response: Callable[[], Response], outputs: Sequence[RequestOutput]) -> Response:
+    """The answer made of outputs: in a thread if there are logprobs of many positions to write."""
+    num_positions = sum(
+        len(output.prompt_logprobs or ()) + sum(len(completion.logprobs or ()) for completion in output.outputs)
+        for output in outputs
+    )
+    return response() if num_positions <= INLINE_LOGPROB_POSITIONS else await asyncio.to_thread(response)
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

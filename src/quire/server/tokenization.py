@@ -48,16 +48,20 @@ async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body, ignored = await read_json(request, state.settings.limits, _detokenize_decoder.decode)
     state.check_model(body.model)
-    vocabulary = _tokenizer(state)
-    high = state.engine.input_processor.limits.vocab_size - 1
-    if body.tokens and (min(body.tokens) < 0 or max(body.tokens) > high):
-        raise InvalidRequestError(
-            "tokens contains an id outside the vocabulary", expected=f"integers in [0, {high}]", param="tokens"
-        )
-    decode = partial(vocabulary.decode, body.tokens, skip_special_tokens=False)
+    decode = partial(_decode, state, body.tokens)
     text = decode() if len(body.tokens) <= INLINE_PROMPT_CHARS else await asyncio.to_thread(decode)
     answer = DetokenizeResponse(prompt=text)
     return Response(msgspec.json.encode(answer), headers=ignored_headers(ignored), media_type="application/json")
+
+
+def _decode(state: ServerState, tokens: list[int]) -> str:
+    vocabulary = _tokenizer(state)
+    high = state.engine.input_processor.limits.vocab_size - 1
+    if tokens and (min(tokens) < 0 or max(tokens) > high):
+        raise InvalidRequestError(
+            "tokens contains an id outside the vocabulary", expected=f"integers in [0, {high}]", param="tokens"
+        )
+    return vocabulary.decode(tokens, skip_special_tokens=False)
 
 
 def _check(body: TokenizeRequest) -> None:

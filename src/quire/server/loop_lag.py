@@ -1,0 +1,17 @@
+"""How long the event loop does not come round: every stream waits that long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+INTERVAL_SECONDS = 0.05
+
+
+async def watch(observe: Callable[[float], None]) -> None:
+    """Tell `observe` how many seconds late each look was, until cancelled."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + INTERVAL_SECONDS
+        await asyncio.sleep(INTERVAL_SECONDS)
+        observe(max(loop.time() - due, 0.0))

@@ -1,0 +1,85 @@
+"""What takes long for large bodies happens in another thread than the event loop's; how late that is, is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from quire.frontend.input_processor import InputProcessor
+from quire.frontend.tokenizer import Tokenizer
+from quire.server import completions, limits, loop_lag
+from quire.server.logprobs import LogprobWriter
+from tests.server.serving import RunningServer
+from tests.server.test_errors import CHAT, COMPLETIONS, JSON, MESSAGES, error_of
+
+
+@pytest.fixture
+def large() -> Iterator[RunningServer]:
+    with RunningServer(answer=None) as server:
+        yield server
+        server.wait_for_idle()
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    """The threads a function is called in from now on."""
+    original: Callable[..., Any] = getattr(owner, name)
+    threads: list[int] = []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.get_ident())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapper)
+    return threads
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "owner", "name"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 15_000_000}]}, limits, "check_nesting"),
+        (CHAT, {"messages": MESSAGES, "x": [[[]] * 60_000] * 40}, limits, "check_nesting"),
+        (COMPLETIONS, {"prompt": [5] * 4_000_000}, completions, "split_prompts"),
+        (COMPLETIONS, {"prompt": [5] * 4_000_000}, InputProcessor, "process"),
+        (COMPLETIONS, {"prompt": "a " * 4000, "truncate_prompt_tokens": 5, "max_tokens": 1}, InputProcessor, "process"),
+        ("/tokenize", {"prompt": "a " * 4000}, Tokenizer, "encode"),
+        ("/tokenize", {"prompt": "a " * 4000, "return_token_strs": True}, Tokenizer, "id_to_token"),
+        ("/detokenize", {"tokens": [5] * 1_000_000}, Tokenizer, "decode"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 500, "logprobs": 20}, LogprobWriter, "completion"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "max_tokens": 500, "ignore_eos": True, "logprobs": True, "top_logprobs": 20},
+            LogprobWriter,
+            "chat",
+        ),
+    ],
+)
+def test_large_bodies_do_not_run_on_the_event_loop(large, monkeypatch, path, body, owner, name):
+    threads = spy(monkeypatch, owner, name)
+    response = large.http.post(path, content=json.dumps(body).encode(), headers=JSON)
+    if response.status_code != 200:
+        error_of(response, 400)
+    assert threads, f"{name} was not called"
+    assert large.run(threading.get_ident) not in threads, f"{name} ran on the event loop"
+    assert large.http.get("/health").status_code == 200
+
+
+def test_lag_is_measured(large):
+    """A loop that is held up for a known time is reported with at least that time."""
+    late: list[float] = []
+
+    async def hold_up() -> None:
+        task = asyncio.create_task(loop_lag.watch(late.append))
+        await asyncio.sleep(0)
+        threading.Event().wait(loop_lag.INTERVAL_SECONDS + 0.05)
+        while not late:
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    asyncio.run(hold_up())
+    assert late[0] >= 0.05
+    large.wait_for(lambda: large.metric("quire_event_loop_lag_seconds_count") >= 2, "two looks at the loop")

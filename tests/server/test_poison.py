@@ -1,0 +1,162 @@
+"""Any value in any field of any route: an answer or a 4xx, never a 5xx; four streams beside it do not change by a byte.
+
+Fields come from the definitions the server decodes with: a new field is tried, a new route without a row here fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from starlette.routing import Route
+
+from quire.frontend.echo_client import EchoClient
+from quire.messages import SetLimits
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from tests.server.serving import RunningServer
+from tests.server.test_config_api import demo_ready
+from tests.server.test_errors import JSON, MESSAGES, error_of
+
+# Every kind of wrong value, as JSON text: some of them cannot be made by a JSON library.
+POISON = [
+    *("null", "true", "-1", "0", "1", "1.5", "1e400", "-1e400", "1e-400", "NaN", "Infinity"),
+    *(str(-(2**63)), str(2**63 - 1), str(2**63), str(10**400)),
+    *('""', '"1"', '"\\u0000"', '"\\ud800"', '"' + "x" * 5000 + '"'),
+    *("[]", "[[]]", "[null]", "[-1]", "[1e300]", '["", 1]', "[" + "1," * 3000 + "1]"),
+    *("{}", '{"1": 1}', '{"-1": 1}', '{"a": "b"}', '{"1": 1e300}', '{"type": "x"}'),
+    *('[{"role": 1}]', '[{"role": "user", "content": [5]}]', "[" * 70 + "]" * 70, "[" * 5000 + "]" * 5000),
+]
+
+# Path -> definition of its body, and good bodies in which one field after the other is replaced.
+BODIES: dict[str, tuple[type, list[dict[str, Any]]]] = {
+    "/v1/chat/completions": (ChatRequest, [{"messages": MESSAGES, "max_tokens": 1}]),
+    "/v1/completions": (CompletionRequest, [{"prompt": "Hi", "max_tokens": 1}]),
+    "/tokenize": (TokenizeRequest, [{"prompt": "Hi"}, {"messages": MESSAGES}]),
+    "/detokenize": (DetokenizeRequest, [{"tokens": [1]}]),
+    "/v1/config": (SetLimits, [{}]),
+}
+PATH_PARAMETERS = {"/v1/models/{model:path}": "model:path", "/v1/requests/{request_id}/timeline": "request_id"}
+# Without fields of their own: what is wrong with a request to them is its method, query, headers or body.
+BARE = frozenset(
+    (
+        *("/", "/v1/models", "/ping", "/load", "/health", "/livez", "/readyz", "/metrics", "/version"),
+        *("/docs", "/openapi.json"),
+    )
+)
+NAMES = (
+    *(
+        "x",
+        "..",
+        "../../etc/passwd",
+        "a/../b",
+        "%2e%2e%2f",
+        "\x00",
+        "a\nb",
+        "\r\nx: y",
+        "😀" * 50,
+        "x" * 5000,
+        "{}",
+        "*",
+    ),
+    *("-1", "0x7f", "null", "'; --", "<script>", "%s%n", "${jndi:x}", "{0.__class__}", "\\\\host\\share", "C:"),
+)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[RunningServer]:
+    client = EchoClient(None, is_ready=False, step_seconds=0.004, max_model_len=2048)
+    client.push(demo_ready())
+    with RunningServer(client) as server:
+        yield server
+
+
+def stream(server: RunningServer, path: str) -> list[Any]:
+    """What a streamed answer says, without what differs between any two: ids and times."""
+    base: dict[str, Any] = {"messages": MESSAGES} if path == "/v1/chat/completions" else {"prompt": "Hi"}
+    return [event["choices"] for event in server.events(path, **base, max_tokens=300, ignore_eos=True)]
+
+
+@contextmanager
+def four_streams(server: RunningServer, path: str = "/v1/completions") -> Iterator[None]:
+    """Around poison: streams go on all the time, and each is what it is without."""
+    alone = joined(stream(server, path))
+    seen: list[str] = []
+    is_over = threading.Event()
+
+    def keep_streaming() -> None:
+        while not is_over.is_set():
+            seen.append(joined(stream(server, path)))
+
+    threads = [threading.Thread(target=keep_streaming) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert len(seen) >= 4
+    assert set(seen) == {alone}
+    assert server.http.get("/health").status_code == 200
+    server.wait_for_idle()
+
+
+def joined(events: list[Any]) -> str:
+    """The bytes of the text: a step may be cut into events in another way when the machine is busy."""
+    return "".join(c.get("text") or c.get("delta", {}).get("content") or "" for choices in events for c in choices)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_poison_in_bodies(poisoned, path):
+    definition, bases = BODIES[path]
+    beside = path if path == "/v1/chat/completions" else "/v1/completions"
+    with four_streams(poisoned, beside):
+        for base, field, poison in itertools.product(bases, definition.__struct_fields__, POISON):
+            if path == "/v1/config" and poison == "1":
+                continue  # a legal limit, and what it does to others is what it is for
+            others = {name: value for name, value in base.items() if name != field}
+            text = json.dumps(others)[:-1] + (", " if others else "") + f'"{field}": {poison}}}'
+            check(poisoned.http.post(path, content=text.encode(), headers=JSON), (path, field, poison[:40]))
+        for poison in POISON:
+            check(poisoned.http.post(path, content=poison.encode(), headers=JSON), (path, "body", poison[:40]))
+
+
+def check(response: Any, what: object) -> None:
+    """No 5xx, and an error in the shape of all errors."""
+    assert response.status_code == 200 or 400 <= response.status_code < 500, (what, response.status_code, response.text)
+    if response.status_code != 200:
+        error_of(response, response.status_code)
+
+
+@pytest.mark.parametrize("path", PATH_PARAMETERS)
+def test_poison_in_paths(poisoned, path):
+    with four_streams(poisoned):
+        for name in NAMES:
+            poisonous = path.replace("{" + PATH_PARAMETERS[path] + "}", quote(name, safe="/%"))
+            for query in ("", "?" + quote(name), "?x=" + "y" * 5000):
+                check(poisoned.http.get(poisonous + query), (path, name))
+
+
+def test_poison_at_routes_without_fields(poisoned):
+    with four_streams(poisoned):
+        for path, name in itertools.product(sorted(BARE), NAMES):
+            query, header = quote(name, safe=""), {"x-request-id": quote(name), "accept": quote(name), **JSON}
+            for method in ("GET", "POST", "PUT", "HEAD", "OPTIONS", "TRACE"):
+                response = poisoned.http.request(method, f"{path}?{query}", headers=header, content=b"[" * 100)
+                assert response.status_code < 500, (method, path, name, response.text)
+
+
+def test_every_route_is_poisoned(poisoned):
+    paths = [route.path for route in poisoned.app.routes if isinstance(route, Route)]
+    assert set(paths) == set(BODIES) | set(PATH_PARAMETERS) | BARE
+    with_body = {r.path for r in poisoned.app.routes if isinstance(r, Route) and "POST" in (r.methods or ())}
+    assert with_body - BARE == set(BODIES)
