@@ -1,4 +1,4 @@
-// Python names of the machine limits, measured over all threads of the pool.
+// Python names of the machine limits, measured over all threads of the pool, and of the advice on huge pages.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -56,6 +56,9 @@ double peak_flops(int dtype, int64_t rounds) {
 void bind_limits(nb::module_& m) {
   m.def("read_bandwidth", read_bandwidth, nb::arg("bytes"), nb::arg("repeats"),
         nb::call_guard<nb::gil_scoped_release>(), "Best bytes per second of reading a buffer, rounded down to 1 MiB");
+  m.def(
+      "advise_huge_pages", [](uintptr_t begin, size_t bytes) { advise_huge_pages(pointer<void>(begin), bytes); },
+      nb::arg("begin"), nb::arg("bytes"), "Asks the operating system for huge pages; only a hint");
   m.def("peak_flops", peak_flops, nb::arg("dtype"), nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>(),
         "Floating point operations per second without memory");
 }

@@ -11,6 +11,8 @@ write) is given for scale.
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import importlib.util
 import json
 import statistics
 import time
@@ -26,6 +28,16 @@ COLD_BYTES = 640 << 20
 DEFAULT_CASES = "1x512@512,1x512@4096,1x2048@2048,1x1@512,1x1@8192,8x1@1024,32x1@1024,256x1@128,4x32@2048"
 
 
+def load_extension(path: str) -> Any:
+    """Another build of quire._C, with threads of its own."""
+    loader = importlib.machinery.ExtensionFileLoader("_C", path)
+    spec = importlib.util.spec_from_file_location("_C", path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
 def median_seconds(calls: list[Callable[[], Any]], seconds: float) -> float:
     calls[0]()
     times: list[float] = []
@@ -38,7 +50,7 @@ def median_seconds(calls: list[Callable[[], Any]], seconds: float) -> float:
     return statistics.median(times)
 
 
-def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype, builds: dict[str, Any]) -> dict[str, Any]:
     shape, context_text = case.split("@")
     S, Q = (int(part) for part in shape.split("x"))
     L, P, H, G, E = int(context_text), args.block_size, args.heads, args.kv_heads, args.head_dim
@@ -46,7 +58,10 @@ def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype) -> dict[
     kv_bytes = 2 * S * L * G * E * dtype.itemsize
     copies = max(1, min(64, COLD_BYTES // kv_bytes))
     shape_BGPE = (S * blocks_each, G, P, E)
-    caches = [[torch.randn(shape_BGPE, dtype=torch.float32).to(dtype) for _ in "kv"] for _ in range(copies)]
+    caches = [[torch.empty(shape_BGPE, dtype=dtype) for _ in "kv"] for _ in range(copies)]
+    for cache in (cache for pair in caches for cache in pair):
+        cpu.advise_huge_pages(cache)  # as the engine does
+        cache.normal_()
     block_tables = torch.randperm(S * blocks_each).int().reshape(S, blocks_each)
     seq_lens = torch.full((S,), L, dtype=torch.int32)
     cu_seqlens_q = torch.arange(S + 1, dtype=torch.int32) * Q
@@ -57,7 +72,13 @@ def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype) -> dict[
     def quire(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
         return lambda: ops.paged_attention(q, k, v, *tables, E**-0.5, out_THE=out)
 
-    seconds = {"quire": median_seconds([quire(k, v) for k, v in caches], args.seconds)}
+    rounds: dict[str, list[float]] = {name: [] for name in builds}
+    for _ in range(5):
+        for name, build in builds.items():
+            cpu._C = build
+            rounds[name].append(median_seconds([quire(k, v) for k, v in caches], args.seconds / 5))
+    cpu._C = builds["quire"]
+    seconds = {name: statistics.median(values) for name, values in rounds.items()}
     if not args.no_peers:
         mask = None if Q == L or Q == 1 else torch.ones(Q, L, dtype=torch.bool).tril(L - Q)
         q_SHQE = q.reshape(S, Q, H, E).transpose(1, 2)
@@ -108,19 +129,25 @@ def main() -> None:
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="per case and engine")
+    parser.add_argument("--against", default="", help="file of another build of quire._C to take turns with")
     parser.add_argument("--no-peers", action="store_true", help="only Quire")
     parser.add_argument("--json", default="", help="write the rows to this file")
     args = parser.parse_args()
     if args.isa:
         cpu.set_isa(args.isa)
     cpu.set_num_threads(args.threads)
+    builds: dict[str, Any] = {"quire": cpu._C}
+    if args.against:
+        builds["against"] = load_extension(args.against)
+        builds["against"].set_isa(cpu.isa())
+        builds["against"].set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     heads = f"{args.heads} heads, {args.kv_heads} KV heads of {args.head_dim}, blocks of {args.block_size}"
     print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, {args.dtype}, {heads}, torch {torch.__version__}")
     rows = []
     for case in args.cases.split(","):
-        rows.append(bench_case(case, args, dtype))
+        rows.append(bench_case(case, args, dtype, builds))
         print_row(rows[-1])
     if args.json:
         with open(args.json, "w") as file:

@@ -21,13 +21,18 @@ namespace {
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Query rows of one sequence and KV head: row r is token r / group and head r % group of the query tokens of the
-// sequence.
+// Query rows of one sequence, lying side by side in the lanes of the row tiles. Row r of a KV head is token r / group
+// and head r % group of the query tokens of the sequence. Where the rows of a KV head are few (decode), one tile takes
+// all rows of several KV heads: the first `head_rows` lanes belong to kv_head, the next to the KV head behind it.
 struct Item {
   int sequence, kv_head;
   int first_row, num_rows;
+  int head_rows;                      // num_rows where there is one KV head
+  int first_position, last_position;  // that its rows see
   int first_split, num_splits;
   int64_t partials;  // offset of the results of the splits in shared memory, in floats; -1 = the item is one unit
+
+  int num_heads() const { return num_rows / head_rows; }
 };
 
 // A run of splits of an item: what one task does.
@@ -60,19 +65,34 @@ int first_query_position(const AttentionArgs& a, int sequence) {
   return a.seq_lens[sequence] - (a.cu_seqlens_q[sequence + 1] - a.cu_seqlens_q[sequence]);
 }
 
-// Walks over the rows of an item: consecutive heads of a group, then the next token.
-struct RowCursor {
-  int token, head, group;  // the token within the sequence's query, the head within the group
-  RowCursor(int row, int group) : token(row / group), head(row % group), group(group) {}
+// Walks over the rows of an item: consecutive heads of a group, then the next token, then the next KV head.
+class RowCursor {
+ public:
+  int token, head;  // the token within the sequence's query, the query head
+  RowCursor(const AttentionArgs& a, const Item& item, int row)
+      : token((item.first_row + row) / query_group(a)),
+        head(item.kv_head * query_group(a) + (item.first_row + row) % query_group(a)),
+        group_(query_group(a)),
+        head_rows_(item.head_rows),
+        left_(item.head_rows - row),
+        next_head_((item.kv_head + 1) * group_) {}
   void advance() {
-    if (++head == group) head = 0, ++token;
+    ++head;
+    if (--left_ == 0) {
+      token = 0, head = next_head_, next_head_ += group_, left_ = head_rows_;
+    } else if (head == next_head_) {
+      head -= group_, ++token;
+    }
   }
+
+ private:
+  int group_, head_rows_, left_, next_head_;
 };
 
 RowLimits row_limits(const AttentionArgs& a, const Item& item, int first_row) {
   RowLimits limits;
   const int num_rows = std::min(item.num_rows - first_row, kLanes), offset = first_query_position(a, item.sequence);
-  RowCursor row(item.first_row + first_row, query_group(a));
+  RowCursor row(a, item, first_row);
   for (int i = 0; i < kLanes; ++i, row.advance()) {
     const int position = i < num_rows ? offset + row.token : -1;
     limits.first[i] = static_cast<float>(first_visible(a, position));
@@ -102,8 +122,7 @@ struct TileResult {
 
 // Turns the scores of one row tile into probabilities relative to the tile's own maximum.
 template <class Path>
-TileResult softmax(float* scores, Range range, int start, const RowLimits& limits, const AttentionArgs& a,
-                   Prefetcher& prefetcher) {
+TileResult softmax(float* scores, Range range, int start, const RowLimits& limits, const AttentionArgs& a) {
   const F32 cap = broadcast(a.soft_cap), cap_scale = broadcast(a.soft_cap > 0 ? a.scale / a.soft_cap : 0.0f);
   const F32 first = load(limits.first), last = load(limits.last), minus_infinity = broadcast(-kInfinity);
   F32 max0 = minus_infinity, max1 = minus_infinity;
@@ -129,7 +148,6 @@ TileResult softmax(float* scores, Range range, int start, const RowLimits& limit
   const F32 base = zero() - select_less(top, broadcast(-FLT_MAX), zero(), top);
   F32 sum = zero();
   for (int p = range.begin; p < range.end; p += 2) {
-    if (p % kTile == 0) prefetcher.advance(kPrefetchInSoftmax);
     const F32 p0 = exp2(fma(load(scores + p * kLanes), scale, base));
     const F32 p1 = exp2(fma(load(scores + (p + 1) * kLanes), scale, base));
     sum = sum + (p0 + p1);
@@ -162,19 +180,15 @@ void reset(const TileState& state, int num_rows, int width) {
   std::fill_n(state.values, static_cast<size_t>(num_rows) * width, 0.0f);
 }
 
-template <class T>
+template <class Path>
 void write_output(const AttentionArgs& a, const Item& item, int first_row, const TileState& state, int num_rows,
                   int width) {
-  const int group = query_group(a);
-  RowCursor row(item.first_row + first_row, group);
+  using T = typename Path::Cache;
+  RowCursor row(a, item, first_row);
   for (int i = 0; i < num_rows; ++i, row.advance()) {
-    const int64_t token = a.cu_seqlens_q[item.sequence] + row.token, head = item.kv_head * group + row.head;
-    T* out = static_cast<T*>(a.out) + token * a.out_token_stride + head * a.out_head_stride;
-    const F32 scale = broadcast(1.0f / state.sum[i]);
-    const float* values = state.values + i * width;
-    int e = 0;
-    for (; e + kLanes <= a.head_dim; e += kLanes) store(out + e, load(values + e) * scale);
-    if (e < a.head_dim) store_n(out + e, load(values + e) * scale, a.head_dim - e);
+    const int64_t token = a.cu_seqlens_q[item.sequence] + row.token;
+    T* out = static_cast<T*>(a.out) + token * a.out_token_stride + row.head * a.out_head_stride;
+    Path::write_row(out, state.values + i * width, broadcast(1.0f / state.sum[i]), a.head_dim);
   }
 }
 
@@ -188,36 +202,72 @@ TileState partial_tile(float* partial, int row_tile, int width) {
   return {tile, tile + kLanes, tile + 2 * kLanes};
 }
 
-// Addresses of the keys and values at the positions of one split that the rows of an item see.
+// Addresses of the keys or the values of one KV head at the positions of one split that the rows of an item see.
 template <class T>
-struct SplitRows {
+struct Piece {
   Range range;
-  const T *keys[kSplit], *values[kSplit];
+  const T* rows[kSplit];
 
-  void fill(const AttentionArgs& a, const Item& item, int split) {
-    const int start = split * kSplit, offset = first_query_position(a, item.sequence), group = query_group(a);
-    range = range_in_split(first_visible(a, offset + item.first_row / group),
-                           offset + (item.first_row + item.num_rows - 1) / group, start);
-    fill(static_cast<const T*>(a.k_cache) + item.kv_head * a.k_head_stride, a.k_block_stride, a, item, start, keys);
-    fill(static_cast<const T*>(a.v_cache) + item.kv_head * a.v_head_stride, a.v_block_stride, a, item, start, values);
+  void fill(const AttentionArgs& a, const Item& item, int split, int head, bool values) {
+    const int start = split * kSplit;
+    range = range_in_split(item.first_position, item.last_position, start);
+    const int64_t kv_head = item.kv_head + head;
+    if (values) {
+      fill(static_cast<const T*>(a.v_cache) + kv_head * a.v_head_stride, a.v_block_stride, a, item, start);
+    } else {
+      fill(static_cast<const T*>(a.k_cache) + kv_head * a.k_head_stride, a.k_block_stride, a, item, start);
+    }
   }
 
  private:
   // What lies behind the sequence reads as zeros, since its slots may hold anything.
-  void fill(const T* head, int64_t block_stride, const AttentionArgs& a, const Item& item, int start,
-            const T** rows) const {
+  void fill(const T* head, int64_t block_stride, const AttentionArgs& a, const Item& item, int start) {
     alignas(64) static const T zeros[kMaxHeadDim] = {};
-    const int32_t* table = a.block_tables + item.sequence * a.block_table_stride;
     const int end = std::min(range.end, a.seq_lens[item.sequence] - start);
-    int p = range.begin;
-    while (p < end) {
-      const int block = (start + p) / a.block_size, offset = (start + p) % a.block_size;
+    const int32_t* block = a.block_tables + item.sequence * a.block_table_stride + (start + range.begin) / a.block_size;
+    int p = range.begin, offset = (start + p) % a.block_size;
+    for (; p < end; ++block, offset = 0) {
       const int run_end = std::min(p + a.block_size - offset, end);
-      const T* row = head + table[block] * block_stride + static_cast<int64_t>(offset) * a.head_dim;
+      const T* row = head + *block * block_stride + static_cast<int64_t>(offset) * a.head_dim;
       for (; p < run_end; ++p, row += a.head_dim) rows[p] = row;
     }
     for (; p < range.end; ++p) rows[p] = zeros;
   }
+};
+
+// The pieces of a unit in the order of their use: for each split the keys of all its KV heads, then their values. While
+// one is worked on, the following one is fetched; behind the last one it is the first of `next`.
+template <class T>
+class Pieces {
+ public:
+  Pieces(const AttentionArgs& a, const Plan& plan, const Unit& unit, const Unit* next)
+      : a_(a), plan_(plan), unit_(unit), next_(next), heads_(plan.items[unit.item].num_heads()) {
+    pieces_[0].fill(a, plan.items[unit.item], unit.first_split, 0, false);
+  }
+
+  const Piece<T>& take(Prefetcher& prefetcher) {
+    const Piece<T>& now = pieces_[index_ % 2];
+    Piece<T>& then = pieces_[++index_ % 2];
+    const int split = index_ / (2 * heads_), part = index_ % (2 * heads_);
+    if (split < unit_.num_splits) {
+      then.fill(a_, plan_.items[unit_.item], unit_.first_split + split, part % heads_, part >= heads_);
+    } else if (next_ != nullptr) {
+      then.fill(a_, plan_.items[next_->item], next_->first_split, 0, false);
+    } else {
+      return now;
+    }
+    prefetcher.start(reinterpret_cast<const void* const*>(then.rows), then.range,
+                     a_.head_dim * static_cast<int>(sizeof(T)));
+    return now;
+  }
+
+ private:
+  const AttentionArgs& a_;
+  const Plan& plan_;
+  const Unit& unit_;
+  const Unit* next_;
+  int heads_, index_ = 0;
+  Piece<T> pieces_[2];
 };
 
 // One unit of work. `next` is what this thread will probably do after it.
@@ -226,7 +276,8 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
   using T = typename Path::Cache;
   const Item& item = plan.items[unit.item];
   const int width = Path::width(a.head_dim), row_tiles = (item.num_rows + kLanes - 1) / kLanes;
-  const int rows = row_tiles * kLanes;
+  const int rows = row_tiles * kLanes, num_heads = item.num_heads();
+  const bool by_lanes = num_heads > 1 || (Path::wants_lanes(item.num_rows) && Path::has_lanes(a.head_dim));
   const size_t own_bytes = sizeof(float) * static_cast<size_t>(rows) * (kSplit + 2 * width + 2) + 512;
   Carver scratch(quire::scratch(Scratch::attention_unit, Path::scratch_bytes(a.head_dim, row_tiles) + own_bytes));
   Path path(a.head_dim, item.num_rows, scratch);
@@ -240,14 +291,12 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
   };
   const auto rows_in = [&](int t) { return std::min(item.num_rows - t * kLanes, kLanes); };
 
-  SplitRows<T> split_rows[2];
-  split_rows[0].fill(a, item, unit.first_split);
-  const int group = query_group(a);
+  Pieces<T> pieces(a, plan, unit, next);
   const T* query_rows[kMostRows];
-  RowCursor cursor(item.first_row, group);
+  RowCursor cursor(a, item, 0);
   for (int r = 0; r < item.num_rows; ++r, cursor.advance()) {
-    const int64_t token = a.cu_seqlens_q[item.sequence] + cursor.token, head = item.kv_head * group + cursor.head;
-    query_rows[r] = static_cast<const T*>(a.q) + token * a.q_token_stride + head * a.q_head_stride;
+    const int64_t token = a.cu_seqlens_q[item.sequence] + cursor.token;
+    query_rows[r] = static_cast<const T*>(a.q) + token * a.q_token_stride + cursor.head * a.q_head_stride;
   }
   path.load_queries(query_rows);
   RowLimits limits[kMaxRowTiles];
@@ -256,34 +305,38 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
     reset(state(t), rows_in(t), width);
   }
 
-  for (int i = 0; i < unit.num_splits; ++i) {
-    const int split = unit.first_split + i, start = split * kSplit;
-    const SplitRows<T>& now = split_rows[i % 2];
-    SplitRows<T>& then = split_rows[(i + 1) % 2];
-    Prefetcher prefetcher;
-    if (i + 1 < unit.num_splits || next != nullptr) {
-      if (i + 1 < unit.num_splits) {
-        then.fill(a, item, split + 1);
-      } else {
-        then.fill(a, plan.items[next->item], next->first_split);
-      }
-      prefetcher.start(reinterpret_cast<const void* const*>(then.keys),
-                       reinterpret_cast<const void* const*>(then.values), then.range,
-                       a.head_dim * static_cast<int>(sizeof(T)));
-    }
+  for (int split = unit.first_split; split < unit.first_split + unit.num_splits; ++split) {
+    const int start = split * kSplit;
     Range ranges[kMaxRowTiles];
     for (int t = 0; t < row_tiles; t += Path::kTilesTogether) {
       const int last = std::min(t + Path::kTilesTogether, row_tiles) - 1;
       std::fill(ranges + t, ranges + last + 1, range_in_split(limits[t].min_first, limits[last].max_last, start));
     }
-    path.scores(now.keys, now.range, ranges, scores, prefetcher);
+    Prefetcher prefetcher;
+    for (int head = 0; head < num_heads; ++head) {
+      const Piece<T>& keys = pieces.take(prefetcher);
+      if (by_lanes) {
+        path.scores_of_lanes(keys.rows, keys.range, {head * item.head_rows, item.head_rows}, scores, prefetcher);
+      } else {
+        path.scores(keys.rows, keys.range, ranges, scores, prefetcher);
+      }
+      prefetcher.finish();
+    }
     TileResult results[kMaxRowTiles];
     for (int t = 0; t < row_tiles; ++t) {
-      results[t] =
-          softmax<Path>(scores + static_cast<size_t>(t) * kSplit * kLanes, ranges[t], start, limits[t], a, prefetcher);
+      results[t] = softmax<Path>(scores + static_cast<size_t>(t) * kSplit * kLanes, ranges[t], start, limits[t], a);
     }
-    path.weighted_values(now.values, now.range, scores, ranges, split_values, prefetcher);
-    prefetcher.advance(2 * kSplit);
+    path.arrange_probabilities(scores, ranges);
+    for (int head = 0; head < num_heads; ++head) {
+      const Piece<T>& of_head = pieces.take(prefetcher);
+      if (by_lanes) {
+        path.weighted_values_of_lanes(of_head.rows, of_head.range, {head * item.head_rows, item.head_rows}, scores,
+                                      split_values, prefetcher);
+      } else {
+        path.weighted_values(of_head.rows, of_head.range, scores, ranges, split_values, prefetcher);
+      }
+      prefetcher.finish();
+    }
     for (int t = 0; t < row_tiles; ++t) {
       const float* tile_values = split_values + t * kLanes * width;
       const bool sees_any = ranges[t].size() > 0;
@@ -303,7 +356,7 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
     }
   }
   if (item.partials >= 0) return;
-  for (int t = 0; t < row_tiles; ++t) write_output<T>(a, item, t * kLanes, state(t), rows_in(t), width);
+  for (int t = 0; t < row_tiles; ++t) write_output<Path>(a, item, t * kLanes, state(t), rows_in(t), width);
 }
 
 // Merges the splits of an item that several units computed, in the order in which one unit would have.
@@ -319,7 +372,7 @@ void merge_item(const AttentionArgs& a, const Item& item, float* partials) {
       const TileState split = partial_tile(partials + item.partials + i * partial_size(item, width), t, width);
       merge(state, {load(split.max), load(split.sum)}, split.values, num_rows, width);
     }
-    write_output<typename Path::Cache>(a, item, t * kLanes, state, num_rows, width);
+    write_output<Path>(a, item, t * kLanes, state, num_rows, width);
   }
 }
 
@@ -338,11 +391,36 @@ int choose_rows(const AttentionArgs& a, int max_rows, int wanted_items) {
   return rows;
 }
 
-void make_plan(const AttentionArgs& a, int width, int most_rows, Plan& plan) {
+// KV heads per item of a sequence with few query rows: as many as fit into a row tile, but no more than `most`.
+int heads_together(const AttentionArgs& a, int head_rows, int most) {
+  return std::clamp(kLanes / head_rows, 1, std::min(most, a.num_kv_heads));
+}
+
+// The most KV heads to take together so that there is work for all threads.
+int choose_heads(const AttentionArgs& a, int wanted_units) {
+  const int group = query_group(a);
+  int most = kLanes;
+  for (; most > 1; most /= 2) {
+    int64_t units = 0;
+    for (int s = 0; s < a.num_seqs && units < wanted_units; ++s) {
+      const int tokens = a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s];
+      if (tokens == 0) continue;
+      const int heads = heads_together(a, tokens * group, most), offset = first_query_position(a, s);
+      const int splits = a.seq_lens[s] / kSplit + 1 - first_visible(a, offset) / kSplit;
+      units += static_cast<int64_t>(splits) * ((a.num_kv_heads + heads - 1) / heads);
+    }
+    if (units >= wanted_units) break;
+  }
+  return most;
+}
+
+template <class Path>
+void make_plan(const AttentionArgs& a, Plan& plan) {
   constexpr int64_t kMaxPartials = 16 << 20;  // floats
   constexpr int kUnitsPerThread = 4;
   const int threads = num_threads(), wanted = threads > 1 ? threads * kUnitsPerThread : 1;
-  const int group = query_group(a), max_rows = choose_rows(a, most_rows, wanted);
+  const int group = query_group(a), max_rows = choose_rows(a, Path::kMaxRows, wanted);
+  const int width = Path::width(a.head_dim), most_heads = Path::has_lanes(a.head_dim) ? choose_heads(a, wanted) : 1;
   plan.items.clear();
   plan.units.clear();
   plan.split_items.clear();
@@ -351,10 +429,14 @@ void make_plan(const AttentionArgs& a, int width, int most_rows, Plan& plan) {
   for (int s = 0; s < a.num_seqs; ++s) {
     const int query_rows = (a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s]) * group, offset = first_query_position(a, s);
     for (int row = 0; row < query_rows; row += max_rows) {
-      for (int g = 0; g < a.num_kv_heads; ++g) {
-        Item item{s, g, row, std::min(max_rows, query_rows - row), 0, 0, -1};
-        item.first_split = first_visible(a, offset + row / group) / kSplit;
-        item.num_splits = (offset + (row + item.num_rows - 1) / group) / kSplit + 1 - item.first_split;
+      const int head_rows = std::min(max_rows, query_rows - row);
+      const int heads = row == 0 ? heads_together(a, query_rows, most_heads) : 1;
+      for (int g = 0; g < a.num_kv_heads; g += heads) {
+        Item item{s, g, row, head_rows * std::min(heads, a.num_kv_heads - g), head_rows, 0, 0, 0, 0, -1};
+        item.first_position = first_visible(a, offset + row / group);
+        item.last_position = offset + (row + head_rows - 1) / group;
+        item.first_split = item.first_position / kSplit;
+        item.num_splits = item.last_position / kSplit + 1 - item.first_split;
         total_splits += item.num_splits;
         plan.items.push_back(item);
       }
@@ -378,7 +460,11 @@ void make_plan(const AttentionArgs& a, int width, int most_rows, Plan& plan) {
     }
   }
   // The long ones first, so that no thread starts one when the others are done.
-  const auto cost = [&](const Unit& u) { return u.num_splits * plan.items[u.item].num_rows; };
+  constexpr int kRowsOfOneHead = 32;  // reading the keys and values of a head costs as much as so many rows
+  const auto cost = [&](const Unit& u) {
+    const Item& item = plan.items[u.item];
+    return u.num_splits * std::max(item.num_rows, item.num_heads() * kRowsOfOneHead);
+  };
   const auto longer = [&](const Unit& x, const Unit& y) { return cost(x) > cost(y); };
   if (threads > 1 && !std::is_sorted(plan.units.begin(), plan.units.end(), longer)) {
     std::sort(plan.units.begin(), plan.units.end(), longer);
@@ -389,7 +475,7 @@ template <class Path>
 void run_all(const AttentionArgs& a) {
   thread_local Plan plan_memory;
   Plan& plan = plan_memory;
-  make_plan(a, Path::width(a.head_dim), Path::kMaxRows, plan);
+  make_plan<Path>(a, plan);
   auto* partials = static_cast<float*>(quire::scratch(Scratch::attention_partials, sizeof(float) * plan.partials_size));
   // Many short units share a task: starting one (tiles, the claim) costs a part of a microsecond.
   constexpr int kTasksPerThread = 8, kMostUnitsPerTask = 8;

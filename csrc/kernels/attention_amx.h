@@ -35,9 +35,11 @@ struct TileOperand {
   const char* at(int s) const { return data + s * step; }
 };
 
-// out[i] = a[i] * b for kCount values of i; rows of out are out_stride bytes apart.
+// out[i] = a[i] * b for kCount values of i; rows of out are out_stride bytes apart. Follows the tiles of a with the
+// prefetcher.
 template <int kCount>
-inline void multiply_column(const TileOperand* a, TileOperand b, int steps, float* const* out, int64_t out_stride) {
+inline void multiply_column(const TileOperand* a, TileOperand b, int steps, float* const* out, int64_t out_stride,
+                            Prefetcher& prefetcher) {
   written_for_tiles();
   _tile_zero(0);
   if constexpr (kCount > 1) _tile_zero(1);
@@ -47,17 +49,21 @@ inline void multiply_column(const TileOperand* a, TileOperand b, int steps, floa
     _tile_loadd(4, b.at(s), b.stride);
     _tile_loadd(5, a[0].at(s), a[0].stride);
     _tile_dpbf16ps(0, 5, 4);
+    prefetcher.follow(1024);
     if constexpr (kCount > 1) {
       _tile_loadd(6, a[1].at(s), a[1].stride);
       _tile_dpbf16ps(1, 6, 4);
+      prefetcher.follow(1024);
     }
     if constexpr (kCount > 2) {
       _tile_loadd(7, a[2].at(s), a[2].stride);
       _tile_dpbf16ps(2, 7, 4);
+      prefetcher.follow(1024);
     }
     if constexpr (kCount > 3) {
       _tile_loadd(5, a[3].at(s), a[3].stride);
       _tile_dpbf16ps(3, 5, 4);
+      prefetcher.follow(1024);
     }
   }
   _tile_stored(0, out[0], out_stride);
@@ -66,64 +72,57 @@ inline void multiply_column(const TileOperand* a, TileOperand b, int steps, floa
   if constexpr (kCount > 3) _tile_stored(3, out[3], out_stride);
 }
 
-// out + 16 i = a * b_i for kCount values of i, b_i lying i * b_distance bytes behind b.
+// out + 16 i = a * b_i for 2 or 4 values of i, b_i lying i * b_distance bytes behind b.
 template <int kCount>
 inline void multiply_row(TileOperand a, TileOperand b, int64_t b_distance, int steps, float* out, int64_t out_stride) {
   written_for_tiles();
   _tile_zero(0);
-  if constexpr (kCount > 1) _tile_zero(1);
-  if constexpr (kCount > 2) _tile_zero(2);
-  if constexpr (kCount > 3) _tile_zero(3);
+  _tile_zero(1);
+  if constexpr (kCount == 4) _tile_zero(2);
+  if constexpr (kCount == 4) _tile_zero(3);
   for (int s = 0; s < steps; ++s) {
     _tile_loadd(4, a.at(s), a.stride);
     _tile_loadd(5, b.at(s), b.stride);
     _tile_dpbf16ps(0, 4, 5);
-    if constexpr (kCount > 1) {
-      _tile_loadd(6, b.at(s) + b_distance, b.stride);
-      _tile_dpbf16ps(1, 4, 6);
-    }
-    if constexpr (kCount > 2) {
+    _tile_loadd(6, b.at(s) + b_distance, b.stride);
+    _tile_dpbf16ps(1, 4, 6);
+    if constexpr (kCount == 4) {
       _tile_loadd(7, b.at(s) + 2 * b_distance, b.stride);
       _tile_dpbf16ps(2, 4, 7);
-    }
-    if constexpr (kCount > 3) {
       _tile_loadd(5, b.at(s) + 3 * b_distance, b.stride);
       _tile_dpbf16ps(3, 4, 5);
     }
   }
   _tile_stored(0, out, out_stride);
-  if constexpr (kCount > 1) _tile_stored(1, out + 16, out_stride);
-  if constexpr (kCount > 2) _tile_stored(2, out + 32, out_stride);
-  if constexpr (kCount > 3) _tile_stored(3, out + 48, out_stride);
+  _tile_stored(1, out + 16, out_stride);
+  if constexpr (kCount == 4) _tile_stored(2, out + 32, out_stride);
+  if constexpr (kCount == 4) _tile_stored(3, out + 48, out_stride);
 }
 
-// The 2 x kColumns products of two left operands (a_distance bytes apart) and kColumns right ones; the second row of
-// products goes to out + 16 rows.
-template <int kColumns>
+// The four products of two left operands (a_distance bytes apart) and two right ones; the second row of products goes
+// to out + 16 rows.
 inline void multiply_two_rows(TileOperand a, int64_t a_distance, TileOperand b, int64_t b_distance, int steps,
                               float* out, int64_t out_stride) {
   written_for_tiles();
   _tile_zero(0);
+  _tile_zero(1);
   _tile_zero(2);
-  if constexpr (kColumns > 1) _tile_zero(1);
-  if constexpr (kColumns > 1) _tile_zero(3);
+  _tile_zero(3);
   for (int s = 0; s < steps; ++s) {
     _tile_loadd(4, a.at(s), a.stride);
     _tile_loadd(6, b.at(s), b.stride);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(5, a.at(s) + a_distance, a.stride);
     _tile_dpbf16ps(2, 5, 6);
-    if constexpr (kColumns > 1) {
-      _tile_loadd(7, b.at(s) + b_distance, b.stride);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    _tile_loadd(7, b.at(s) + b_distance, b.stride);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
   }
   float* second = reinterpret_cast<float*>(reinterpret_cast<char*>(out) + 16 * out_stride);
   _tile_stored(0, out, out_stride);
+  _tile_stored(1, out + 16, out_stride);
   _tile_stored(2, second, out_stride);
-  if constexpr (kColumns > 1) _tile_stored(1, out + 16, out_stride);
-  if constexpr (kColumns > 1) _tile_stored(3, second + 16, out_stride);
+  _tile_stored(3, second + 16, out_stride);
 }
 
 }  // namespace

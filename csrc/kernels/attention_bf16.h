@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention_amx.h"
+#include "attention_rows.h"
 #include "attention_tile.h"
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
@@ -41,12 +42,61 @@ struct PairHalfLanes {
   static void store(float* p, Vector x) { _mm512_store_ps(p, _mm512_zextps256_ps512(x)); }
 };
 
+// Arithmetic of the row kernels in dot products of pairs.
+struct Bf16Rows {
+  using Query = uint32_t;  // [pair][lane]
+  static constexpr int kElementsPerWord = 2, kQueriesPerWord = 1;
+  static constexpr int kFewestVectors = 2;
+
+  static F32 load_words(const bf16* p) { return load(reinterpret_cast<const float*>(p)); }
+
+  template <int kRows, int kVectors>
+  static void multiply_keys(F32 (&sums)[kRows][kVectors], const float* words, const uint32_t* query) {
+    for (int v = 0; v < kVectors; ++v) {
+      const F32 x = load(words + v * kLanes);
+      for (int r = 0; r < kRows; ++r) sums[r][v].v = PairLanes::multiply_add(sums[r][v].v, x.v, query + r);
+    }
+  }
+
+  // out[row][column] = probabilities x values for kVectors vectors of columns, see Bf16Path::width for their order.
+  template <int kRows, int kVectors>
+  static void multiply_values(const bf16* const* rows, Range range, int column, const float* probabilities, float* out,
+                              int stride, Prefetcher& prefetcher) {
+    __m512 sums[kRows][kVectors];
+    for (auto& of_row : sums) {
+      for (__m512& sum : of_row) sum = _mm512_setzero_ps();
+    }
+    const auto* weights = reinterpret_cast<const uint32_t*>(probabilities) + range.begin / 2 * kLanes;
+    for (int p = range.begin; p < range.end; p += 2, weights += kLanes) {
+      prefetcher.follow(kVectors * 64);
+      for (int v = 0; v < kVectors; v += 2) {
+        const __m512i even = _mm512_loadu_si512(rows[p] + column + v * kLanes);
+        const __m512i odd = _mm512_loadu_si512(rows[p + 1] + column + v * kLanes);
+        const __m512 low = _mm512_castsi512_ps(_mm512_unpacklo_epi16(even, odd));
+        const __m512 high = _mm512_castsi512_ps(_mm512_unpackhi_epi16(even, odd));
+        for (int r = 0; r < kRows; ++r) {
+          sums[r][v] = PairLanes::multiply_add(sums[r][v], low, weights + r);
+          sums[r][v + 1] = PairLanes::multiply_add(sums[r][v + 1], high, weights + r);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(out + r * stride + column + v * kLanes, sums[r][v]);
+    }
+  }
+};
+
 class Bf16Path {
  public:
   using Cache = bf16;
   static constexpr bool kAmx = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX;
   static constexpr int kMaxRows = kAmx ? 256 : 128;
   static constexpr int kTilesTogether = kAmx ? 2 : 1;  // row tiles that need the same range of positions
+
+  // Whether the functions for a range of lanes take this head size, and whether they are the faster ones for this many
+  // rows of one KV head.
+  static bool has_lanes(int head_dim) { return kAmx || is_whole<Bf16Rows>(head_dim); }
+  static bool wants_lanes(int rows) { return !kAmx && rows <= kLanes / 2; }
 
   // Lives around all work of one task.
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
@@ -60,11 +110,25 @@ class Bf16Path {
 
   static size_t scratch_bytes(int head_dim, int row_tiles) {
     return sizeof(uint32_t) * (static_cast<size_t>(row_tiles) * query_pairs(head_dim) * kLanes + kKeyDwords +
-                               kMostPanelDwords + kTile * kLanes) +
+                               kMostPanelDwords + kBlockFloats) +
            256;
   }
-  // Floats per row of an output tile: head_dim and padding.
-  static int width(int head_dim) { return round_up(head_dim, kTile); }
+  // Floats per row of an output tile: head_dim and padding. Of 32 columns the first 16 places take the low halves of
+  // the 8-column groups, as the interleaving of two rows inside 128-bit lanes leaves them: columns 0-3, 8-11, 16-19,
+  // 24-27; the others take the rest.
+  static int width(int head_dim) { return round_up(head_dim, 2 * kTile); }
+
+  // Writes a row of an output tile, times scale.
+  template <class T>
+  static void write_row(T* out, const float* values, F32 scale, int head_dim) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int e = 0; e < head_dim; e += 2 * kLanes) {
+      const F32 low = load(values + e) * scale, high = load(values + e + kLanes) * scale;
+      store_part(out + e, {_mm512_permutex2var_ps(low.v, first, high.v)}, head_dim - e);
+      store_part(out + e + kLanes, {_mm512_permutex2var_ps(low.v, second, high.v)}, head_dim - e - kLanes);
+    }
+  }
 
   Bf16Path(int head_dim, int num_rows, Carver& scratch)
       : head_dim_(head_dim),
@@ -72,7 +136,7 @@ class Bf16Path {
         queries_(scratch.take<uint32_t>(static_cast<size_t>(round_up(num_rows, kLanes)) * query_pairs(head_dim))),
         keys_(scratch.take<uint32_t>(kKeyDwords)),
         values_(scratch.take<uint32_t>(kMostPanelDwords)),
-        block_(scratch.take<float>(kTile * kLanes)) {}
+        block_(scratch.take<float>(kBlockFloats)) {}
 
   void load_queries(const bf16* const* rows) {
     const int pairs = query_pairs(head_dim_);
@@ -109,34 +173,58 @@ class Bf16Path {
     const int pairs = query_pairs(head_dim_);
     for (int p = range.begin; p < range.end; p += kGroup) {
       const int count = (range.end - p < kGroup ? range.end - p : kGroup) / kTile;
-      prefetcher.advance(kPrefetchInScores * count);
       TileOperand keys[4];
-      for (int i = 0; i < count; ++i) keys[i] = key_tile(key_rows + p + i * kTile, keys_ + i * kTile * kKeyStride);
+      key_tiles(key_rows + p, count, keys);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p + kGroup <= tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
         float* out[4];
         for (int i = 0; i < count; ++i) out[i] = scores + (static_cast<size_t>(t) * kSplit + p + i * kTile) * kLanes;
         const TileOperand queries = tile_of(queries_ + static_cast<size_t>(t) * pairs * kLanes);
         if (count == 4) {
-          multiply_column<4>(keys, queries, pairs / kPairs, out, 64);
+          multiply_column<4>(keys, queries, pairs / kPairs, out, 64, prefetcher);
         } else {
-          multiply_column<2>(keys, queries, pairs / kPairs, out, 64);
+          multiply_column<2>(keys, queries, pairs / kPairs, out, 64, prefetcher);
         }
+      }
+    }
+  }
+
+  // The same for a range of lanes of one row tile; the other lanes of `scores` are kept.
+  void scores_of_lanes(const bf16* const* key_rows, Range range, LaneRange lanes, float* scores,
+                       Prefetcher& prefetcher) {
+    constexpr int kGroup = 4 * kTile;
+    const __mmask16 mask = static_cast<__mmask16>(first_lanes(lanes.count) << lanes.first);
+    float* const out[4] = {block_, block_ + kTile * kLanes, block_ + 2 * kTile * kLanes, block_ + 3 * kTile * kLanes};
+    for (int p = range.begin; p < range.end; p += kGroup) {
+      const int count = (range.end - p < kGroup ? range.end - p : kGroup) / kTile;
+      TileOperand keys[4];
+      key_tiles(key_rows + p, count, keys);
+      if (count == 4) {
+        multiply_column<4>(keys, tile_of(queries_), query_pairs(head_dim_) / kPairs, out, 64, prefetcher);
+      } else {
+        multiply_column<2>(keys, tile_of(queries_), query_pairs(head_dim_) / kPairs, out, 64, prefetcher);
+      }
+      for (int i = 0; i < count * kTile; ++i) {
+        _mm512_mask_store_ps(scores + (p + i) * kLanes, mask, _mm512_load_ps(block_ + i * kLanes));
+      }
+    }
+  }
+
+  // Brings probabilities from [pair][lane] to [lane][pair] in every step, as weighted_values wants them.
+  void arrange_probabilities(float* probabilities, const Range* tile_ranges) const {
+    for (int t = 0; t * kLanes < num_rows_; ++t) {
+      float* tile = probabilities + static_cast<size_t>(t) * kSplit * kLanes;
+      for (int p = tile_ranges[t].begin; p < tile_ranges[t].end; p += kStep) {
+        transpose_lanes(tile + p / 2 * kLanes, tile + p / 2 * kLanes, kLanes);
       }
     }
   }
 
   // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
   // values at a time stay in the first-level cache for all row tiles.
-  void weighted_values(const bf16* const* value_rows, Range range, float* probabilities, const Range* tile_ranges,
+  void weighted_values(const bf16* const* value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
     const int row_tiles = (num_rows_ + kLanes - 1) / kLanes, stride = width(head_dim_);
-    for (int t = 0; t < row_tiles; ++t) {  // [pair][lane] to [lane][pair]
-      float* tile = probabilities + static_cast<size_t>(t) * kSplit * kLanes;
-      for (int p = tile_ranges[t].begin; p < tile_ranges[t].end; p += kStep) {
-        transpose_lanes(tile + p / 2 * kLanes, tile + p / 2 * kLanes, kLanes);
-      }
-    }
     const int panels = stride / kTile, most_panels = row_tiles > 1 ? 2 : 4;
     for (int panel = 0; panel < panels; panel += most_panels) {
       const int count = panels - panel < most_panels ? panels - panel : most_panels;
@@ -145,7 +233,24 @@ class Bf16Path {
       for (int t = 0; t < row_tiles; t += 2) {
         if (tile_ranges[t].size() <= 0) continue;
         multiply(probabilities + static_cast<size_t>(t) * kSplit * kLanes, tile_ranges[t], count, row_tiles - t > 1,
-                 columns + static_cast<size_t>(t) * kLanes * stride);
+                 columns + static_cast<size_t>(t) * kLanes * stride, stride);
+      }
+    }
+  }
+
+  // The same for a range of lanes of one row tile; the other rows of `out` are kept.
+  void weighted_values_of_lanes(const bf16* const* value_rows, Range range, LaneRange lanes, const float* probabilities,
+                                float* out, Prefetcher& prefetcher) {
+    constexpr int kMostPanels = 4;
+    const int stride = width(head_dim_), panels = stride / kTile;
+    for (int panel = 0; panel < panels; panel += kMostPanels) {
+      const int count = panels - panel < kMostPanels ? panels - panel : kMostPanels;
+      load_values(value_rows, range, panel * kTile, count, prefetcher);
+      multiply(probabilities, range, count, false, block_, kMostPanels * kTile);
+      for (int r = lanes.first; r < lanes.first + lanes.count; ++r) {
+        for (int i = 0; i < count; ++i) {
+          store(out + r * stride + (panel + i) * kTile, load(block_ + (r * kMostPanels + i) * kTile));
+        }
       }
     }
   }
@@ -158,7 +263,7 @@ class Bf16Path {
               Prefetcher& prefetcher) {
     const int pairs = query_pairs(head_dim_);
     for (int p = range.begin; p < range.end; p += kTile) {
-      prefetcher.advance(kPrefetchInScores);
+      prefetcher.follow(kTile * head_dim_ * 2);
       copy_keys(key_rows + p, keys_);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p < tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
@@ -192,12 +297,31 @@ class Bf16Path {
     }
   }
 
+  // The same for a range of lanes of one row tile; the other lanes of `scores` are kept.
+  void scores_of_lanes(const bf16* const* key_rows, Range range, LaneRange lanes, float* scores,
+                       Prefetcher& prefetcher) {
+    scores_of_rows<Bf16Rows>(key_rows, range, head_dim_, queries_ + lanes.first, lanes.count,
+                             reinterpret_cast<float*>(values_), scores + lanes.first, prefetcher);
+  }
+
+  void arrange_probabilities(float*, const Range*) const {}
+
+  // The same for a range of lanes of one row tile; the other rows of `out` are kept.
+  void weighted_values_of_lanes(const bf16* const* value_rows, Range range, LaneRange lanes, const float* probabilities,
+                                float* out, Prefetcher& prefetcher) {
+    const int stride = width(head_dim_);
+    values_of_rows<Bf16Rows>(value_rows, range, head_dim_, probabilities + lanes.first, lanes.count,
+                             out + lanes.first * stride, stride, prefetcher);
+  }
+
 #endif
 
  private:
   static constexpr int kKeyStride =
       kMaxHeadDim / 2 + 16;  // dwords; not a power of two: rows spread over the cache's sets
-  static constexpr int kMostPanelDwords = 4 * (kSplit / 2) * kTile;
+  static constexpr int kMostPanelDwords = 4 * (kSplit / 2) * kTile;  // also holds the words of kStep keys
+  static_assert(kMostPanelDwords >= kMaxHeadDim / 2 * kStep);
+  static constexpr int kBlockFloats = (kAmx ? 4 : 1) * kTile * kLanes;
   static constexpr int kKeyDwords = (kAmx ? 4 : 1) * kTile * kKeyStride;
 
   // Dwords per query row, a whole number of vectors.
@@ -208,28 +332,17 @@ class Bf16Path {
     return values_ + (panel * (kSplit / 2) + position / 2) * kTile;
   }
 
-  // Fills `count` panels with the columns from e on, kTile each, zeros behind head_dim.
+  // Fills `count` panels, an even number, with the columns from e on, zeros behind head_dim.
   void load_values(const bf16* const* rows, Range range, int e, int count, Prefetcher& prefetcher) {
-    alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                             21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                             11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i interleave = _mm512_load_si512(kInterleave);
-    const int whole = (head_dim_ - e) / kTile < count ? (head_dim_ - e) / kTile : count;
-    const __mmask16 rest = first_lanes((head_dim_ - e) % kTile);
     for (int p = range.begin; p < range.end; p += 2) {
-      if (p % kTile == 0) prefetcher.advance(kPrefetchInValues * count / 2);
-      const bf16 *even = rows[p] + e, *odd = rows[p + 1] + e;
-      uint32_t* dst = value_pairs(0, p);
-      for (int i = 0; i < whole; ++i, even += kTile, odd += kTile, dst += kTile * kSplit / 2) {
-        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(even));
-        const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd));
-        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-        _mm512_store_si512(dst, _mm512_permutexvar_epi16(interleave, both));
-      }
-      if (whole < count) {
-        const __m512i low = _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(rest, even));
-        const __m512i both = _mm512_inserti64x4(low, _mm256_maskz_loadu_epi16(rest, odd), 1);
-        _mm512_store_si512(dst, _mm512_permutexvar_epi16(interleave, both));
+      prefetcher.follow(count * kTile * 4);
+      for (int i = 0; i < count; i += 2) {
+        const int left = head_dim_ - e - i * kTile;
+        const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+        const __m512i even = _mm512_maskz_loadu_epi16(mask, rows[p] + e + i * kTile);
+        const __m512i odd = _mm512_maskz_loadu_epi16(mask, rows[p + 1] + e + i * kTile);
+        _mm512_store_si512(value_pairs(i, p), _mm512_unpacklo_epi16(even, odd));
+        _mm512_store_si512(value_pairs(i + 1, p), _mm512_unpackhi_epi16(even, odd));
       }
     }
   }
@@ -254,35 +367,29 @@ class Bf16Path {
   static TileOperand tile_of(const void* data) { return {static_cast<const char*>(data), 64, 64 * 16}; }
 
   // Columns of one row tile, or of it and the next, from `count` panels of values.
-  void multiply(const float* probabilities, Range range, int count, bool two_tiles, float* out) const {
+  void multiply(const float* probabilities, Range range, int count, bool two_tiles, float* out, int out_stride) const {
     constexpr int64_t kTileDistance = sizeof(float) * kSplit * kLanes,
                       kPanelDistance = sizeof(uint32_t) * kSplit / 2 * kTile;
-    const int64_t row_bytes = sizeof(float) * width(head_dim_);
+    const int64_t row_bytes = sizeof(float) * out_stride;
     const int steps = range.size() / kStep;
     const TileOperand a = tile_of(probabilities + range.begin / 2 * kLanes), b = tile_of(value_pairs(0, range.begin));
     if (two_tiles) {
-      return count == 1 ? multiply_two_rows<1>(a, kTileDistance, b, kPanelDistance, steps, out, row_bytes)
-                        : multiply_two_rows<2>(a, kTileDistance, b, kPanelDistance, steps, out, row_bytes);
+      return multiply_two_rows(a, kTileDistance, b, kPanelDistance, steps, out, row_bytes);
     }
-    switch (count) {
-      case 1:
-        return multiply_row<1>(a, b, kPanelDistance, steps, out, row_bytes);
-      case 2:
-        return multiply_row<2>(a, b, kPanelDistance, steps, out, row_bytes);
-      case 3:
-        return multiply_row<3>(a, b, kPanelDistance, steps, out, row_bytes);
-      default:
-        return multiply_row<4>(a, b, kPanelDistance, steps, out, row_bytes);
-    }
+    return count == 2 ? multiply_row<2>(a, b, kPanelDistance, steps, out, row_bytes)
+                      : multiply_row<4>(a, b, kPanelDistance, steps, out, row_bytes);
   }
 
-  // Keys that lie in the cache as the tile wants them are read from there.
-  TileOperand key_tile(const bf16* const* rows, uint32_t* copy) const {
-    bool in_place = head_dim_ % 32 == 0;
-    for (int i = 1; i < kTile; ++i) in_place &= rows[i] - rows[i - 1] == head_dim_;
-    if (in_place) return {reinterpret_cast<const char*>(rows[0]), 2 * head_dim_, 64};
-    copy_keys(rows, copy);
-    return {reinterpret_cast<const char*>(copy), 4 * kKeyStride, 64};
+  // Keys of 16 positions each. Those that lie in the cache as the tile wants them are read from there.
+  void key_tiles(const bf16* const* rows, int count, TileOperand* tiles) const {
+    for (int t = 0; t < count; ++t, rows += kTile) {
+      bool in_place = head_dim_ % 32 == 0;
+      for (int i = 1; i < kTile; ++i) in_place &= rows[i] - rows[i - 1] == head_dim_;
+      uint32_t* copy = keys_ + t * kTile * kKeyStride;
+      if (!in_place) copy_keys(rows, copy);
+      tiles[t] = in_place ? TileOperand{reinterpret_cast<const char*>(rows[0]), 2 * head_dim_, 64}
+                          : TileOperand{reinterpret_cast<const char*>(copy), 4 * kKeyStride, 64};
+    }
   }
 #else
   template <bool kAlongK>
@@ -296,7 +403,7 @@ class Bf16Path {
   uint32_t* queries_;  // [row tile][query_pairs][lane]
   uint32_t* keys_;     // copies of keys, [kTile or 4 * kTile][kKeyStride]
   uint32_t* values_;   // up to 4 panels [kSplit / 2][kTile]
-  float* block_;       // [kTile][lane]
+  float* block_;       // [kTile or 4 * kTile][lane]
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Attention arithmetic in float32 FMAs, for every instruction set and cache type.
 #pragma once
 
+#include "attention_rows.h"
 #include "attention_tile.h"
 
 namespace quire::QUIRE_ISA {
@@ -39,20 +40,30 @@ class F32Path {
 
   struct Session {};
 
+  // Whether the functions for a range of lanes take this head size, and whether they are the faster ones for this many
+  // rows of one KV head.
+  static bool has_lanes(int head_dim) { return is_whole<F32Rows<T>>(head_dim); }
+  static bool wants_lanes(int rows) { return rows <= std::max(kLanes / 2, kRowsAtOnce); }
+
   static size_t scratch_bytes(int head_dim, int row_tiles) {
-    return sizeof(float) * (static_cast<size_t>(row_tiles) * head_dim * kLanes + kTile * kKeyStride + kSplit * kTile +
+    return sizeof(float) * (static_cast<size_t>(row_tiles) * head_dim * kLanes + kTile * kKeyStride + kValueFloats +
                             kTile * kLanes) +
            256;
   }
   // Floats per row of an output tile: head_dim and padding.
   static int width(int head_dim) { return round_up(head_dim, kTile); }
 
+  // Writes a row of an output tile, times scale.
+  static void write_row(T* out, const float* values, F32 scale, int head_dim) {
+    for (int e = 0; e < head_dim; e += kLanes) store_part(out + e, load(values + e) * scale, head_dim - e);
+  }
+
   F32Path(int head_dim, int num_rows, Carver& scratch)
       : head_dim_(head_dim),
         num_rows_(num_rows),
         queries_(scratch.take<float>(static_cast<size_t>(round_up(num_rows, kLanes)) * head_dim)),
         keys_(scratch.take<float>(kTile * kKeyStride)),
-        values_(scratch.take<float>(kSplit * kTile)),
+        values_(scratch.take<float>(kValueFloats)),
         block_(scratch.take<float>(kTile * kLanes)) {}
 
   void load_queries(const T* const* rows) {
@@ -66,7 +77,7 @@ class F32Path {
   // needs.
   void scores(const T* const* key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; p += kTile) {
-      prefetcher.advance(kPrefetchInScores);
+      prefetcher.follow(kTile * head_dim_ * static_cast<int>(sizeof(T)));
       for (int i = 0; i < kTile; ++i) convert_row(key_rows[p + i], keys_ + i * kKeyStride);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p < tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
@@ -76,11 +87,19 @@ class F32Path {
     }
   }
 
+  // The same for a range of lanes of one row tile; the other lanes of `scores` are kept.
+  void scores_of_lanes(const T* const* key_rows, Range range, LaneRange lanes, float* scores, Prefetcher& prefetcher) {
+    scores_of_rows<F32Rows<T>>(key_rows, range, head_dim_, queries_ + lanes.first, lanes.count, values_,
+                               scores + lanes.first, prefetcher);
+  }
+
   // Softmax hands over the probabilities of two positions, in place of their scores.
   static void store_probabilities(float* tile_scores, int position, F32 p0, F32 p1) {
     store(tile_scores + position * kLanes, p0);
     store(tile_scores + (position + 1) * kLanes, p1);
   }
+
+  void arrange_probabilities(float*, const Range*) const {}
 
   // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
   // values at a time stay in the first-level cache for all row tiles.
@@ -99,8 +118,17 @@ class F32Path {
     }
   }
 
+  // The same for a range of lanes of one row tile; the other rows of `out` are kept.
+  void weighted_values_of_lanes(const T* const* value_rows, Range range, LaneRange lanes, const float* probabilities,
+                                float* out, Prefetcher& prefetcher) {
+    const int stride = width(head_dim_);
+    values_of_rows<F32Rows<T>>(value_rows, range, head_dim_, probabilities + lanes.first, lanes.count,
+                               out + lanes.first * stride, stride, prefetcher);
+  }
+
  private:
   static constexpr int kKeyStride = kMaxHeadDim + 16;  // not a power of two: rows spread over the sets of the cache
+  static constexpr int kValueFloats = std::max(kSplit * kTile, kMaxHeadDim* kStep);
 
   template <bool kAlongK>
   void product(const float* a, const float* b, int64_t stride, int size, float* out) const {
@@ -113,7 +141,7 @@ class F32Path {
   // Columns e .. e + kTile - 1 of the values, zeros behind head_dim.
   void load_values(const T* const* rows, Range range, int e, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; ++p) {
-      if (p % kTile == 0) prefetcher.advance(kPrefetchInValues);
+      if (p % 2 == 0) prefetcher.follow(2 * kTile * sizeof(T));
       for (int i = 0; i < kTile; i += kLanes) {
         const int left = head_dim_ - e - i;
         const T* src = rows[p] + e + i;
@@ -131,7 +159,7 @@ class F32Path {
   int head_dim_, num_rows_;
   float* queries_;  // [row tile][head_dim][lane]
   float* keys_;     // [kTile][kKeyStride]
-  float* values_;   // [kSplit][kTile]
+  float* values_;   // [kSplit][kTile], or keys as [head_dim][kStep]
   float* block_;    // [kTile][lane]
 };
 

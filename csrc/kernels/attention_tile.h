@@ -31,6 +31,16 @@ struct Range {
   int size() const { return end - begin; }
 };
 
+// Stores the first `left` lanes, which may be none or more than there are.
+template <class T>
+inline void store_part(T* p, F32 x, int left) {
+  if (left >= kLanes) {
+    store(p, x);
+  } else if (left > 0) {
+    store_n(p, x, left);
+  }
+}
+
 // Cuts a scratch buffer into 64-byte aligned arrays.
 class Carver {
  public:
@@ -46,32 +56,34 @@ class Carver {
   char* next_;
 };
 
-// Brings the keys and values of the next split into the second-level cache, a few rows at a time while the present
-// split is worked on, so that memory never waits for arithmetic.
+// Brings rows of keys or values that are wanted next into the second-level cache, a few at a time while the present
+// ones are worked on, so that memory never waits for arithmetic.
 class Prefetcher {
  public:
-  void start(const void* const* key_rows, const void* const* value_rows, Range range, int row_bytes) {
-    rows_[0] = key_rows, rows_[1] = value_rows;
-    next_[0] = next_[1] = range.begin;
-    end_ = range.end;
-    row_bytes_ = row_bytes;
+  void start(const void* const* rows, Range range, int row_bytes) {
+    rows_ = rows, next_ = range.begin, end_ = range.end, offset_ = 0, row_bytes_ = row_bytes;
   }
-  // Asks for the next `count` rows: keys first, then values.
-  void advance(int count) {
-    for (int i = 0; i < 2; ++i) {
-      for (; next_[i] < end_ && count > 0; ++next_[i], --count) {
-        const char* row = static_cast<const char*>(rows_[i][next_[i]]);
-        for (int offset = 0; offset < row_bytes_; offset += 64) __builtin_prefetch(row + offset, 0, 2);
-      }
+  // Asks for the next `lines` cache lines. To be called often and for little: a burst fills the buffers for missing
+  // lines and then stops the arithmetic behind it.
+  void advance(int lines) {
+    for (; next_ < end_ && lines > 0; --lines) {
+      __builtin_prefetch(static_cast<const char*>(rows_[next_]) + offset_, 0, 2);
+      if ((offset_ += 64) >= row_bytes_) offset_ = 0, ++next_;
     }
   }
+  // Asks for as many bytes as have just been used.
+  void follow(int64_t bytes) { advance(static_cast<int>((bytes + 63) / 64)); }
+  void finish() { advance(1 << 30); }
 
  private:
-  const void* const* rows_[2] = {nullptr, nullptr};
-  int next_[2] = {0, 0}, end_ = 0, row_bytes_ = 0;
+  const void* const* rows_ = nullptr;
+  int next_ = 0, end_ = 0, offset_ = 0, row_bytes_ = 0;
 };
-// Rows asked for per kTile positions of the present split; all phases together ask for the next split's 2 kTile rows.
-constexpr int kPrefetchInScores = 12, kPrefetchInSoftmax = 8, kPrefetchInValues = 4;  // values: per 32 columns
+
+// The rows of one KV head among those of several in a row tile.
+struct LaneRange {
+  int first, count;
+};
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 // Transposes 16 x 16 elements of 32 bits in place.

@@ -169,6 +169,39 @@ def test_chunks_and_decode_give_the_bits_of_one_prefill(
         assert torch.equal(alone[0], whole[position]), f"decode at position {position} differs from prefill"
 
 
+# Decode takes several KV heads together when there are enough sequences, and has its own kernels on vector units.
+DECODE_SAME_BITS = [
+    (Options(), 16, 8, 128),  # 8 KV heads fill the 16 rows of a tile
+    (Options(block_size=24, sliding_window=70), 6, 3, 64),  # KV heads left over
+    (Options(soft_cap=3.0), 14, 2, 96),  # 7 query heads for a KV head
+    (Options(block_size=32), 8, 8, 80),  # a head size that is no whole number of vectors
+    (Options(), 40, 2, 32),  # more rows than a tile has
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("options", "H", "G", "E"), DECODE_SAME_BITS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_short_queries_of_a_batch_give_the_bits_of_one_prefill(
+    isa: str,
+    dtype: torch.dtype,
+    options: Options,
+    H: int,
+    G: int,
+    E: int,
+    threads: int,
+    set_num_threads: Callable[[int], None],
+) -> None:
+    set_num_threads(threads)
+    s = make_sequence(300, H, G, E, dtype)
+    whole = attend([(s, 0, 300)], options)[0]
+    for query_len in (1, 2, 3, 7, 15, 16, 17):
+        ends = [end for end in (17, 31, 32, 33, 40, 64, 65, 100, 255, 256, 257, 272, 288, 300) if end >= query_len]
+        parts = [(s, end - query_len, end) for end in ends]
+        for out, (_, begin, end) in zip(attend(parts, options), parts, strict=True):
+            assert torch.equal(out, whole[begin:end]), f"{query_len} tokens before {end} differ from one prefill"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batch_mates_do_not_change_bits(isa: str, dtype: torch.dtype) -> None:
     parts = [

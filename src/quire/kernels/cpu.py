@@ -120,6 +120,15 @@ def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
     return max(float(_C.peak_flops(DTYPE_CODES[dtype], rounds)) for _ in range(repeats))
 
 
+def advise_huge_pages(x: Tensor) -> None:
+    """Ask the operating system to back a large contiguous CPU tensor that nobody has written yet with huge pages.
+
+    A hint that may be ignored; nothing without the extension.
+    """
+    if _available:
+        _C.advise_huge_pages(x.data_ptr(), x.nbytes)
+
+
 def rms_norm(
     x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float, out_TD: Tensor
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.forward_batch import LayerCache
+from quire.kernels import cpu
 
 
 def allocate(
@@ -21,12 +22,17 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[LayerCache]:
-    """Uninitialised caches. On CPU the pages are taken by the operating system when first written."""
+    """Uninitialised caches. On CPU the pages, huge ones where there are some, are taken by the operating system when
+    first written."""
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    return [
-        LayerCache(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-        for _ in range(num_layers)
-    ]
+
+    def empty() -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if tensor.device.type == "cpu":
+            cpu.advise_huge_pages(tensor)
+        return tensor
+
+    return [LayerCache(empty(), empty()) for _ in range(num_layers)]
 
 
 def num_bytes(caches: Sequence[LayerCache]) -> int:

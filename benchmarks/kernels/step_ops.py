@@ -1,0 +1,112 @@
+"""The small ops of a decode step: handing work to the threads, norm, rope with the KV write, choice of the token.
+
+A reading is the median of many calls from Python, so it holds what a step pays. Norm and rope work on rows that are in
+the CPU's caches, as in a model; their share of the limit counts the bytes they touch over the read bandwidth of memory,
+which caches exceed. Logits are read from memory: their limit is one reading.
+
+    python benchmarks/kernels/step_ops.py --rows 1,16,32
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.kernels import cpu, ops
+
+VOCAB = 151_936
+
+
+def median_us(calls: dict[str, Callable[[int], Any]], seconds: float) -> dict[str, float]:
+    """The calls take turns in bursts of ten."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    deadline = time.perf_counter() + seconds * len(calls)
+    turn = 0
+    while time.perf_counter() < deadline or turn < 3:
+        for name, call in calls.items():
+            for i in range(10):
+                start = time.perf_counter()
+                call(turn * 10 + i)
+                times[name].append(time.perf_counter() - start)
+        turn += 1
+    return {name: statistics.median(values) * 1e6 for name, values in times.items()}
+
+
+def cases(R: int, dtype: torch.dtype) -> tuple[dict[str, Callable[[int], Any]], dict[str, int]]:
+    """Calls of a step of R rows of the Qwen3-0.6B shape, and the bytes each has to touch."""
+    D, H, G, E, P = 1024, 16, 8, 128, 16
+    qkv_TC = torch.randn(R, (H + 2 * G) * E).to(dtype)
+    q, k, v = (x.unflatten(1, (-1, E)) for x in qkv_TC.split((H * E, G * E, G * E), dim=1))
+    k_cache, v_cache = (torch.zeros(R * 4, G, P, E, dtype=dtype) for _ in "kv")
+    angles, weight_E = torch.randn(4096, E // 2), torch.ones(E, dtype=dtype)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)  # true rotations: q is rotated in place again and again
+    positions, slots = torch.arange(R) * 7, torch.arange(R) * 4 * P + 5
+    x, residual, weight_D, out = torch.randn(R, D).to(dtype), torch.randn(R, D).to(dtype), torch.ones(D), torch.empty(0)
+    weight_D, out = weight_D.to(dtype), torch.empty_like(x)
+    flat = [torch.randn(R, VOCAB) * 2 for _ in range(max(2, (256 << 20) // (R * VOCAB * 4)))]
+    logits = [x.clone() for x in flat]
+    for row in (row for copy in logits for row in copy):
+        row[torch.randint(VOCAB, (50,))] += 16.0  # a few likely tokens, as in a trained model
+    temperature, top_k = torch.full((R,), 0.8), torch.zeros(R, dtype=torch.int32)
+    top_p, min_p, uniform = torch.full((R,), 0.95), torch.zeros(R), torch.rand(R, dtype=torch.float64)
+    calls: dict[str, Callable[[int], Any]] = {
+        "add_rms_norm": lambda _: ops.add_rms_norm(x, residual, weight_D, 1e-6, out=out),
+        "rope_and_cache": lambda _: ops.rope_and_cache(
+            q, k, v, positions, cos_sin, slots, k_cache, v_cache, weight_E, weight_E, 1e-6
+        ),
+        "greedy": lambda i: ops.greedy(logits[i % len(logits)]),
+        "sample": lambda i: ops.sample(logits[i % len(logits)], temperature, top_k, top_p, min_p, uniform),
+        "sample, flat": lambda i: ops.sample(flat[i % len(flat)], temperature, top_k, top_p, min_p, uniform),
+    }
+    logit_bytes, size = R * VOCAB * 4, dtype.itemsize
+    num_bytes = {
+        "add_rms_norm": 4 * R * D * size,
+        "rope_and_cache": R * (2 * H + 4 * G) * E * size,
+        "greedy": logit_bytes,
+        "sample": logit_bytes,
+        "sample, flat": logit_bytes,
+    }
+    return calls, num_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,16,32")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--isa", default="", help="instruction set; default: the best present")
+    parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
+    parser.add_argument("--seconds", type=float, default=0.5, help="per op")
+    parser.add_argument("--json", default="", help="write the rows to this file")
+    args = parser.parse_args()
+    if args.isa:
+        cpu.set_isa(args.isa)
+    cpu.set_num_threads(args.threads)
+    torch.set_num_threads(1)
+    dispatch = {
+        "one task (no thread)": lambda _: cpu._C.thread_pool_probe(1),
+        "two tasks": lambda _: cpu._C.thread_pool_probe(2),
+        "sixteen tasks": lambda _: cpu._C.thread_pool_probe(16),
+    }
+    print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, {args.dtype}")
+    rows: list[dict[str, Any]] = [{"parallel_for_us": median_us(dispatch, args.seconds)}]
+    print("parallel_for: " + ", ".join(f"{name} {us:.1f} us" for name, us in rows[0]["parallel_for_us"].items()))
+    for R in (int(r) for r in args.rows.split(",")):
+        calls, num_bytes = cases(R, getattr(torch, args.dtype))
+        times, bandwidth = median_us(calls, args.seconds), cpu.read_bandwidth(256 << 20)
+        limits = {name: count / bandwidth * 1e6 for name, count in num_bytes.items()}
+        rows.append({"rows": R, "us": times, "limit_us": limits, "bandwidth_gb_s": bandwidth / 1e9})
+        cells = [f"{name} {us:.1f} us ({limits[name] / us:.0%} of the limit)" for name, us in times.items()]
+        print(f"{R} rows: " + ", ".join(cells), flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"isa": cpu.isa(), "threads": args.threads, "dtype": args.dtype, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+// Both products of attention for a few rows (decode): vectors run over positions for the scores and over columns for
+// the values, because the rows of one KV head would fill a vector of rows only in part. Every element is summed in the
+// order in which the row tiles sum it, so the bits are the same.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "attention_tile.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int kRowsAtOnce = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 4 : 2;  // as many as the register file holds
+
+// x[j][i] becomes x[i][j].
+inline void transpose(F32 (&x)[kLanes]) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+  __m512i y[16];
+  for (int i = 0; i < 16; ++i) y[i] = _mm512_castps_si512(x[i].v);
+  transpose16(y);
+  for (int i = 0; i < 16; ++i) x[i].v = _mm512_castsi512_ps(y[i]);
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+  __m256 t[8];
+  for (int i = 0; i < 8; i += 4) {
+    const __m256 low0 = _mm256_unpacklo_ps(x[i].v, x[i + 1].v), high0 = _mm256_unpackhi_ps(x[i].v, x[i + 1].v);
+    const __m256 low1 = _mm256_unpacklo_ps(x[i + 2].v, x[i + 3].v), high1 = _mm256_unpackhi_ps(x[i + 2].v, x[i + 3].v);
+    t[i] = _mm256_shuffle_ps(low0, low1, 0x44), t[i + 1] = _mm256_shuffle_ps(low0, low1, 0xee);
+    t[i + 2] = _mm256_shuffle_ps(high0, high1, 0x44), t[i + 3] = _mm256_shuffle_ps(high0, high1, 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    x[i].v = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
+    x[i + 4].v = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
+  }
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const float y = x[i].v[j];
+      x[i].v[j] = x[j].v[i], x[j].v[i] = y;
+    }
+  }
+#endif
+}
+
+// Calls run.template operator()<kCount>(row) so that the counts add up to `rows`.
+template <class Run>
+inline void in_groups_of_rows(int rows, const Run& run) {
+  int row = 0;
+  if constexpr (kRowsAtOnce >= 4) {
+    for (; row + 4 <= rows; row += 4) run.template operator()<4>(row);
+  }
+  for (; row + 2 <= rows; row += 2) run.template operator()<2>(row);
+  if (row < rows) run.template operator()<1>(row);
+}
+
+// Arithmetic of the row kernels on caches of T in float32 FMAs. Keys are transposed by words: pairs of bfloat16, single
+// elements of the other types.
+template <class T>
+struct F32Rows {
+  using Query = float;  // [element][lane]
+  static constexpr int kElementsPerWord = std::is_same_v<T, bf16> ? 2 : 1;
+  static constexpr int kQueriesPerWord = kElementsPerWord;  // rows of lanes in `query`
+  static constexpr int kFewestVectors = 1;                  // of columns
+
+  static F32 load_words(const T* p) {
+    if constexpr (std::is_same_v<T, bf16>) {
+      return load(reinterpret_cast<const float*>(p));
+    } else {
+      return load(p);
+    }
+  }
+
+  template <int kRows, int kVectors>
+  static void multiply_keys(F32 (&sums)[kRows][kVectors], const float* words, const float* query) {
+    if constexpr (std::is_same_v<T, bf16>) {
+      const auto* pairs = reinterpret_cast<const bf16*>(words);
+      for (int v = 0; v < kVectors; ++v) {
+        const F32 even = load_even(pairs + v * 2 * kLanes), odd = load_odd(pairs + v * 2 * kLanes);
+        for (int r = 0; r < kRows; ++r) {
+          sums[r][v] = fma(odd, broadcast(query[kLanes + r]), fma(even, broadcast(query[r]), sums[r][v]));
+        }
+      }
+    } else {
+      for (int v = 0; v < kVectors; ++v) {
+        const F32 x = load(words + v * kLanes);
+        for (int r = 0; r < kRows; ++r) sums[r][v] = fma(x, broadcast(query[r]), sums[r][v]);
+      }
+    }
+  }
+
+  // out[row][column] = probabilities x values for kVectors vectors of columns.
+  template <int kRows, int kVectors>
+  static void multiply_values(const T* const* rows, Range range, int column, const float* probabilities, float* out,
+                              int stride, Prefetcher& prefetcher) {
+    F32 sums[kRows][kVectors];
+    for (auto& of_row : sums) {
+      for (F32& sum : of_row) sum = zero();
+    }
+    for (int p = range.begin; p < range.end; ++p) {
+      const T* value = rows[p] + column;
+      const float* weights = probabilities + p * kLanes;
+      prefetcher.follow(kVectors * kLanes * sizeof(T));
+      for (int v = 0; v < kVectors; ++v) {
+        const F32 x = load(value + v * kLanes);
+        for (int r = 0; r < kRows; ++r) sums[r][v] = fma(x, broadcast(weights[r]), sums[r][v]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) store(out + r * stride + column + v * kLanes, sums[r][v]);
+    }
+  }
+};
+
+// Head sizes that the functions below take.
+template <class Rows>
+inline bool is_whole(int head_dim) {
+  return head_dim % (kLanes * std::max(Rows::kElementsPerWord, Rows::kFewestVectors)) == 0;
+}
+
+// scores[position][row] = q . k for `rows` rows; `words` is memory for the keys of kStep positions.
+template <class Rows, class T>
+inline void scores_of_rows(const T* const* key_rows, Range range, int head_dim, const typename Rows::Query* query,
+                           int rows, float* words, float* scores, Prefetcher& prefetcher) {
+  constexpr int kVectors = kStep / kLanes;
+  const int num_words = head_dim / Rows::kElementsPerWord;
+  for (int p = range.begin; p < range.end; p += kStep) {
+    for (int v = 0; v < kVectors; ++v) {
+      const T* const* keys = key_rows + p + v * kLanes;
+      for (int w = 0; w < num_words; w += kLanes) {
+        F32 x[kLanes];
+        prefetcher.follow(kLanes * kLanes * Rows::kElementsPerWord * static_cast<int>(sizeof(T)));
+        for (int i = 0; i < kLanes; ++i) x[i] = Rows::load_words(keys[i] + w * Rows::kElementsPerWord);
+        transpose(x);
+        for (int i = 0; i < kLanes; ++i) store(words + (w + i) * kStep + v * kLanes, x[i]);
+      }
+    }
+    in_groups_of_rows(rows, [&]<int kRows>(int row) {
+      F32 sums[kRows][kVectors];
+      for (auto& of_row : sums) {
+        for (F32& sum : of_row) sum = zero();
+      }
+      for (int w = 0; w < num_words; ++w) {
+        Rows::template multiply_keys<kRows, kVectors>(sums, words + w * kStep,
+                                                      query + w * Rows::kQueriesPerWord * kLanes + row);
+      }
+      alignas(64) float of_row[kStep];
+      for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < kVectors; ++v) store(of_row + v * kLanes, sums[r][v]);
+        for (int i = 0; i < kStep; ++i) scores[(p + i) * kLanes + row + r] = of_row[i];
+      }
+    });
+  }
+}
+
+// out[row][stride] = probabilities x values for `rows` rows.
+template <class Rows, class T>
+inline void values_of_rows(const T* const* value_rows, Range range, int head_dim, const float* probabilities, int rows,
+                           float* out, int stride, Prefetcher& prefetcher) {
+  constexpr int kMostVectors = 4;
+  for (int column = 0; column < head_dim;) {
+    const bool most = head_dim - column >= kMostVectors * kLanes;
+    const int columns = (most ? kMostVectors : Rows::kFewestVectors) * kLanes;
+    in_groups_of_rows(rows, [&]<int kRows>(int row) {
+      float* first = out + row * stride;
+      if (most) {
+        Rows::template multiply_values<kRows, kMostVectors>(value_rows, range, column, probabilities + row, first,
+                                                            stride, prefetcher);
+      } else {
+        Rows::template multiply_values<kRows, Rows::kFewestVectors>(value_rows, range, column, probabilities + row,
+                                                                    first, stride, prefetcher);
+      }
+    });
+    column += columns;
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA
