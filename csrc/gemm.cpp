@@ -69,16 +69,51 @@ void pack_panel(const char* weight, DType dtype, int64_t row_bytes, int64_t colu
   }
 }
 
-const GemmKernels& kernels_for(DType dtype) {
-  if (dtype == DType::bf16) {
+// Rows from which AMX tiles beat dot products on grouped weights, whose bits are the same: a tile product costs the same
+// for 1 row and for 16.
+constexpr int64_t kMinGroupedAmxRows = 4;
+
+const GemmKernels& kernels_for(const GemmArgs& args) {
+  if (args.bits != 0) {
+    const GemmKernels& amx = gemm_grouped_amx_kernels();
+    const bool fits = args.m >= kMinGroupedAmxRows && args.group_size % kAmxKUnit == 0;
+    return amx.run != nullptr && fits ? amx : gemm_grouped_kernels();
+  }
+  if (args.dtype == DType::bf16) {
     if (const GemmKernels& amx = gemm_amx_kernels(); amx.run != nullptr) return amx;
     if (const GemmKernels& dot = gemm_bf16_kernels(); dot.run != nullptr) return dot;
   }
   return gemm_f32_kernels();
 }
 
+int64_t num_groups(int64_t k, int64_t group_size) { return ceil_div(k, group_size); }
+
+int64_t grouped_panel_bytes(int64_t k, int bits, int64_t group_size) {
+  const int64_t groups = num_groups(k, group_size);
+  return kPanelWidth * (groups * static_cast<int64_t>(sizeof(float)) + groups * group_size * bits / 8);
+}
+
+// Columns are taken in bands of 16, so that writes fill cache lines.
+void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k, int bits, uint8_t* panel) {
+  constexpr int64_t kBand = 16, kQuad = 4;
+  for (int64_t band = 0; band < columns; band += kBand) {
+    for (int64_t first = 0; first < k; first += kQuad) {
+      const int64_t count = std::min(kQuad, k - first), quad = first / kQuad;
+      for (int64_t c = band; c < std::min(band + kBand, columns); ++c) {
+        const uint8_t* from = codes + c * stride + first;
+        if (bits == 8) {
+          std::memcpy(panel + (quad * kPanelWidth + c) * kQuad, from, count);
+        } else {
+          uint8_t* to = panel + (quad / 2 * kPanelWidth + c) * kQuad;
+          for (int64_t i = 0; i < count; ++i) to[i] |= static_cast<uint8_t>(from[i] << (quad % 2 * 4));
+        }
+      }
+    }
+  }
+}
+
 void run_chunk(const GemmArgs& args, const GemmKernels& kernels) {
-  void* input = scratch(Scratch::gemm_input, kernels.input_bytes(args.m, args.k));
+  void* input = scratch(Scratch::gemm_input, kernels.input_bytes(args));
   const int64_t rows_per_task =
       std::max(kernels.row_unit, ceil_div(kMinPrepareElements, args.k) / kernels.row_unit * kernels.row_unit);
   parallel_for(static_cast<int>(ceil_div(args.m, rows_per_task)), [&](int task, int) {
@@ -114,8 +149,40 @@ void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t ro
   });
 }
 
+int64_t gemm_grouped_packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size) {
+  return ceil_div(n, kPanelWidth) * grouped_panel_bytes(k, bits, group_size);
+}
+
+void gemm_grouped_pack(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t n, int64_t k, int bits,
+                       int64_t group_size, void* packed) {
+  const int64_t groups = num_groups(k, group_size), panel_bytes = grouped_panel_bytes(k, bits, group_size);
+  advise_huge_pages(packed, gemm_grouped_packed_bytes(n, k, bits, group_size));
+  parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
+    const int64_t first = panel * kPanelWidth, columns = std::min(kPanelWidth, n - first);
+    char* const to = static_cast<char*>(packed) + panel * panel_bytes;
+    std::memset(to, 0, panel_bytes);
+    float* const panel_scales = reinterpret_cast<float*>(to);
+    for (int64_t c = 0; c < columns; ++c)
+      for (int64_t g = 0; g < groups; ++g) panel_scales[g * kPanelWidth + c] = scales[(first + c) * groups + g];
+    pack_codes(codes + first * code_stride, code_stride, columns, k, bits,
+               reinterpret_cast<uint8_t*>(panel_scales + groups * kPanelWidth));
+  });
+}
+
+void gemm_grouped_quantize(const void* weight, DType dtype, int64_t weight_stride, int64_t n, int64_t k, int bits,
+                           int64_t group_size, uint8_t* codes, float* scales) {
+  const int64_t groups = num_groups(k, group_size), size = static_cast<int64_t>(size_of(dtype));
+  parallel_for(static_cast<int>(n), [&](int row, int) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = g * group_size;
+      quantize_kernels().group(static_cast<const char*>(weight) + (row * weight_stride + first) * size, dtype,
+                               std::min(group_size, k - first), bits, codes + row * k + first, scales + row * groups + g);
+    }
+  });
+}
+
 void gemm(const GemmArgs& args) {
-  const GemmKernels& kernels = kernels_for(args.dtype);
+  const GemmKernels& kernels = kernels_for(args);
   for (int64_t row = 0; row < args.m; row += kRowsPerChunk) {
     GemmArgs chunk = args;
     chunk.m = std::min(kRowsPerChunk, args.m - row);

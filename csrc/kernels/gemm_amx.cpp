@@ -161,9 +161,9 @@ void run_2x2(const char* a, const char* b, int64_t steps, float* sums, bool is_f
   _tile_stored(3, sums_low + 16, kPitch);
 }
 
-int64_t input_bytes(int64_t m, int64_t k) {
-  const int64_t padded = m < kTileRows ? m : (m + kTileRows - 1) / kTileRows * kTileRows;
-  return padded * num_k_steps(k) * kRowBytes;
+int64_t input_bytes(const GemmArgs& args) {
+  const int64_t padded = args.m < kTileRows ? args.m : (args.m + kTileRows - 1) / kTileRows * kTileRows;
+  return padded * num_k_steps(args.k) * kRowBytes;
 }
 
 void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {

@@ -55,7 +55,9 @@ struct DotTile {
   }
 };
 
-int64_t input_bytes(int64_t m, int64_t k) { return m * input_stride<bf16>(k) * static_cast<int64_t>(sizeof(bf16)); }
+int64_t input_bytes(const GemmArgs& args) {
+  return args.m * input_stride<bf16>(args.k) * static_cast<int64_t>(sizeof(bf16));
+}
 
 void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
   const int64_t stride = input_stride<bf16>(args.k);

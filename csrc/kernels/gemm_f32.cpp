@@ -105,7 +105,9 @@ struct Bf16Tile {
   }
 };
 
-int64_t input_bytes(int64_t m, int64_t k) { return m * input_stride<float>(k) * static_cast<int64_t>(sizeof(float)); }
+int64_t input_bytes(const GemmArgs& args) {
+  return args.m * input_stride<float>(args.k) * static_cast<int64_t>(sizeof(float));
+}
 
 template <class T>
 void convert_rows(const GemmArgs& args, int64_t row_begin, int64_t row_end, float* input) {

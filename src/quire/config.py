@@ -25,6 +25,7 @@ from quire.option import (
     parse_human_int,
     parse_length,
 )
+from quire.weight_format import ON_LOAD
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -58,7 +59,9 @@ class EngineConfig:
         choices=DTYPES,
         limits="bytes of weights and KV cache, and the precision of every product",
     )
-    quantization: str | None = option(None, "Quantization of the weights; none: as the checkpoint is.", flags=("-q",))
+    quantization: str | None = option(
+        None, "Quantize the weights while they load: int8 or int4; none: as the checkpoint.", flags=("-q",)
+    )
     seed: int | None = option(
         0, "Seed of the seeds drawn for requests that bring none; None in Python: another one at every start."
     )
@@ -260,11 +263,12 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave the flag out; architectures known to transformers run without it",
             param="trust_remote_code",
         )
-    if config.quantization is not None:
+    if config.quantization is not None and config.quantization not in ON_LOAD:
         raise ConfigError(
-            "Quantized weights are not supported in this version",
+            "Quantized weights of this kind are not supported in this version",
             value=config.quantization,
-            fix="Leave --quantization out",
+            expected=" or ".join(ON_LOAD) + ", which quantize a checkpoint in floating point while it loads",
+            fix="Leave --quantization out, or choose one of these",
             param="quantization",
         )
     if config.tensor_parallel_size != 1:

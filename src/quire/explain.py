@@ -54,7 +54,7 @@ class Explanation:
                 "name": self.model_name,
                 "architecture": self.model.architecture,
                 "num_parameters": self.model.num_parameters(),
-                "weight_bytes": self.model.weight_bytes(dtype),
+                "weight_bytes": self.model.weight_bytes(dtype, self.settings["quantization"].value),
                 "kv_bytes_per_token": self.model.kv_bytes_per_token(DTYPE_BYTES[dtype]),
                 "max_model_len": self.model.max_model_len,
             },
@@ -135,7 +135,7 @@ def explain(
 
 def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> MemoryFacts:
     """Memory as it will be after loading: weights from config.json, and the least a step can take."""
-    weights = model.weight_bytes(resolved.dtype)
+    weights = model.weight_bytes(resolved.dtype, resolved.quantization)
     logits = logits_bytes(model, resolved.max_num_seqs)
     return MemoryFacts(
         total_bytes=device.total_memory_bytes,
@@ -163,7 +163,9 @@ def _next_costs(resolved: Resolved, model: ModelConfig) -> dict[str, str]:
     }
     if "num_blocks" in resolved.settings:
         costs["num_blocks"] = f"each GiB more holds {GIB // kv:,} tokens"
-    if resolved.dtype == "float32":
+    if resolved.quantization is not None:
+        costs["quantization"] = f"none: weights of {shown_bytes(model.weight_bytes(resolved.dtype))}"
+    elif resolved.dtype == "float32":
         costs["dtype"] = f"bfloat16: weights of {shown_bytes(model.weight_bytes('bfloat16'))}, KV of {kv // 2:,} bytes"
     else:
         costs["dtype"] = f"float32: weights of {shown_bytes(model.weight_bytes('float32'))}, KV of {2 * kv:,} bytes"

@@ -6,6 +6,7 @@ Hugging Face's names are translated in hf_config/.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from quire.hf_config.families import QkNorm
 from quire.hf_config.fields import Fields
 from quire.hf_config.rope import RopeConfig
 from quire.hf_config.translate import merge, translate
+from quire.weight_format import ON_LOAD
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 
@@ -71,19 +73,36 @@ class ModelConfig:
 
     def num_parameters(self) -> int:
         """Elements of all weights; tied embeddings count once. Exact for native models, an estimate for others."""
+        linear = sum(count * N * K for count, N, K in self._linear_shapes())
+        return linear + self.vocab_size * self.hidden_size + self._num_other_parameters()
+
+    def weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
+        """Bytes of all weights in `dtype` (a key of DTYPE_BYTES), linear layers as `quantization` stores them."""
+        if quantization is None:
+            return self.num_parameters() * DTYPE_BYTES[dtype]
+        on_load = ON_LOAD[quantization]
+        linear = sum(count * on_load.linear.num_bytes(N, K) for count, N, K in self._linear_shapes())
+        output = on_load.output.num_bytes(self.vocab_size, self.hidden_size)
+        return linear + output + self._num_other_parameters() * DTYPE_BYTES[dtype]
+
+    def _linear_shapes(self) -> Iterator[tuple[int, int, int]]:
+        """(how often, out-features, in-features) of the linear layers in all blocks, fused as they are held."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_width, kv_width = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv = (hidden + self.qkv_bias) * (q_width + 2 * kv_width)
-        output = (q_width + self.attention_output_bias) * hidden
-        mlp = 2 * (hidden + self.mlp_bias) * inner + (inner + self.mlp_bias) * hidden
-        qk_norm = {"none": 0, "head": 2 * self.head_dim, "full": q_width + kv_width}[self.qk_norm]
-        layer = qkv + output + mlp + qk_norm + self.norms_per_layer * hidden
-        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_layers * layer + hidden
+        yield self.num_layers, q_width + 2 * kv_width, hidden
+        yield self.num_layers, hidden, q_width
+        yield self.num_layers, 2 * inner, hidden
+        yield self.num_layers, hidden, inner
 
-    def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all weights in `dtype` (a key of DTYPE_BYTES)."""
-        return self.num_parameters() * DTYPE_BYTES[dtype]
+    def _num_other_parameters(self) -> int:
+        """Elements of norms and biases, and of embeddings that are not the output projection too."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_width, kv_width = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        biases = self.qkv_bias * (q_width + 2 * kv_width) + self.attention_output_bias * hidden
+        biases += self.mlp_bias * (2 * inner + hidden)
+        qk_norm = {"none": 0, "head": 2 * self.head_dim, "full": q_width + kv_width}[self.qk_norm]
+        embeddings = 0 if self.tie_word_embeddings else self.vocab_size * hidden
+        return embeddings + self.num_layers * (biases + qk_norm + self.norms_per_layer * hidden) + hidden
 
 
 def load_model_config(

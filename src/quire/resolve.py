@@ -382,6 +382,8 @@ def _fixes(
 def weights_do_not_fit(resolved: Resolved, weight_bytes: int, total_bytes: int) -> MemoryPlanError:
     """The error for a model whose weights alone are more than the machine has."""
     fix = "Use a smaller model, or a machine with more memory"
+    if resolved.quantization is None and weight_bytes // 4 < total_bytes:
+        fix = "Use --quantization int8 or int4 (a half or a quarter of bfloat16), or a smaller model"
     if resolved.dtype == "float32" and weight_bytes // 2 < total_bytes:
         fix = "Use --dtype bfloat16 (halves the weights), or a smaller model"
     return MemoryPlanError(

@@ -20,6 +20,7 @@ from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
+from quire.weight_format import ON_LOAD
 from quire.worker import kv_cache
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
@@ -28,12 +29,21 @@ EOS = 2
 
 
 @cache
-def demo_model(dtype: torch.dtype, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
-    """The bundled model, loaded once per dtype, context length (None: its own) and test process."""
+def demo_model(precision: str, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
+    """The bundled model, loaded once per precision, context length (None: its own) and test process.
+
+    Precision is a dtype, or a format that the weights are brought to on load, with bfloat16 for the rest.
+    """
     config = load_model_config(quire.demo.path("target"))
     if max_model_len is not None:
         config = replace(config, max_model_len=max_model_len)
-    return config, load_model(config, dtype)
+    quantization = precision if precision in ON_LOAD else None
+    return config, load_model(config, dtype_of(precision), quantization=quantization)
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Of activations and KV cache."""
+    return torch.bfloat16 if precision in ON_LOAD else getattr(torch, precision)
 
 
 @dataclass(frozen=True)
@@ -58,11 +68,11 @@ class Schedule:
     max_model_len: int | None = None  # None: the model's
 
 
-def build_core(schedule: Schedule, dtype: torch.dtype) -> EngineCore:
+def build_core(schedule: Schedule, precision: str) -> EngineCore:
     """A core over the demo model with an empty cache."""
-    config, model = demo_model(dtype, schedule.max_model_len)
+    config, model = demo_model(precision, schedule.max_model_len)
     shape = (config.num_kv_heads, schedule.block_size, config.head_dim)
-    caches = kv_cache.allocate(config.num_layers, schedule.num_blocks, *shape, dtype, torch.device("cpu"))
+    caches = kv_cache.allocate(config.num_layers, schedule.num_blocks, *shape, dtype_of(precision), torch.device("cpu"))
     for layer in caches:  # a slot read before it is written must show
         layer.k_BGPE.fill_(float("nan"))
         layer.v_BGPE.fill_(float("nan"))

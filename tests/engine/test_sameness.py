@@ -26,7 +26,7 @@ QUESTIONS = (
     "chain object whose next method returns elements from the first iterable until it is exhausted.<|im_end|>\n"
     "<|im_start|>user\nExplain functools.lru_cache in Python.",
 )
-DTYPES = (torch.bfloat16, torch.float32)
+PRECISIONS = ("bfloat16", "float32", "int8", "int4")
 
 
 def _params(index: int) -> SamplingParams:
@@ -44,80 +44,80 @@ def prompts() -> tuple[Prompt, ...]:
 
 
 @cache
-def expected(dtype: torch.dtype, isa: str) -> list[list[int]]:
+def expected(precision: str, isa: str) -> list[list[int]]:
     """Each request alone, its prompt in one step."""
     del isa  # part of the key: another instruction set rounds differently
-    return [run(build_core(Schedule(), dtype), [prompt])[0] for prompt in prompts()]
+    return [run(build_core(Schedule(), precision), [prompt])[0] for prompt in prompts()]
 
 
-def _expected(dtype: torch.dtype) -> list[list[int]]:
-    return expected(dtype, cpu.isa())
+def _expected(precision: str) -> list[list[int]]:
+    return expected(precision, cpu.isa())
 
 
 def test_the_questions_exercise_the_matrix() -> None:
     lengths = [len(prompt.token_ids) for prompt in prompts()]
     assert max(lengths) > 2 * BLOCK_SIZE - 1, "no prompt spans several blocks"
-    outputs = _expected(torch.bfloat16)
+    outputs = _expected("bfloat16")
     assert max(map(len, outputs)) == 24
     assert len({tuple(output) for output in outputs}) == len(outputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 7, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2048])
-def test_chunk_size_and_depth(chunk: int, depth: int, dtype: torch.dtype) -> None:
+def test_chunk_size_and_depth(chunk: int, depth: int, precision: str) -> None:
     """Alone, under every chunk size, with one or two batches in flight."""
-    for prompt, tokens in zip(prompts(), _expected(dtype), strict=True):
-        core = build_core(Schedule(chunk=chunk, depth=depth), dtype)
+    for prompt, tokens in zip(prompts(), _expected(precision), strict=True):
+        core = build_core(Schedule(chunk=chunk, depth=depth), precision)
         assert run(core, [prompt]) == [tokens]
         core.shutdown()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("chunk", [8, BLOCK_SIZE + 1, 2048])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_batch_mates(block_size: int, chunk: int, depth: int, dtype: torch.dtype) -> None:
+def test_batch_mates(block_size: int, chunk: int, depth: int, precision: str) -> None:
     """All at once, with prompts and decodes in one batch."""
-    core = build_core(Schedule(block_size=block_size, chunk=chunk, depth=depth), dtype)
-    assert run(core, prompts()) == _expected(dtype)
+    core = build_core(Schedule(block_size=block_size, chunk=chunk, depth=depth), precision)
+    assert run(core, prompts()) == _expected(precision)
     core.shutdown()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_prefix_hit_at_every_block_boundary(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_prefix_hit_at_every_block_boundary(precision: str) -> None:
     """The cache holds the prompt's first k blocks, and one token more or less."""
     longest = max(range(len(QUESTIONS)), key=lambda index: len(prompts()[index].token_ids))
-    prompt, tokens = prompts()[longest], _expected(dtype)[longest]
+    prompt, tokens = prompts()[longest], _expected(precision)[longest]
     length = len(prompt.token_ids)
     for boundary in range(BLOCK_SIZE, length + BLOCK_SIZE, BLOCK_SIZE):
         for warm in {boundary - 1, boundary, min(boundary + 1, length)} & set(range(1, length + 1)):
-            core = build_core(Schedule(prefix_caching=True), dtype)
+            core = build_core(Schedule(prefix_caching=True), precision)
             run(core, [Prompt(prompt.token_ids[:warm], SamplingParams(temperature=0.0, max_tokens=1))], prefix="warm")
             assert run(core, [prompt]) == [tokens], f"prefix of {warm} tokens"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_full_prefix_hit_is_a_hit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_full_prefix_hit_is_a_hit(precision: str) -> None:
     """Asking twice gives the same tokens, and the second time is served from the cache."""
-    core = build_core(Schedule(prefix_caching=True), dtype)
-    assert run(core, prompts(), prefix="first") == _expected(dtype)
+    core = build_core(Schedule(prefix_caching=True), precision)
+    assert run(core, prompts(), prefix="first") == _expected(precision)
     hits = []
 
     def collect(core: EngineCore, step: int) -> None:
         if core.last_record is not None:
             hits.append(core.last_record.prefix_cache_hits)
 
-    assert run(core, prompts(), prefix="second", before_step=collect) == _expected(dtype)
+    assert run(core, prompts(), prefix="second", before_step=collect) == _expected(precision)
     assert sum(hits) == sum((len(prompt.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("at_step", range(26))
-def test_forced_preemption_at_every_step(at_step: int, depth: int, dtype: torch.dtype) -> None:
+def test_forced_preemption_at_every_step(at_step: int, depth: int, precision: str) -> None:
     """Every running request loses its blocks before one step and is computed again."""
-    core = build_core(Schedule(chunk=BLOCK_SIZE + 1, depth=depth, prefix_caching=at_step % 2 == 0), dtype)
+    core = build_core(Schedule(chunk=BLOCK_SIZE + 1, depth=depth, prefix_caching=at_step % 2 == 0), precision)
     preempted = []
 
     def preempt(core: EngineCore, step: int) -> None:
@@ -126,23 +126,23 @@ def test_forced_preemption_at_every_step(at_step: int, depth: int, dtype: torch.
             while core.scheduler.num_running:
                 core.scheduler.preempt_last()
 
-    assert run(core, prompts(), before_step=preempt) == _expected(dtype)
+    assert run(core, prompts(), before_step=preempt) == _expected(precision)
     assert preempted, "the run ended before the preemption"
     core.shutdown()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_preemption_by_lack_of_blocks(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_preemption_by_lack_of_blocks(precision: str) -> None:
     """A cache in which the requests do not fit together."""
     needed = max(len(prompt.token_ids) for prompt in prompts()) + 24
-    core = build_core(Schedule(num_blocks=needed // BLOCK_SIZE + 3), dtype)
+    core = build_core(Schedule(num_blocks=needed // BLOCK_SIZE + 3), precision)
     preemptions = []
 
     def collect(core: EngineCore, step: int) -> None:
         if core.last_record is not None:
             preemptions.append(core.last_record.num_preemptions)
 
-    assert run(core, prompts(), before_step=collect) == _expected(dtype)
+    assert run(core, prompts(), before_step=collect) == _expected(precision)
     assert sum(preemptions) > 0, "nothing was preempted: the check proves nothing"
 
 
@@ -150,14 +150,14 @@ def test_preemption_by_lack_of_blocks(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_forks_share_the_prompt(prefix_caching: bool, depth: int) -> None:
     """n > 1: children over the first one's blocks answer as if they were alone."""
-    dtype = torch.bfloat16
+    precision = "bfloat16"
     token_ids = prompts()[-1].token_ids
     children = [
         Prompt(token_ids, SamplingParams(temperature=1.5, seed=seed, max_tokens=24), fork_of="r0" if seed else None)
         for seed in range(4)
     ]
-    alone = [run(build_core(Schedule(), dtype), [Prompt(child.token_ids, child.params)])[0] for child in children]
-    core = build_core(Schedule(prefix_caching=prefix_caching, depth=depth), dtype)
+    alone = [run(build_core(Schedule(), precision), [Prompt(child.token_ids, child.params)])[0] for child in children]
+    core = build_core(Schedule(prefix_caching=prefix_caching, depth=depth), precision)
     in_use = []
 
     def collect(core: EngineCore, step: int) -> None:
@@ -176,10 +176,10 @@ def test_forks_share_the_prompt(prefix_caching: bool, depth: int) -> None:
 def test_to_the_very_end_of_the_context(num_output: int, depth: int) -> None:
     """Prompt and output fill max_model_len: the last slot, the last block and the last row of the rotary table."""
     longest = max(range(len(QUESTIONS)), key=lambda index: len(prompts()[index].token_ids))
-    prompt, tokens = prompts()[longest], _expected(torch.float32)[longest]
+    prompt, tokens = prompts()[longest], _expected("float32")[longest]
     params = SamplingParams(temperature=0.0, max_tokens=num_output)
     schedule = Schedule(depth=depth, max_model_len=len(prompt.token_ids) + num_output)
-    core = build_core(schedule, torch.float32)
+    core = build_core(schedule, "float32")
     assert run(core, [Prompt(prompt.token_ids, params)]) == [tokens[:num_output]]
     core.shutdown()
 
@@ -187,7 +187,7 @@ def test_to_the_very_end_of_the_context(num_output: int, depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_more_requests_than_at_the_start(depth: int) -> None:
     """max_num_seqs is raised while one request runs: the worker's rows grow under it."""
-    core = build_core(Schedule(max_num_seqs=1, depth=depth), torch.bfloat16)
+    core = build_core(Schedule(max_num_seqs=1, depth=depth), "bfloat16")
     num_running = []
 
     def widen(core: EngineCore, step: int) -> None:
@@ -195,7 +195,7 @@ def test_more_requests_than_at_the_start(depth: int) -> None:
         if step == 5:
             core.set_limits(SetLimits(max_num_seqs=len(QUESTIONS)))
 
-    assert run(core, prompts(), before_step=widen) == _expected(torch.bfloat16)
+    assert run(core, prompts(), before_step=widen) == _expected("bfloat16")
     assert max(num_running[:6]) == 1
     assert max(num_running) == len(QUESTIONS)
     core.shutdown()
@@ -204,16 +204,16 @@ def test_more_requests_than_at_the_start(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_the_worker_cannot_take_fails_alone(depth: int) -> None:
     """What gets past the front end ends one request; the rest of its batch is computed again, to the same tokens."""
-    core = build_core(Schedule(depth=depth), torch.bfloat16)
+    core = build_core(Schedule(depth=depth), "bfloat16")
     core.add(AddRequest("poison", [5, 6], SamplingParams(temperature=1.0), max_tokens=4))  # random, but without a seed
-    assert run(core, prompts(), failing="poison") == _expected(torch.bfloat16)
+    assert run(core, prompts(), failing="poison") == _expected("bfloat16")
     core.shutdown()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_row_without_numbers_fails_alone(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in one row's logits, while at depth 2 the batch behind it already computes that row's next token."""
-    _, model = demo_model(torch.bfloat16, None)
+    _, model = demo_model("bfloat16", None)
     compute_logits, num_steps = model.compute_logits, count()
 
     def poisoned(hidden_RD: torch.Tensor) -> torch.Tensor:
@@ -222,28 +222,28 @@ def test_a_row_without_numbers_fails_alone(depth: int, monkeypatch: pytest.Monke
             logits_RV[1] = float("nan")
         return logits_RV
 
-    wanted = _expected(torch.bfloat16)
+    wanted = _expected("bfloat16")
     monkeypatch.setattr(model, "compute_logits", poisoned)
-    core = build_core(Schedule(depth=depth), torch.bfloat16)
+    core = build_core(Schedule(depth=depth), "bfloat16")
     tokens = run(core, prompts(), failing="r1")
     assert tokens == [wanted[0], wanted[1][:4], *wanted[2:]]
     core.shutdown()
 
 
 @pytest.mark.parametrize("isa", cpu.isas()[:-1])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_instruction_set(isa: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_instruction_set(isa: str, precision: str) -> None:
     """Chunks, batch mates and preemption once more on the paths other CPUs take."""
     best = cpu.isa()
     cpu.set_isa(isa)
     try:
-        demo_tokens = _expected(dtype)
+        demo_tokens = _expected(precision)
         for schedule in (
             Schedule(chunk=7),
             Schedule(chunk=BLOCK_SIZE + 1, depth=2),
             Schedule(num_blocks=8, block_size=16),
         ):
-            core = build_core(schedule, dtype)
+            core = build_core(schedule, precision)
             assert run(core, prompts()) == demo_tokens, schedule
             core.shutdown()
     finally:

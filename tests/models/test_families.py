@@ -21,14 +21,17 @@ from torch import Tensor
 from quire.forward_batch import ForwardBatch, LayerCache
 from quire.hf_config.families import FAMILIES as HF_FAMILIES
 from quire.hf_config.families import NATIVE_ARCHITECTURES
-from quire.kernels import cpu
+from quire.kernels import cpu, reference
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import FAMILIES, CausalLM, build_model
+from quire.weight_format import ON_LOAD
 
 # float32 logits of magnitude 1 to 10 through three layers; the sums run in another order than torch's.
 TOLERANCE = 1e-4
 # bfloat16 has 8 bits of mantissa; three layers of rounding at other places than transformers' leave about this much.
 BF16_TOLERANCE = 0.15
+# Relative error of the logits when activations have 8 bits with one scale per row: up to 0.08 on these random weights.
+QUANTIZED_ACTIVATIONS_TOLERANCE = 0.1
 BLOCK_SIZE = 8
 NUM_DECODE = 12
 
@@ -214,14 +217,30 @@ def hf_logits(model: Any, tokens: list[int]) -> Tensor:
         return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
-def load(case: Case, folder: Path, dtype: torch.dtype) -> CausalLM:
+def load(
+    case: Case, folder: Path, dtype: torch.dtype, quantization: str | None = None, rounded_to: str | None = None
+) -> CausalLM:
+    """With weights as they are, as `quantization` holds them, or in float as `rounded_to` would hold them."""
     config = load_model_config(folder)
     if case.max_model_len is not None:
         config = dataclasses.replace(config, max_model_len=case.max_model_len)
-    model = build_model(config, dtype)
-    model.load_weights(load_file(folder / "model.safetensors").items())
+    model = build_model(config, dtype, quantization)
+    weights = load_file(folder / "model.safetensors")
+    if rounded_to is not None:
+        weights = {name: round_weight(name, weight, config, rounded_to) for name, weight in weights.items()}
+    model.load_weights(weights.items())
     model.finalize()
     return model
+
+
+def round_weight(name: str, weight_NK: Tensor, config: ModelConfig, quantization: str) -> Tensor:
+    is_output = name.endswith("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")
+    if not is_output and not name.endswith("proj.weight"):
+        return weight_NK
+    weight_format = ON_LOAD[quantization].output if is_output else ON_LOAD[quantization].linear
+    size = weight_format.group_size_of(weight_NK.shape[1])
+    codes_NK, scales_NG = reference.quantize_grouped(weight_NK, weight_format.bits, size)
+    return reference.dequantize_grouped(codes_NK, scales_NG, weight_format.bits, size)
 
 
 class Sequences:
@@ -340,6 +359,30 @@ def test_half_precision_stays_close(name, dtype, path, expected):
     assert torch.isfinite(logits).all()
     error = (logits - want.logits[0]).abs().mean() / want.logits[0].abs().mean()
     assert error < BF16_TOLERANCE, f"mean error is {error:.3f} of the mean logit"
+
+
+@pytest.mark.parametrize("quantization", ON_LOAD)
+@pytest.mark.parametrize("name", CASES)
+def test_quantized_logits_are_those_of_the_rounded_weights(name, quantization, path, expected):
+    """What is left is the rounding of activations to 8 bits: well under the error of the weights themselves."""
+    case, want = CASES[name], expected(name)
+    chunks = {0: want.tokens[0][:20], 1: want.tokens[1][:9]}
+    logits = [
+        Sequences(load(case, want.folder, torch.float32, *arguments), torch.float32).step(chunks)
+        for arguments in [(quantization,), (None, quantization), ()]
+    ]
+    quantized, rounded, exact = logits
+    error = (quantized - rounded).norm() / rounded.norm()
+    assert error < QUANTIZED_ACTIVATIONS_TOLERANCE
+    assert (rounded - exact).norm() > 0, "nothing was rounded"
+
+
+@pytest.mark.parametrize("quantization", ON_LOAD)
+@pytest.mark.parametrize("name", CASES)
+def test_quantized_bytes_are_those_of_the_config(name, quantization, expected):
+    model = load(CASES[name], expected(name).folder, torch.bfloat16, quantization)
+    if cpu.available():  # the twin holds 4-bit codes in bytes
+        assert model.weight_bytes() == model.config.weight_bytes("bfloat16", quantization)
 
 
 @pytest.mark.parametrize("name", CASES)

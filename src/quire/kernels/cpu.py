@@ -86,8 +86,19 @@ def gemm_pack(weight_NK: Tensor) -> Tensor:
     return packed
 
 
-def gemm(x_MK: Tensor, packed: Tensor, N: int, bias_N: Tensor | None, out_MN: Tensor) -> None:
-    """out = x @ weight.T + bias; rows of x and out may be strided, the last dimension is contiguous."""
+def gemm(
+    x_MK: Tensor,
+    packed: Tensor,
+    N: int,
+    bias_N: Tensor | None,
+    out_MN: Tensor,
+    bits: int = 0,
+    group_size: int = 0,
+) -> None:
+    """out = x @ weight.T + bias; rows of x and out may be strided, the last dimension is contiguous.
+
+    `bits` and `group_size` of a grouped integer weight; 0: the weight has x's dtype.
+    """
     M, K = x_MK.shape
     bias_address, bias_code = (0, 0) if bias_N is None else (bias_N.data_ptr(), DTYPE_CODES[bias_N.dtype])
     _C.gemm(
@@ -103,7 +114,38 @@ def gemm(x_MK: Tensor, packed: Tensor, N: int, bias_N: Tensor | None, out_MN: Te
         out_MN.data_ptr(),
         DTYPE_CODES[out_MN.dtype],
         out_MN.stride(0),
+        bits,
+        group_size,
     )
+
+
+def grouped_quantize(weight_NK: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """See ops.quantize_grouped."""
+    N, K = weight_NK.shape
+    codes_NK = torch.empty((N, K), dtype=torch.uint8)
+    scales_NG = torch.empty((N, -(-K // group_size)), dtype=torch.float32)
+    _C.gemm_grouped_quantize(
+        weight_NK.data_ptr(),
+        DTYPE_CODES[weight_NK.dtype],
+        weight_NK.stride(0),
+        N,
+        K,
+        bits,
+        group_size,
+        codes_NK.data_ptr(),
+        scales_NG.data_ptr(),
+    )
+    return codes_NK, scales_NG
+
+
+def grouped_pack(codes_NK: Tensor, scales_NG: Tensor, bits: int, group_size: int) -> Tensor:
+    """Copy a grouped weight into the panel layout of csrc/include/quire/kernels/gemm.h; uint8 tensor."""
+    N, K = codes_NK.shape
+    packed = torch.empty(_C.gemm_grouped_packed_bytes(N, K, bits, group_size), dtype=torch.uint8)
+    _C.gemm_grouped_pack(
+        codes_NK.data_ptr(), codes_NK.stride(0), scales_NG.data_ptr(), N, K, bits, group_size, packed.data_ptr()
+    )
+    return packed
 
 
 def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:

@@ -105,6 +105,112 @@ def packed_rows(packed: PackedLinear, rows_T: Tensor) -> Tensor:
     return pairs_TK.view(torch.bfloat16)[:, : packed.K]
 
 
+@dataclass(frozen=True)
+class PackedGrouped:
+    """An integer weight in groups along K in the form `grouped_linear` reads. Opaque, as PackedLinear.
+
+    `data` is the kernels' panel layout (uint8) when `is_packed`, else the codes [N, K] beside `scales_NG`.
+    """
+
+    data: Tensor
+    scales_NG: Tensor | None
+    N: int
+    K: int
+    bits: int
+    group_size: int
+
+    @property
+    def is_packed(self) -> bool:
+        return self.scales_NG is None
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.scales_NG is None else self.scales_NG.nbytes)
+
+
+def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """The nearest integer weight: codes uint8 [N, K] and float32 scales [N, ceil(K / group_size)].
+
+    weight = scale * (code - zero) with zero 128 for 8 bits and 8 for 4 bits. 8 bits: scale = max |w| / 127. 4 bits: the
+    element of largest magnitude gets code 0, so that all 16 codes are used (as GGUF's Q4_0 does).
+    """
+    _check_grouped(weight_NK, bits, group_size)
+    if not (_on_kernels(weight_NK)):
+        return reference.quantize_grouped(weight_NK, bits, group_size)
+    return cpu.grouped_quantize(weight_NK if weight_NK.stride(1) == 1 else weight_NK.contiguous(), bits, group_size)
+
+
+def pack_grouped(codes_NK: Tensor, scales_NG: Tensor, bits: int, group_size: int) -> PackedGrouped:
+    """Bring codes and scales (see `quantize_grouped`) into the form `grouped_linear` reads; a copy on the kernels.
+
+    Args:
+        codes_NK: uint8, below 2^bits; rows may be strided.
+        bits: 8 or 4.
+        group_size: elements along K that share a scale: a multiple of 32, at most 65,536.
+    """
+    _check_grouped(codes_NK, bits, group_size)
+    N, K = codes_NK.shape
+    assert scales_NG.shape == (N, -(-K // group_size)), f"scales are {tuple(scales_NG.shape)}, weight {(N, K)}"
+    assert codes_NK.dtype == torch.uint8 and scales_NG.dtype == torch.float32, "codes are not uint8 or scales float32"
+    if not (cpu.available() and codes_NK.device.type == "cpu"):
+        return PackedGrouped(codes_NK, scales_NG, N, K, bits, group_size)
+    if codes_NK.stride(1) != 1:
+        codes_NK = codes_NK.contiguous()
+    packed = cpu.grouped_pack(codes_NK, scales_NG.contiguous(), bits, group_size)
+    return PackedGrouped(packed, None, N, K, bits, group_size)
+
+
+def grouped_linear(
+    x_TK: Tensor, packed: PackedGrouped, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """y_TN = x @ weight.T + bias_N with rows of x quantized to 8 bits, one scale per row and group of the weight.
+
+    Integer sums within a group are exact; groups are added in float32, in order. The output has x's dtype or
+    `out_dtype`. A row with a value that is not finite gives NaN in its whole row of the output.
+    """
+    assert x_TK.shape[1:] == (packed.K,), f"x is {tuple(x_TK.shape)}, expected [T, {packed.K}]"
+    assert x_TK.dtype in cpu.DTYPE_CODES, f"x is {x_TK.dtype}"
+    assert bias_N is None or bias_N.shape == (packed.N,), f"bias is not of shape ({packed.N},)"
+    out_dtype = out_dtype or x_TK.dtype
+    if packed.scales_NG is not None:
+        codes_NK = packed.data
+        return reference.grouped_linear(
+            x_TK, codes_NK, packed.scales_NG, packed.bits, packed.group_size, bias_N, out_dtype
+        )
+    out_TN = torch.empty((x_TK.shape[0], packed.N), dtype=out_dtype)
+    if x_TK.stride(1) != 1:
+        x_TK = x_TK.contiguous()
+    if bias_N is not None and bias_N.stride(0) != 1:
+        bias_N = bias_N.contiguous()
+    cpu.gemm(x_TK, packed.data, packed.N, bias_N, out_TN, packed.bits, packed.group_size)
+    return out_TN
+
+
+def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight[rows_T] -> [T, K]: float32 products of scale and code, rounded to dtype. rows_T int64, each in [0, N)."""
+    assert rows_T.dim() == 1, f"rows must be [T], got shape {tuple(rows_T.shape)}"
+    N, K, bits, group_size = packed.N, packed.K, packed.bits, packed.group_size
+    if packed.scales_NG is not None:
+        return reference.dequantize_grouped(packed.data[rows_T], packed.scales_NG[rows_T], bits, group_size).to(dtype)
+    num_groups = -(-K // group_size)
+    panels_T, columns_T = rows_T // PANEL_WIDTH, rows_T % PANEL_WIDTH
+    data = packed.data.view(-(-N // PANEL_WIDTH), -1)
+    scale_bytes = 4 * PANEL_WIDTH * num_groups
+    scales_PGW = data[:, :scale_bytes].view(torch.float32).reshape(len(data), num_groups, PANEL_WIDTH)
+    quads_PQW4 = data[:, scale_bytes:].reshape(len(data), -1, PANEL_WIDTH, 4)
+    scales_TG, quads_TQ4 = scales_PGW[panels_T, :, columns_T], quads_PQW4[panels_T, :, columns_T]
+    if bits == 4:
+        quads_TQ4 = torch.stack([quads_TQ4 & 15, quads_TQ4 >> 4], dim=2)
+    codes_TK = quads_TQ4.reshape(len(rows_T), -1)[:, :K]
+    return reference.dequantize_grouped(codes_TK, scales_TG, bits, group_size).to(dtype)
+
+
+def _check_grouped(weight_NK: Tensor, bits: int, group_size: int) -> None:
+    assert weight_NK.dim() == 2, f"weight must be [N, K], got shape {tuple(weight_NK.shape)}"
+    assert bits in (4, 8), f"codes of {bits} bits"
+    assert group_size % 32 == 0 and 32 <= group_size <= 65_536, f"group size {group_size}"
+
+
 def _on_kernels(x: Tensor) -> bool:
     return cpu.available() and x.device.type == "cpu" and x.dtype in cpu.DTYPE_CODES
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Below this the reciprocal overflows float32 and sampling is greedy.
 SMALLEST_TEMPERATURE = 2.0**-128
+# A group of activations below this in magnitude is taken for zeros.
+_SMALLEST_GROUP = 1e-30
 
 
 def linear(
@@ -21,6 +23,51 @@ def linear(
     """y_TN = x @ weight.T + bias, accumulated in float32, rounded once to `out_dtype` (default: x's dtype)."""
     y_TN = F.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
     return y_TN.to(out_dtype or x_TK.dtype)
+
+
+def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    K = weight_NK.shape[1]
+    weight_NGS = _in_groups(weight_NK.float(), group_size)
+    highest_NG1, lowest_NG1 = weight_NGS.amax(2, keepdim=True), weight_NGS.amin(2, keepdim=True)
+    if bits == 8:
+        scale_NG1 = torch.maximum(highest_NG1, -lowest_NG1) / 127
+    else:
+        scale_NG1 = torch.where(highest_NG1 > -lowest_NG1, highest_NG1 / -8, -lowest_NG1 / 8)
+    inverse_NG1 = torch.where(scale_NG1 == 0, 0, 1 / scale_NG1)
+    zero_code = 1 << (bits - 1)
+    codes_NGS = ((weight_NGS * inverse_NG1).round() + zero_code).clamp(0, 2 * zero_code - 1)
+    return codes_NGS.flatten(1)[:, :K].to(torch.uint8).contiguous(), scale_NG1[:, :, 0]
+
+
+def dequantize_grouped(codes_NK: Tensor, scales_NG: Tensor, bits: int, group_size: int) -> Tensor:
+    """weight_NK in float32."""
+    weight_NGS = _in_groups(codes_NK.float() - (1 << (bits - 1)), group_size) * scales_NG[:, :, None]
+    return weight_NGS.flatten(1)[:, : codes_NK.shape[1]]
+
+
+def grouped_linear(
+    x_TK: Tensor,
+    codes_NK: Tensor,
+    scales_NG: Tensor,
+    bits: int,
+    group_size: int,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    x_TGS = _in_groups(x_TK.float(), group_size)
+    largest_TG1 = x_TGS.abs().amax(2, keepdim=True)
+    # a division of tensors: for number / tensor, torch multiplies by the reciprocal, which rounds twice
+    inverse_TG1 = torch.where(largest_TG1 < _SMALLEST_GROUP, 0, torch.tensor(127.0) / largest_TG1)
+    x_rounded_TK = ((x_TGS * inverse_TG1).round() * (largest_TG1 / 127)).flatten(1)[:, : x_TK.shape[1]]
+    x_rounded_TK = torch.where(x_TK.isfinite().all(1, keepdim=True), x_rounded_TK, math.nan)
+    y_TN = F.linear(x_rounded_TK, dequantize_grouped(codes_NK, scales_NG, bits, group_size))
+    return (y_TN if bias_N is None else y_TN + bias_N.float()).to(out_dtype)
+
+
+def _in_groups(x_NK: Tensor, group_size: int) -> Tensor:
+    """[N, G, group_size], the last group filled with zeros."""
+    N, K = x_NK.shape
+    return F.pad(x_NK, (0, -K % group_size)).view(N, -1, group_size)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import ops
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot, WeightSlots
-from quire.quantization.unquantized import Unquantized
+from quire.quantization.scheme import QuantScheme
 
 
 class Embedding:
@@ -36,14 +35,18 @@ class Embedding:
 
 
 class OutputProjection(Linear):
-    """hidden -> logits. Never quantized: formats leave it as it is."""
+    """hidden -> logits."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, name: str, dtype: torch.dtype) -> None:
-        super().__init__(hidden_size, ((name, vocab_size),), bias=False, dtype=dtype, scheme=Unquantized())
+    def __init__(self, hidden_size: int, vocab_size: int, name: str, dtype: torch.dtype, scheme: QuantScheme) -> None:
+        super().__init__(hidden_size, ((name, vocab_size),), bias=False, dtype=dtype, scheme=scheme)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] in float32."""
         return self(hidden_RD, torch.float32)
+
+    def rows(self, token_ids_T: Tensor) -> Tensor:
+        """The weights of these tokens, [T, D]."""
+        return self.scheme.rows(self, token_ids_T)
 
 
 class TiedEmbedding:
@@ -53,4 +56,4 @@ class TiedEmbedding:
         self._output = output
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
-        return ops.packed_rows(self._output.weight, token_ids_T)
+        return self._output.rows(token_ids_T)

@@ -21,6 +21,7 @@ def load_model(
     load_format: str = "auto",
     progress: Progress | None = None,
     model_impl: str = "auto",
+    quantization: str | None = None,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
@@ -29,6 +30,8 @@ def load_model(
         load_format: auto or safetensors: from the folder; dummy: random weights, no file but config.json is read.
         progress: called with ("load", fraction, bytes read of all).
         model_impl: native; transformers: its modelling code; auto: native if the architecture is, else transformers.
+
+        quantization: a key of weight_format.ON_LOAD, or None: weights as they are.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
@@ -50,11 +53,18 @@ def load_model(
     checkpoint = None if load_format == "dummy" else open_checkpoint(config.model)
     model: CausalLM
     if model_impl == "transformers" or (model_impl == "auto" and not config.is_native):
+        if quantization is not None:
+            raise ConfigError(
+                f"{config.architecture} runs through transformers' modelling code, which is not quantized on load",
+                value=quantization,
+                fix="Leave --quantization out, or take a model with a native implementation",
+                param="quantization",
+            )
         from quire.models.transformers_backend import TransformersModel
 
         model = TransformersModel(config, dtype)
     else:
-        model = build_model(config, dtype)
+        model = build_model(config, dtype, quantization)
     if checkpoint is None:
         model.load_weights(dummy_weights(model.expected_weights(), dtype))
     else:

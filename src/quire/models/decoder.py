@@ -22,7 +22,7 @@ from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Weighted
 from quire.models.family import Family
 from quire.models.weights import WeightTable
-from quire.quantization.scheme import QuantScheme
+from quire.quantization.select import Schemes
 
 
 class Decoder:
@@ -32,16 +32,16 @@ class Decoder:
         config: `max_model_len` bounds the positions (rows of the rotary tables).
         family: what config does not say.
         dtype: of weights, activations and KV cache.
-        scheme: format of the linear layers in the blocks.
+        schemes: formats of the weights.
     """
 
-    def __init__(self, config: ModelConfig, family: Family, dtype: torch.dtype, scheme: QuantScheme) -> None:
+    def __init__(self, config: ModelConfig, family: Family, dtype: torch.dtype, schemes: Schemes) -> None:
         self.config = config
         self.dtype = dtype
         self._parts: list[tuple[str, Weighted]] = []
         self._backends = SharedBackends(torch.device("cpu"))
-        self._embed = self._make_embeddings()
-        self._blocks = [family.block(build) for build in self._layer_builders(family, scheme)]
+        self._embed = self._make_embeddings(schemes)
+        self._blocks = [family.block(build) for build in self._layer_builders(family, schemes)]
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset, dtype)
         self._parts.append(("model.norm.", final_norm))
         for block, successor in pairwise(self._blocks):
@@ -53,18 +53,20 @@ class Decoder:
         ignored = family.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
         self._weights = WeightTable(self._slots(), family.renamed_prefixes, ignored)
 
-    def _make_embeddings(self) -> Embedding | TiedEmbedding:
+    def _make_embeddings(self, schemes: Schemes) -> Embedding | TiedEmbedding:
         config, dtype = self.config, self.dtype
         if config.tie_word_embeddings:
-            self._output = OutputProjection(config.hidden_size, config.vocab_size, "embed_tokens", dtype)
+            self._output = OutputProjection(
+                config.hidden_size, config.vocab_size, "embed_tokens", dtype, schemes.output
+            )
             self._parts.append(("model.", self._output))
             return TiedEmbedding(self._output)
-        self._output = OutputProjection(config.hidden_size, config.vocab_size, "lm_head", dtype)
+        self._output = OutputProjection(config.hidden_size, config.vocab_size, "lm_head", dtype, schemes.output)
         table = Embedding(config.vocab_size, config.hidden_size, dtype)
         self._parts += [("", self._output), ("model.embed_tokens.", table)]
         return table
 
-    def _layer_builders(self, family: Family, scheme: QuantScheme) -> Iterable[LayerBuilder]:
+    def _layer_builders(self, family: Family, schemes: Schemes) -> Iterable[LayerBuilder]:
         config = self.config
         tables: dict[RopeConfig, Tensor] = {}
         for layer in range(config.num_layers):
@@ -75,7 +77,7 @@ class Decoder:
                 config=config,
                 layer=layer,
                 dtype=self.dtype,
-                scheme=scheme,
+                scheme=schemes.linear,
                 norm_offset=family.norm_offset,
                 has_fused_checkpoint=family.has_fused_checkpoint,
                 rope_table=None if rope is None else tables[rope],

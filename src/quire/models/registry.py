@@ -14,8 +14,7 @@ from quire.model_config import ModelConfig
 from quire.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from quire.models.decoder import Decoder
 from quire.models.family import Family
-from quire.quantization.scheme import QuantScheme
-from quire.quantization.unquantized import Unquantized
+from quire.quantization.select import select_schemes
 
 _MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, smollm3, olmo2, granite)
 
@@ -52,8 +51,8 @@ class CausalLM(Protocol):
         ...
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, quant_scheme: QuantScheme | None = None) -> CausalLM:
-    """The native model of a config, without weights yet.
+def build_model(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> CausalLM:
+    """The native model of a config, without weights yet. `quantization` as in `select_schemes`.
 
     Positions are bounded by `config.max_model_len`: replace it with the length that is served. Raises ModelConfigError
     for an architecture without native implementation.
@@ -66,4 +65,4 @@ def build_model(config: ModelConfig, dtype: torch.dtype, quant_scheme: QuantSche
             expected="one of " + ", ".join(FAMILIES),
             fix="Use --model-impl transformers to run it through transformers' modelling code",
         )
-    return Decoder(config, family, dtype, quant_scheme or Unquantized())
+    return Decoder(config, family, dtype, select_schemes(quantization))

@@ -70,6 +70,10 @@ class QuantScheme(Protocol):
         """x @ weight.T + bias -> [T, N] in x's dtype or `out_dtype`."""
         ...
 
+    def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
+        """weight[rows_T] -> [T, K] in the layer's dtype: embedding lookup. rows_T int64, each in [0, N)."""
+        ...
+
     def weight_bytes(self, layer: LinearLayer) -> int:
         """Bytes that `layer.weight` takes."""
         ...

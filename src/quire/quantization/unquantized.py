@@ -31,5 +31,8 @@ class Unquantized:
     def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         return ops.linear(x_TK, layer.weight, layer.bias, out_dtype=out_dtype)
 
+    def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
+        return ops.packed_rows(layer.weight, rows_T)
+
     def weight_bytes(self, layer: LinearLayer) -> int:
         return int(layer.weight.nbytes)

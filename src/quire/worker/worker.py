@@ -58,7 +58,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     device = devices.detect(isa)
     resolved = resolve(config, model_config, device, is_server=is_server)
     # Refused before minutes are spent on reading them.
-    if (planned := model_config.weight_bytes(resolved.dtype)) >= device.total_memory_bytes:
+    if (planned := model_config.weight_bytes(resolved.dtype, config.quantization)) >= device.total_memory_bytes:
         raise weights_do_not_fit(resolved, planned, device.total_memory_bytes)
     if cpu.available():
         cpu.set_num_threads(resolved.num_threads)
@@ -66,8 +66,9 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     model_config = replace(model_config, max_model_len=resolved.max_model_len)
     progress("load", 0.0, "")
-    model = load_model(model_config, dtype, config.load_format, progress, config.model_impl)
-    form = f"packed {resolved.dtype}" if cpu.available() else resolved.dtype
+    model = load_model(model_config, dtype, config.load_format, progress, config.model_impl, config.quantization)
+    form = config.quantization or resolved.dtype
+    form = f"packed {form}" if cpu.available() else form
     progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {form}")
     progress("warm up", 0.0, "measuring working memory")
     logits = logits_bytes(model_config, resolved.max_num_seqs)

@@ -10,6 +10,16 @@
 //
 // The sum of one output element runs over k in ascending order, into one accumulator, whatever M, the threads, or the
 // position of the row: rows are bit-equal for any batch on one instruction set.
+//
+// Integer weights in groups along K ("grouped"): weight = scale of its group * (code - zero), codes of 8 or 4 bits
+// without sign, zero 128 or 8. Rows of x are quantized to 8 bits with sign, one scale per row and group, and
+//   out = sum over groups of (x scale * weight scale) * (sum of x code * weight code - zero * sum of x codes)
+// with exact integers inside a group and float multiply-adds from group to group, so every kernel of an instruction set
+// gives the same bits. Packed layout: panels of 64 output columns; in a panel float scales [groups][64], then codes
+//   8 bits     [K / 4][64][4]      a quad of k of one column together, which is what one vpdpbusd lane takes; 16 rows of
+//                                  16 columns are an AMX tile
+//   4 bits     [K / 8][64][4]      two such quads in the low and the high halves of the bytes
+// with K rounded up to whole groups.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +35,7 @@ inline constexpr int64_t kBf16TileElements = kBf16KUnit * kBf16TileColumns;
 
 struct GemmArgs {
   const void* x;  // [m, k] of dtype, rows x_stride elements apart
-  DType dtype;    // of x and of the packed weight
+  DType dtype;    // of x, and of the packed weight unless it is grouped
   int64_t x_stride;
   const void* packed;
   int64_t m, n, k;
@@ -34,10 +44,26 @@ struct GemmArgs {
   void* out;  // [m, n] of out_dtype, rows out_stride elements apart
   DType out_dtype;
   int64_t out_stride;
+  int bits = 0;            // of the codes of a grouped weight, 8 or 4; 0: the weight is of dtype
+  int64_t group_size = 0;  // of a grouped weight: a multiple of 32, at most kMaxGroupSize
 };
+
+inline constexpr int64_t kGroupUnit = 32;
+inline constexpr int64_t kAmxKUnit = 64;  // of 8-bit codes: a tile row
+inline constexpr int64_t kMaxGroupSize = 65536;  // 255 * 127 * 65536 < 2^31: no sum of a group overflows
 
 int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k);
 void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t row_stride, void* packed);
+
+int64_t gemm_grouped_packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size);
+// codes [n, k], rows code_stride bytes apart; scales [n, ceil(k / group_size)].
+void gemm_grouped_pack(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t n, int64_t k, int bits,
+                       int64_t group_size, void* packed);
+// The nearest grouped weight of n rows of dtype, rows weight_stride elements apart: codes [n, k], scales as above. 8
+// bits: scale = max |w| / 127. 4 bits: the element of largest magnitude becomes code 0, as in GGUF's Q4_0.
+void gemm_grouped_quantize(const void* weight, DType dtype, int64_t weight_stride, int64_t n, int64_t k, int bits,
+                           int64_t group_size, uint8_t* codes, float* scales);
+
 void gemm(const GemmArgs& args);
 
 // ---- between the driver (csrc/gemm.cpp) and the kernels of one instruction set (csrc/kernels/gemm_*.cpp)
@@ -53,7 +79,7 @@ struct GemmBlock {
 
 struct GemmKernels {
   int64_t row_unit;  // rows are prepared, and blocks cut, at multiples of this
-  int64_t (*input_bytes)(int64_t m, int64_t k);
+  int64_t (*input_bytes)(const GemmArgs& args);
   // Brings rows [row_begin, row_end) of args.x into the form run() reads, at their place in `input`.
   void (*prepare)(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input);
   int64_t (*rows_per_block)(int64_t k);  // rows whose prepared form stays in the L2 cache; a multiple of row_unit
@@ -63,5 +89,13 @@ struct GemmKernels {
 const GemmKernels& gemm_f32_kernels();   // every dtype, by float arithmetic
 const GemmKernels& gemm_bf16_kernels();  // vdpbf16ps; run == nullptr where the active ISA lacks it
 const GemmKernels& gemm_amx_kernels();   // AMX tiles; run == nullptr where the active ISA lacks them
+const GemmKernels& gemm_grouped_kernels();      // grouped weights
+const GemmKernels& gemm_grouped_amx_kernels();  // grouped weights on AMX tiles, the same bits; run == nullptr without
+
+struct QuantizeKernels {
+  // One group of one row: codes [count] and the scale.
+  void (*group)(const void* weight, DType dtype, int64_t count, int bits, uint8_t* codes, float* scale);
+};
+const QuantizeKernels& quantize_kernels();
 
 }  // namespace quire

@@ -1,0 +1,150 @@
+// Matrix product with grouped integer weights in vector registers: VNNI dot products (vpdpbusd) where the instruction set
+// has them, else 16-bit multiply-adds (vpmaddwd), which are exact too.
+#include "gemm_grouped_blocks.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+
+using I32 = __m512i;
+// Keeps a value in a register, see gemm_bf16.cpp.
+inline I32 in_register(I32 x) {
+  __asm__("" : "+v"(x));
+  return x;
+}
+inline I32 load_i32(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_i32(void* p, I32 x) { _mm512_storeu_si512(p, x); }
+inline I32 zero_i32() { return _mm512_setzero_si512(); }
+inline I32 broadcast_i32(int x) { return _mm512_set1_epi32(x); }
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+constexpr int kVectors = 4;
+struct Quads {
+  I32 all;
+};
+inline Quads weight_quads(const uint8_t* p) { return {in_register(load_i32(p))}; }
+inline Quads input_quads(int x) { return {in_register(broadcast_i32(x))}; }
+inline I32 dot(I32 sum, Quads w, Quads x) { return _mm512_dpbusd_epi32(sum, w.all, x.all); }
+#else
+constexpr int kVectors = 2;  // two registers per vector of weights leave room for 12 sums
+struct Quads {
+  I32 even, odd;  // 16-bit values
+};
+inline Quads weight_quads(const uint8_t* p) {
+  const I32 x = load_i32(p);
+  return {in_register(_mm512_and_si512(x, _mm512_set1_epi16(0xff))), in_register(_mm512_srli_epi16(x, 8))};
+}
+inline Quads input_quads(int x) {
+  const I32 v = broadcast_i32(x);
+  return {_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8), _mm512_srai_epi16(v, 8)};
+}
+inline I32 dot(I32 sum, Quads w, Quads x) {
+  const I32 products = _mm512_add_epi32(_mm512_madd_epi16(w.even, x.even), _mm512_madd_epi16(w.odd, x.odd));
+  return _mm512_add_epi32(sum, products);
+}
+#endif
+
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+
+using I32 = __m256i;
+constexpr int kVectors = 1;
+struct Quads {
+  I32 even, odd;
+};
+inline I32 load_i32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_i32(void* p, I32 x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+inline I32 zero_i32() { return _mm256_setzero_si256(); }
+inline Quads weight_quads(const uint8_t* p) {
+  const I32 x = load_i32(p);
+  return {_mm256_and_si256(x, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(x, 8)};
+}
+inline Quads input_quads(int x) {
+  const I32 v = _mm256_set1_epi32(x);
+  return {_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), _mm256_srai_epi16(v, 8)};
+}
+inline I32 dot(I32 sum, Quads w, Quads x) {
+  const I32 products = _mm256_add_epi32(_mm256_madd_epi16(w.even, x.even), _mm256_madd_epi16(w.odd, x.odd));
+  return _mm256_add_epi32(sum, products);
+}
+
+#endif
+
+constexpr int kMaxRows = 6;
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+
+template <int kRows>
+void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* out, bool is_first,
+              Prefetch& prefetch) {
+  constexpr int kLanes = sizeof(I32) / 4, kColumns = kVectors * kLanes;
+  for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
+    I32 sums[kRows][kVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v)
+        sums[r][v] = is_first ? zero_i32() : load_i32(out + r * kPanelWidth + column + v * kLanes);
+    Prefetch local = prefetch;
+    for (int64_t quad = 0; quad < quads; ++quad) {
+      if (column == 0) local.fetch();
+      Quads w[kVectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v)
+        w[v] = weight_quads(weights + quad * kQuadBytes + (column + v * kLanes) * kQuad);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        int four;
+        std::memcpy(&four, codes + r * stride + quad * kQuad, sizeof(four));
+        const Quads x = input_quads(four);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = dot(sums[r][v], w[v], x);
+      }
+    }
+    if (column == 0) prefetch = local;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) store_i32(out + r * kPanelWidth + column + v * kLanes, sums[r][v]);
+  }
+}
+
+#else
+
+template <int kRows>
+void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* out, bool is_first,
+              Prefetch&) {
+  for (int r = 0; r < kRows; ++r, codes += stride, out += kPanelWidth) {
+    if (is_first) std::memset(out, 0, sizeof(int32_t) * kPanelWidth);
+    for (int64_t quad = 0; quad < quads; ++quad)
+      for (int64_t c = 0; c < kPanelWidth; ++c)
+        for (int64_t i = 0; i < kQuad; ++i)
+          out[c] += codes[quad * kQuad + i] * weights[quad * kQuadBytes + c * kQuad + i];
+  }
+}
+
+#endif
+
+struct DotTile {
+  static constexpr int64_t kMaxRows = QUIRE_ISA::kMaxRows, kRowUnit = 1;
+
+  static void run(int rows, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* sums,
+                  bool is_first, Prefetch& prefetch) {
+    using Run = void (*)(const int8_t*, int64_t, const uint8_t*, int64_t, int32_t*, bool, Prefetch&);
+    static constexpr Run kRun[] = {run_rows<1>, run_rows<2>, run_rows<3>, run_rows<4>, run_rows<5>, run_rows<6>};
+    kRun[rows - 1](codes, stride, weights, quads, sums, is_first, prefetch);
+  }
+};
+
+int64_t rows_per_block(int64_t) { return 240; }
+
+void run(const GemmBlock& block) { run_grouped<DotTile>(block); }
+
+}  // namespace
+
+extern const GemmKernels gemm_grouped_table;
+const GemmKernels gemm_grouped_table = {1, grouped_input_bytes, grouped_prepare, rows_per_block, run};
+
+}  // namespace quire::QUIRE_ISA
+
+QUIRE_DEFINE_DISPATCH(GemmKernels, gemm_grouped_kernels, gemm_grouped_table)

@@ -1,0 +1,49 @@
+"""`--quantization int8` and `int4` in the engine: the planned bytes are held, and the demo model keeps its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import quire.demo
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError
+from quire.kernels import cpu
+from quire.loader.load import load_model
+from quire.model_config import load_model_config
+from quire.weight_format import ON_LOAD
+
+OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 24, "num_threads": 1}
+
+
+@pytest.mark.parametrize("quantization", ON_LOAD)
+@pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
+def test_planned_bytes_are_held(quantization: str) -> None:
+    config = load_model_config(quire.demo.path())
+    model = load_model(config, torch.bfloat16, quantization=quantization)
+    assert model.weight_bytes() == config.weight_bytes("bfloat16", quantization)
+    assert model.weight_bytes() < {"int8": 0.56, "int4": 0.45}[quantization] * config.weight_bytes("bfloat16")
+
+
+@pytest.mark.parametrize("quantization", ON_LOAD)
+def test_the_engine_plans_and_says_it(quantization: str) -> None:
+    llm = LLM(quantization=quantization, **OPTIONS)
+    assert llm.resolved.quantization == quantization
+    assert llm.resolved.weight_bytes == llm._core.executor._runner.model.weight_bytes()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("quantization", ON_LOAD)
+def test_the_demo_model_keeps_its_answer(quantization: str) -> None:
+    messages = [{"role": "user", "content": "What does os.path.join do?"}]
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    texts = [LLM(quantization=q, **OPTIONS).chat(messages, params)[0].outputs[0].text for q in (None, quantization)]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("`os.path.join(")
+
+
+def test_unknown_format_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="int8 or int4") as caught:
+        LLM(quantization="awq")
+    assert caught.value.param == "quantization"
