@@ -59,7 +59,7 @@ void bind_gemm(nb::module_& m) {
       },
       nb::arg("x"), nb::arg("dtype"), nb::arg("x_stride"), nb::arg("packed"), nb::arg("m"), nb::arg("n"), nb::arg("k"),
       nb::arg("bias"), nb::arg("bias_dtype"), nb::arg("out"), nb::arg("out_dtype"), nb::arg("out_stride"),
-      nb::arg("bits") = 0, nb::arg("group_size") = 0,      nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("bits") = 0, nb::arg("group_size") = 0, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire

@@ -69,8 +69,8 @@ void pack_panel(const char* weight, DType dtype, int64_t row_bytes, int64_t colu
   }
 }
 
-// Rows from which AMX tiles beat dot products on grouped weights, whose bits are the same: a tile product costs the same
-// for 1 row and for 16.
+// Rows from which AMX tiles beat dot products on grouped weights, whose bits are the same: a tile product costs the
+// same for 1 row and for 16.
 constexpr int64_t kMinGroupedAmxRows = 4;
 
 const GemmKernels& kernels_for(const GemmArgs& args) {
@@ -176,7 +176,8 @@ void gemm_grouped_quantize(const void* weight, DType dtype, int64_t weight_strid
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = g * group_size;
       quantize_kernels().group(static_cast<const char*>(weight) + (row * weight_stride + first) * size, dtype,
-                               std::min(group_size, k - first), bits, codes + row * k + first, scales + row * groups + g);
+                               std::min(group_size, k - first), bits, codes + row * k + first,
+                               scales + row * groups + g);
     }
   });
 }

@@ -1,9 +1,12 @@
-// Matrix product with grouped integer weights in vector registers: VNNI dot products (vpdpbusd) where the instruction set
-// has them, else 16-bit multiply-adds (vpmaddwd), which are exact too.
+// Matrix product with grouped integer weights in vector registers: VNNI dot products (vpdpbusd) where the instruction
+// set has them, else 16-bit multiply-adds (vpmaddwd), which are exact too.
 #include "gemm_grouped_blocks.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
+
+// Where a register of codes lies, and what has to happen to it: bytes, or the low or high halves of bytes.
+enum class Half { none, low, high };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 
@@ -14,6 +17,12 @@ inline I32 in_register(I32 x) {
   return x;
 }
 inline I32 load_i32(const void* p) { return _mm512_loadu_si512(p); }
+template <Half kHalf>
+inline I32 load_codes(const uint8_t* p) {
+  const I32 x = load_i32(p), low_half = _mm512_set1_epi8(0x0f);
+  if constexpr (kHalf == Half::none) return x;
+  return _mm512_and_si512(kHalf == Half::low ? x : _mm512_srli_epi16(x, 4), low_half);
+}
 inline void store_i32(void* p, I32 x) { _mm512_storeu_si512(p, x); }
 inline I32 zero_i32() { return _mm512_setzero_si512(); }
 inline I32 broadcast_i32(int x) { return _mm512_set1_epi32(x); }
@@ -23,7 +32,7 @@ constexpr int kVectors = 4;
 struct Quads {
   I32 all;
 };
-inline Quads weight_quads(const uint8_t* p) { return {in_register(load_i32(p))}; }
+inline Quads weight_quads(I32 codes) { return {in_register(codes)}; }
 inline Quads input_quads(int x) { return {in_register(broadcast_i32(x))}; }
 inline I32 dot(I32 sum, Quads w, Quads x) { return _mm512_dpbusd_epi32(sum, w.all, x.all); }
 #else
@@ -31,9 +40,8 @@ constexpr int kVectors = 2;  // two registers per vector of weights leave room f
 struct Quads {
   I32 even, odd;  // 16-bit values
 };
-inline Quads weight_quads(const uint8_t* p) {
-  const I32 x = load_i32(p);
-  return {in_register(_mm512_and_si512(x, _mm512_set1_epi16(0xff))), in_register(_mm512_srli_epi16(x, 8))};
+inline Quads weight_quads(I32 codes) {
+  return {in_register(_mm512_and_si512(codes, _mm512_set1_epi16(0xff))), in_register(_mm512_srli_epi16(codes, 8))};
 }
 inline Quads input_quads(int x) {
   const I32 v = broadcast_i32(x);
@@ -53,11 +61,16 @@ struct Quads {
   I32 even, odd;
 };
 inline I32 load_i32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+template <Half kHalf>
+inline I32 load_codes(const uint8_t* p) {
+  const I32 x = load_i32(p), low_half = _mm256_set1_epi8(0x0f);
+  if constexpr (kHalf == Half::none) return x;
+  return _mm256_and_si256(kHalf == Half::low ? x : _mm256_srli_epi16(x, 4), low_half);
+}
 inline void store_i32(void* p, I32 x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 inline I32 zero_i32() { return _mm256_setzero_si256(); }
-inline Quads weight_quads(const uint8_t* p) {
-  const I32 x = load_i32(p);
-  return {_mm256_and_si256(x, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(x, 8)};
+inline Quads weight_quads(I32 codes) {
+  return {_mm256_and_si256(codes, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(codes, 8)};
 }
 inline Quads input_quads(int x) {
   const I32 v = _mm256_set1_epi32(x);
@@ -74,10 +87,27 @@ constexpr int kMaxRows = 6;
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 
-template <int kRows>
+constexpr int kLanes = sizeof(I32) / 4, kColumns = kVectors * kLanes;
+
+// One quad of each row times one quad of kColumns columns.
+template <int kRows, Half kHalf>
+inline void add_quad(const int8_t* codes, int64_t stride, const uint8_t* weights, I32 (&sums)[kRows][kVectors]) {
+  Quads w[kVectors];
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) w[v] = weight_quads(load_codes<kHalf>(weights + v * kLanes * kQuad));
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    int four;
+    std::memcpy(&four, codes + r * stride, sizeof(four));
+    const Quads x = input_quads(four);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = dot(sums[r][v], w[v], x);
+  }
+}
+
+template <int kRows, bool kPacked>
 void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* out, bool is_first,
               Prefetch& prefetch) {
-  constexpr int kLanes = sizeof(I32) / 4, kColumns = kVectors * kLanes;
   for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
     I32 sums[kRows][kVectors];
 #pragma GCC unroll 8
@@ -86,19 +116,19 @@ void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
       for (int v = 0; v < kVectors; ++v)
         sums[r][v] = is_first ? zero_i32() : load_i32(out + r * kPanelWidth + column + v * kLanes);
     Prefetch local = prefetch;
-    for (int64_t quad = 0; quad < quads; ++quad) {
-      if (column == 0) local.fetch();
-      Quads w[kVectors];
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v)
-        w[v] = weight_quads(weights + quad * kQuadBytes + (column + v * kLanes) * kQuad);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        int four;
-        std::memcpy(&four, codes + r * stride + quad * kQuad, sizeof(four));
-        const Quads x = input_quads(four);
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = dot(sums[r][v], w[v], x);
+    const uint8_t* w = weights + column * kQuad;
+    const int8_t* x = codes;
+    if constexpr (kPacked) {
+      for (int64_t pair = 0; pair < quads / 2; ++pair, w += kQuadBytes, x += 2 * kQuad) {
+        if (column == 0) local.fetch();
+        add_quad<kRows, Half::low>(x, stride, w, sums);
+        if (column == 0) local.fetch();
+        add_quad<kRows, Half::high>(x + kQuad, stride, w, sums);
+      }
+    } else {
+      for (int64_t quad = 0; quad < quads; ++quad, w += kQuadBytes, x += kQuad) {
+        if (column == 0) local.fetch();
+        add_quad<kRows, Half::none>(x, stride, w, sums);
       }
     }
     if (column == 0) prefetch = local;
@@ -111,15 +141,19 @@ void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
 
 #else
 
-template <int kRows>
+template <int kRows, bool kPacked>
 void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* out, bool is_first,
               Prefetch&) {
   for (int r = 0; r < kRows; ++r, codes += stride, out += kPanelWidth) {
     if (is_first) std::memset(out, 0, sizeof(int32_t) * kPanelWidth);
     for (int64_t quad = 0; quad < quads; ++quad)
       for (int64_t c = 0; c < kPanelWidth; ++c)
-        for (int64_t i = 0; i < kQuad; ++i)
-          out[c] += codes[quad * kQuad + i] * weights[quad * kQuadBytes + c * kQuad + i];
+        for (int64_t i = 0; i < kQuad; ++i) {
+          const int64_t at = c * kQuad + i;
+          const int code =
+              kPacked ? weights[quad / 2 * kQuadBytes + at] >> (quad % 2 * 4) & 0x0f : weights[quad * kQuadBytes + at];
+          out[c] += codes[quad * kQuad + i] * code;
+        }
   }
 }
 
@@ -127,11 +161,16 @@ void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
 
 struct DotTile {
   static constexpr int64_t kMaxRows = QUIRE_ISA::kMaxRows, kRowUnit = 1;
+  static constexpr bool kSigned = false;
+  static bool reads_packed(int64_t rows) { return rows <= kMaxRows; }
 
+  template <Codes kCodes>
   static void run(int rows, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* sums,
                   bool is_first, Prefetch& prefetch) {
     using Run = void (*)(const int8_t*, int64_t, const uint8_t*, int64_t, int32_t*, bool, Prefetch&);
-    static constexpr Run kRun[] = {run_rows<1>, run_rows<2>, run_rows<3>, run_rows<4>, run_rows<5>, run_rows<6>};
+    constexpr bool kPacked = kCodes == Codes::packed;
+    static constexpr Run kRun[] = {run_rows<1, kPacked>, run_rows<2, kPacked>, run_rows<3, kPacked>,
+                                   run_rows<4, kPacked>, run_rows<5, kPacked>, run_rows<6, kPacked>};
     kRun[rows - 1](codes, stride, weights, quads, sums, is_first, prefetch);
   }
 };

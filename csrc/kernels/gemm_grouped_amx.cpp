@@ -32,7 +32,17 @@ inline void fetch(Prefetch& prefetch, int64_t calls) {
   for (int64_t i = 0; i < calls; ++i) prefetch.fetch();
 }
 
+// sums += input * weights; the codes of weights have a sign when they come unpacked. A macro, because tiles are named
+// by literals.
+#define QUIRE_MULTIPLY_TILES(sums, input, weights) \
+  if constexpr (kCodes == Codes::unpacked) {       \
+    _tile_dpbssd(sums, input, weights);            \
+  } else {                                         \
+    _tile_dpbsud(sums, input, weights);            \
+  }
+
 // 64 columns for up to 16 rows.
+template <Codes kCodes>
 void run_1x4(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t steps, int32_t* sums, bool is_first,
              Prefetch& prefetch) {
   if (is_first) {
@@ -51,12 +61,12 @@ void run_1x4(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_
     _tile_loadd(4, codes, stride);
     _tile_loadd(6, weights, kQuadBytes);
     _tile_loadd(7, weights + 64, kQuadBytes);
-    _tile_dpbsud(0, 4, 6);
-    _tile_dpbsud(1, 4, 7);
+    QUIRE_MULTIPLY_TILES(0, 4, 6)
+    QUIRE_MULTIPLY_TILES(1, 4, 7)
     _tile_loadd(6, weights + 128, kQuadBytes);
     _tile_loadd(7, weights + 192, kQuadBytes);
-    _tile_dpbsud(2, 4, 6);
-    _tile_dpbsud(3, 4, 7);
+    QUIRE_MULTIPLY_TILES(2, 4, 6)
+    QUIRE_MULTIPLY_TILES(3, 4, 7)
   }
   _tile_stored(0, sums, kPitch);
   _tile_stored(1, sums + 16, kPitch);
@@ -65,6 +75,7 @@ void run_1x4(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_
 }
 
 // 32 columns for 17 to 32 rows.
+template <Codes kCodes>
 void run_2x2(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t steps, int32_t* sums, bool is_first,
              Prefetch& prefetch) {
   int32_t* const low = sums + kTileRows * kPanelWidth;
@@ -85,10 +96,10 @@ void run_2x2(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_
     _tile_loadd(4, codes, stride);
     _tile_loadd(7, weights + 64, kQuadBytes);
     _tile_loadd(5, codes + kTileRows * stride, stride);
-    _tile_dpbsud(0, 4, 6);
-    _tile_dpbsud(2, 5, 6);
-    _tile_dpbsud(1, 4, 7);
-    _tile_dpbsud(3, 5, 7);
+    QUIRE_MULTIPLY_TILES(0, 4, 6)
+    QUIRE_MULTIPLY_TILES(2, 5, 6)
+    QUIRE_MULTIPLY_TILES(1, 4, 7)
+    QUIRE_MULTIPLY_TILES(3, 5, 7)
   }
   _tile_stored(0, sums, kPitch);
   _tile_stored(1, sums + 16, kPitch);
@@ -98,15 +109,18 @@ void run_2x2(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_
 
 struct AmxTile {
   static constexpr int64_t kMaxRows = 2 * kTileRows, kRowUnit = kTileRows;
+  static constexpr bool kSigned = true;
+  static bool reads_packed(int64_t) { return false; }
 
+  template <Codes kCodes>
   static void run(int rows, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* sums,
                   bool is_first, Prefetch& prefetch) {
     const int64_t steps = quads / kStepQuads;
     if (rows <= kTileRows) {
-      run_1x4(codes, stride, weights, steps, sums, is_first, prefetch);
+      run_1x4<kCodes>(codes, stride, weights, steps, sums, is_first, prefetch);
     } else {
-      run_2x2(codes, stride, weights, steps, sums, is_first, prefetch);
-      run_2x2(codes, stride, weights + 128, steps, sums + 32, is_first, prefetch);
+      run_2x2<kCodes>(codes, stride, weights, steps, sums, is_first, prefetch);
+      run_2x2<kCodes>(codes, stride, weights + 128, steps, sums + 32, is_first, prefetch);
     }
   }
 };

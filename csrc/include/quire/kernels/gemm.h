@@ -16,7 +16,8 @@
 //   out = sum over groups of (x scale * weight scale) * (sum of x code * weight code - zero * sum of x codes)
 // with exact integers inside a group and float multiply-adds from group to group, so every kernel of an instruction set
 // gives the same bits. Packed layout: panels of 64 output columns; in a panel float scales [groups][64], then codes
-//   8 bits     [K / 4][64][4]      a quad of k of one column together, which is what one vpdpbusd lane takes; 16 rows of
+//   8 bits     [K / 4][64][4]      a quad of k of one column together, which is what one vpdpbusd lane takes; 16 rows
+//   of
 //                                  16 columns are an AMX tile
 //   4 bits     [K / 8][64][4]      two such quads in the low and the high halves of the bytes
 // with K rounded up to whole groups.
@@ -49,7 +50,7 @@ struct GemmArgs {
 };
 
 inline constexpr int64_t kGroupUnit = 32;
-inline constexpr int64_t kAmxKUnit = 64;  // of 8-bit codes: a tile row
+inline constexpr int64_t kAmxKUnit = 64;         // of 8-bit codes: a tile row
 inline constexpr int64_t kMaxGroupSize = 65536;  // 255 * 127 * 65536 < 2^31: no sum of a group overflows
 
 int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k);
@@ -86,9 +87,9 @@ struct GemmKernels {
   void (*run)(const GemmBlock& block);
 };
 
-const GemmKernels& gemm_f32_kernels();   // every dtype, by float arithmetic
-const GemmKernels& gemm_bf16_kernels();  // vdpbf16ps; run == nullptr where the active ISA lacks it
-const GemmKernels& gemm_amx_kernels();   // AMX tiles; run == nullptr where the active ISA lacks them
+const GemmKernels& gemm_f32_kernels();          // every dtype, by float arithmetic
+const GemmKernels& gemm_bf16_kernels();         // vdpbf16ps; run == nullptr where the active ISA lacks it
+const GemmKernels& gemm_amx_kernels();          // AMX tiles; run == nullptr where the active ISA lacks them
 const GemmKernels& gemm_grouped_kernels();      // grouped weights
 const GemmKernels& gemm_grouped_amx_kernels();  // grouped weights on AMX tiles, the same bits; run == nullptr without
 
