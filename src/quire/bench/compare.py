@@ -20,6 +20,7 @@ from quire.bench.statistics import LEVEL, t_quantile
 from quire.errors import ConfigError
 
 LEAST_ROUNDS = 3
+NOTHING_SHOWN = "no difference shown"
 # metric -> is more better? Times (_ms, _seconds, latency) are better when less.
 METRICS = ("output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "request_goodput")
 OFFLINE_METRICS = ("tokens_per_second", "avg_latency", "avg_cold_startup_time", "avg_warm_startup_time")
@@ -52,15 +53,14 @@ def difference(
         paired: round i of A and of B belong together: same requests, measured one after the other.
     """
     mean_a, mean_b = float(np.mean(a)), float(np.mean(b))
-    nothing = "no difference shown"
     if min(*a, *b) <= 0:
-        return Difference(metric, mean_a, mean_b, math.nan, None, None, nothing, "a value is zero: no ratio")
+        return Difference(metric, mean_a, mean_b, math.nan, None, None, NOTHING_SHOWN, "a value is zero: no ratio")
     log_a, log_b = np.log(a), np.log(b)
     ratio = math.exp(float(log_b.mean() - log_a.mean()))
     fewest = min(len(a), len(b))
     if fewest < LEAST_ROUNDS:
         why = f"rounds a side: {fewest}; {LEAST_ROUNDS} are needed to tell a difference from noise"
-        return Difference(metric, mean_a, mean_b, ratio, None, None, nothing, why)
+        return Difference(metric, mean_a, mean_b, ratio, None, None, NOTHING_SHOWN, why)
     if paired:
         logs = log_b - log_a
         error, df = float(logs.std(ddof=1)) / math.sqrt(len(logs)), len(logs) - 1
@@ -68,7 +68,7 @@ def difference(
         error, df = _welch(log_a, log_b)
     half = t_quantile(level, df) * error
     low, high = ratio * math.exp(-half), ratio * math.exp(half)
-    verdict = nothing
+    verdict = NOTHING_SHOWN
     if low > 1 or high < 1:
         verdict = "faster" if (low > 1) == is_better_high(metric) else "slower"
     return Difference(metric, mean_a, mean_b, ratio, low, high, verdict)
@@ -99,7 +99,7 @@ def differences(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], *, pai
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """The rounds in a result file of `quire bench` or vLLM's: JSON objects one after the other, each with one or several.
+    """The rounds in a result file of `quire bench` or vLLM's: JSON objects in a row, each with one round or several.
 
     Raises ConfigError for anything else.
     """
@@ -141,13 +141,11 @@ def text(found: Sequence[Difference], name_a: str, name_b: str) -> str:
     ]
     for each in found:
         interval = f"{each.low:.3f} to {each.high:.3f}" if each.low is not None else "none"
-        why = f" ({each.why})" if each.why else ""
-        lines.append(
-            f"{each.metric:<24} {each.a:>11.2f} {each.b:>11.2f}   {each.ratio:>6.3f}x   {interval:<18} {each.verdict}{why}"
-        )
-    shown = [
-        f"{each.verdict} in {each.metric} ({each.ratio:.2f}x)" for each in found if each.low and each.verdict[0] != "n"
-    ]
+        verdict = each.verdict + (f" ({each.why})" if each.why else "")
+        values = f"{each.a:>11.2f} {each.b:>11.2f}   {each.ratio:>6.3f}x"
+        lines.append(f"{each.metric:<24} {values}   {interval:<18} {verdict}")
+    real = [each for each in found if each.verdict != NOTHING_SHOWN]
+    shown = [f"{each.verdict} in {each.metric} ({each.ratio:.2f}x)" for each in real]
     lines.append(f"The difference is real: B is {'; '.join(shown)}." if shown else "No difference shown.")
     return "\n".join(lines)
 

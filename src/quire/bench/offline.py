@@ -128,8 +128,8 @@ def _rates(outputs: Sequence[RequestOutput], seconds: float) -> dict[str, Any]:
 def throughput_text(result: dict[str, Any]) -> str:
     """vLLM's lines."""
     return (
-        f"Throughput: {result['requests_per_second']:.2f} requests/s, {result['tokens_per_second']:.2f} total tokens/s, "
-        f"{result['output_tokens_per_second']:.2f} output tokens/s\n"
+        f"Throughput: {result['requests_per_second']:.2f} requests/s, "
+        f"{result['tokens_per_second']:.2f} total tokens/s, {result['output_tokens_per_second']:.2f} output tokens/s\n"
         f"Total num prompt tokens:  {result['total_prompt_tokens']}\n"
         f"Total num output tokens:  {result['total_output_tokens']}"
     )

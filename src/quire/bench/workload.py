@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from quire.bench.options import Workload
 from quire.errors import ConfigError
 
-MAX_FITS = 10  # tries to reach a length in tokens by a text
+MAX_FITS = 30  # tries to reach a length in tokens by a text
 # What vLLM keeps of a recorded conversation: (least tokens of each part, most of the prompt, most of both).
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
 
@@ -171,10 +171,20 @@ class _Texts:
     def __init__(self, tokenizer: BenchTokenizer, rng: random.Random) -> None:
         self._tokenizer, self._rng = tokenizer, rng
         self._allowed = _allowed(tokenizer)
+        self._is_text: dict[int, bool] = {}
         self.num_special = len(tokenizer.encode(""))  # what is added to every prompt
 
     def draw(self, count: int) -> list[int]:
-        return self._rng.choices(self._allowed, k=count)
+        """Tokens that are whole characters: a part of one is no text."""
+        drawn: list[int] = []
+        while len(drawn) < count:
+            drawn += filter(self._check, self._rng.choices(self._allowed, k=count - len(drawn)))
+        return drawn
+
+    def _check(self, token_id: int) -> bool:
+        if token_id not in self._is_text:
+            self._is_text[token_id] = "\ufffd" not in self._tokenizer.decode([token_id])
+        return self._is_text[token_id]
 
     def text(self, token_ids: list[int]) -> tuple[str, int]:
         """A text that begins as these tokens and has as many, and its tokens with the special ones.
