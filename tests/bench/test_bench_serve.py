@@ -146,8 +146,8 @@ def test_a_trace_keeps_its_times(to: Any, tmp_path: Path, capsys: pytest.Capture
 
 def test_compare_two_servers(to: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "c.json"
-    slow = EchoClient(None, step_seconds=0.05)
-    with RunningServer(answer=None) as a, RunningServer(client=slow) as b:
+    fast, slow = (EchoClient(None, step_seconds=seconds) for seconds in (0.005, 0.05))
+    with RunningServer(client=fast) as a, RunningServer(client=slow) as b:
         words = (*to(a)[2:], *SMALL, "--num-rounds", "4", "--num-warmups", "4", "--output-json", str(result))
         out = bench("compare", a.url, b.url, *words, capsys=capsys)
     found = {each["metric"]: each for each in json.loads(result.read_text())["differences"]}

@@ -28,11 +28,10 @@ HEADERS = {
 SATURATED = 0.85  # share of a core from which the client may be what is measured
 
 
-def environment() -> dict[str, Any]:
-    """What a result file needs to be repeated: command, version, commit, machine, date."""
-    command = shlex.join(["quire", *sys.argv[1:]])
+def environment(*command: str) -> dict[str, Any]:
+    """What a result file needs to be repeated: command (default: this one of `quire`), version, commit, machine."""
     return {
-        "command": command,
+        "command": shlex.join([*(command or ("quire",)), *sys.argv[1:]]),
         "quire_version": __version__,
         "commit": _commit(),
         "machine": f"{devices.cpu_name()}, {devices.num_cores()} cores",
