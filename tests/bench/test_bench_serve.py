@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import quire.demo
+from quire.bench.report import without_secrets
 from quire.cli.main import main
 from quire.frontend.echo_client import EchoClient
 from tests.server.serving import MODEL, RunningServer
@@ -169,6 +170,23 @@ def test_the_model_served_is_found(to: Any, capsys: pytest.CaptureFixture[str]) 
     with RunningServer(answer=None, served_model_names=("quire-demo",)) as server:
         out = bench("serve", "--base-url", server.url, *SMALL, "--model", "quire-demo", capsys=capsys)
     assert re.search(r"Successful requests: +12\b", out)
+
+
+def test_secrets_stay_out_of_result_files() -> None:
+    words = [
+        "bench",
+        "serve",
+        "--header",
+        "Authorization=Bearer 1",
+        "x=2",
+        "--port",
+        "3",
+        "--hf_token=4",
+        "--seed",
+        "5",
+    ]
+    shown = ["bench", "serve", "--header", "***", "***", "--port", "3", "--hf_token=***", "--seed", "5"]
+    assert without_secrets(words) == shown
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import quire.demo
-from quire.bench.floor import Machine, Work, floor
+from quire.bench.floor import Machine, Work, floor, together
 from quire.model_config import load_model_config
 
 MODEL = replace(load_model_config(quire.demo.path("target")), layer_windows=(0,) * 100)
@@ -58,3 +58,9 @@ def test_a_window_bounds_what_is_read() -> None:
 def test_percent() -> None:
     found = floor(MODEL, "bfloat16", [Work(10, 0, 3)], Machine(1e9, 1e12))
     assert found.report(2 * found.seconds, Machine(1e9, 1e12))["percent"] == pytest.approx(50)
+
+
+def test_rounds_add_up() -> None:
+    """Each round reads the weights again: together they are no batch."""
+    one = floor(MODEL, "bfloat16", [Work(1, 0, 8)], SLOW_MEMORY)
+    assert together([one, one, one]).seconds == pytest.approx(3 * one.seconds)

@@ -78,3 +78,20 @@ def test_startup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(phases)[-1] == "first token"
     assert sum(phases.values()) == pytest.approx(total), "the phases are all of the time"
     assert "WARM STARTUP:\nAvg startup time: " in capsys.readouterr().out
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--num-iters-cold",
+        "0",
+        "--num-iters-warmup",
+        "0",
+        "--num-iters-warm",
+        "1",
+        "--num-gpu-blocks-override",
+        "1",
+    )
+    assert main(["bench", "startup", *words, "--disable-tqdm"]) == 1
+    error = capsys.readouterr().err
+    assert "The engine did not start: " in error
+    assert "Traceback" not in error

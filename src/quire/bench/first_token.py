@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 import msgspec
 
+from quire.errors import QuireError
 
-def main() -> None:
+
+def measure() -> dict[str, Any]:
     """The parent gives its clock at the start of this process as the first line, the config as the second."""
     started = float(sys.stdin.readline())  # time.monotonic is one clock for all processes
     phases: dict[str, float] = {}
@@ -50,7 +53,15 @@ def main() -> None:
     request = inputs.process("first", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1, ignore_eos=True))
     OfflineRunner(engine.core, OutputProcessor(parts.tokenizer)).run([request])
     mark("first token")
-    print(json.dumps({"seconds": last - started, "phases": phases}))
+    return {"seconds": last - started, "phases": phases}
+
+
+def main() -> None:
+    """Exit code 1 with one line on standard error if the engine does not start."""
+    try:
+        print(json.dumps(measure()))
+    except QuireError as error:
+        sys.exit(error.message)
 
 
 if __name__ == "__main__":

@@ -82,12 +82,28 @@ def floor(
     return Floor(num_bytes, num_flops, max(by_memory, by_arithmetic), bound)
 
 
-def measure_machine(dtype: str) -> Machine | None:
-    """The ceilings of this machine now; None without the compiled kernels, which measure them. Takes a second."""
+def together(floors: Sequence[Floor]) -> Floor:
+    """Of rounds one after the other."""
+    longest = max(floors, key=lambda each: each.seconds)
+    return Floor(
+        sum(each.num_bytes for each in floors),
+        sum(each.num_flops for each in floors),
+        sum(each.seconds for each in floors),
+        longest.bound,
+    )
+
+
+def measure_machine(dtype: str, num_threads: int) -> Machine | None:
+    """The ceilings of this machine now; None without the compiled kernels, which measure them. Takes a second.
+
+    Args:
+        num_threads: cores the engine has. The kernels of this process keep so many.
+    """
     import torch
 
     from quire.kernels import cpu
 
     if not cpu.available():
         return None
+    cpu.set_num_threads(num_threads)
     return Machine(cpu.read_bandwidth(), cpu.peak_flops(getattr(torch, dtype)))

@@ -99,7 +99,7 @@ async def send(client: HttpClient, path: str, body: bytes, outcome: Outcome) -> 
                 outcome.cached_tokens = (details.cached_tokens or 0) if details is not None else 0
         outcome.success = has_first
         outcome.error = "" if has_first else "no token came"
-    except (HttpError, OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
+    except (HttpError, OSError, EOFError, ValueError, IndexError, msgspec.MsgspecError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.text = "".join(texts)
     outcome.output_tokens = outcome.output_tokens or len(texts)

@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 
 from quire import LLM, SamplingParams
-from quire.bench.floor import Work, floor, measure_machine
+from quire.bench.floor import Work, floor, measure_machine, together
 from quire.bench.options import Workload
 from quire.bench.statistics import LEVEL, mean_interval
-from quire.bench.workload import BenchRequest, make_requests
+from quire.bench.workload import BenchRequest, chat_render, make_requests
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.outputs import RequestOutput
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
-Generate = Callable[[list[BenchRequest], bool], list[RequestOutput]]
 
 
 @dataclass(frozen=True)
@@ -49,25 +48,30 @@ class Engine:
         ]
         return self.llm.generate(prompts, params, use_tqdm=progress)
 
-    def hardware_limit(self, outputs: Sequence[RequestOutput], seconds: float) -> dict[str, Any] | None:
+    def hardware_limit(self, rounds: Sequence[Sequence[RequestOutput]], seconds: float) -> dict[str, Any] | None:
         """None where the limit cannot be counted: quantized weights, or no compiled kernels to measure it with."""
         resolved = self.llm.resolved
         if self.llm.config.quantization is not None:
             return None
-        machine = measure_machine(resolved.dtype)
+        machine = measure_machine(resolved.dtype, resolved.num_threads)
         if machine is None:
             return None
-        work = [
-            Work(
-                len(output.prompt_token_ids) - (output.num_cached_tokens or 0) if i == 0 else 0,
-                (output.num_cached_tokens or 0) if i == 0 else len(output.prompt_token_ids),
-                len(completion.token_ids),
-            )
-            for output in outputs
-            for i, completion in enumerate(output.outputs)  # further continuations share the prompt
+        floors = [
+            floor(self.llm.model_config, resolved.dtype, _work(outputs), machine, resolved.max_num_seqs)
+            for outputs in rounds
         ]
-        found = floor(self.llm.model_config, resolved.dtype, work, machine, resolved.max_num_seqs)
-        return found.report(seconds, machine)
+        return together(floors).report(seconds, machine)
+
+
+def _work(outputs: Sequence[RequestOutput]) -> list[Work]:
+    """The first continuation of a prompt computes it, the others share it."""
+    work = []
+    for output in outputs:
+        num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
+        for completion in output.outputs:
+            work.append(Work(num_prompt - num_cached, num_cached, len(completion.token_ids)))
+            num_cached = num_prompt
+    return work
 
 
 def throughput(
@@ -83,17 +87,18 @@ def throughput(
     """Requests as fast as the engine takes them. vLLM's JSON keys: of all rounds together."""
     engine = Engine(LLM.from_engine_args(config), n, detokenize)
     tokenizer = engine.llm.get_tokenizer()
+    render = chat_render(tokenizer)
     if num_warmups:
-        engine.generate(make_requests(_with(workload, 1 << 40, num_warmups), tokenizer), False)
-    outputs: list[RequestOutput] = []
+        engine.generate(make_requests(_with(workload, 1 << 40, num_warmups), tokenizer, render), False)
+    outputs: list[list[RequestOutput]] = []
     rounds = []
     for i in range(num_rounds):
-        requests = make_requests(_with(workload, workload.seed + i, workload.num_prompts), tokenizer)
+        requests = make_requests(_with(workload, workload.seed + i, workload.num_prompts), tokenizer, render)
         start = time.perf_counter()
         found = engine.generate(requests, progress)
         rounds.append(_rates(found, time.perf_counter() - start))
-        outputs += found
-    total = _rates(outputs, sum(each["elapsed_time"] for each in rounds))
+        outputs.append(found)
+    total = _rates([output for each in outputs for output in each], sum(each["elapsed_time"] for each in rounds))
     rates = [each["tokens_per_second"] for each in rounds]
     return {
         "model_id": config.model,
@@ -181,7 +186,7 @@ def latency(
         "latencies": seconds,
         "percentiles": {str(p): float(np.percentile(seconds, p)) for p in PERCENTAGES},
         "confidence_intervals": {"avg_latency": mean_interval(seconds)} if len(seconds) >= 3 else {},
-        "hardware_limit": engine.hardware_limit(runs[-1][1], float(np.median(seconds))),
+        "hardware_limit": engine.hardware_limit([runs[-1][1]], float(np.median(seconds))),
     }
 
 

@@ -83,7 +83,7 @@ class Traffic(_Checked):
     ramp_up_start_rps: float | None = option(None, "Rate of the first request.")
     ramp_up_end_rps: float | None = option(None, "Rate of the last request.")
     self_timed: bool | None = option(None, "Keep the times of the trace (default with timed_trace).")
-    num_warmups: int = option(0, "Requests sent before, and not counted; their prompts do not come again.")
+    num_warmups: int = option(0, "Requests sent before, and not counted; random prompts do not come again.")
     num_rounds: int = option(1, "Times the run is made, each with prompts of its own; three or more can be compared.")
 
     def __post_init__(self) -> None:

@@ -16,7 +16,9 @@ from quire import __version__
 from quire.bench.load import Run
 from quire.bench.options import INFINITE, Report, Target, Traffic, Workload, key_values
 from quire.bench.statistics import LEVEL, Metrics, mean_interval, measure, word
+from quire.config import EngineConfig
 from quire.cost import devices
+from quire.option import options
 
 WIDTH = 50
 HEADERS = {
@@ -31,12 +33,27 @@ SATURATED = 0.85  # share of a core from which the client may be what is measure
 def environment(*command: str) -> dict[str, Any]:
     """What a result file needs to be repeated: command (default: this one of `quire`), version, commit, machine."""
     return {
-        "command": shlex.join([*(command or ("quire",)), *sys.argv[1:]]),
+        "command": shlex.join([*(command or ("quire",)), *without_secrets(sys.argv[1:])]),
         "quire_version": __version__,
         "commit": _commit(),
         "machine": f"{devices.cpu_name()}, {devices.num_cores()} cores",
         "python": sys.version.split()[0],
     }
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The command line with `***` for the values of secret flags: result files are published."""
+    fields = (*options(Target), *options(EngineConfig))
+    secret = {"--" + f.name.replace("_", "-") for f in fields if f.metadata["secret"]}
+    shown, is_secret = [], False
+    for argument in words:
+        if argument.startswith("--"):
+            name, equals, _ = argument.partition("=")
+            is_secret = name.replace("_", "-") in secret
+            shown.append(f"{name}=***" if is_secret and equals else argument)
+        else:
+            shown.append("***" if is_secret else argument)
+    return shown
 
 
 def _commit() -> str | None:

@@ -17,13 +17,12 @@ import uvloop
 import quire.demo
 from quire import envs
 from quire.bench.arrivals import arrival_times
-from quire.bench.floor import Work, floor, measure_machine
+from quire.bench.floor import Work, floor, measure_machine, together
 from quire.bench.http import HttpClient, HttpError
 from quire.bench.load import Run, run_load
 from quire.bench.options import Target, Traffic, Workload, key_values
-from quire.bench.workload import BenchRequest, make_requests
+from quire.bench.workload import BenchRequest, chat_render, make_requests
 from quire.errors import ConfigError, QuireError
-from quire.frontend.chat_template import ChatRenderer
 from quire.frontend.tokenizer import Tokenizer
 from quire.launch import DEMO_MODEL_NAME
 from quire.loader.hub import resolve_tokenizer_files
@@ -40,7 +39,8 @@ class Server:
     target: Target
     name: str  # what it calls the model
     model_id: str
-    dtype: str | None  # of a Quire server
+    dtype: str | None = None  # of a Quire server
+    num_threads: int = 0  # of its engine
 
     @property
     def path(self) -> str:
@@ -98,7 +98,7 @@ class UnreachableError(QuireError):
 
 async def find_server(target: Target) -> Server:
     """Reach the server, waiting for --ready-check-timeout-sec, and ask what it serves. UnreachableError if not."""
-    client = Server(target, "", "", None).client()
+    client = Server(target, "", "").client()
     deadline = time.monotonic() + target.ready_check_timeout_sec
     try:
         while True:
@@ -120,11 +120,12 @@ async def find_server(target: Target) -> Server:
         try:
             settings = json.loads(await client.request("GET", "/v1/config"))["settings"]
             dtype = str(settings["dtype"]["value"]) if settings["quantization"]["value"] is None else None
+            num_threads = int(settings["num_threads"]["value"])
         except (OSError, HttpError, ValueError, KeyError, TypeError):
-            dtype = None  # not a Quire server, or weights that are not of one dtype
+            dtype, num_threads = None, 0  # not a Quire server
     finally:
         client.close()
-    return Server(target, name, target.model or card.get("root") or card["id"], dtype)
+    return Server(target, name, target.model or card.get("root") or card["id"], dtype, num_threads)
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,7 @@ class Plan:
         workload = replace(self.workload, seed=seed, num_prompts=count or self.workload.num_prompts)
         if count is not None and workload.dataset_name == "prefix_repetition":
             workload = replace(workload, prefix_repetition_num_prefixes=1)
-        return make_requests(workload, self.tokenizer, None if self.is_chat else self._render())
-
-    def _render(self) -> Callable[[str], str] | None:
-        tokenizer = self.tokenizer
-        if "default" not in tokenizer.chat_templates:
-            return None
-        renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens, name=tokenizer.name)
-        return lambda text: renderer.render([{"role": "user", "content": text}])
+        return make_requests(workload, self.tokenizer, None if self.is_chat else chat_render(self.tokenizer))
 
 
 async def warm_up(server: Server, plan: Plan) -> None:
@@ -236,14 +230,17 @@ def hardware_limit(server: Server, runs: Sequence[Run]) -> dict[str, Any] | None
     folder = server.model_folder
     if not is_here or folder is None or server.dtype is None:
         return None
-    work = [
-        Work(max(outcome.prompt_len - outcome.cached_tokens, 0), outcome.cached_tokens, outcome.output_tokens)
+    rounds = [
+        [
+            Work(max(outcome.prompt_len - outcome.cached_tokens, 0), outcome.cached_tokens, outcome.output_tokens)
+            for outcome in run.outcomes
+            if outcome.success
+        ]
         for run in runs
-        for outcome in run.outcomes
-        if outcome.success
     ]
-    machine = measure_machine(server.dtype)
-    if machine is None or not work:
+    machine = measure_machine(server.dtype, server.num_threads)
+    if machine is None or not any(rounds):
         return None
-    found = floor(load_model_config(folder, any_architecture=True), server.dtype, work, machine)
+    model = load_model_config(folder, any_architecture=True)
+    found = together([floor(model, server.dtype, work, machine) for work in rounds])
     return found.report(sum(run.duration for run in runs), machine)

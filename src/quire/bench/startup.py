@@ -17,24 +17,18 @@ import numpy as np
 from quire.bench.offline import PERCENTAGES
 from quire.bench.statistics import mean_interval
 from quire.config import EngineConfig
-from quire.errors import QuireError
+from quire.errors import EngineDeadError
 from quire.launch import find_model
 
 
-class StartFailedError(QuireError):
-    """The engine did not start."""
-
-    code, status = "start_failed", 500
-
-
 def start_once(config: EngineConfig) -> dict[str, Any]:
-    """Seconds and phases of one start. StartFailedError with what the process said if it fails."""
+    """Seconds and phases of one start. EngineDeadError with what the process said if it fails."""
     command = [sys.executable, "-P", "-m", "quire.bench.first_token"]
     started = time.monotonic()
     text = f"{started!r}\n{msgspec.json.encode(config).decode()}\n"
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise StartFailedError("The engine did not start", value=done.stderr.strip()[-300:])
+        raise EngineDeadError(f"The engine did not start: {done.stderr.strip()[-300:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

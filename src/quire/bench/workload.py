@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from quire.bench.options import Workload
 from quire.errors import ConfigError
+from quire.frontend.chat_template import ChatRenderer
+from quire.frontend.tokenizer import Tokenizer
 
 MAX_FITS = 30  # tries to reach a length in tokens by a text
 # What vLLM keeps of a recorded conversation: (least tokens of each part, most of the prompt, most of both).
@@ -47,6 +49,14 @@ class BenchTokenizer(Protocol):
 
 
 Render = Callable[[str], str]  # a user's message -> the prompt of the chat template
+
+
+def chat_render(tokenizer: Tokenizer) -> Render | None:
+    """The model's chat template around one message; None if it has none."""
+    if "default" not in tokenizer.chat_templates:
+        return None
+    renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens, name=tokenizer.name)
+    return lambda text: renderer.render([{"role": "user", "content": text}])
 
 
 def make_requests(options: Workload, tokenizer: BenchTokenizer, render: Render | None = None) -> list[BenchRequest]:

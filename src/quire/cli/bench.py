@@ -16,7 +16,6 @@ from quire.cli.settings import add_settings_flags, read_settings
 from quire.compat.bench_flags import ABSENT_BENCH_FLAGS
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.logs import configure
 
 
 def add_parser(subparsers: Any) -> None:
@@ -63,11 +62,17 @@ def add_parser(subparsers: Any) -> None:
     compare.add_argument("b", metavar="B", help="the other one")
     compare.add_argument("--output-json", metavar="FILE", help="write the result as JSON")
     for group in (Workload, Traffic, Target, Report):
-        add_config_flags(compare, group, skip=frozenset({"base_url", "host", "port"}))
+        add_config_flags(compare, group, skip=_NOT_COMPARED)
     for each in (serve, throughput, latency, startup, compare):
         for flag, why in ABSENT_BENCH_FLAGS.items():
             if flag not in each._option_string_actions:
                 each.add_argument(flag, action=_Refused, nargs="*", help=argparse.SUPPRESS, why=why)
+
+
+_NOT_COMPARED = frozenset(
+    {"base_url", "host", "port", "save_result", "save_detailed", "append_result", "result_dir", "result_filename"}
+    | {"label", "metadata", "plot", "percentile_metrics"}
+)
 
 
 class _Refused(argparse.Action):
@@ -116,7 +121,6 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _engine_config(parser: Parser, args: argparse.Namespace) -> EngineConfig:
-    configure()
     config, _ = read_settings(parser, args)
     return config
 
