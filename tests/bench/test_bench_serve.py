@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import quire.demo
+from quire.bench import serving
+from quire.bench.load import Run, run_load
 from quire.bench.report import without_secrets
 from quire.cli.main import main
 from quire.frontend.echo_client import EchoClient
@@ -102,6 +104,20 @@ def test_labels_and_keys(to: Any, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(result["ttfts"]) == 12, "and are not in the result"
     assert result["num_unique_prompts"] == 12
     assert {"command", "commit", "machine", "client_cpu_percent", "confidence_intervals"} <= result.keys()
+
+
+def test_no_prompt_is_sent_twice(to: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither by the warm-up nor by another round: the prefix cache would answer."""
+    sent: list[Any] = []
+
+    async def note(client: Any, path: str, requests: Any, *args: Any, **kwargs: Any) -> Run:
+        sent.extend(request.prompt for request in requests)
+        return await run_load(client, path, requests, *args, **kwargs)
+
+    monkeypatch.setattr(serving, "run_load", note)
+    with RunningServer(answer=None) as server:
+        bench("serve", *to(server), *SMALL, "--num-rounds", "2", "--num-warmups", "5", capsys=capsys)
+    assert len(sent) == len(set(sent)) == 2 * 12 + 5
 
 
 def test_rounds_files_and_page(to: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
