@@ -144,8 +144,9 @@ def _shares(seconds: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _points(values: Sequence[float]) -> list[tuple[float, float]]:
+    """Steps: a value holds for its second."""
     step = max(1, len(values) // MAX_POINTS)
-    return [(float(i), float(values[i])) for i in range(0, len(values), step)]
+    return [(float(i + end), float(values[i])) for i in range(0, len(values), step) for end in (0, step)]
 
 
 def _round_up(value: float) -> float:
