@@ -2,9 +2,11 @@
 
 The server (HTTP, front end, detokenizer, SSE) runs in a process pinned to one core, over an EchoClient in place of an
 engine; the load comes from another core. What is measured is the whole way: sockets, HTTP parsing, validation, chat
-template, tokenization, text pipeline, JSON, metrics.
+template, tokenization, text pipeline, JSON, metrics. The cases take turns, at least three times each.
 
-    python benchmarks/frontend_capacity.py [--streams 64] [--max-tokens 256] [--seconds 8] [--json FILE]
+    python benchmarks/frontend_capacity.py [--streams 64] [--max-tokens 256] [--seconds 8] [--save HARDWARE]
+
+--save writes benchmarks/frontend_capacity_HARDWARE_DATE.md and .json.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ import json
 import multiprocessing
 import os
 import socket
+import statistics
 import time
 from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
 
 import quire.demo
+from quire.bench import report
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
@@ -32,6 +39,7 @@ from quire.server.app import create_app
 from quire.server.state import ServerSettings
 
 MAX_MODEL_LEN = 4096
+TARGETS = {"tokens_per_s": 10_000, "requests_per_s": 500}
 QUESTION = "What does os.path.join do, and what happens if one of the parts is an absolute path?"
 
 
@@ -100,12 +108,45 @@ async def read_answer(reader: asyncio.StreamReader, load: Load) -> None:
         load.num_tokens += answer["usage"]["completion_tokens"]
 
 
-async def drive(load: Load, num_clients: int, seconds: float) -> float:
-    """Run the clients; returns the seconds measured."""
-    start = time.monotonic()
-    load.deadline = start + seconds
+async def drive(load: Load, num_clients: int, seconds: float) -> None:
+    """Run the clients for so long."""
+    load.deadline = time.monotonic() + seconds
     await asyncio.gather(*(client(load) for _ in range(num_clients)))
-    return seconds
+
+
+def rates(load: Load, seconds: float) -> dict[str, float]:
+    return {
+        "requests_per_s": load.num_requests / seconds,
+        "events_per_s": load.num_events / seconds,
+        "tokens_per_s": load.num_tokens / seconds,
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result file for people."""
+    lines = [
+        "# Front-end capacity over HTTP, on one core",
+        "",
+        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        "- The server is pinned to one core, the clients to the others. The engine is EchoClient, which costs next to",
+        "  nothing, so that the front end is what is measured: tokenizer, text pipeline, chat protocol, SSE, HTTP.",
+        f"- {result['streams']} connections, {result['max_tokens']} tokens a stream; short requests have 8 tokens.",
+        f"  {result['num_rounds']} rounds of {result['seconds']:g} s a case, in turns. Special tokens have no text:",
+        "  not every token gives an event.",
+        "",
+        "| case | target | median | rounds |",
+        "|---|---|---|---|",
+    ]
+    for case, key, what in (
+        ("streamed", "tokens_per_s", "streamed tokens/s"),
+        ("streamed", "events_per_s", "streamed events/s"),
+        ("short", "requests_per_s", "short requests/s"),
+    ):
+        values = [each[key] for each in result["rounds"][case]]
+        target = f"{TARGETS[key]:,}" if key in TARGETS else ""
+        shown = ", ".join(f"{value:,.0f}" for value in values)
+        lines.append(f"| {what} | {target} | {statistics.median(values):,.0f} | {shown} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -113,11 +154,15 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64, help="connections at once")
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens of a streamed answer")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each measurement")
-    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each case, 3 or more")
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         parser.error("two cores are needed: one for the server, one for the load")
+    if arguments.rounds < 3:
+        parser.error("fewer than three rounds say nothing")
+    environment = report.environment("python", "benchmarks/frontend_capacity.py")
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = listener.getsockname()[1]
     server = multiprocessing.get_context("fork").Process(target=serve, args=(listener, cores[0]), daemon=True)
@@ -125,29 +170,36 @@ def main() -> None:
     os.sched_setaffinity(0, set(cores[1:]))
     messages = [{"role": "user", "content": QUESTION}]
     streamed = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
-    cases = {
-        "streamed": Load(port, {**streamed, "max_tokens": arguments.max_tokens, "ignore_eos": True}),
-        "short": Load(port, {"messages": messages, "max_tokens": 8, "ignore_eos": True}),
+    bodies = {
+        "streamed": {**streamed, "max_tokens": arguments.max_tokens, "ignore_eos": True},
+        "short": {"messages": messages, "max_tokens": 8, "ignore_eos": True},
     }
-    results: dict[str, dict[str, float]] = {}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in bodies}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(drive(Load(port, cases["short"].body), 4, 1.0))  # warm up
-        for name, load in cases.items():
-            seconds = runner.run(drive(load, arguments.streams, arguments.seconds))
-            results[name] = {
-                "requests_per_s": load.num_requests / seconds,
-                "events_per_s": load.num_events / seconds,
-                "tokens_per_s": load.num_tokens / seconds,
-            }
-            print(
-                f"{name:9} {arguments.streams} connections: {results[name]['requests_per_s']:8.0f} requests/s "
-                f"{results[name]['events_per_s']:8.0f} events/s {results[name]['tokens_per_s']:8.0f} tokens/s"
-            )
+        runner.run(drive(Load(port, bodies["short"]), 4, 1.0))  # warm up
+        for _ in range(arguments.rounds):
+            for name, body in bodies.items():
+                load = Load(port, body)
+                runner.run(drive(load, arguments.streams, arguments.seconds))
+                found = rates(load, arguments.seconds)
+                rounds[name].append(found)
+                shown = "  ".join(f"{value:8.0f} {key.replace('_per_s', '/s')}" for key, value in found.items())
+                print(f"{name:9} {arguments.streams} connections: {shown}")
     server.terminate()
     server.join(5)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"streams": arguments.streams, "max_tokens": arguments.max_tokens, **results}, file, indent=2)
+    if arguments.save:
+        result = {
+            **environment,
+            "streams": arguments.streams,
+            "max_tokens": arguments.max_tokens,
+            "seconds": arguments.seconds,
+            "num_rounds": arguments.rounds,
+            "targets": TARGETS,
+            "rounds": rounds,
+        }
+        path = Path(__file__).with_name(f"frontend_capacity_{arguments.save}_{date.today().isoformat()}")
+        path.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_that_does_not_exist() -> None:
-    result = _run("-m", "quire", "bench", "serve", "--num-prompts", "3")
+    result = _run("-m", "quire", "run-batch", "-i", "x")
     assert result.returncode == 2
-    assert result.stderr.startswith("quire: error: `quire bench` does not exist: benchmarks are not in this version")
+    assert result.stderr.startswith("quire: error: `quire run-batch` does not exist: batch files are not in this")
 
 
 def test_module_path_of_the_guides() -> None:
@@ -122,6 +122,8 @@ def test_module_path_of_the_guides() -> None:
     ("name", "command"), [("serving", "serve"), ("throughput", "throughput"), ("latency", "latency")]
 )
 def test_benchmark_modules_of_the_guides(name: str, command: str) -> None:
-    result = _run("-m", f"quire.benchmarks.benchmark_{name}", "--num-prompts", "100")
+    result = _run("-m", f"quire.benchmarks.benchmark_{name}", "--seeed", "100")
     assert result.returncode == 2
-    assert result.stderr.startswith(f"quire: quire.benchmarks.benchmark_{name} is `quire bench {command}`.")
+    notice, error, _ = result.stderr.splitlines()
+    assert notice == f"quire: quire.benchmarks.benchmark_{name} is deprecated: use `quire bench {command}`"
+    assert error.startswith(f"quire bench {command}: error: unknown argument '--seeed'; did you mean --seed?")

@@ -1,14 +1,15 @@
-"""Module paths of vLLM's guides under our package's name, refused with what takes their place."""
+"""Module paths of vLLM's guides under our package's name: they run the command that took their place."""
 
 from __future__ import annotations
 
 import sys
 from typing import NoReturn
 
-from quire.compat.commands import absent_command
+from quire.cli.main import main
 
 
-def refuse(module: str, command: str) -> NoReturn:
-    """End with exit code 2 and one line: what `python -m quire.benchmarks.MODULE` is now, and since when not."""
-    print(f"quire: quire.benchmarks.{module} is `{command}`. {absent_command('bench')}", file=sys.stderr)
-    sys.exit(2)
+def run(module: str, command: str) -> NoReturn:
+    """End with the exit code of `quire bench COMMAND` with this process's arguments."""
+    print(f"quire: quire.benchmarks.{module} is deprecated: use `quire bench {command}`", file=sys.stderr)
+    sys.argv = ["quire", "bench", command, *sys.argv[1:]]
+    sys.exit(main())

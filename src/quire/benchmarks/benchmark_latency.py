@@ -1,8 +1,8 @@
-"""`python -m quire.benchmarks.benchmark_latency`: refused with the command that takes its place."""
+"""`python -m quire.benchmarks.benchmark_latency`, as the guides start it: `quire bench latency`."""
 
 from __future__ import annotations
 
-from quire.benchmarks import refuse
+from quire.benchmarks import run
 
 if __name__ == "__main__":
-    refuse("benchmark_latency", "quire bench latency")
+    run("benchmark_latency", "latency")

@@ -1,8 +1,8 @@
-"""`python -m quire.benchmarks.benchmark_serving`: refused with the command that takes its place."""
+"""`python -m quire.benchmarks.benchmark_serving`, as the guides start it: `quire bench serve`."""
 
 from __future__ import annotations
 
-from quire.benchmarks import refuse
+from quire.benchmarks import run
 
 if __name__ == "__main__":
-    refuse("benchmark_serving", "quire bench serve")
+    run("benchmark_serving", "serve")

@@ -1,8 +1,8 @@
-"""`python -m quire.benchmarks.benchmark_throughput`: refused with the command that takes its place."""
+"""`python -m quire.benchmarks.benchmark_throughput`, as the guides start it: `quire bench throughput`."""
 
 from __future__ import annotations
 
-from quire.benchmarks import refuse
+from quire.benchmarks import run
 
 if __name__ == "__main__":
-    refuse("benchmark_throughput", "quire bench throughput")
+    run("benchmark_throughput", "throughput")

@@ -47,12 +47,14 @@ class Parser(argparse.ArgumentParser):
         """The parser of the command that is called, or this one."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                command = next((word for word in words if not word.startswith("-")), None)
-                if command is not None and (absent := absent_command(command)) is not None:
+                at = next((i for i, word in enumerate(words) if not word.startswith("-")), None)
+                if at is None:
+                    return self
+                if (absent := absent_command(words[at])) is not None:
                     self.error(absent)
-                chosen = dict(action.choices).get(command or "", self)
+                chosen = dict(action.choices).get(words[at], self)
                 assert isinstance(chosen, Parser)
-                return chosen
+                return self if chosen is self else chosen._chosen(words[at + 1 :])
         return self
 
     def _unknown(self, word: str) -> NoReturn:

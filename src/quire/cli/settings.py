@@ -16,15 +16,15 @@ from quire.errors import ConfigError
 from quire.option import Source
 
 
-def add_settings_flags(parser: Parser) -> None:
-    """MODEL, --config, and a flag for every setting and every foreign name."""
+def add_settings_flags(parser: Parser, configs: tuple[type, ...] = (EngineConfig, ServerConfig)) -> None:
+    """MODEL, --config, and a flag for every setting of `configs` and every foreign name."""
     parser.usage = f"{parser.prog} [MODEL] [flags]"
     parser.add_argument(
         "model_tag", metavar="MODEL", nargs="?", help="folder or hub id of the model; none: the bundled demo model"
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with flags as keys; the command line wins")
-    add_config_flags(parser, EngineConfig)
-    add_config_flags(parser, ServerConfig)
+    for config in configs:
+        add_config_flags(parser, config)
     add_foreign_flags(parser)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-_NO_BENCH = "Until then any load generator for OpenAI's API measures the server, and /metrics has its side"
-
 # command -> (why, fix)
 ABSENT_COMMANDS: dict[str, tuple[str, str]] = {
-    "bench": ("benchmarks are not in this version", _NO_BENCH),
     "run-batch": ("batch files are not in this version", "Send the requests to `quire serve`, or use LLM.generate"),
     "launch": ("there is no server without an engine", "Use `quire serve`"),
     "download-kernels": ("kernels come with the package", "Nothing to do"),

@@ -1,0 +1,109 @@
+"""The hardware limit: the least time a machine could take for a workload, from counted bytes and operations.
+
+A lower bound whatever the schedule. Every step that gives tokens reads all weights once; every token costs its
+multiplications. Neither can be faster than memory and arithmetic allow, and the larger of the two is the floor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.model_config import DTYPE_BYTES, ModelConfig
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Ceilings, measured: bytes and floating point operations per second over all cores in use."""
+
+    read_bandwidth: float
+    peak_flops: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request as computed: prompt tokens that were not in the prefix cache, those that were, output tokens."""
+
+    num_prompt: int
+    num_cached: int
+    num_output: int
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What has to move and to be computed, and the seconds that takes at least."""
+
+    num_bytes: float
+    num_flops: float
+    seconds: float
+    bound: str  # memory or arithmetic
+
+    def report(self, seconds: float, machine: Machine) -> dict[str, Any]:
+        """For JSON, with the percentage of the limit that a measured time reached."""
+        return {"percent": 100 * self.seconds / seconds, **asdict(self), **asdict(machine)}
+
+
+def floor(
+    model: ModelConfig, dtype: str, work: Sequence[Work], machine: Machine, max_num_seqs: int | None = None
+) -> Floor:
+    """The floor of a set of requests that could all run side by side.
+
+    Args:
+        dtype: a key of DTYPE_BYTES, of weights, activations and KV cache.
+        max_num_seqs: requests that may run at once; None: all.
+    """
+    width = DTYPE_BYTES[dtype]
+    head = model.vocab_size * model.hidden_size  # the embeddings are looked up, the output layer is read and multiplied
+    layers = model.num_parameters() - head * (1 if model.tie_word_embeddings else 2)
+    total_output = sum(request.num_output for request in work)
+    num_steps = max((request.num_output for request in work), default=0)
+    if max_num_seqs is not None:
+        num_steps = max(num_steps, -(-total_output // max_num_seqs))
+    kv_bytes = model.kv_bytes_per_token(width) / model.num_layers  # of one token in one layer
+    windows = Counter(model.layer_windows)
+    decode_reads = prompt_reads = 0.0  # KV tokens, summed over the layers
+    for request in work:
+        length = request.num_cached + request.num_prompt
+        new = np.arange(request.num_cached + 1, length + 1, dtype=np.float64)
+        decoded = np.arange(length + 1, length + request.num_output, dtype=np.float64)
+        for window, count in windows.items():
+            decode_reads += count * float((np.minimum(decoded, window) if window else decoded).sum())
+            prompt_reads += count * float((np.minimum(new, window) if window else new).sum())
+    num_bytes = num_steps * (layers + head) * width + decode_reads * kv_bytes
+    num_tokens = sum(request.num_prompt + max(request.num_output - 1, 0) for request in work)
+    attention = 4 * model.num_q_heads * model.head_dim * (decode_reads + prompt_reads)  # scores, and their sum of V
+    num_flops = 2 * layers * num_tokens + 2 * head * total_output + attention
+    by_memory, by_arithmetic = num_bytes / machine.read_bandwidth, num_flops / machine.peak_flops
+    bound = "memory" if by_memory >= by_arithmetic else "arithmetic"
+    return Floor(num_bytes, num_flops, max(by_memory, by_arithmetic), bound)
+
+
+def together(floors: Sequence[Floor]) -> Floor:
+    """Of rounds one after the other."""
+    longest = max(floors, key=lambda each: each.seconds)
+    return Floor(
+        sum(each.num_bytes for each in floors),
+        sum(each.num_flops for each in floors),
+        sum(each.seconds for each in floors),
+        longest.bound,
+    )
+
+
+def measure_machine(dtype: str, num_threads: int) -> Machine | None:
+    """The ceilings of this machine now; None without the compiled kernels, which measure them. Takes a second.
+
+    Args:
+        num_threads: cores the engine has. The kernels of this process keep so many.
+    """
+    import torch
+
+    from quire.kernels import cpu
+
+    if not cpu.available():
+        return None
+    cpu.set_num_threads(num_threads)
+    return Machine(cpu.read_bandwidth(), cpu.peak_flops(getattr(torch, dtype)))

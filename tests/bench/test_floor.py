@@ -1,0 +1,66 @@
+"""The hardware limit against counts made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import quire.demo
+from quire.bench.floor import Machine, Work, floor, together
+from quire.model_config import load_model_config
+
+MODEL = replace(load_model_config(quire.demo.path("target")), layer_windows=(0,) * 100)
+MODEL = replace(MODEL, layer_windows=(0,) * MODEL.num_layers)
+SLOW_MEMORY, SLOW_ARITHMETIC = Machine(1.0, 1e30), Machine(1e30, 1.0)
+HEAD = MODEL.vocab_size * MODEL.hidden_size
+LAYERS = MODEL.num_parameters() - HEAD * (1 if MODEL.tie_word_embeddings else 2)
+
+
+def test_bytes_of_a_decode() -> None:
+    """Weights once a step; K and V of all tokens before each further token."""
+    found = floor(MODEL, "bfloat16", [Work(10, 0, 3)], SLOW_MEMORY)
+    kv = MODEL.kv_bytes_per_token(2)
+    assert found.seconds == pytest.approx(3 * 2 * (LAYERS + HEAD) + kv * (11 + 12))
+    assert found.bound == "memory"
+
+
+def test_flops_of_a_prompt() -> None:
+    found = floor(MODEL, "float32", [Work(10, 0, 1)], SLOW_ARITHMETIC)
+    attention = 4 * MODEL.num_q_heads * MODEL.head_dim * MODEL.num_layers * sum(range(1, 11))
+    assert found.seconds == pytest.approx(2 * LAYERS * 10 + 2 * HEAD + attention)
+    assert found.bound == "arithmetic"
+
+
+def test_a_batch_shares_the_weights() -> None:
+    one = floor(MODEL, "bfloat16", [Work(1, 0, 8)], SLOW_MEMORY).num_bytes
+    many = floor(MODEL, "bfloat16", [Work(1, 0, 8)] * 4, SLOW_MEMORY).num_bytes
+    weights = 8 * 2 * (LAYERS + HEAD)
+    assert many - weights == pytest.approx(4 * (one - weights))
+    one_by_one = floor(MODEL, "bfloat16", [Work(1, 0, 8)] * 4, SLOW_MEMORY, max_num_seqs=1).num_bytes
+    assert one_by_one == pytest.approx(4 * one)
+
+
+def test_cached_tokens_are_not_computed_but_read() -> None:
+    full = floor(MODEL, "bfloat16", [Work(32, 0, 2)], SLOW_ARITHMETIC)
+    cached = floor(MODEL, "bfloat16", [Work(0, 32, 2)], SLOW_ARITHMETIC)
+    assert cached.num_bytes == full.num_bytes
+    assert cached.num_flops < full.num_flops
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    windowed = replace(MODEL, layer_windows=(4,) * MODEL.num_layers)
+    kv = MODEL.kv_bytes_per_token(2)
+    found = floor(windowed, "bfloat16", [Work(10, 0, 3)], SLOW_MEMORY)
+    assert found.seconds == pytest.approx(3 * 2 * (LAYERS + HEAD) + kv * (4 + 4))
+
+
+def test_percent() -> None:
+    found = floor(MODEL, "bfloat16", [Work(10, 0, 3)], Machine(1e9, 1e12))
+    assert found.report(2 * found.seconds, Machine(1e9, 1e12))["percent"] == pytest.approx(50)
+
+
+def test_rounds_add_up() -> None:
+    """Each round reads the weights again: together they are no batch."""
+    one = floor(MODEL, "bfloat16", [Work(1, 0, 8)], SLOW_MEMORY)
+    assert together([one, one, one]).seconds == pytest.approx(3 * one.seconds)
