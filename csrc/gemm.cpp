@@ -71,7 +71,7 @@ void pack_panel(const char* weight, DType dtype, int64_t row_bytes, int64_t colu
 
 // Rows from which AMX tiles beat dot products on grouped weights, whose bits are the same: a tile product costs the
 // same for 1 row and for 16.
-constexpr int64_t kMinGroupedAmxRows = 4;
+constexpr int64_t kMinGroupedAmxRows = 5;
 
 const GemmKernels& kernels_for(const GemmArgs& args) {
   if (args.bits != 0) {
