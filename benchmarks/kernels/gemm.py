@@ -4,7 +4,8 @@ Every engine walks through enough copies of the weight that each call finds it o
 engines take turns in short bursts (after a pause, because OpenMP threads spin for some milliseconds after a call and
 would take a core from the next engine); a reading is the median call. The limit of a shape is the larger of weight
 bytes over the measured read bandwidth and FLOPs over the measured register-only peak; both are measured between the
-bursts, so that a noisy machine hits numerator and denominator alike.
+bursts, so that a noisy machine hits numerator and denominator alike. Of integer weights (`--quantization`) only the
+bytes count: their register-only peak is not measured.
 
     python benchmarks/kernels/gemm.py --shapes 1024x3072,1024x151936,3072x1024 --m 1,4,16,64,256,1024 --isa amx
 """
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import cpu, ops
+from quire.weight_format import ON_LOAD
 
 COLD_BYTES = 640 << 20  # of weight copies per engine
 BURST_S = 0.02
@@ -38,9 +40,26 @@ def onednn_linear(weight_NK: Tensor, M: int) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[ops.PackedLinear], peers: bool) -> Engines:
+Packed = ops.PackedLinear | ops.PackedGrouped
+
+
+def pack(weight_NK: Tensor, quantization: str) -> Packed:
+    """The weight as a layer of the model holds it."""
+    if not quantization:
+        return ops.pack_linear(weight_NK)
+    weight_format = ON_LOAD[quantization].linear
+    bits, group_size = weight_format.bits, weight_format.group_size_of(weight_NK.shape[1])
+    return ops.pack_grouped(*ops.quantize_grouped(weight_NK, bits, group_size), bits, group_size)
+
+
+def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed], peers: bool) -> Engines:
     """Per engine, one call for each copy of the weight."""
-    calls: Engines = {"quire": [partial(ops.linear, x, p, out=out) for p in packed]}
+    calls: Engines = {
+        "quire": [
+            partial(ops.linear, x, p, out=out) if isinstance(p, ops.PackedLinear) else partial(ops.grouped_linear, x, p)
+            for p in packed
+        ]
+    }
     if peers:
         calls["torch"] = [partial(F.linear, x, w) for w in weights]
         try:
@@ -72,17 +91,20 @@ def measure(calls: Engines, dtype: torch.dtype, seconds: float) -> tuple[dict[st
     return medians, statistics.median(bandwidths), statistics.median(peaks)
 
 
-def bench_shape(K: int, N: int, Ms: list[int], dtype: torch.dtype, seconds: float, peers: bool) -> list[dict[str, Any]]:
+def bench_shape(
+    K: int, N: int, Ms: list[int], dtype: torch.dtype, quantization: str, seconds: float, peers: bool
+) -> list[dict[str, Any]]:
     """Rows of results, one per M, printed as they come."""
     num_copies = max(1, min(64, COLD_BYTES // (N * K * dtype.itemsize)))
     weights = [torch.randn(N, K).to(dtype) for _ in range(num_copies)]
     start = time.perf_counter()
-    packed = [ops.pack_linear(w) for w in weights]
+    packed = [pack(w, quantization) for w in weights]
     pack_gb_s = sum(w.nbytes for w in weights) / (time.perf_counter() - start) / 1e9
     rows = []
     for M in Ms:
         calls = engines(torch.randn(M, K).to(dtype), torch.empty(M, N, dtype=dtype), weights, packed, peers)
         medians, bandwidth, peak = measure(calls, dtype, seconds)
+        arithmetic_s = 0 if quantization else 2 * M * N * K / peak
         rows.append(
             {
                 "K": K,
@@ -90,17 +112,18 @@ def bench_shape(K: int, N: int, Ms: list[int], dtype: torch.dtype, seconds: floa
                 "M": M,
                 "bandwidth_gb_s": bandwidth / 1e9,
                 "peak_gflops": peak / 1e9,
-                "limit_us": max(packed[0].nbytes / bandwidth, 2 * M * N * K / peak) * 1e6,
+                "weight_bytes": packed[0].nbytes,
+                "limit_us": max(packed[0].nbytes / bandwidth, arithmetic_s) * 1e6,
                 "pack_gb_s": pack_gb_s,
                 "us": {name: s * 1e6 for name, s in medians.items()},
             }
         )
-        print_row(rows[-1], dtype)
+        print_row(rows[-1])
     return rows
 
 
-def print_row(row: dict[str, Any], dtype: torch.dtype) -> None:
-    flops, num_bytes = 2 * row["M"] * row["N"] * row["K"], row["N"] * row["K"] * dtype.itemsize
+def print_row(row: dict[str, Any]) -> None:
+    flops, num_bytes = 2 * row["M"] * row["N"] * row["K"], row["weight_bytes"]
     cells = [
         f"{name} {flops / us / 1e3:7.0f} GFLOP/s {num_bytes / us / 1e3:5.1f} GB/s {row['limit_us'] / us:4.0%}"
         for name, us in row["us"].items()
@@ -114,6 +137,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="1024x3072,3072x1024,1024x151936", help="KxN, comma separated")
     parser.add_argument("--m", default="1,4,8,16,32,64,256,1024")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--quantization", default="", choices=["", *ON_LOAD])
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
     parser.add_argument("--seconds", type=float, default=1.0, help="per shape and M")
@@ -129,11 +153,23 @@ def main() -> None:
     rows = []
     for shape in args.shapes.split(","):
         K, N = (int(part) for part in shape.split("x"))
-        rows += bench_shape(K, N, [int(m) for m in args.m.split(",")], dtype, args.seconds, not args.no_peers)
+        rows += bench_shape(
+            K, N, [int(m) for m in args.m.split(",")], dtype, args.quantization, args.seconds, not args.no_peers
+        )
         print(f"packing: {rows[-1]['pack_gb_s']:.1f} GB/s of weight bytes")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"isa": cpu.isa(), "threads": args.threads, "dtype": args.dtype, "rows": rows}, file, indent=1)
+            json.dump(
+                {
+                    "isa": cpu.isa(),
+                    "threads": args.threads,
+                    "dtype": args.dtype,
+                    "quantization": args.quantization,
+                    "rows": rows,
+                },
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":
