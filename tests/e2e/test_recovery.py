@@ -107,7 +107,9 @@ class SabotagedServe(Serve):
             f"{sample.name}/{sample.labels.get('reason') or sample.labels.get('finished_reason') or ''}": sample.value
             for family in text_string_to_metric_families(self.get("/metrics").text)
             for sample in family.samples
-            if sample.name.startswith(("quire_", "vllm:request_success", "vllm:generation_tokens_total"))
+            if sample.name.startswith(
+                ("quire_engine", "quire_requests", "vllm:request_success", "vllm:generation_tokens_total")
+            )
         }
 
     @contextmanager
