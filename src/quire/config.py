@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,6 +174,14 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0: any free one.")
+    uds: str | None = option(
+        None, "Path of a Unix socket to listen on, in place of host and port; only its owner may connect."
+    )
+    root_path: str = option("", "Prefix under which a proxy shows the server; paths may come with it or without.")
+    ssl_keyfile: str | None = option(None, "PEM file of the certificate's key, if --ssl-certfile does not hold it.")
+    ssl_certfile: str | None = option(None, "PEM file of the certificate chain: the server speaks HTTPS only.")
+    ssl_ca_certs: str | None = option(None, "PEM file of the authorities that sign clients' certificates.")
+    ssl_cert_reqs: int = option(0, "Clients' certificates; 0: not asked for; 1: checked if sent; 2: required.")
     api_key: tuple[str, ...] = option((), "Keys clients must send; else VLLM_API_KEY.", many=True, secret=True)
     no_auth: bool = option(False, "Allow an address other than loopback without a key.")
     chat_template: str | None = option(None, "File with a Jinja chat template, or the template itself.")
@@ -220,6 +229,7 @@ class ServerConfig:
             )
         if not 0 <= self.port <= 65535:
             raise ConfigError("Illegal port", value=self.port, expected="0 to 65535; 0: any free one", param="port")
+        _check_listening(self)
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ConfigError(
                 "Illegal shutdown_timeout",
@@ -227,6 +237,32 @@ class ServerConfig:
                 expected="seconds, 0 or more",
                 param="shutdown_timeout",
             )
+
+
+def _check_listening(config: ServerConfig) -> None:
+    object.__setattr__(config, "root_path", config.root_path.rstrip("/"))
+    if config.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", config.root_path, re.ASCII):
+        raise ConfigError(
+            "Illegal root_path", value=config.root_path, expected="a path such as /llm", param="root_path"
+        )
+    if config.uds == "":
+        raise ConfigError("The path of the Unix socket is empty", fix="Give --uds a path", param="uds")
+    if config.ssl_cert_reqs not in (0, 1, 2):
+        raise ConfigError(
+            "Illegal ssl_cert_reqs",
+            value=config.ssl_cert_reqs,
+            expected="0 (no certificates), 1 (optional) or 2 (required)",
+            param="ssl_cert_reqs",
+        )
+    for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+        if getattr(config, name) and config.ssl_certfile is None:
+            raise ConfigError(f"{name} needs a certificate of the server", fix="Give --ssl-certfile too", param=name)
+    if config.ssl_cert_reqs and config.ssl_ca_certs is None:
+        raise ConfigError(
+            "Nobody is named whose signature on a client's certificate would count",
+            fix="Give --ssl-ca-certs too, or leave out --ssl-cert-reqs",
+            param="ssl_cert_reqs",
+        )
 
 
 def _listed(words: tuple[str, ...], name: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from quire import __version__, envs, logs
 from quire.kernels import extension
+from quire.listen import Address
 from quire.memory_summary import MemorySummary
 from quire.messages import EngineReady
 from quire.resolve import DeviceFacts, shown_bytes
@@ -96,7 +97,7 @@ def _show_missing(what: str, fix: str) -> None:
 
 
 def show_ready(
-    ready: EngineReady, model_name: str, url: str, *, has_chat: bool, needs_key: bool, seconds: dict[str, float]
+    ready: EngineReady, model_name: str, address: Address, *, has_chat: bool, needs_key: bool, seconds: dict[str, float]
 ) -> None:
     """What to know once the server answers. `seconds`: that each phase of the start took."""
     settings: dict[str, Any] = ready.resolved
@@ -105,9 +106,9 @@ def show_ready(
     if logs.is_json():
         choices = {name: {"value": made["value"], "source": made["source"]} for name, made in chosen.items()}
         extra = logs.fields(
-            url=url, model=model_name, memory=memory.as_dict(), chosen=choices, seconds_by_phase=seconds
+            url=address.name, model=model_name, memory=memory.as_dict(), chosen=choices, seconds_by_phase=seconds
         )
-        logger.info("ready: %s", url, extra=extra)
+        logger.info("ready: %s", address.name, extra=extra)
         return
     style = Style(sys.stderr)
     items = [f"{name} {_shown(made['value'])} ({made['source']})" for name, made in chosen.items()]
@@ -117,8 +118,13 @@ def show_ready(
         *_labelled("fits", memory.capacity(), style),
         *_labelled("chosen", _flowed([*items, WHY]), style),
         "",
-        *_labelled("ready", _addresses(style(url, "bold", "green"), has_chat=has_chat), style, "green"),
-        *_labelled("try", _curl(url, has_chat=has_chat, needs_key=needs_key), style),
+        *_labelled(
+            "ready",
+            _addresses(style(address.name, "bold", "green"), has_page=has_chat and address.has_browser),
+            style,
+            "green",
+        ),
+        *_labelled("try", _curl(address, has_chat=has_chat, needs_key=needs_key), style),
         "",
     ]
     _print(lines)
@@ -141,15 +147,17 @@ def _flowed(items: Iterable[str]) -> Iterator[str]:
     yield line
 
 
-def _addresses(url: str, *, has_chat: bool) -> tuple[str, str]:
-    page = "   chat in the browser" if has_chat else ""
-    return f"{url}{page}   Ctrl-C stops", "API docs: /docs   metrics: /metrics   settings: /v1/config"
+def _addresses(name: str, *, has_page: bool) -> tuple[str, str]:
+    page = "   chat in the browser" if has_page else ""
+    return f"{name}{page}   Ctrl-C stops", "API docs: /docs   metrics: /metrics   settings: /v1/config"
 
 
-def _curl(url: str, *, has_chat: bool, needs_key: bool) -> Iterator[str]:
+def _curl(address: Address, *, has_chat: bool, needs_key: bool) -> Iterator[str]:
     """A command to paste."""
     path, body = ("chat/completions", QUESTION) if has_chat else ("completions", PROMPT)
-    yield f"curl {url}/v1/{path} \\"
+    yield f"curl {address.url}/v1/{path} \\"
+    if address.curl:
+        yield f"{address.curl} \\"
     if needs_key:
         yield "-H 'Authorization: Bearer YOUR_KEY' \\"
     yield "-H 'Content-Type: application/json' \\"

@@ -26,6 +26,7 @@ from quire.frontend.stats import EngineMetrics
 from quire.frontend.supervisor import RecoveryLimits
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tokenizer_files import load_generation_config
+from quire.kernels import extension
 from quire.loader.hub import resolve_model, resolve_tokenizer_files
 from quire.messages import EngineLaunch, Progress
 from quire.model_config import ModelConfig, load_model_config
@@ -61,6 +62,7 @@ def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool
 
 def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
     """Find (or download) the model's files and read what the front end needs. Loads no weights. Raises ConfigErrors."""
+    extension.wished_isa()  # said before the download
     folder, name, model_config = find_model(config, progress, weights=config.load_format != "dummy")
     tokenizer = None
     if not config.skip_tokenizer_init:

@@ -48,8 +48,22 @@ def is_json() -> bool:
     return _is_json
 
 
+def _printable(text: str) -> str:
+    """What is shown as it is: nothing in it moves the cursor, colours a terminal, or looks like a line of its own.
+
+    Control characters, those that turn the direction of text among them, are spelled out; further lines are indented.
+    """
+    if text.isprintable():
+        return text
+    lines = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text.split("\n"))
+    return "\n    ".join(lines)
+
+
 class TextFormatter(logging.Formatter):
-    """A line for people. On a terminal it takes the place of a progress bar, whichever process has drawn that."""
+    """A line for people. On a terminal it takes the place of a progress bar, whichever process has drawn that.
+
+    Only the first line of a record begins at the margin, whatever a client has put into a name or a message.
+    """
 
     def __init__(self) -> None:
         super().__init__(_FORMAT, _DATE)
@@ -57,7 +71,7 @@ class TextFormatter(logging.Formatter):
         self._start = CLEAR_LINE if is_terminal(sys.stderr) else ""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = _printable(super().format(record))
         if (names := _STYLES.get(record.levelno)) is not None:
             text = self._paint(record.levelname, *names) + text.removeprefix(record.levelname)
         return self._start + text

@@ -68,10 +68,14 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One beam: `tokens` holds prompt and continuation; `cum_logprob` sums the continuation's log probabilities."""
+    """One beam: `tokens` holds prompt and continuation; `cum_logprob` sums the continuation's log probabilities.
+
+    `logprobs` has a position per token of the continuation: the most likely tokens there, this one among them.
+    """
 
     tokens: list[int]
     cum_logprob: float = 0.0
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
     text: str | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

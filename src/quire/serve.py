@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
-import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
 import uvloop
@@ -26,6 +23,7 @@ from quire.errors import ConfigError, QuireError
 from quire.first_screen import show_header, show_ready
 from quire.kernels import extension
 from quire.launch import DEMO_MODEL_NAME, FrontEndParts, open_model, start_async_engine
+from quire.listen import BACKLOG, Listener, allowed_hosts, check_guarded
 from quire.messages import EngineProgress
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.resolve import resolve_server
@@ -40,7 +38,6 @@ logger = logs.get_logger(__name__)
 
 POLL_SECONDS = 0.1
 INTERRUPTED = 130  # the exit code: 128 + SIGINT
-BACKLOG = 2048  # connections the system holds until they are accepted; uvicorn's default
 # After the drain's time is over every stream gets an error as its last event; they have this long to leave.
 LAST_WORDS_SECONDS = 2.0
 
@@ -52,12 +49,12 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     Raises ConfigErrors before it serves.
     """
     api_keys = server_config.api_key or tuple(key for key in [envs.API_KEY.get()] if key)
-    _check_guarded(server_config, api_keys)
-    listener = _bind(server_config.host, server_config.port)
+    check_guarded(server_config, api_keys)
+    listener = Listener(server_config)
     device = devices.detect(extension.chosen_isa())
     name = engine_config.model or DEMO_MODEL_NAME
     display = StartDisplay(on_first=partial(show_header, name, device, has_gpu=devices.has_gpu()))
-    _leave_on_interrupt(display)
+    _leave_on_interrupt(display, listener)
     try:
         parts = open_model(engine_config, display.update)
         names = engine_config.served_model_name or (parts.model_name,)
@@ -66,7 +63,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             served_model_names=names,
             model_root=parts.model_name if is_hub_id else names[0],
             api_keys=api_keys,
-            allowed_hosts=_loopback_names(server_config.host),
+            allowed_hosts=allowed_hosts(server_config),
+            root_path=server_config.root_path,
             max_model_len=parts.model_config.max_model_len,
             default_sampling_params=parts.input_processor.defaults,
             chat_template=_read_template(server_config.chat_template),
@@ -82,21 +80,23 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
             resolved=resolve_server(server_config).as_dict(),
         )
-        _listen(listener)
+        listener.listen()
         process = ServingProcess(engine_config, server_config, settings, parts, listener, display)
-    except BaseException:
+        code: int = uvloop.run(process.run())
+        return code
+    finally:
         display.close()
-        raise
-    code: int = uvloop.run(process.run())
-    return code
+        listener.close()
 
 
-def _leave_on_interrupt(display: StartDisplay) -> None:
+def _leave_on_interrupt(display: StartDisplay, listener: Listener) -> None:
     """Ctrl-C ends the process at once while it loads: the threads of a download would be waited for."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         try:
             display.close()
+            listener.close()
+            _clear_line()
             logs.say("interrupted")
         finally:
             os._exit(INTERRUPTED)
@@ -104,60 +104,10 @@ def _leave_on_interrupt(display: StartDisplay) -> None:
     signal.signal(signal.SIGINT, leave)
 
 
-def _check_guarded(config: ServerConfig, api_keys: tuple[str, ...]) -> None:
-    if not _is_loopback(config.host) and not api_keys and not config.no_auth:
-        raise ConfigError(
-            "The server would be open to everybody who reaches this machine",
-            value=config.host,
-            expected="an address of this machine alone, such as 127.0.0.1, or a key",
-            fix="Set --api-key (or VLLM_API_KEY), or say --no-auth if that is meant",
-            param="host",
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _loopback_names(host: str) -> tuple[str, ...]:
-    """Names a loopback server may be addressed by: anything else is a page that rebinds its name to this address."""
-    return ("127.0.0.1", "localhost", "::1", host) if _is_loopback(host) else ()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Take the port before the model costs time. Until `_listen`, connections are refused."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"The host is not known: {error}", value=host, fix="Check --host", param="host") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(error, address) from None
-    return listener
-
-
-def _listen(listener: socket.socket) -> None:
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:  # somebody else was faster between bind and here
-        raise _cannot_listen(error, listener.getsockname()) from None
-
-
-def _cannot_listen(error: OSError, address: Sequence[Any]) -> ConfigError:
-    return ConfigError(
-        f"Cannot listen on {address[0]} port {address[1]}: {error.strerror}",
-        fix="Stop what uses the port, or name another with --port (0: any free one)",
-        param="port",
-    )
+def _clear_line() -> None:
+    """The terminal has written ^C."""
+    if is_terminal(sys.stderr):
+        print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 def _read_template(given: str | None) -> str | None:
@@ -191,12 +141,11 @@ class ServingProcess:
         server_config: ServerConfig,
         settings: ServerSettings,
         parts: FrontEndParts,
-        listener: socket.socket,
+        listener: Listener,
         display: StartDisplay,
     ) -> None:
         self._parts, self._listener, self._display = parts, listener, display
         self._drain_seconds = server_config.shutdown_timeout
-        self._host, self._port = server_config.host, listener.getsockname()[1]
         metrics = PrometheusMetrics(
             settings.served_model_names[0],
             parts.model_config.max_model_len,
@@ -211,6 +160,7 @@ class ServingProcess:
         except BaseException:
             self._process.stop()
             raise
+        tls = listener.tls
         self._server = _HttpServer(
             uvicorn.Config(
                 self._app,
@@ -220,6 +170,7 @@ class ServingProcess:
                 http=GuardedProtocol,
                 ws="none",
                 backlog=BACKLOG,
+                ssl_context_factory=None if tls is None else lambda config, default: tls,
                 timeout_graceful_shutdown=int(self._drain_seconds + LAST_WORDS_SECONDS) + 1,
             )
         )
@@ -234,7 +185,7 @@ class ServingProcess:
         self._engine.start()
         watcher = asyncio.create_task(self._watch(), name="engine watch")
         try:
-            await self._server.serve(sockets=[self._listener])
+            await self._server.serve(sockets=[self._listener.socket])
         finally:
             watcher.cancel()
             await self._engine.shutdown()
@@ -255,8 +206,7 @@ class ServingProcess:
         self._app.state.quire.is_draining = True
         self._server.should_exit = True
         self._display.close()
-        if is_terminal(sys.stderr):
-            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)  # the terminal has written ^C
+        _clear_line()
         if count := self._engine.num_unfinished:
             requests = "1 request" if count == 1 else f"{count} requests"
             logs.say(
@@ -307,7 +257,7 @@ class ServingProcess:
         show_ready(
             ready,
             self._parts.model_name,
-            self._url(),
+            self._listener.address,
             has_chat=has_chat,
             needs_key=self._needs_key,
             seconds=self._display.seconds,
@@ -326,7 +276,3 @@ class ServingProcess:
         """The engine's end, if a signal was the reason. It may send its last word shortly before it leaves."""
         await asyncio.sleep(POLL_SECONDS)
         return self._process.describe_end()
-
-    def _url(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.architecture.named_tests import check_test
 
 ROOT = Path(__file__).parents[2]
 FEATURES = ROOT / "docs" / "features.md"
@@ -24,18 +24,6 @@ def _rows() -> list[list[str]]:
     ]
 
 
-@cache
-def _tests_of(path: str) -> dict[str, ast.AST]:
-    """Functions, classes and assigned names of a test file, by name."""
-    found: dict[str, ast.AST] = {}
-    for node in ast.parse((ROOT / path).read_text()).body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found[node.name] = node
-        elif isinstance(node, ast.Assign):
-            found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
-    return found
-
-
 def test_the_tables_were_read() -> None:
     assert len(_rows()) > 30
 
@@ -46,11 +34,7 @@ def test_row_names_tests_that_exist(row: list[str]) -> None:
     assert tests, f"no test is named: {row[0]}"
     assert " ".join(row).count("::") == len(tests), f"a test is not spelled `path::name`: {row[0]}"
     for path, name in tests:
-        assert (ROOT / path).is_file(), f"{path} does not exist"
-        assert name.lower().startswith("test"), f"{path}::{name} is no test"
-        assert name in _tests_of(path), f"{path} has no {name}"
-        marks = [ast.unparse(mark) for mark in getattr(_tests_of(path)[name], "decorator_list", [])]
-        assert not [mark for mark in marks if ".skip" in mark or ".xfail" in mark], f"{path}::{name} may not run"
+        check_test(path, name)
 
 
 def test_every_claim_stands_once() -> None:

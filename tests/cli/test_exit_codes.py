@@ -12,6 +12,7 @@ import pytest
 from quire.cli import complete
 from quire.cli.main import main
 from quire.errors import ConfigError, EngineDeadError
+from quire.kernels import extension
 
 # What `quire --help` must not wait for.
 HEAVY = {
@@ -76,3 +77,32 @@ def test_help_loads_nothing_heavy() -> None:
 def test_module_is_the_command(module: str) -> None:
     result = subprocess.run([sys.executable, "-m", module, "--version"], check=True, capture_output=True, text=True)
     assert result.stdout.startswith("quire ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-m", "quire", "serve", "--port", "0"),
+        ("-m", "quire", "explain"),
+        (
+            "-c",
+            "import sys, quire\ntry: quire.LLM()\nexcept quire.errors.ConfigError as e: sys.exit(f'quire: {e}')",
+        ),
+    ],
+)
+def test_an_illegal_instruction_set(command: tuple[str, ...]) -> None:
+    """One line with the variable, its value and the legal ones; from LLM(...) a ConfigError."""
+    result = subprocess.run(
+        [sys.executable, *command],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"QUIRE_ISA": "sse9"},
+    )
+    assert result.returncode == (1 if command[0] == "-c" else 2), result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("quire: Environment variable QUIRE_ISA")
+    assert "sse9" in line
+    if extension.is_used():
+        assert "scalar" in line

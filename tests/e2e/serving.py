@@ -17,6 +17,7 @@ import psutil
 
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
+READY = r"ready     ((?:http|unix)\S+)"
 SMALL = ("--kv-cache-memory-bytes", "32M", "--num-threads", "1", "--dtype", "float32")
 
 
@@ -80,20 +81,26 @@ class Serve:
     def wait_ready(self) -> None:
         """Until the first screen is there, which names the address."""
         self.wait_for(
-            lambda: "ready     http" in self.log or self.process.poll() is not None, "readiness", START_SECONDS
+            lambda: re.search(READY, self.log) is not None or self.process.poll() is not None,
+            "readiness",
+            START_SECONDS,
         )
-        found = re.search(r"ready     (http://\S+)", self.log)
+        found = re.search(READY, self.log)
         assert found is not None, self.log
         self.url = found[1]
+
+    def _engines(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "quire.engine" in str(child.cmdline())]
+
+    def has_engine(self) -> bool:
+        return len(self._engines()) == 1
 
     @property
     def engine(self) -> psutil.Process:
         """The engine process."""
-        children = [
-            child for child in psutil.Process(self.process.pid).children() if "quire.engine" in str(child.cmdline())
-        ]
-        assert len(children) == 1, children
-        return children[0]
+        (engine,) = self._engines()
+        return engine
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal; answers with the exit code."""

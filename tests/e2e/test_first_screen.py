@@ -209,12 +209,12 @@ def test_json_by_variable_and_by_file(tmp_path: Path) -> None:
         assert server.log.startswith("  quire "), "the flag wins over the variable"
         assert server.stop() == 0
     with Serve(*SMALL, waits=False, environment={"QUIRE_LOG_FORMAT": "json"}) as server:
-        _wait_ready(server)
-        server.engine.kill()
-        server.wait_for(lambda: "the engine is ready again" in server.log, "another engine")
-        assert server.stop() == 0
-    error = next(record for record in _records(server.log) if record["level"] == "ERROR")
-    assert "SIGKILL" in error["message"]
+        server.wait_for(lambda: "machine" in server.log, "the first record")
+        server.wait_for(server.has_engine, "the engine's process")
+        server.engine.kill()  # before it has ever been ready: it is not started again
+        assert server.wait_exit() == 1
+    assert _records(server.log)[-1]["level"] == "ERROR"
+    assert "SIGKILL" in _records(server.log)[-1]["message"]
     result = subprocess.run(
         [sys.executable, "-m", "quire", "serve", "--log-format", "xml"], capture_output=True, text=True, check=False
     )

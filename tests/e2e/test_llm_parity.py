@@ -92,6 +92,8 @@ def test_beam_search(llm: LLM, width: int, length_penalty: float) -> None:
             scores = reference.logprobs(sequence.tokens)
             total = sum(scores[at - 1, sequence.tokens[at]].item() for at in range(len(ids), len(sequence.tokens)))
             assert sequence.cum_logprob == pytest.approx(total, abs=10 * LOGPROB_TOLERANCE)
+            taken = zip(sequence.tokens[len(ids) :], sequence.logprobs, strict=True)
+            assert sequence.cum_logprob == pytest.approx(sum(position[token].logprob for token, position in taken))
             assert sequence.text == reference.tokenizer().decode(sequence.tokens)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from quire.sampling_params import RequestOutputKind
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
+from tests.server.test_errors import error_of
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -353,5 +354,51 @@ def test_beam_search(server):
     # EchoClient gives its own token the best logprob; each step is a fresh request, answered with its first token.
     assert answer["choices"][0]["token_ids"] == [ANSWER[0]] * 5
     assert answer["usage"]["completion_tokens"] == 15
-    for fields in ({"stream": True}, {"stop": "x"}, {"logprobs": True}, {"n": 11}):
-        assert server.chat(use_beam_search=True, **fields).status_code == 400, fields
+
+
+REFUSED_WITH_BEAMS = {
+    "stream": True,
+    "stop": "x",
+    "stop_token_ids": [5],
+    "prompt_logprobs": 0,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "logit_bias": {"5": 1},
+    "allowed_token_ids": [5],
+    "bad_words": ["x"],
+    "min_tokens": 1,
+    "return_metrics": True,
+}
+
+
+def test_what_beam_search_cannot_do(server):
+    """Each is refused by its name; values that ask for nothing are not, as some clients always send them."""
+    for name, value in REFUSED_WITH_BEAMS.items():
+        error = error_of(server.chat(use_beam_search=True, **{name: value}), 400)
+        assert error["param"] == name
+        assert "eam search" in error["message"]
+    assert error_of(server.chat(use_beam_search=True, n=11), 400)["param"] == "n"
+    too_many = error_of(server.chat(use_beam_search=True, n=2, logprobs=True, top_logprobs=5), 400)
+    assert "at most 4" in too_many["message"]
+    neutral = {"top_p": 1, "top_k": -1, "presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "stop": []}
+    assert server.chat(use_beam_search=True, max_tokens=2, **neutral).status_code == 200
+
+
+def test_beam_search_logprobs(server):
+    """Every token of a beam with its logprob and the likeliest beside it, in both APIs."""
+    fields = {"use_beam_search": True, "n": 2, "max_tokens": 4, "return_token_ids": True}
+    for choice in server.chat(logprobs=True, top_logprobs=3, **fields).json()["choices"]:
+        content = choice["logprobs"]["content"]
+        texts = [TOKENIZER.token_text(token_id) for token_id in choice["token_ids"]]
+        assert [entry["token"] for entry in content] == texts
+        for entry in content:
+            assert len(entry["top_logprobs"]) == 3
+            assert entry["logprob"] in [top["logprob"] for top in entry["top_logprobs"]]
+    for choice in server.complete(logprobs=0, **fields).json()["choices"]:
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == 4
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    assert error_of(server.complete(logprobs=1, echo=True, **fields), 400)["param"] == "prompt_logprobs"

@@ -197,7 +197,7 @@ def test_docs_page(server):
     assert len(page.ids) == len(set(page.ids))
     assert not page.tags & {"script", "link", "img", "iframe"}, "the page works without a network"
     for link in page.links:
-        assert link in ("/", "/openapi.json") or link.removeprefix("#") in page.ids, link
+        assert link in (".", "openapi.json") or link.removeprefix("#") in page.ids, link
     for path, methods in DOCUMENT["paths"].items():
         assert path in page.text
         for operation in methods.values():

@@ -28,7 +28,7 @@ from tests.server.test_errors import JSON, MESSAGES, error_of
 # Every kind of wrong value, as JSON text: some of them cannot be made by a JSON library.
 POISON = [
     *("null", "true", "-1", "0", "1", "1.5", "1e400", "-1e400", "1e-400", "NaN", "Infinity"),
-    *(str(-(2**63)), str(2**63 - 1), str(2**63), str(10**400)),
+    *(str(-(2**63)), str(2**31), str(2**63 - 1), str(2**63), str(2**64), str(10**400)),
     *('""', '"1"', '"\\u0000"', '"\\ud800"', '"' + "x" * 5000 + '"'),
     *("[]", "[[]]", "[null]", "[-1]", "[1e300]", '["", 1]', "[" + "1," * 3000 + "1]"),
     *("{}", '{"1": 1}', '{"-1": 1}', '{"a": "b"}', '{"1": 1e300}', '{"type": "x"}'),

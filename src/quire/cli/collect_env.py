@@ -14,6 +14,7 @@ from typing import Any
 
 from quire import __version__, envs
 from quire.cost import devices
+from quire.errors import ConfigError
 from quire.kernels import extension
 from quire.resolve import shown_bytes
 
@@ -81,7 +82,10 @@ def _kernels() -> Iterator[tuple[str, str]]:
         return
     yield "compiled kernels", "used" if extension.is_used() else f"not used: {envs.FORCE_REFERENCE.name} is set"
     yield "instruction sets", ", ".join(extension.C.isas())
-    yield "chosen", extension.chosen_isa()
+    try:
+        yield "chosen", extension.chosen_isa()
+    except ConfigError as error:
+        yield "chosen", error.message
 
 
 def _disk() -> Iterator[tuple[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from quire.compat.engine_flags import LORA, NO_CODE, PARALLEL, TEXT_ONLY
 from quire.compat.foreign import Foreign, accepted, refused
 
-PROXY = "Put a reverse proxy such as nginx or Caddy in front of the server"
 TOOLS = "tool calls are not parsed in this version"
 
 SERVER_FLAGS: tuple[Foreign, ...] = (
@@ -62,16 +61,9 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
             dp_supervisor_probe_failure_threshold
         """,
     ),
-    *refused("the server listens on an address", f"Use --host and --port. {PROXY} for a socket", values="uds"),
     *accepted("there is no access log", values="disable_access_log_for_endpoints"),
-    *refused(
-        "the server speaks plain HTTP",
-        PROXY,
-        off=(0,),
-        values="ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers",
-        switches="enable_ssl_refresh",
-    ),
-    *refused("routes begin at /", "Let the proxy strip its prefix", values="root_path"),
+    *refused("TLS 1.2 and newer with OpenSSL's own choice of ciphers", "Leave it out", values="ssl_ciphers"),
+    *refused("certificates are read at the start", "Restart after a renewal", switches="enable_ssl_refresh"),
     *accepted("every answer has x-request-id", switches="enable_request_id_headers"),
     *accepted("no page is loaded from elsewhere", switches="disable_fastapi_docs enable_offline_docs"),
     *accepted(

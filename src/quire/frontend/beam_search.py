@@ -5,9 +5,9 @@ The engine sees ordinary one-token requests; the prefix cache keeps each beam's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from quire.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
+from quire.outputs import BeamSearchOutput, BeamSearchSequence, PositionLogprobs
 from quire.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -42,12 +42,14 @@ class BeamSearch:
             return []
         return [beam.tokens for beam in self._beams]
 
-    def advance(self, logprobs: Sequence[Mapping[int, Logprob]]) -> None:
+    def advance(self, logprobs: Sequence[PositionLogprobs]) -> None:
         """Next-token logprobs of each pending sequence, in its order."""
         candidates: list[BeamSearchSequence] = []
         for beam, choices in zip(self._beams, logprobs, strict=True):
             for token_id, choice in choices.items():
-                extended = BeamSearchSequence([*beam.tokens, token_id], beam.cum_logprob + choice.logprob)
+                extended = BeamSearchSequence(
+                    [*beam.tokens, token_id], beam.cum_logprob + choice.logprob, [*beam.logprobs, choices]
+                )
                 if token_id in self._eos:
                     extended.finish_reason, extended.stop_reason = "stop", token_id
                     self._finished.append(extended)

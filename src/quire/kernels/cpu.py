@@ -27,8 +27,8 @@ MAX_HEAD_DIM = 256
 def _load() -> bool:
     if not extension.is_used():
         return False
-    if envs.ISA.get():
-        _C.set_isa(envs.ISA.get())
+    if (isa := extension.wished_isa()) is not None:
+        _C.set_isa(isa)
     if envs.NUM_THREADS.get() > 0:
         _C.set_num_threads(envs.NUM_THREADS.get())
     return True

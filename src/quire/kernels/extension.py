@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire import envs
+from quire.errors import ConfigError
 
 C: Any
 WHY_NOT: str | None = None  # there is no extension
@@ -20,8 +21,25 @@ def is_used() -> bool:
     return C is not None and not envs.FORCE_REFERENCE.get()
 
 
+def wished_isa() -> str | None:
+    """What QUIRE_ISA says, if anything. ConfigError for what cannot run here."""
+    name = envs.ISA.get()
+    if not name:
+        return None
+    legal = C.isas() if is_used() else []
+    if name not in legal:
+        raise ConfigError(
+            f"Environment variable {envs.ISA.name} names an instruction set that cannot be used here",
+            value=name,
+            expected="one of " + ", ".join(legal) if legal else "nothing, as the compiled kernels are not used",
+            fix="Unset it: the best one is chosen",
+            param=envs.ISA.name,
+        )
+    return name
+
+
 def chosen_isa() -> str:
-    """The instruction set an engine started now would run on; "torch" without the kernels."""
+    """The instruction set an engine started now would run on; "torch" without the kernels. Raises ConfigError."""
     if not is_used():
         return "torch"
-    return envs.ISA.get() or str(C.isa())
+    return wished_isa() or str(C.isa())

@@ -66,7 +66,7 @@ def create_app(
         Route("/readyz", health.readyz, methods=["GET"]),
         Route("/metrics", health.metrics, methods=["GET"]),
         Route("/version", health.version, methods=["GET"]),
-        *openapi.routes(),
+        *openapi.routes(settings.root_path),
     ]
     middleware = [
         Middleware(RequestContext),
@@ -75,6 +75,8 @@ def create_app(
     ]
     if metrics is not None:
         middleware.insert(0, Middleware(CountRequests, metrics=metrics.http, routes=routes))
+    if settings.root_path:
+        middleware.insert(0, Middleware(StripPrefix, prefix=settings.root_path))
     app = Starlette(
         routes=routes,
         middleware=middleware,
@@ -88,6 +90,23 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.quire = state
     return app
+
+
+class StripPrefix:
+    """ASGI middleware around everything: takes a proxy's prefix off the path, so that all see the same one.
+
+    Access control too: it and the routes must never disagree about which path was asked for.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, prefix = scope.get("path", ""), self._prefix
+        if path == prefix or path.startswith(prefix + "/"):
+            scope = {**scope, "path": path[len(prefix) :] or "/"}
+            scope.pop("raw_path", None)  # an optional key, which may spell the prefix otherwise
+        await self._app(scope, receive, send)
 
 
 class RequestContext:

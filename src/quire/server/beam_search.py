@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.beam_search import BeamSearch
+from quire.frontend.logprobs import LogprobDecoder
 from quire.frontend.prompts import PromptType
-from quire.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
+from quire.outputs import BeamSearchSequence, CompletionOutput, PositionLogprobs, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.schedule import TokenLogprobs
 from quire.server import generation
 from quire.server.generation import Generation
 from quire.server.protocol.common import GenerationRequest
@@ -22,6 +24,20 @@ async def run(state: ServerState, body: GenerationRequest, asked: Generation) ->
             value=asked.params.n,
             expected=f"at most {max_logprobs // 2}",
             param="n",
+        )
+    if asked.params.prompt_logprobs is not None:
+        raise UnsupportedFieldError(
+            "Logprobs of the prompt do not work with beam search",
+            fix="Remove prompt_logprobs, or echo where there are logprobs",
+            param="prompt_logprobs",
+        )
+    num_logprobs = asked.params.logprobs
+    if num_logprobs is not None and not 0 <= num_logprobs <= 2 * asked.params.n:
+        raise InvalidRequestError(
+            "Beam search knows the logprobs of twice as many tokens as it keeps beams",
+            value=num_logprobs,
+            expected=f"at most {2 * asked.params.n} with n = {asked.params.n}",
+            param="logprobs",
         )
     return [await _search(state, body, asked, prompt) for prompt in asked.prompts]
 
@@ -61,14 +77,20 @@ async def _search(state: ServerState, body: GenerationRequest, asked: Generation
         search.advance([logprobs[0] for output in outputs if (logprobs := output.outputs[0].logprobs)])
     num_prompt_tokens = len(processed.prompt_token_ids)
     completions = [
-        _completion(state, index, beam, num_prompt_tokens, params)
+        _completion(state, index, beam, num_prompt_tokens, params, has_logprobs=asked.params.logprobs is not None)
         for index, beam in enumerate(search.result().sequences)
     ]
     return RequestOutput(asked.response_id, processed.prompt, processed.prompt_token_ids, completions, finished=True)
 
 
 def _completion(
-    state: ServerState, index: int, beam: BeamSearchSequence, num_prompt_tokens: int, params: BeamSearchParams
+    state: ServerState,
+    index: int,
+    beam: BeamSearchSequence,
+    num_prompt_tokens: int,
+    params: BeamSearchParams,
+    *,
+    has_logprobs: bool,
 ) -> CompletionOutput:
     token_ids = beam.tokens[num_prompt_tokens:]
     ended_by_eos = beam.finish_reason == "stop"
@@ -76,4 +98,17 @@ def _completion(
     if state.tokenizer is not None:
         detokenizer = state.tokenizer.new_detokenizer(beam.tokens[:num_prompt_tokens], params.skip_special_tokens)
         text = detokenizer.push(token_ids[:-1] if ended_by_eos else token_ids) + detokenizer.flush()
-    return CompletionOutput(index, text, token_ids, beam.cum_logprob, None, beam.finish_reason)
+    logprobs = _logprobs(state, beam, num_prompt_tokens) if has_logprobs else None
+    return CompletionOutput(index, text, token_ids, beam.cum_logprob, logprobs, beam.finish_reason)
+
+
+def _logprobs(state: ServerState, beam: BeamSearchSequence, num_prompt_tokens: int) -> list[PositionLogprobs]:
+    """As of an ordinary output: the token that was taken first, with the texts of its own sequence."""
+    decoder = LogprobDecoder(state.tokenizer)
+    positions = []
+    for token_id, choices in zip(beam.tokens[num_prompt_tokens:], beam.logprobs, strict=True):
+        token_ids = [token_id, *(other for other in choices if other != token_id)]
+        entries = [choices[other] for other in token_ids]
+        ranks = [entry.rank or 0 for entry in entries]
+        positions.append(decoder.position(TokenLogprobs(token_ids, [entry.logprob for entry in entries], ranks)))
+    return positions

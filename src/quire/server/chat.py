@@ -65,8 +65,8 @@ async def _answer(state: ServerState, body: ChatRequest, ignored: list[str], req
     writer = _ChatWriter(state, body, asked)
     headers = generation.ignored_headers(ignored)
     if body.use_beam_search:
-        (output,) = await beam_search.run(state, body, asked)
-        return writer.response(output, headers)
+        outputs = await beam_search.run(state, body, asked)
+        return await generation.write(lambda: writer.response(outputs[0], headers), outputs)
     streams = await generation.start(state, asked)
     if body.is_streamed:
         return await EventStream.start(writer.events(streams), headers)

@@ -59,7 +59,8 @@ async def _answer(state: ServerState, body: CompletionRequest, ignored: list[str
     writer = _CompletionWriter(state, body, asked)
     headers = generation.ignored_headers(ignored)
     if body.use_beam_search:
-        return writer.response(await beam_search.run(state, body, asked), headers)
+        outputs = await beam_search.run(state, body, asked)
+        return await generation.write(lambda: writer.response(outputs, headers), outputs)
     streams = await generation.start(state, asked)
     if body.is_streamed:
         return await EventStream.start(writer.events(streams), headers)

@@ -27,7 +27,7 @@ def render(document: dict[str, Any]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Quire API</title>',
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>',
         f"<h1>Quire {escape(document['info']['version'])}</h1><p>{escape(document['info']['description'])}</p>",
-        '<p>For programs: <a href="/openapi.json">/openapi.json</a>. To try it: <a href="/">the chat page</a>.</p>',
+        '<p>For programs: <a href="openapi.json">/openapi.json</a>. To try it: <a href=".">the chat page</a>.</p>',
         "<nav><table><tbody>",
         *(
             f'<tr><td class="method">{method.upper()}</td><td><a href="#{_anchor(path, method)}"><code>{escape(path)}'

@@ -166,6 +166,18 @@ def check_truncation(body: GenerationRequest) -> None:
         )
 
 
+_NOTHING: tuple[object, ...] = (False, [], {}, 0)
+# Fields that beam search does not follow, with the values that ask for nothing.
+_NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("logprob_token_ids", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids"), _NOTHING),
+    **dict.fromkeys(("bad_words", "min_tokens", "return_metrics", "min_p"), _NOTHING),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NOTHING),
+    "repetition_penalty": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+}
+
+
 def check_beam_search(body: GenerationRequest) -> None:
     """What beam search cannot do is refused; its own field without it too."""
     if not body.use_beam_search:
@@ -178,20 +190,13 @@ def check_beam_search(body: GenerationRequest) -> None:
         return
     if body.is_streamed:
         raise UnsupportedFieldError("Beam search cannot be streamed", fix="Set stream to false", param="stream")
-    for name in (
-        "logprobs",
-        "prompt_logprobs",
-        "stop",
-        "stop_token_ids",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-        "min_tokens",
-        "return_metrics",
-    ):
-        if getattr(body, name) not in (None, False, [], {}, 0):
+    for name, neutral in _NOT_WITH_BEAMS.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
             raise UnsupportedFieldError(
-                f"{name} does not work with beam search", fix=f"Remove {name} or use_beam_search", param=name
+                f"{name} does not work with beam search, which takes the likeliest sequences there are",
+                fix=f"Remove {name} or use_beam_search",
+                param=name,
             )
 
 

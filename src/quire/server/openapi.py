@@ -98,7 +98,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 }
 
 
-def build() -> dict[str, Any]:
+def build(root_path: str = "") -> dict[str, Any]:
     """The OpenAPI 3.1 document. Every route of the app is in OPERATIONS; a test compares them."""
     structs: list[type[msgspec.Struct]] = [ErrorBody, Starting]
     for operation in OPERATIONS.values():
@@ -120,6 +120,7 @@ def build() -> dict[str, Any]:
             "version": __version__,
             "description": "OpenAI's HTTP API with vLLM's extra fields. Errors are described in docs/errors.md.",
         },
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": dict(sorted(components.items())),
@@ -176,9 +177,9 @@ def _operation(
     return result
 
 
-def routes() -> list[Route]:
+def routes(root_path: str) -> list[Route]:
     """The two routes; both answers are made once."""
-    document = build()
+    document = build(root_path)
     description = msgspec.json.encode(document)
     page = render(document).encode()
 

@@ -40,6 +40,7 @@ class ServerSettings:
         model_root: hub id the model card shows as root; never a path of this machine.
         api_keys: any of them is accepted; none leaves the server open.
         allowed_hosts: host names (without port) requests may be addressed to; none allows all.
+        root_path: prefix under which a proxy shows the server, such as /llm; empty: none.
         max_model_len: context length, until the engine says its own.
         default_sampling_params: SamplingParams fields from the model's generation_config.json.
         chat_template: Jinja source, or the name of one of the model's templates, in place of the model's default.
@@ -55,6 +56,7 @@ class ServerSettings:
     model_root: str | None = None
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    root_path: str = ""
     max_model_len: int | None = None
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None

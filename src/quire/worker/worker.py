@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire import envs
 from quire.config import EngineConfig
 from quire.cost import devices
 from quire.errors import MemoryPlanError
 from quire.forward_batch import LayerCache
-from quire.kernels import cpu
+from quire.kernels import cpu, extension
 from quire.loader.load import load_model
 from quire.logs import get_logger
 from quire.messages import Progress
@@ -52,8 +51,8 @@ class Worker:
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: bool, progress: Progress) -> Worker:
     """Load and allocate everything. Errors are ConfigError, WeightsError or MemoryPlanError, fit for the user."""
-    if envs.ISA.get():
-        cpu.set_isa(envs.ISA.get())
+    if (wished := extension.wished_isa()) is not None:
+        cpu.set_isa(wished)
     isa = cpu.isa() if cpu.available() else "torch"
     device = devices.detect(isa)
     resolved = resolve(config, model_config, device, is_server=is_server)

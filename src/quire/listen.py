@@ -1,0 +1,216 @@
+"""Where the server listens: a port or a Unix socket, with TLS or without, and how clients reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import socket
+import ssl
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config import ServerConfig
+from quire.errors import ConfigError
+
+BACKLOG = 2048  # connections the system holds until they are accepted; uvicorn's default
+SOCKET_UMASK = 0o177  # a Unix socket is its owner's alone: mode 0600
+
+
+@dataclass(frozen=True)
+class Address:
+    """How the server is reached. `name`: for people; `url`: what clients ask; `curl`: what curl needs besides."""
+
+    name: str
+    url: str
+    curl: str = ""
+    has_browser: bool = True
+
+
+class Listener:
+    """A bound socket. Until `listen`, connections are refused."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Take the port or the path before the model costs time. Raises ConfigError."""
+        self._config = config
+        self.tls = _tls_context(config)
+        self._file: tuple[int, int] | None = None
+        if config.uds is None:
+            self.socket = _bind_port(config.host, config.port)
+        else:
+            self.socket = _bind_path(config.uds)
+            self._file = _identity(config.uds)
+
+    def listen(self) -> None:
+        try:
+            self.socket.listen(BACKLOG)
+        except OSError as error:  # somebody else was faster between bind and here
+            raise _cannot_listen(error, self.socket.getsockname()) from None
+
+    def close(self) -> None:
+        """Also removes the Unix socket's file, unless it is another server's by now."""
+        self.socket.close()
+        path = self._config.uds
+        if path is not None:
+            with suppress(FileNotFoundError):
+                if _identity(path) == self._file:
+                    os.unlink(path)
+
+    @property
+    def address(self) -> Address:
+        config, curl = self._config, []
+        if self.tls is not None and config.ssl_certfile is not None:
+            curl += ["--cacert", shlex.quote(config.ssl_certfile)]
+            if self.tls.verify_mode is ssl.CERT_REQUIRED:
+                curl += ["--cert", "YOUR_CERTIFICATE"]
+        scheme = "http" if self.tls is None else "https"
+        if config.uds is not None:
+            curl += ["--unix-socket", shlex.quote(config.uds)]
+            return Address(f"unix:{config.uds}", f"{scheme}://localhost", " ".join(curl), has_browser=False)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        url = f"{scheme}://{host}:{self.socket.getsockname()[1]}"
+        return Address(url, url, " ".join(curl))
+
+
+def check_guarded(config: ServerConfig, api_keys: Sequence[str]) -> None:
+    """Raise ConfigError if others than this machine's users could connect, and no key stops them."""
+    if config.uds is None and not is_loopback(config.host) and not api_keys and not config.no_auth:
+        raise ConfigError(
+            "The server would be open to everybody who reaches this machine",
+            value=config.host,
+            expected="an address of this machine alone, such as 127.0.0.1, or a key",
+            fix="Set --api-key (or VLLM_API_KEY), or say --no-auth if that is meant",
+            param="host",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def allowed_hosts(config: ServerConfig) -> tuple[str, ...]:
+    """Names a loopback server may be addressed by: anything else is a page that rebinds its name to this address.
+
+    No browser opens a Unix socket, and a proxy in front of one passes its own name on: there every name will do.
+    """
+    if config.uds is not None or not is_loopback(config.host):
+        return ()
+    return ("127.0.0.1", "localhost", "::1", config.host)
+
+
+def _bind_port(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"The host is not known: {error}", value=host, fix="Check --host", param="host") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(error, address) from None
+    return listener
+
+
+def _bind_path(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    umask = os.umask(SOCKET_UMASK)  # so that the file never is anybody else's, not even for a moment
+    try:
+        _remove_stale(path)
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Cannot listen on the Unix socket: {error.strerror or error}",
+            value=path,
+            fix="Name another path with --uds, in a folder you may write to",
+            param="uds",
+        ) from None
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        os.umask(umask)
+    return listener
+
+
+def _identity(path: str) -> tuple[int, int]:
+    """Inode numbers are given again at once; with the time of making they are not the same."""
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a server that was killed. Whatever else is there is left alone."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError("The path is no socket", value=path, fix="Name another with --uds", param="uds")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        try:
+            client.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise ConfigError(
+        "Another server listens on the Unix socket",
+        value=path,
+        fix="Stop it, or name another path with --uds",
+        param="uds",
+    )
+
+
+def _cannot_listen(error: OSError, address: Sequence[Any] | str) -> ConfigError:
+    if isinstance(address, str):
+        return ConfigError(f"Cannot listen on {address}: {error.strerror}", fix="Name another --uds", param="uds")
+    return ConfigError(
+        f"Cannot listen on {address[0]} port {address[1]}: {error.strerror}",
+        fix="Stop what uses the port, or name another with --port (0: any free one)",
+        param="port",
+    )
+
+
+def _tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """TLS 1.2 or newer. None: plain HTTP."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # A key with a password is an error: nobody is there to type it.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The certificate or its key cannot be read: {_why(error)}",
+            value=config.ssl_certfile,
+            expected="PEM files: the chain, and its key without a password",
+            fix="Check --ssl-certfile and --ssl-keyfile",
+            param="ssl_certfile",
+        ) from None
+    if config.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"The certificates of the authorities cannot be read: {_why(error)}",
+                value=config.ssl_ca_certs,
+                fix="Check --ssl-ca-certs",
+                param="ssl_ca_certs",
+            ) from None
+    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
+    return context
+
+
+def _why(error: Exception) -> str:
+    """SSLError is an OSError whose reason is in `reason`, if anywhere."""
+    return str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error)

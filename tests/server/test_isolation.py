@@ -1,0 +1,139 @@
+"""Nothing of one client reaches another, the log as it came, or the world; and no check is an assert."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from quire import logs
+from quire.logs import TextFormatter
+from tests.server.serving import LEAK, RunningServer
+
+ROOT = Path(__file__).parents[2]
+NUM_TENANTS = 16
+FORGED = "x\r\nERROR 11-21 12:00:00 [quire] all is lost\x1b[2J\x1b]0;title\x07\u202e\u2028\x85\x00"
+
+
+def _requests(canary: str) -> list[tuple[str, dict[str, object]]]:
+    """What says the canary: in prompts, names and fields, in requests that are answered and in refused ones."""
+    messages = [{"role": "user", "content": canary}]
+    return [
+        ("/v1/completions", {"prompt": canary, "max_tokens": 40, "logprobs": 2, "user": canary, "cache_salt": canary}),
+        ("/v1/completions", {"prompt": [canary, canary], "max_tokens": 9, "prompt_logprobs": 1, "stop": [canary]}),
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 40}),
+        ("/v1/chat/completions", {"messages": messages, "temperature": canary}),
+        ("/v1/chat/completions", {"messages": messages, "model": canary}),
+        ("/v1/chat/completions", {"messages": [{"role": canary}], canary: canary}),
+        ("/tokenize", {"prompt": canary}),
+        ("/v1/completions", {"prompt": canary * 5000}),
+    ]
+
+
+def test_canaries(log: pytest.LogCaptureFixture) -> None:
+    """What one tenant says is in no answer to another, and in no log, metric, list or record."""
+    log.set_level(logging.DEBUG, "quire")
+    canaries = [f"canary{index:02}bird" for index in range(NUM_TENANTS)]
+    heard: dict[str, list[str]] = {canary: [] for canary in canaries}
+    with RunningServer(answer=None) as server:
+
+        def live(canary: str) -> None:
+            for _ in range(3):
+                for path, body in _requests(canary):
+                    response = server.http.post(path, json=body)
+                    heard[canary].append(response.text + str(response.headers))
+                events = server.events("/v1/completions", prompt=canary, max_tokens=40)
+                heard[canary].append("".join(event["choices"][0]["text"] for event in events))
+
+        threads = [threading.Thread(target=live, args=(canary,)) for canary in canaries]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        public = "".join(
+            server.http.get(path).text
+            for path in ("/metrics", "/v1/models", "/v1/config", "/health", "/load", "/openapi.json", "/docs", "/")
+        )
+        shown = json.dumps([server.http.get(f"/v1/requests/{name}/timeline").text for name in _ids(heard)])
+    for canary, answers in heard.items():
+        assert canary in answers[0], "the echo does not echo: this test would see nothing"
+        assert len(answers) == 27
+        assert not [other for other in canaries if other != canary and other in "".join(answers)]
+        assert canary not in log.text + public + shown
+
+
+def _ids(heard: dict[str, list[str]]) -> list[str]:
+    return [json.loads(answers[0].rpartition("Headers(")[0])["id"] for answers in heard.values()]
+
+
+@pytest.mark.parametrize("exception", [False, True])
+def test_log_lines_cannot_be_forged(exception: bool) -> None:
+    """Control characters are spelled out, and what looks like a line of the log does not begin like one."""
+    error = (RuntimeError, RuntimeError(FORGED), None) if exception else None
+    record = logging.LogRecord("quire.x", logging.ERROR, "", 0, "request %s failed", (FORGED,), error)
+    text = TextFormatter().format(record)
+    first, *rest = text.split("\n")
+    assert first.startswith("ERROR ")
+    assert rest
+    assert all(line.startswith("    ") for line in rest), text
+    assert text.replace("\n", "").isprintable(), repr(text)
+    (line,) = logs.JsonFormatter().format(record).splitlines()
+    assert line.isascii()
+    assert FORGED in json.loads(line)["message"]
+
+
+def test_ordinary_lines_stay_as_they_are() -> None:
+    record = logging.LogRecord("quire.x", logging.INFO, "", 0, "%s ready: naïve 😀", ("r-1",), None)
+    assert TextFormatter().format(record).endswith("[quire.x] r-1 ready: naïve 😀")
+
+
+def test_names_of_requests_are_harmless(server: RunningServer, log: pytest.LogCaptureFixture) -> None:
+    """The one text of a client that the log is meant to name."""
+    for name in ("a b", "x" * 129, "a\x1b[2J", "é", "a%0d%0ax: y", "<script>"):
+        response = server.http.get("/v1/models", headers={"x-request-id": name.encode()})
+        assert response.headers["x-request-id"] != name
+        assert response.headers["x-request-id"].isalnum()
+    assert not log.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<object at 0x7f00aabbccdd>",
+        "Traceback (most recent call last)",
+        'File "x.py"',
+        "/home/x/a.json",
+        "/usr/lib/python3.11/json.py",
+        "/tmp/x",
+        "/root/.cache",
+    ],
+)
+def test_the_search_for_internals_finds_them(text: str) -> None:
+    """`check_no_leak` looks at every answer of every test with it."""
+    assert LEAK.search(f"{{'message': '{text}'}}")
+
+
+def test_no_check_is_an_assert() -> None:
+    """Keys, hosts and limits hold under `python -O`, which leaves asserts out."""
+    files = ("test_auth.py", "test_errors.py", "test_fields.py", "test_root_path.py")
+    words = "wrong_keys or every_route or allowed_hosts or every_spelling or body or deep or content_type or malformed"
+    result = subprocess.run(
+        [
+            *(sys.executable, "-OO", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", words),
+            *("-W", "default::pytest.PytestConfigWarning"),
+            *(f"tests/server/{name}" for name in files),
+        ],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "are you using python -O" in result.stdout, "asserts were not left out"
+    assert "skipped" not in result.stdout
