@@ -91,6 +91,11 @@ inline void store(f16* p, F32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*
 inline void store_n(float* p, F32 a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
 inline void store_n(bf16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_bf16(a.v)); }
 inline void store_n(f16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_f16(a.v)); }
+// Stores the lanes whose bit is set side by side, returns how many; overwrites up to kWidth floats at p.
+inline int store_compressed(float* p, F32 a, uint32_t mask) {
+  _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), a.v));
+  return __builtin_popcount(mask);
+}
 
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 
@@ -241,6 +246,17 @@ inline void store(T* p, F32 a) {
 
 #if QUIRE_ISA_LEVEL < QUIRE_LEVEL_AVX512
 
+inline int store_compressed(float* p, F32 a, uint32_t mask) {
+  if (mask == 0) return 0;
+  float lanes[F32::kWidth];
+  store(lanes, a);
+  int n = 0;
+  for (int i = 0; i < F32::kWidth; ++i) {
+    p[n] = lanes[i];
+    n += static_cast<int>(mask >> i & 1);
+  }
+  return n;
+}
 template <class T>
 inline F32 load_n(const T* p, int n, float fill = 0) {
   float lanes[F32::kWidth];
