@@ -201,26 +201,26 @@ class Row {
 
   // The lowest block maximum such that the maxima from it up already have the weight needed; -infinity if none.
   template <class Weight>
-  float bound_by_maxima(const Weight& weight, uint64_t needed) {
-    if (weight_above(weight, block_max_.data(), static_cast<int64_t>(block_max_.size()), -kInfinity) < needed) {
-      return -kInfinity;
-    }
-    heap_ = block_max_;
-    std::make_heap(heap_.begin(), heap_.end());
+  float bound_by_maxima(const Weight& weight, Interval bounds, uint64_t needed) {
+    const auto blocks = static_cast<int64_t>(block_max_.size());
+    heap_.resize(blocks + kLanes);
+    float* const begin = heap_.data();
+    Ones::Sum none;
+    float* end = split(Ones(), block_max_.data(), blocks, bounds, none, begin);
+    if (weight_above(weight, begin, end - begin, -kInfinity) < needed) return -kInfinity;
+    std::make_heap(begin, end);
     for (uint64_t sum = 0;;) {
-      std::pop_heap(heap_.begin(), heap_.end());
-      const float value = heap_.back();
-      heap_.pop_back();
-      sum += weight_above(weight, &value, 1, -kInfinity);
-      if (sum >= needed) return value;
+      std::pop_heap(begin, end--);
+      sum += weight_above(weight, end, 1, -kInfinity);
+      if (sum >= needed) return *end;
     }
   }
 
   // The highest logit with a weight of at least `needed` at or above it, when the logits in `bounds` weigh `total`.
   template <class Weight>
   Threshold threshold(const Weight& weight, Interval bounds, uint64_t needed, uint64_t total) {
-    const float bound = bound_by_maxima(weight, needed);
-    Interval guess{std::max(bound, bounds.low), bounds.high};
+    const float bound = bound_by_maxima(weight, bounds, needed);
+    Interval guess{bound, bounds.high};
     if (bound == -kInfinity) guess = estimate(weight, logits_, size_, bounds, total - needed, false);
     for (;;) {
       const uint64_t above = split_row(weight, guess);
@@ -237,9 +237,13 @@ class Row {
 
   // -FLT_MAX when fewer than k logits are finite.
   float kth_largest(int64_t k) {
-    const int64_t num_finite = count_above(-kInfinity);
-    if (num_finite <= k) return -FLT_MAX;
-    return threshold(Ones(), {-FLT_MAX, max_}, static_cast<uint64_t>(k), static_cast<uint64_t>(num_finite)).value;
+    const auto needed = static_cast<uint64_t>(k);
+    const auto blocks = static_cast<int64_t>(block_max_.size());
+    // Where the maxima bound the threshold the total does not matter.
+    const bool is_bounded = weight_above(Ones(), block_max_.data(), blocks, -kInfinity) >= needed;
+    const auto num_finite = static_cast<uint64_t>(is_bounded ? size_ : count_above(-kInfinity));
+    if (num_finite <= needed) return -FLT_MAX;
+    return threshold(Ones(), {-FLT_MAX, max_}, needed, num_finite).value;
   }
 
   // Candidates: the tokens with logits from `floor` up, by ascending id.
@@ -280,7 +284,7 @@ class Row {
     int64_t range = 0;
     while (!is_in(inside_.data() + range * kInsideStride, inside_size_[range], above_[range])) ++range;
     int64_t b = range * kRange;
-    while (!is_in(logits_ + b, std::min(kBlock, size_ - b), 0)) b += kBlock;
+    while (block_max_[b / kBlock] < kept.value || !is_in(logits_ + b, std::min(kBlock, size_ - b), 0)) b += kBlock;
     while (!is_in(logits_ + b, 1, 0)) ++b;
     return b;
   }

@@ -139,19 +139,28 @@ struct Interval {
 template <class Weight>
 inline float* split(const Weight& weight, const float* values, int64_t n, Interval interval,
                     typename Weight::Sum& above, float* inside) {
+  constexpr int64_t kChunk = 256;
   const F32 low = broadcast(interval.low), high = broadcast(interval.high);
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const F32 x = load_part(values + i, n - i);
-    const uint32_t below = mask_less(x, low), higher = mask_less(high, x);
-    if (below == kAllLanes) continue;
-    if (higher != 0) above.add_above(weight, x, high);
-    inside += store_compressed(inside, x, ~(below | higher) & kAllLanes);
+  for (; n > 0; n -= kChunk, values += kChunk) {
+    // Weights cost most: they are computed of what is not below only, side by side.
+    float kept[kChunk + kLanes];
+    float* kept_end = kept;
+    for (int64_t i = 0; i < std::min(n, kChunk); i += kLanes) {
+      const F32 x = load_part(values + i, n - i);
+      kept_end += store_compressed(kept_end, x, ~mask_less(x, low) & kAllLanes);
+    }
+    for (const float* p = kept; p < kept_end; p += kLanes) {
+      const F32 x = load_part(p, kept_end - p);
+      const uint32_t higher = mask_less(high, x);
+      if (higher != 0) above.add_above(weight, x, high);
+      inside += store_compressed(inside, x, ~(higher | mask_less(x, low)) & kAllLanes);
+    }
   }
   return inside;
 }
 
-constexpr int64_t kSample = 512;  // at most
-constexpr int64_t kSorted = 192;  // this many values are sorted
+constexpr int64_t kSample = 256;  // at most
+constexpr int64_t kSorted = 64;   // this many values are sorted
 
 // Where the value lies that has `below` of the weight of the n values under it: between two values of a sample, three
 // standard deviations to either side, or at one value of it. Looks only at values in `bounds`.
@@ -159,7 +168,7 @@ template <class Weight>
 inline Interval estimate(const Weight& weight, const float* values, int64_t n, Interval bounds, uint64_t below,
                          bool is_point) {
   float sample[kSample], weights[kSample + kLanes];
-  const int64_t step = std::max<int64_t>((n + kSample - 1) / kSample, std::min<int64_t>(n / 64, 16));
+  const int64_t step = std::max<int64_t>((n + kSample - 1) / kSample, std::min<int64_t>(n / 32, 16));
   int64_t size = 0;
   for (int64_t i = step / 2; i < n; i += step) {
     sample[size] = values[i];

@@ -168,6 +168,24 @@ inline void store(float* p, F32 a) { _mm256_storeu_ps(p, a.v); }
 inline void store(bf16* p, F32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_bf16(a.v)); }
 inline void store(f16* p, F32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_f16(a.v)); }
 
+// For every mask the numbers of its set bits, a byte each.
+struct SetBits {
+  uint64_t of[256] = {};
+  constexpr SetBits() {
+    for (int mask = 0; mask < 256; ++mask) {
+      for (int bit = 7; bit >= 0; --bit) {
+        if (mask >> bit & 1) of[mask] = of[mask] << 8 | static_cast<uint64_t>(bit);
+      }
+    }
+  }
+};
+inline constexpr SetBits kSetBits;
+inline int store_compressed(float* p, F32 a, uint32_t mask) {
+  const __m256i lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(kSetBits.of[mask])));
+  _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(a.v, lanes));
+  return __builtin_popcount(mask);
+}
+
 #else
 
 // Compiler vectors: SSE2 or NEON where the target has them. GCC and Clang.
@@ -241,22 +259,19 @@ template <class T>
 inline void store(T* p, F32 a) {
   for (int i = 0; i < 4; ++i) p[i] = from_f32<T>(a.v[i]);
 }
+inline int store_compressed(float* p, F32 a, uint32_t mask) {
+  int n = 0;
+  for (int i = 0; i < 4; ++i) {
+    p[n] = a.v[i];
+    n += static_cast<int>(mask >> i & 1);
+  }
+  return n;
+}
 
 #endif
 
 #if QUIRE_ISA_LEVEL < QUIRE_LEVEL_AVX512
 
-inline int store_compressed(float* p, F32 a, uint32_t mask) {
-  if (mask == 0) return 0;
-  float lanes[F32::kWidth];
-  store(lanes, a);
-  int n = 0;
-  for (int i = 0; i < F32::kWidth; ++i) {
-    p[n] = lanes[i];
-    n += static_cast<int>(mask >> i & 1);
-  }
-  return n;
-}
 template <class T>
 inline F32 load_n(const T* p, int n, float fill = 0) {
   float lanes[F32::kWidth];
