@@ -55,6 +55,7 @@ def cases(R: int, dtype: torch.dtype) -> tuple[dict[str, Callable[[int], Any]], 
         row[torch.randint(VOCAB, (50,))] += 16.0  # a few likely tokens, as in a trained model
     temperature, top_k = torch.full((R,), 0.8), torch.zeros(R, dtype=torch.int32)
     top_p, min_p, uniform = torch.full((R,), 0.95), torch.zeros(R), torch.rand(R, dtype=torch.float64)
+    token_ids = torch.randint(VOCAB, (R,))
     calls: dict[str, Callable[[int], Any]] = {
         "add_rms_norm": lambda _: ops.add_rms_norm(x, residual, weight_D, 1e-6, out=out),
         "rope_and_cache": lambda _: ops.rope_and_cache(
@@ -63,6 +64,7 @@ def cases(R: int, dtype: torch.dtype) -> tuple[dict[str, Callable[[int], Any]], 
         "greedy": lambda i: ops.greedy(logits[i % len(logits)]),
         "sample": lambda i: ops.sample(logits[i % len(logits)], temperature, top_k, top_p, min_p, uniform),
         "sample, flat": lambda i: ops.sample(flat[i % len(flat)], temperature, top_k, top_p, min_p, uniform),
+        "logprobs, top 20": lambda i: ops.logprobs(logits[i % len(logits)], token_ids, 20),
     }
     logit_bytes, size = R * VOCAB * 4, dtype.itemsize
     num_bytes = {
@@ -71,6 +73,7 @@ def cases(R: int, dtype: torch.dtype) -> tuple[dict[str, Callable[[int], Any]], 
         "greedy": logit_bytes,
         "sample": logit_bytes,
         "sample, flat": logit_bytes,
+        "logprobs, top 20": logit_bytes,
     }
     return calls, num_bytes
 

@@ -1,5 +1,5 @@
 // Choice of the next token. A row is reduced to the maxima of its blocks in one pass; whatever lies under a threshold
-// is then skipped block by block, and only the few candidates above it are looked at one by one.
+// is then skipped block by block. Thresholds are found by weighted selection, see sampling_threshold.h.
 //
 // Probabilities are counted in whole units of 2^-44 of the largest one, so sums are exact: they do not depend on their
 // order, on threads or on which tokens were skipped, and "the smallest set whose mass is at least p" has one answer.
@@ -7,36 +7,23 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "quire/simd.h"
 #include "quire/thread_pool.h"
+#include "sampling_threshold.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int64_t kLanes = F32::kWidth;
-constexpr int64_t kBlock = 256;          // elements per maximum
-constexpr int64_t kRange = 32 * kBlock;  // elements per task when threads share a row
-constexpr float kUnits = 0x1p44f;        // of the largest probability; 2^19 of them still fit in 63 bits
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kBlock = 256;                     // elements per maximum
+constexpr int64_t kRange = 32 * kBlock;             // elements per task when threads share a row
+constexpr int64_t kInsideStride = kRange + kLanes;  // what split() may overwrite for a range
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-inline F32 load_part(const float* p, int64_t left) {
-  return left >= kLanes ? load(p) : load_n(p, static_cast<int>(left), -kInfinity);
-}
-
-// Integer order of the key is float order; -0 and 0 are one value.
-inline uint32_t order_key(float x) {
-  const uint32_t u = std::bit_cast<uint32_t>(x + 0.0f);
-  return u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) | 0x80000000u);
-}
 
 struct Candidate {
   uint32_t key;  // order_key of the logit
   int32_t id;
-  uint64_t units;
 };
 
 // One row of logits and the memory to work on it, one per thread, reused.
@@ -67,19 +54,21 @@ class Row {
   }
 
   int64_t sample(float temperature, int32_t top_k, float top_p, float min_p, double uniform) {
-    inverse_temperature_ = 1.0f / temperature;
-    const bool use_k = top_k > 0 && top_k < size_, use_p = top_p < 1.0f;
-    const float floor = min_p > 0 ? logit_at(temperature, min_p) : -kInfinity;
-    if (!use_k && !use_p) return draw_streamed(floor, uniform);
-    if (use_k) {
-      const float kth = kth_largest(top_k);
-      collect(std::max(floor, kth));
-      weigh();
-    } else {
-      collect_mass(temperature, floor, static_cast<double>(top_p));
+    const Units units{broadcast(max_), broadcast(1.0f / temperature)};
+    float floor = min_p > 0 ? logit_at(temperature, min_p) : -kInfinity;
+    if (top_k > 0 && top_k < size_) floor = std::max(floor, kth_largest(top_k));
+    // Below: less than a unit, e^-31 * 2^44 < 1.
+    floor = std::max({floor, max_ - 31.0f * temperature, -FLT_MAX});
+    const uint64_t total = sum_units(units, floor);
+    Threshold kept{next_down(floor), total};
+    uint64_t num_tied = 0, tied_units = 0;
+    if (top_p < 1.0f) {
+      const uint64_t needed = needed_units(static_cast<double>(top_p), total);
+      kept = threshold(units, {floor, max_}, needed, total);
+      tied_units = units_of(units, kept.value);
+      num_tied = (needed - kept.above + tied_units - 1) / tied_units;  // the lowest ids of those with this value
     }
-    return use_p ? draw_nucleus(static_cast<double>(top_p), use_k ? units_of_candidates() : total_, uniform)
-                 : draw(0, 0, units_of_candidates(), uniform);
+    return draw(units, kept, num_tied, tied_units, uniform);
   }
 
   // log of the sum of exp(logit - max).
@@ -112,8 +101,7 @@ class Row {
 
   // The k tokens with the highest logits, descending, ties by ascending id.
   const std::vector<Candidate>& top(int64_t k) {
-    const auto blocks = static_cast<int64_t>(block_max_.size());
-    collect(k <= blocks ? kth_of(block_max_, k) : -kInfinity);
+    collect(k < size_ ? kth_largest(k) : -kInfinity);
     const auto before = [](const Candidate& x, const Candidate& y) {
       return x.key != y.key ? x.key > y.key : x.id < y.id;
     };
@@ -153,62 +141,109 @@ class Row {
     return static_cast<double>(rounded) < exact ? std::nextafter(rounded, kInfinity) : rounded;
   }
 
-  // Probabilities of n logits in units.
-  void units_of(const float* logits, int64_t n, uint64_t* units) const {
-    float weights[kBlock];
-    const F32 top = broadcast(max_), scale = broadcast(inverse_temperature_), unit = broadcast(kUnits);
-    for (int64_t begin = 0; begin < n; begin += kBlock) {
-      const int64_t count = std::min(kBlock, n - begin);
-      for (int64_t i = 0; i < count; i += kLanes) {
-        store(weights + i, exp((load_part(logits + begin + i, count - i) - top) * scale) * unit);
-      }
-      for (int64_t i = 0; i < count; ++i) units[begin + i] = static_cast<uint64_t>(static_cast<int64_t>(weights[i]));
-    }
+  static uint64_t units_of(const Units& units, float logit) {
+    return static_cast<uint64_t>(static_cast<int64_t>(reduce_max(units(broadcast(logit)))));
   }
 
-  uint64_t units_in_range(int64_t begin, int64_t end, float floor, uint64_t* units) const {
+  // Units of the logits from `floor` up, also per range.
+  uint64_t sum_units(const Units& units, float floor) {
+    above_.resize(num_ranges());
+    inside_size_.assign(num_ranges(), 0);
+    const F32 limit = broadcast(next_down(floor));
+    for_ranges([&](int64_t range, int64_t begin, int64_t end) {
+      Units::Sum sum;
+      for (int64_t b = begin; b < end; b += kBlock) {
+        if (block_max_[b / kBlock] < floor) continue;
+        const int64_t block_end = std::min(b + kBlock, end);
+        for (int64_t i = b; i < block_end; i += kLanes) {
+          sum.add_above(units, load_part(logits_ + i, block_end - i), limit);
+        }
+      }
+      above_[range] = sum.total();
+    });
+    uint64_t total = 0;
+    for (const uint64_t x : above_) total += x;
+    return total;
+  }
+
+  // Splits the row into above_ (weights) and inside_ (logits), both per range. Returns the weight above.
+  template <class Weight>
+  uint64_t split_row(const Weight& weight, Interval interval) {
+    inside_.resize(num_ranges() * kInsideStride);
+    above_.resize(num_ranges());
+    inside_size_.resize(num_ranges());
+    for_ranges([&](int64_t range, int64_t begin, int64_t end) {
+      typename Weight::Sum sum;
+      float* inside = inside_.data() + range * kInsideStride;
+      float* inside_end = inside;
+      for (int64_t b = begin; b < end; b += kBlock) {
+        if (block_max_[b / kBlock] < interval.low) continue;
+        inside_end = split(weight, logits_ + b, std::min(kBlock, end - b), interval, sum, inside_end);
+      }
+      above_[range] = sum.total();
+      inside_size_[range] = inside_end - inside;
+    });
     uint64_t sum = 0;
-    for (int64_t b = begin; b < end; b += kBlock) {
-      const int64_t count = std::min(kBlock, end - b);
-      uint64_t* block = units + (b - begin);
-      if (block_max_[b / kBlock] < floor) {
-        std::fill_n(block, count, 0);
-        continue;
-      }
-      units_of(logits_ + b, count, block);
-      for (int64_t i = 0; i < count; ++i) {
-        block[i] = logits_[b + i] >= floor ? block[i] : 0;
-        sum += block[i];
-      }
-    }
+    for (const uint64_t x : above_) sum += x;
     return sum;
   }
 
-  // Units of every range, and of the whole row, counting the logits from `floor` up.
-  void sum_units(float floor) {
-    counts_.resize(num_ranges());
-    for_ranges([&](int64_t range, int64_t begin, int64_t end) {
-      uint64_t units[kRange];
-      counts_[range] = units_in_range(begin, end, floor, units);
-    });
-    total_ = 0;
-    for (const uint64_t units : counts_) total_ += units;
+  // Copies what is inside to open_, returns how much that is.
+  int64_t gather_inside() {
+    open_.resize(size_ + kLanes);
+    other_.resize(size_ + kLanes);
+    float* end = open_.data();
+    for (int64_t range = 0; range < num_ranges(); ++range) {
+      end = std::copy_n(inside_.data() + range * kInsideStride, inside_size_[range], end);
+    }
+    return end - open_.data();
   }
 
-  static float kth_of(const std::vector<float>& values, int64_t k) {
-    thread_local std::vector<float> copy;
-    copy = values;
-    std::nth_element(copy.begin(), copy.begin() + (k - 1), copy.end(), std::greater<>());
-    return copy[k - 1];
-  }
-
-  float kth_largest(int64_t k) {
-    // k blocks with a maximum of at least x hold k logits of at least x.
+  // The lowest block maximum such that the maxima from it up already have the weight needed; -infinity if none.
+  template <class Weight>
+  float bound_by_maxima(const Weight& weight, Interval bounds, uint64_t needed) {
     const auto blocks = static_cast<int64_t>(block_max_.size());
-    collect(k <= blocks ? kth_of(block_max_, k) : -kInfinity);
-    const auto greater = [](const Candidate& x, const Candidate& y) { return x.key > y.key; };
-    std::nth_element(candidates_.begin(), candidates_.begin() + (k - 1), candidates_.end(), greater);
-    return logits_[candidates_[k - 1].id];
+    heap_.resize(blocks + kLanes);
+    float* const begin = heap_.data();
+    Ones::Sum none;
+    float* end = split(Ones(), block_max_.data(), blocks, bounds, none, begin);
+    if (weight_above(weight, begin, end - begin, -kInfinity) < needed) return -kInfinity;
+    std::make_heap(begin, end);
+    for (uint64_t sum = 0;;) {
+      std::pop_heap(begin, end--);
+      sum += weight_above(weight, end, 1, -kInfinity);
+      if (sum >= needed) return *end;
+    }
+  }
+
+  // The highest logit with a weight of at least `needed` at or above it, when the logits in `bounds` weigh `total`.
+  template <class Weight>
+  Threshold threshold(const Weight& weight, Interval bounds, uint64_t needed, uint64_t total) {
+    const float bound = bound_by_maxima(weight, bounds, needed);
+    Interval guess{bound, bounds.high};
+    if (bound == -kInfinity) guess = estimate(weight, logits_, size_, bounds, total - needed, false);
+    for (;;) {
+      const uint64_t above = split_row(weight, guess);
+      const int64_t count = gather_inside();
+      if (needed <= above) {
+        guess = {next_up(guess.high), bounds.high};
+      } else if (needed > above + weight_above(weight, open_.data(), count, -kInfinity)) {
+        guess = {bounds.low, next_down(guess.low)};
+      } else {
+        return find_threshold(weight, open_, other_, count, guess, above, needed);
+      }
+    }
+  }
+
+  // -FLT_MAX when fewer than k logits are finite.
+  float kth_largest(int64_t k) {
+    const auto needed = static_cast<uint64_t>(k);
+    const auto blocks = static_cast<int64_t>(block_max_.size());
+    // Where the maxima bound the threshold the total does not matter.
+    const bool is_bounded = weight_above(Ones(), block_max_.data(), blocks, -kInfinity) >= needed;
+    const auto num_finite = static_cast<uint64_t>(is_bounded ? size_ : count_above(-kInfinity));
+    if (num_finite <= needed) return -FLT_MAX;
+    return threshold(Ones(), {-FLT_MAX, max_}, needed, num_finite).value;
   }
 
   // Candidates: the tokens with logits from `floor` up, by ascending id.
@@ -223,26 +258,10 @@ class Row {
         uint32_t mask = ~mask_less(load_part(logits_ + i, lanes), limit) & ((uint32_t{1} << lanes) - 1);
         for (; mask != 0; mask &= mask - 1) {
           const auto id = static_cast<int32_t>(i + __builtin_ctz(mask));
-          candidates_.push_back({order_key(logits_[id]), id, 0});
+          candidates_.push_back({order_key(logits_[id]), id});
         }
       }
     }
-  }
-
-  void weigh() {
-    thread_local std::vector<float> logits;
-    thread_local std::vector<uint64_t> units;
-    logits.resize(candidates_.size());
-    units.resize(candidates_.size());
-    for (size_t i = 0; i < candidates_.size(); ++i) logits[i] = logits_[candidates_[i].id];
-    units_of(logits.data(), static_cast<int64_t>(logits.size()), units.data());
-    for (size_t i = 0; i < candidates_.size(); ++i) candidates_[i].units = units[i];
-  }
-
-  uint64_t units_of_candidates() const {
-    uint64_t sum = 0;
-    for (const Candidate& c : candidates_) sum += c.units;
-    return sum;
   }
 
   static uint64_t needed_units(double top_p, uint64_t total) {
@@ -250,73 +269,24 @@ class Row {
     return std::clamp<uint64_t>(needed, 1, total);
   }
 
-  // Collects candidates that certainly hold the share top_p of the mass: those near the maximum if that is enough.
-  void collect_mass(float temperature, float floor, double top_p) {
-    sum_units(floor);
-    for (const float distance : {8.0f, 16.0f, kInfinity}) {
-      const float limit = std::max(floor, max_ - distance * temperature);
-      collect(limit);
-      weigh();
-      if (limit == floor || units_of_candidates() >= needed_units(top_p, total_)) return;
-    }
-  }
-
-  // Draws among the smallest set of highest candidates that holds the share top_p of `total` units. The lowest key of
-  // the set is found by bisection over the keys, the candidates in question shrinking with the interval.
-  int64_t draw_nucleus(double top_p, uint64_t total, double uniform) {
-    uint64_t missing = needed_units(top_p, total), above = 0;
-    open_ = candidates_;
-    uint32_t low = 0xffffffffu, high = 0;
-    for (const Candidate& c : open_) low = std::min(low, c.key), high = std::max(high, c.key);
-    while (low < high) {
-      const uint32_t middle = low + (high - low) / 2;  // the upper part is keys > middle
-      const auto upper_end =
-          std::partition(open_.begin(), open_.end(), [&](const Candidate& c) { return c.key > middle; });
-      uint64_t upper = 0;
-      for (auto c = open_.begin(); c != upper_end; ++c) upper += c->units;
-      if (upper >= missing) {
-        open_.erase(upper_end, open_.end());
-        low = middle + 1;
-      } else {
-        missing -= upper;
-        above += upper;
-        open_.erase(open_.begin(), upper_end);
-        high = middle;
-      }
-    }
-    const uint64_t tied_units = open_.front().units;
-    const uint64_t num_tied = (missing + tied_units - 1) / tied_units;  // of those with key `low`, lowest ids first
-    return draw(low, num_tied, above + num_tied * tied_units, uniform);
-  }
-
-  // Inverse CDF over the candidates with a key above `key` and the first num_tied with that key; `total` is their
-  // units.
-  int64_t draw(uint32_t key, uint64_t num_tied, uint64_t total, double uniform) const {
-    uint64_t target = scaled(uniform, total);
-    for (const Candidate& c : candidates_) {
-      if (c.key < key) continue;
-      if (c.key == key) {
-        if (num_tied == 0) continue;
-        --num_tied;
-      }
-      if (target < c.units) return c.id;
-      target -= c.units;
-    }
-    __builtin_unreachable();
-  }
-
-  // Inverse CDF over all tokens with logits from `floor` up.
-  int64_t draw_streamed(float floor, double uniform) {
-    sum_units(floor);
-    uint64_t target = scaled(uniform, total_);
+  // Inverse CDF over the tokens with logits above kept.value, `kept.above` units, and the first num_tied with that one.
+  int64_t draw(const Units& units, Threshold kept, uint64_t num_tied, uint64_t tied_units, double uniform) const {
+    uint64_t target = scaled(uniform, kept.above + num_tied * tied_units);
+    // True if the target lies in these values with `more` units; if not, steps over them.
+    const auto is_in = [&](const float* values, int64_t n, uint64_t more) {
+      const uint64_t tied = num_tied == 0 ? 0 : std::min(num_tied, count_equal(values, n, kept.value));
+      const uint64_t mass = more + weight_above(units, values, n, kept.value) + tied * tied_units;
+      if (target < mass) return true;
+      target -= mass;
+      num_tied -= tied;
+      return false;
+    };
     int64_t range = 0;
-    for (; target >= counts_[range]; ++range) target -= counts_[range];
-    uint64_t units[kRange];
-    const int64_t begin = range * kRange;
-    units_in_range(begin, std::min(begin + kRange, size_), floor, units);
-    int64_t i = 0;
-    for (; target >= units[i]; ++i) target -= units[i];
-    return begin + i;
+    while (!is_in(inside_.data() + range * kInsideStride, inside_size_[range], above_[range])) ++range;
+    int64_t b = range * kRange;
+    while (block_max_[b / kBlock] < kept.value || !is_in(logits_ + b, std::min(kBlock, size_ - b), 0)) b += kBlock;
+    while (!is_in(logits_ + b, 1, 0)) ++b;
+    return b;
   }
 
   // floor(uniform * total), exact for the 53 bits of uniform; below total.
@@ -326,13 +296,14 @@ class Row {
 
   const float* logits_ = nullptr;
   int64_t size_ = 0;
-  float max_ = 0, inverse_temperature_ = 1;
+  float max_ = 0;
   bool has_nan_ = false;
-  uint64_t total_ = 0;
-  std::vector<float> block_max_, sums_;
+  std::vector<float> block_max_, heap_, sums_, open_, other_;
   std::vector<uint8_t> range_nan_;
-  std::vector<uint64_t> counts_;
-  std::vector<Candidate> candidates_, open_;
+  std::vector<uint64_t> counts_, above_;
+  std::vector<float> inside_;  // kInsideStride for each range, the first inside_size_ of them hold logits
+  std::vector<int64_t> inside_size_;
+  std::vector<Candidate> candidates_;
 };
 
 // fn(row index, row) for each row: a thread per row, or all threads for one row after the other when rows are few.

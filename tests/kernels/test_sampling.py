@@ -169,6 +169,80 @@ def test_large_vocabulary_keeps_what_the_sorted_definition_keeps(sampling: str, 
         assert draw(logits, [0.0], **parameters)[0] == int(units.nonzero()[0]), f"{parameters}: another first token"
 
 
+def adversarial_logits(name: str, V: int) -> Tensor:
+    """Rows that are hard on a search for a threshold that is guided by every n-th value."""
+    normal_V, place_V = randn(V, seed=4, scale=1.0), torch.arange(V)
+    rows = {
+        "flat": normal_V * 2,
+        "all equal": torch.full((V,), -3.0),
+        "two values": (normal_V > 0).float() * 1.5,
+        "nearly equal": normal_V * 1e-5,
+        "ties, bfloat16": (normal_V * 2).bfloat16().float(),
+        "most are tied": normal_V.where(place_V % 5 < 2, torch.tensor(0.25)),
+        "one spike": (normal_V * 0.1).index_fill(0, torch.tensor([V // 3]), 200.0),
+        "geometric": -0.003 * place_V,
+        "denormal": normal_V * 1e-40,
+        "huge": normal_V * 1e30,
+        "heavy tails": normal_V / randn(V, seed=5),
+        "uniform": place_V * 7919 % V / V * 60 - 30,
+        "few are allowed": (normal_V * 2).masked_fill(place_V % 97 != 5, -math.inf),
+        "the sample sees low ones": (normal_V * 2).masked_fill(place_V % 8 == 0, -9.0),
+        "the sample sees high ones": (normal_V * 0.1).masked_fill(place_V % 8 == 0, 3.0),
+        "the sample sees ties": (normal_V.abs() * 0.1).masked_fill(place_V % 8 == 0, 0.0),
+    }
+    return rows[name].unsqueeze(0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flat",
+        "all equal",
+        "two values",
+        "nearly equal",
+        "ties, bfloat16",
+        "most are tied",
+        "one spike",
+        "geometric",
+        "denormal",
+        "huge",
+        "heavy tails",
+        "uniform",
+        "few are allowed",
+        "the sample sees low ones",
+        "the sample sees high ones",
+        "the sample sees ties",
+    ],
+)
+def test_adversarial_rows_keep_what_the_sorted_definition_keeps(sampling: str, name: str) -> None:
+    V = 20_480  # a sample of 256 takes every 80th value
+    logits = adversarial_logits(name, V)
+    for parameters in (
+        {"temperature": 0.8, "top_p": 0.95},
+        {"top_p": 0.3},
+        {"top_p": 1e-30},
+        {"top_p": 1 - 2**-24},
+        {"temperature": 1e-30, "top_p": 0.9},
+        {"temperature": 1e30, "top_p": 0.9},
+        {"top_k": 7000, "top_p": 0.8},
+        {"top_k": 700},
+    ):
+        units = reference.sampling_units(
+            logits[0],
+            parameters.get("temperature", 1.0),
+            parameters.get("top_k", 0),
+            torch.tensor(parameters.get("top_p", 1.0)).item(),  # float32, as the op gets it
+            min_p=0.0,
+        ).double()
+        last = draw(logits, [1 - 2**-53], **parameters)[0]
+        ends = units.cumsum(0) / units.sum()
+        assert last == int(units.nonzero()[-1]), f"{parameters}: another last token"
+        uniforms = [0.0, 0.1, 0.25, 0.5, 0.77, 0.9, 0.999]
+        for uniform, token in zip(uniforms, draw(logits, uniforms, **parameters), strict=True):
+            before = ends[token] - units[token] / units.sum()
+            assert before - RELATIVE_ERROR <= uniform <= ends[token] + RELATIVE_ERROR, f"{parameters}: {uniform}"
+
+
 @pytest.mark.parametrize("V", SIZES)
 def test_greedy(sampling: str, V: int) -> None:
     logits = randn(9, V + 3).round()[:, :V]  # rounding makes ties

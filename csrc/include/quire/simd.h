@@ -91,6 +91,11 @@ inline void store(f16* p, F32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*
 inline void store_n(float* p, F32 a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
 inline void store_n(bf16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_bf16(a.v)); }
 inline void store_n(f16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_f16(a.v)); }
+// Stores the lanes whose bit is set side by side, returns how many; overwrites up to kWidth floats at p.
+inline int store_compressed(float* p, F32 a, uint32_t mask) {
+  _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), a.v));
+  return __builtin_popcount(mask);
+}
 
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 
@@ -162,6 +167,24 @@ inline F32 load_odd(const bf16* p) {
 inline void store(float* p, F32 a) { _mm256_storeu_ps(p, a.v); }
 inline void store(bf16* p, F32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_bf16(a.v)); }
 inline void store(f16* p, F32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_f16(a.v)); }
+
+// For every mask the numbers of its set bits, a byte each.
+struct SetBits {
+  uint64_t of[256] = {};
+  constexpr SetBits() {
+    for (int mask = 0; mask < 256; ++mask) {
+      for (int bit = 7; bit >= 0; --bit) {
+        if (mask >> bit & 1) of[mask] = of[mask] << 8 | static_cast<uint64_t>(bit);
+      }
+    }
+  }
+};
+inline constexpr SetBits kSetBits;
+inline int store_compressed(float* p, F32 a, uint32_t mask) {
+  const __m256i lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(kSetBits.of[mask])));
+  _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(a.v, lanes));
+  return __builtin_popcount(mask);
+}
 
 #else
 
@@ -235,6 +258,14 @@ inline F32 load_odd(const bf16* p) { return {reinterpret_cast<Vector4f>(load_wor
 template <class T>
 inline void store(T* p, F32 a) {
   for (int i = 0; i < 4; ++i) p[i] = from_f32<T>(a.v[i]);
+}
+inline int store_compressed(float* p, F32 a, uint32_t mask) {
+  int n = 0;
+  for (int i = 0; i < 4; ++i) {
+    p[n] = a.v[i];
+    n += static_cast<int>(mask >> i & 1);
+  }
+  return n;
 }
 
 #endif

@@ -1,0 +1,247 @@
+// Weighted selection: the value above which a set of logits holds a given weight, without sorting the set.
+//
+// A small sorted sample says where that value should lie. One pass sums what is above that bracket and moves what is
+// inside it to a buffer; the buffer, a tenth of the set, is then narrowed in the same way until it is worth sorting.
+// A sample that guessed wrong costs another pass, never the result, which is exact.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cfloat>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "quire/simd.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int64_t kLanes = F32::kWidth;
+constexpr uint32_t kAllLanes = (uint32_t{1} << kLanes) - 1;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kUnits = 0x1p44f;  // of the largest probability; 2^19 of them still fit in 63 bits
+
+inline F32 load_part(const float* p, int64_t left) {
+  return left >= kLanes ? load(p) : load_n(p, static_cast<int>(left), -kInfinity);
+}
+
+inline float next_up(float x) { return std::nextafter(x, kInfinity); }
+inline float next_down(float x) { return std::nextafter(x, -kInfinity); }
+
+// Integer order of the key is float order; -0 and 0 are one value.
+inline uint32_t order_key(float x) {
+  const uint32_t u = std::bit_cast<uint32_t>(x + 0.0f);
+  return u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) | 0x80000000u);
+}
+
+inline float value_of_key(uint32_t key) { return std::bit_cast<float>(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
+
+// Lane by lane the whole part of non-negative floats, summed.
+class WholeSum {
+ public:
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+  void add(F32 x) {
+    low_ = _mm512_add_epi64(low_, _mm512_cvttps_epi64(_mm512_castps512_ps256(x.v)));
+    high_ = _mm512_add_epi64(high_, _mm512_cvttps_epi64(_mm512_extractf32x8_ps(x.v, 1)));
+  }
+  uint64_t total() const { return static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(low_, high_))); }
+
+ private:
+  __m512i low_ = _mm512_setzero_si512(), high_ = _mm512_setzero_si512();
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+  void add(F32 x) {
+    const __m256 whole = _mm256_round_ps(x.v, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    low_ = _mm256_add_epi64(low_, to_int64(_mm256_castps256_ps128(whole)));
+    high_ = _mm256_add_epi64(high_, to_int64(_mm256_extractf128_ps(whole, 1)));
+  }
+  uint64_t total() const {
+    alignas(32) uint64_t lanes[4];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), _mm256_add_epi64(low_, high_));
+    return lanes[0] + lanes[1] + lanes[2] + lanes[3];
+  }
+
+ private:
+  // Whole numbers below 2^52: adding 2^52 leaves them in the mantissa.
+  static __m256i to_int64(__m128 x) {
+    const __m256d magic = _mm256_set1_pd(0x1p52);
+    return _mm256_castpd_si256(_mm256_xor_pd(_mm256_add_pd(_mm256_cvtps_pd(x), magic), magic));
+  }
+  __m256i low_ = _mm256_setzero_si256(), high_ = _mm256_setzero_si256();
+#else
+  void add(F32 x) {
+    for (int i = 0; i < F32::kWidth; ++i) total_ += static_cast<uint64_t>(static_cast<int64_t>(x.v[i]));
+  }
+  uint64_t total() const { return total_; }
+
+ private:
+  uint64_t total_ = 0;
+#endif
+};
+
+// Weight of a logit: its probability in units. Sums are exact, whatever their order.
+struct Units {
+  F32 top, scale;  // the row's maximum, 1 / temperature
+
+  F32 operator()(F32 x) const { return exp((x - top) * scale) * broadcast(kUnits); }
+
+  class Sum {
+   public:
+    void add_above(const Units& units, F32 x, F32 limit) { sum_.add(select_less(limit, x, units(x), zero())); }
+    uint64_t total() const { return sum_.total(); }
+
+   private:
+    WholeSum sum_;
+  };
+};
+
+// Weight of a logit: 1.
+struct Ones {
+  F32 operator()(F32) const { return broadcast(1.0f); }
+
+  class Sum {
+   public:
+    void add_above(const Ones&, F32 x, F32 limit) {
+      total_ += static_cast<uint64_t>(__builtin_popcount(mask_less(limit, x)));
+    }
+    uint64_t total() const { return total_; }
+
+   private:
+    uint64_t total_ = 0;
+  };
+};
+
+template <class Weight>
+inline uint64_t weight_above(const Weight& weight, const float* values, int64_t n, float limit) {
+  typename Weight::Sum sum;
+  for (int64_t i = 0; i < n; i += kLanes) sum.add_above(weight, load_part(values + i, n - i), broadcast(limit));
+  return sum.total();
+}
+
+inline uint64_t count_equal(const float* values, int64_t n, float x) {
+  uint64_t different = 0;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const F32 y = load_part(values + i, n - i);
+    different += static_cast<uint64_t>(__builtin_popcount(mask_less(y, broadcast(x)) | mask_less(broadcast(x), y)));
+  }
+  return static_cast<uint64_t>((n + kLanes - 1) / kLanes * kLanes) - different;
+}
+
+// Both ends belong to it; no end is infinite.
+struct Interval {
+  float low, high;
+};
+
+// Sums the weight of the values above the interval and appends those inside it to `inside`, where kLanes more floats
+// than come in must be writable. Returns the new end of `inside`.
+template <class Weight>
+inline float* split(const Weight& weight, const float* values, int64_t n, Interval interval,
+                    typename Weight::Sum& above, float* inside) {
+  constexpr int64_t kChunk = 256;
+  const F32 low = broadcast(interval.low), high = broadcast(interval.high);
+  for (; n > 0; n -= kChunk, values += kChunk) {
+    // Weights cost most: they are computed of what is not below only, side by side.
+    float kept[kChunk + kLanes];
+    float* kept_end = kept;
+    for (int64_t i = 0; i < std::min(n, kChunk); i += kLanes) {
+      const F32 x = load_part(values + i, n - i);
+      kept_end += store_compressed(kept_end, x, ~mask_less(x, low) & kAllLanes);
+    }
+    for (const float* p = kept; p < kept_end; p += kLanes) {
+      const F32 x = load_part(p, kept_end - p);
+      const uint32_t higher = mask_less(high, x);
+      if (higher != 0) above.add_above(weight, x, high);
+      inside += store_compressed(inside, x, ~(higher | mask_less(x, low)) & kAllLanes);
+    }
+  }
+  return inside;
+}
+
+constexpr int64_t kSample = 256;  // at most
+constexpr int64_t kSorted = 64;   // this many values are sorted
+
+// Where the value lies that has `below` of the weight of the n values under it: between two values of a sample, three
+// standard deviations to either side, or at one value of it. Looks only at values in `bounds`.
+template <class Weight>
+inline Interval estimate(const Weight& weight, const float* values, int64_t n, Interval bounds, uint64_t below,
+                         bool is_point) {
+  float sample[kSample], weights[kSample + kLanes];
+  const int64_t step = std::max<int64_t>((n + kSample - 1) / kSample, std::min<int64_t>(n / 32, 16));
+  int64_t size = 0;
+  for (int64_t i = step / 2; i < n; i += step) {
+    sample[size] = values[i];
+    size += values[i] >= bounds.low && values[i] <= bounds.high;
+  }
+  if (size < 16) return bounds;
+  std::sort(sample, sample + size);
+  for (int64_t i = 0; i < size; i += kLanes) store(weights + i, weight(load_part(sample + i, size - i)));
+  const double target = static_cast<double>(below) / static_cast<double>(step);
+  double sum = 0, squares = 0;
+  Interval guess = bounds;
+  for (int64_t i = 0; i < size; ++i) {
+    const auto w = static_cast<double>(weights[i]);
+    sum += w;
+    squares += w * w;
+    if (is_point && (sum > target || i == size - 1)) return {sample[i], sample[i]};
+    const bool is_far = (sum - target) * (sum - target) > 9 * squares;
+    if (is_far && sum < target) guess.low = sample[i];
+    if (is_far && sum > target) {
+      guess.high = sample[i];
+      break;
+    }
+  }
+  return guess;
+}
+
+struct Threshold {
+  float value;
+  uint64_t above;  // weight of everything higher than value
+};
+
+// The highest value with a weight of at least `needed` at or above it. `above` is the weight higher than all values;
+// the answer is among the values, all of which are in `bounds`. Changes both vectors; they hold kLanes spare floats.
+template <class Weight>
+inline Threshold find_threshold(const Weight& weight, std::vector<float>& values, std::vector<float>& scratch,
+                                int64_t n, Interval bounds, uint64_t above, uint64_t needed) {
+  uint64_t total = weight_above(weight, values.data(), n, -kInfinity);
+  int stalled = 0;           // passes in a row that kept more than half: many values are equal
+  bool has_outside = false;  // values hold more than bounds
+  while (n > kSorted && (has_outside || bounds.low < bounds.high)) {
+    Interval guess = bounds;
+    if (!has_outside && stalled < 2) {
+      guess = estimate(weight, values.data(), n, bounds, total - (needed - above), stalled == 1);
+    } else if (!has_outside) {
+      const uint32_t low = order_key(bounds.low), high = order_key(bounds.high);
+      guess.low = value_of_key(low + (high - low) / 2 + 1);
+    }
+    typename Weight::Sum sum;
+    const int64_t count = split(weight, values.data(), n, guess, sum, scratch.data()) - scratch.data();
+    const uint64_t higher = above + sum.total(), inside = weight_above(weight, scratch.data(), count, -kInfinity);
+    has_outside = true;
+    if (needed <= higher) {
+      bounds.low = next_up(guess.high);
+    } else if (needed > higher + inside) {
+      bounds.high = next_down(guess.low);
+    } else {
+      stalled = count > n / 2 ? stalled + 1 : 0;
+      bounds = guess, above = higher, total = inside, n = count, has_outside = false;
+      std::swap(values, scratch);
+    }
+  }
+  if (!has_outside && bounds.low >= bounds.high) return {bounds.high, above};
+  std::sort(values.begin(), values.begin() + n, std::greater<>());
+  float weights[kSorted + kLanes];
+  for (int64_t i = 0; i < n; i += kLanes) store(weights + i, weight(load_part(values.data() + i, n - i)));
+  for (int64_t i = 0;;) {
+    const float value = values[i];
+    uint64_t at_value = 0;
+    for (; i < n && values[i] == value; ++i) at_value += static_cast<uint64_t>(static_cast<int64_t>(weights[i]));
+    if (above + at_value >= needed) return {value, above};
+    above += at_value;
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA
