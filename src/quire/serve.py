@@ -149,6 +149,7 @@ class ServingProcess:
         metrics = PrometheusMetrics(
             settings.served_model_names[0],
             parts.model_config.max_model_len,
+            model=parts.model_config,
             legacy_names=server_config.legacy_metric_names,
         )
         self._needs_key = bool(settings.api_keys)

@@ -33,6 +33,9 @@ EXPECTED = {
     "quire_engine_restarts": "counter",
     "quire_requests_retried": "counter",
     "quire_requests_lost": "counter",
+    "vllm:estimated_flops_per_gpu": "counter",
+    "vllm:estimated_read_bytes_per_gpu": "counter",
+    "vllm:estimated_write_bytes_per_gpu": "counter",
     "vllm:iteration_tokens_total": "histogram",
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
@@ -71,7 +74,7 @@ def record(**fields: int) -> StepRecord:
 def metrics() -> PrometheusMetrics:
     metrics = PrometheusMetrics('na"me\nwith\\all', 4000)
     resolved = {"kv_cache_dtype": {"value": "auto"}, "enable_prefix_caching": {"value": True}}
-    metrics.set_cache_config(EngineReady(4000, 512, 16, 8, 2048, resolved))
+    metrics.on_ready(EngineReady(4000, 512, 16, 8, 2048, resolved))
     return metrics
 
 
@@ -128,7 +131,7 @@ def test_buckets(metrics):
 
 
 def test_cache_config_is_published_once(metrics):
-    metrics.set_cache_config(EngineReady(1, 1, 1, 1, 1))
+    metrics.on_ready(EngineReady(1, 1, 1, 1, 1))
     (sample,) = families(metrics)["vllm:cache_config_info"].samples
     assert set(sample.labels) == {"model_name", "engine", *CACHE_CONFIG_LABELS}
     shown = {label: value for label, value in sample.labels.items() if value not in ("None", "False")}

@@ -204,8 +204,9 @@ OBSERVATION: tuple[Foreign, ...] = (
     *accepted(
         "this version has no such metrics",
         values="kv_cache_metrics_sample",
-        switches="per_request_spec_decode_metrics kv_cache_metrics enable_mfu_metrics",
+        switches="per_request_spec_decode_metrics kv_cache_metrics",
     ),
+    *accepted("these metrics are always there", switches="enable_mfu_metrics"),
     *accepted("steps are counted in /metrics, not logged one by one", switches="enable_logging_iteration_details"),
     *accepted("there is one engine", switches="aggregate_engine_logging"),
     *accepted("requests are counted in /metrics, not logged one by one", switches="enable_log_requests"),

@@ -248,6 +248,7 @@ class AsyncEngine:
                 if self._lost_ready is not None:
                     self._restore(message, self._lost_ready)
                 self.ready, self.progress, self._lost_ready = message, None, None
+                self.output_processor.metrics.on_ready(message)
                 self.admission.on_ready(message)
                 self.input_processor = self.input_processor.with_max_model_len(message.max_model_len)
                 self._settled.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from quire.messages import EngineReady
 from quire.outputs import FinishReason
 from quire.schedule import StepRecord
 
@@ -57,6 +58,10 @@ class FinishedRequest:
 class EngineMetrics(Protocol):
     """Called on the event loop for every request and step: implementations must be quick and must not raise."""
 
+    def on_ready(self, ready: EngineReady) -> None:
+        """The engine, the first one or the one after a failure, takes requests."""
+        ...
+
     def on_request_arrived(self, request: ProcessedRequest) -> None:
         """Accepted and sent to the engine."""
         ...
@@ -102,6 +107,9 @@ class EngineMetrics(Protocol):
 
 class NoMetrics:
     """EngineMetrics that keeps nothing."""
+
+    def on_ready(self, ready: EngineReady) -> None:
+        return None
 
     def on_request_arrived(self, request: ProcessedRequest) -> None:
         return None

@@ -29,6 +29,8 @@ from quire.metrics.registry import (
     Metric,
     steps_up_to,
 )
+from quire.metrics.step_work import StepWork
+from quire.model_config import ModelConfig
 from quire.schedule import StepRecord
 
 # Else every counter and histogram has a second series that nobody reads.
@@ -83,6 +85,7 @@ class PrometheusMetrics:
         max_model_len: last bucket of the length histograms.
         engine: index of the engine, a label.
         device: word of the statistics line, CPU or GPU.
+        model: what is counted of it in estimates of work; None: nothing.
         legacy_names: show the names of old too.
     """
 
@@ -92,6 +95,7 @@ class PrometheusMetrics:
         max_model_len: int,
         engine: int = 0,
         device: str = "CPU",
+        model: ModelConfig | None = None,
         *,
         legacy_names: bool = False,
     ) -> None:
@@ -99,6 +103,8 @@ class PrometheusMetrics:
         self.stats_line = StatsLine(f"{engine:03d}", device)
         self._label_values = {"model_name": model_name, "engine": str(engine)}
         self._max_model_len = max_model_len
+        self._model = model
+        self._step_work: StepWork | None = None
         self._has_cache_config = False
         self._num_unfinished = 0
         # The series by name and, where the family has a label of its own, its value.
@@ -197,6 +203,10 @@ class PrometheusMetrics:
         self._count("vllm:prefix_cache_queries", record.prefix_cache_queries)
         self._count("vllm:prefix_cache_hits", record.prefix_cache_hits)
         self._count("vllm:num_preemptions", record.num_preemptions)
+        if self._step_work is not None:
+            self._count("vllm:estimated_flops_per_gpu", self._step_work.num_flops(record))
+            self._count("vllm:estimated_read_bytes_per_gpu", self._step_work.read_bytes(record))
+            self._count("vllm:estimated_write_bytes_per_gpu", self._step_work.write_bytes(record))
         self.stats_line.add(record)
         if self._recent_tokens is not None:
             self._recent_tokens.add(record.num_prefill_tokens, record.num_sampled_tokens)
@@ -237,8 +247,11 @@ class PrometheusMetrics:
         self._set("vllm:num_requests_waiting_by_reason", num_capacity, "capacity")
         self._set("vllm:num_requests_waiting_by_reason", num_deferred, "deferred")
 
-    def set_cache_config(self, ready: EngineReady) -> None:
-        """Publish vllm:cache_config_info, once."""
+    def on_ready(self, ready: EngineReady) -> None:
+        """The engine takes requests: publish vllm:cache_config_info, once, and know what a step costs."""
+        dtype, quantization = _setting(ready, "dtype"), _setting(ready, "quantization")
+        if self._model is not None and isinstance(dtype, str):
+            self._step_work = StepWork(self._model, dtype, quantization if isinstance(quantization, str) else None)
         if self._has_cache_config:
             return
         self._has_cache_config = True

@@ -162,6 +162,24 @@ METRICS: tuple[Metric, ...] = (
         values=("streaming", "retried", "gave_up"),
     ),
     Metric(
+        "vllm:estimated_flops_per_gpu",
+        "counter",
+        "operations",
+        "Floating point operations of all steps, estimated from the model's sizes. Per engine: the name is vLLM's.",
+    ),
+    Metric(
+        "vllm:estimated_read_bytes_per_gpu",
+        "counter",
+        "bytes",
+        "Weights, and keys and values, read by all steps, estimated likewise.",
+    ),
+    Metric(
+        "vllm:estimated_write_bytes_per_gpu",
+        "counter",
+        "bytes",
+        "Keys and values written by all steps, estimated likewise.",
+    ),
+    Metric(
         "vllm:iteration_tokens_total",
         "histogram",
         "tokens",

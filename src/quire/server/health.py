@@ -76,8 +76,6 @@ async def metrics(request: Request) -> Response:
     state = state_of(request)
     if state.metrics is None:
         raise HttpError(404, "metrics_disabled", "This server keeps no metrics")
-    if state.engine.ready is not None:
-        state.metrics.set_cache_config(state.engine.ready)
     return Response(state.metrics.render(), headers={"content-type": METRICS_CONTENT_TYPE})
 
 
