@@ -5,14 +5,16 @@
 // rows are zeros.
 #include "gemm_blocks.h"
 
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+#include "amx_tiles.h"
+#endif
+
 namespace quire::QUIRE_ISA {
 namespace {
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 
-constexpr int64_t kTileRows = 16;
 constexpr int64_t kGroupRows = 2 * kTileRows;
-constexpr int64_t kRowBytes = 64;                     // of one tile row: 32 bf16 of x, or 16 pairs of weights
 constexpr int64_t kWeightTileBytes = 16 * kRowBytes;  // 32 k x 16 columns
 constexpr int64_t kStepBytes = 4 * kWeightTileBytes;  // of a panel per 32 k
 constexpr int64_t kHalfColumns = kPanelWidth / 2;
@@ -24,24 +26,6 @@ constexpr int64_t kStreamDistance = 64 * 1024;  // prefetch distance where weigh
 
 int64_t num_k_steps(int64_t k) { return (k + kBf16KUnit - 1) / kBf16KUnit; }
 int64_t tile_rows(int64_t m) { return std::min(m, kTileRows); }
-
-// LDTILECFG operand, palette 1 (Intel SDM, volume 1, chapter 18).
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes_per_row[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Tiles 0..3 sums, 4 and 5 input, 6 and 7 weights.
-void configure(int64_t input_rows) {
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) {
-    config.bytes_per_row[tile] = kRowBytes;
-    config.rows[tile] = tile < 6 ? static_cast<uint8_t>(input_rows) : kTileRows;
-  }
-  __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read 8 bytes only
-  _tile_loadconfig(&config);
-}
 
 // Columns [0, 64) of a panel for one input tile; sums[rows][64].
 void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps, float* sums, bool is_first,
@@ -278,7 +262,7 @@ void multiply_panels(const GemmBlock& block) {
 }
 
 void run(const GemmBlock& block) {
-  configure(tile_rows(block.args->m));
+  configure_tiles(tile_rows(block.args->m));
   if (block.row_end - block.row_begin <= kTileRows) {
     stream_panels(block);
   } else {

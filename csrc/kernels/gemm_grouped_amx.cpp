@@ -2,31 +2,17 @@
 // sums are exact, so the result has the bits of gemm_grouped.cpp.
 #include "gemm_grouped_blocks.h"
 
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+#include "amx_tiles.h"
+#endif
+
 namespace quire::QUIRE_ISA {
 namespace {
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 
-constexpr int64_t kTileRows = 16, kRowBytes = 64;
 constexpr int64_t kStepQuads = kAmxKUnit / kQuad;
 constexpr int64_t kPitch = kPanelWidth * sizeof(int32_t);
-
-// LDTILECFG operand, palette 1 (Intel SDM, volume 1, chapter 18). Tiles 0..3 sums, 4 and 5 input, 6 and 7 weights.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes_per_row[16] = {};
-  uint8_t rows[16] = {};
-};
-
-void configure(int64_t input_rows) {
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) {
-    config.bytes_per_row[tile] = kRowBytes;
-    config.rows[tile] = tile < 6 ? static_cast<uint8_t>(input_rows) : kTileRows;
-  }
-  __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read 8 bytes only
-  _tile_loadconfig(&config);
-}
 
 inline void fetch(Prefetch& prefetch, int64_t calls) {
   for (int64_t i = 0; i < calls; ++i) prefetch.fetch();
@@ -128,7 +114,7 @@ struct AmxTile {
 int64_t rows_per_block(int64_t) { return 256; }
 
 void run(const GemmBlock& block) {
-  configure(std::min(block.args->m, kTileRows));
+  configure_tiles(std::min(block.args->m, kTileRows));
   run_grouped<AmxTile>(block);
   _tile_release();
 }
