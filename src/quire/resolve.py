@@ -14,6 +14,7 @@ from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, MemoryPlanError
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
+from quire.weight_format import ON_LOAD
 
 GIB = 1 << 30
 
@@ -182,7 +183,10 @@ def _put_rest(resolved: Resolved, config: EngineConfig | ServerConfig) -> None:
         if f.name not in resolved.settings:
             value = getattr(config, f.name)
             shown = ("set" if value else None) if f.metadata["secret"] else value
-            resolved.put(f.name, shown, config.sources[f.name], _UNSET.get(f.name, "") if value is None else "")
+            detail = _UNSET.get(f.name, "") if value is None else ""
+            if f.name == "quantization" and value is not None:
+                detail = ON_LOAD[value].description
+            resolved.put(f.name, shown, config.sources[f.name], detail)
 
 
 # Why nothing needs to be said for a setting that is None.

@@ -31,6 +31,7 @@ def test_planned_bytes_are_held(quantization: str) -> None:
 def test_the_engine_plans_and_says_it(quantization: str) -> None:
     llm = LLM(quantization=quantization, **OPTIONS)
     assert llm.resolved.quantization == quantization
+    assert llm.resolved.settings["quantization"].detail == ON_LOAD[quantization].description
     assert llm.resolved.weight_bytes == llm._core.executor._runner.model.weight_bytes()  # type: ignore[attr-defined]
 
 

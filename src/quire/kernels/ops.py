@@ -135,7 +135,7 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> tuple[Ten
     element of largest magnitude gets code 0, so that all 16 codes are used (as GGUF's Q4_0 does).
     """
     _check_grouped(weight_NK, bits, group_size)
-    if not (_on_kernels(weight_NK)):
+    if not _on_kernels(weight_NK):
         return reference.quantize_grouped(weight_NK, bits, group_size)
     return cpu.grouped_quantize(weight_NK if weight_NK.stride(1) == 1 else weight_NK.contiguous(), bits, group_size)
 
