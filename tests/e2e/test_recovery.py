@@ -239,9 +239,10 @@ def test_a_long_prefill_is_healthy(server: SabotagedServe) -> None:
 
 def test_answers_that_are_given_whole_survive(server: SabotagedServe) -> None:
     """Tokens that were computed and had not left are computed again: the same, also of forks and beams."""
+    # long enough not to have ended before the order to hang arrives
     bodies: list[dict[str, Any]] = [
-        {"prompt": "Hello", "max_tokens": 40, "temperature": 1, "n": 3, "ignore_eos": True, "seed": 5},
-        {"prompt": "Hello", "max_tokens": 40, "temperature": 1, "ignore_eos": True, "logprobs": 2, "seed": 9},
+        {"prompt": "Hello", "max_tokens": 300, "temperature": 1, "n": 3, "ignore_eos": True, "seed": 5},
+        {"prompt": "Hello", "max_tokens": 300, "temperature": 1, "ignore_eos": True, "logprobs": 2, "seed": 9},
         {"prompt": "Hello", "max_tokens": 12, "temperature": 0, "n": 3, "use_beam_search": True},
         {"prompt": ["Hello", "json"], "max_tokens": 12, "temperature": 0, "ignore_eos": True},
     ]
