@@ -9,7 +9,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -nam
 MODEL ?=
 ARGS ?=
 
-.PHONY: run setup test test-full check format bench clean
+.PHONY: run setup test test-full test-sanitize check format bench bench-gpu clean
 
 run: setup  ## server on the bundled demo model (or MODEL=...), with the playground at /
 	$(BIN)/quire serve $(MODEL) $(ARGS)
@@ -30,11 +30,21 @@ $(STAMP): $(SOURCES)
 	fi
 	touch $(STAMP)
 
-test: setup  ## what CI runs: under 10 minutes on 2 cores
+test: setup  ## what CI runs: about 12 minutes on 2 cores
 	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
 
 test-full: setup  ## also the slow suites
 	$(BIN)/python -m pytest -q $(ARGS)
+
+SANITIZED := build/sanitize
+
+test-sanitize: setup  ## the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer in the extension (g++)
+	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_CXX_COMPILER=g++ -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+		-DPython_EXECUTABLE=$(abspath $(BIN)/python) -DQUIRE_SANITIZE=ON
+	$(BIN)/cmake --build $(SANITIZED)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		QUIRE_SANITIZED_EXTENSION=$(SANITIZED) $(BIN)/python -m pytest -q -p tests.sanitized_extension tests/kernels \
+		--ignore=tests/kernels/triton $(ARGS)
 
 check: setup  ## format, lint, types, architecture
 	$(BIN)/ruff format --check .
@@ -50,6 +60,9 @@ format: setup
 
 bench: setup  ## microbenchmarks of the kernels and the front end, against the limits of this machine
 	for file in benchmarks/kernels/*.py benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+bench-gpu: setup  ## the GPU kernels against the limits of this machine's GPU
+	$(BIN)/python benchmarks/gpu/kernels.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build

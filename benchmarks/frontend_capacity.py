@@ -20,7 +20,6 @@ import socket
 import statistics
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +196,7 @@ def main() -> None:
             "targets": TARGETS,
             "rounds": rounds,
         }
-        path = Path(__file__).with_name(f"frontend_capacity_{arguments.save}_{date.today().isoformat()}")
-        path.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+        report.save_published(Path(__file__).parent, "frontend_capacity", arguments.save, result, markdown(result))
 
 
 if __name__ == "__main__":

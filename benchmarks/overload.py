@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import socket
 import statistics
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +148,7 @@ def main() -> None:
             "ratios": ratios,
             "rounds": rounds,
         }
-        path = Path(__file__).with_name(f"overload_{arguments.save}_{date.today().isoformat()}")
-        path.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+        report.save_published(Path(__file__).parent, "overload", arguments.save, result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -31,14 +31,15 @@ void bind_norm_rope(nb::module_& m) {
       nb::arg("out_stride"), nb::arg("rows"), nb::arg("dim"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "rope_and_cache",
-      [](int dtype, uintptr_t q, int64_t q_token_stride, int64_t q_head_stride, uintptr_t k, int64_t k_token_stride,
-         int64_t k_head_stride, uintptr_t v, int64_t v_token_stride, int64_t v_head_stride, uintptr_t positions,
-         uintptr_t cos_sin, int64_t rotary_dim, uintptr_t slot_mapping, uintptr_t k_cache, int64_t k_block_stride,
-         int64_t k_cache_head_stride, uintptr_t v_cache, int64_t v_block_stride, int64_t v_cache_head_stride,
-         int64_t num_tokens, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-         uintptr_t q_norm_weight, uintptr_t k_norm_weight, int norm_weight_dtype, float norm_eps,
-         float norm_weight_offset) {
+      [](int dtype, int cache_type, uintptr_t q, int64_t q_token_stride, int64_t q_head_stride, uintptr_t k,
+         int64_t k_token_stride, int64_t k_head_stride, uintptr_t v, int64_t v_token_stride, int64_t v_head_stride,
+         uintptr_t positions, uintptr_t cos_sin, int64_t rotary_dim, uintptr_t slot_mapping, uintptr_t k_cache,
+         int64_t k_block_stride, int64_t k_cache_head_stride, uintptr_t v_cache, int64_t v_block_stride,
+         int64_t v_cache_head_stride, uintptr_t k_scales, uintptr_t v_scales, int64_t num_tokens, int64_t num_q_heads,
+         int64_t num_kv_heads, int64_t head_dim, int64_t block_size, uintptr_t q_norm_weight, uintptr_t k_norm_weight,
+         int norm_weight_dtype, float norm_eps, float norm_weight_offset) {
         norm_rope_kernels().rope_and_cache({.dtype = static_cast<DType>(dtype),
+                                            .cache_type = static_cast<CacheType>(cache_type),
                                             .q = pointer<void>(q),
                                             .q_token_stride = q_token_stride,
                                             .q_head_stride = q_head_stride,
@@ -58,6 +59,8 @@ void bind_norm_rope(nb::module_& m) {
                                             .v_cache = pointer<void>(v_cache),
                                             .v_block_stride = v_block_stride,
                                             .v_cache_head_stride = v_cache_head_stride,
+                                            .k_scales = pointer<float>(k_scales),
+                                            .v_scales = pointer<float>(v_scales),
                                             .num_tokens = num_tokens,
                                             .num_q_heads = num_q_heads,
                                             .num_kv_heads = num_kv_heads,
@@ -69,14 +72,14 @@ void bind_norm_rope(nb::module_& m) {
                                             .norm_eps = norm_eps,
                                             .norm_weight_offset = norm_weight_offset});
       },
-      nb::arg("dtype"), nb::arg("q"), nb::arg("q_token_stride"), nb::arg("q_head_stride"), nb::arg("k"),
-      nb::arg("k_token_stride"), nb::arg("k_head_stride"), nb::arg("v"), nb::arg("v_token_stride"),
+      nb::arg("dtype"), nb::arg("cache_type"), nb::arg("q"), nb::arg("q_token_stride"), nb::arg("q_head_stride"),
+      nb::arg("k"), nb::arg("k_token_stride"), nb::arg("k_head_stride"), nb::arg("v"), nb::arg("v_token_stride"),
       nb::arg("v_head_stride"), nb::arg("positions"), nb::arg("cos_sin"), nb::arg("rotary_dim"),
       nb::arg("slot_mapping"), nb::arg("k_cache"), nb::arg("k_block_stride"), nb::arg("k_cache_head_stride"),
-      nb::arg("v_cache"), nb::arg("v_block_stride"), nb::arg("v_cache_head_stride"), nb::arg("num_tokens"),
-      nb::arg("num_q_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("block_size"),
-      nb::arg("q_norm_weight"), nb::arg("k_norm_weight"), nb::arg("norm_weight_dtype"), nb::arg("norm_eps"),
-      nb::arg("norm_weight_offset"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("v_cache"), nb::arg("v_block_stride"), nb::arg("v_cache_head_stride"), nb::arg("k_scales"),
+      nb::arg("v_scales"), nb::arg("num_tokens"), nb::arg("num_q_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
+      nb::arg("block_size"), nb::arg("q_norm_weight"), nb::arg("k_norm_weight"), nb::arg("norm_weight_dtype"),
+      nb::arg("norm_eps"), nb::arg("norm_weight_offset"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "quire/huge_pages.h"
+#include "quire/kernels/gemm_fp8.h"
 #include "quire/scratch.h"
 #include "quire/thread_pool.h"
 
@@ -16,6 +17,7 @@ constexpr int64_t kRowsPerChunk = 1024;      // rows prepared at a time: bounds 
 constexpr int64_t kTasksPerThread = 4;       // lets a thread that lost its core for a while do less
 constexpr int64_t kMinTaskMacs = 64 * 1024;  // multiply-adds worth a wake-up of another thread, some microseconds
 constexpr int64_t kMinPrepareElements = 64 * 1024;
+constexpr int64_t kMinQuantizeElements = 16 * 1024;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -70,13 +72,22 @@ void pack_panel(const char* weight, DType dtype, int64_t row_bytes, int64_t colu
 }
 
 // Rows from which AMX tiles beat dot products on grouped weights, whose bits are the same: a tile product costs the
-// same for 1 row and for 16.
-constexpr int64_t kMinGroupedAmxRows = 5;
+// same for 1 row and for 16. Measured; the smaller the groups, the more of the time goes to adding them.
+int64_t min_amx_rows(const GroupedForm& form) {
+  if (form.group_size % 32 != 0) return 16;
+  return form.bits == 4 || form.group_size % kAmxKUnit != 0 ? 7 : 5;
+}
 
 const GemmKernels& kernels_for(const GemmArgs& args) {
-  if (args.bits != 0) {
+  if (args.fp8_group_size != 0) {
+    const GemmKernels& amx = gemm_fp8_amx_kernels();
+    return amx.run != nullptr && args.dtype == DType::bf16 ? amx : gemm_fp8_kernels();
+  }
+  if (args.form.bits != 0) {
     const GemmKernels& amx = gemm_grouped_amx_kernels();
-    const bool fits = args.m >= kMinGroupedAmxRows && args.group_size % kAmxKUnit == 0;
+    const int64_t group_size = args.form.group_size;
+    const bool fits =
+        args.m >= min_amx_rows(args.form) && (group_size <= kAmxSmallGroup || group_size % kAmxKUnit == 0);
     return amx.run != nullptr && fits ? amx : gemm_grouped_kernels();
   }
   if (args.dtype == DType::bf16) {
@@ -86,36 +97,11 @@ const GemmKernels& kernels_for(const GemmArgs& args) {
   return gemm_f32_kernels();
 }
 
-int64_t num_groups(int64_t k, int64_t group_size) { return ceil_div(k, group_size); }
-
-int64_t grouped_panel_bytes(int64_t k, int bits, int64_t group_size) {
-  const int64_t groups = num_groups(k, group_size);
-  return kPanelWidth * (groups * static_cast<int64_t>(sizeof(float)) + groups * group_size * bits / 8);
-}
-
-// Columns are taken in bands of 16, so that writes fill cache lines.
-void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k, int bits, uint8_t* panel) {
-  constexpr int64_t kBand = 16, kQuad = 4;
-  for (int64_t band = 0; band < columns; band += kBand) {
-    for (int64_t first = 0; first < k; first += kQuad) {
-      const int64_t count = std::min(kQuad, k - first), quad = first / kQuad;
-      for (int64_t c = band; c < std::min(band + kBand, columns); ++c) {
-        const uint8_t* from = codes + c * stride + first;
-        if (bits == 8) {
-          std::memcpy(panel + (quad * kPanelWidth + c) * kQuad, from, count);
-        } else {
-          uint8_t* to = panel + (quad / 2 * kPanelWidth + c) * kQuad;
-          for (int64_t i = 0; i < count; ++i) to[i] |= static_cast<uint8_t>(from[i] << (quad % 2 * 4));
-        }
-      }
-    }
-  }
-}
-
 void run_chunk(const GemmArgs& args, const GemmKernels& kernels) {
   void* input = scratch(Scratch::gemm_input, kernels.input_bytes(args));
+  const int64_t min_elements = args.form.bits != 0 ? kMinQuantizeElements : kMinPrepareElements;
   const int64_t rows_per_task =
-      std::max(kernels.row_unit, ceil_div(kMinPrepareElements, args.k) / kernels.row_unit * kernels.row_unit);
+      std::max(kernels.row_unit, ceil_div(min_elements, args.k) / kernels.row_unit * kernels.row_unit);
   parallel_for(static_cast<int>(ceil_div(args.m, rows_per_task)), [&](int task, int) {
     const int64_t begin = task * rows_per_task;
     kernels.prepare(args, begin, std::min(args.m, begin + rows_per_task), input);
@@ -149,35 +135,15 @@ void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t ro
   });
 }
 
-int64_t gemm_grouped_packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size) {
-  return ceil_div(n, kPanelWidth) * grouped_panel_bytes(k, bits, group_size);
-}
-
-void gemm_grouped_pack(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t n, int64_t k, int bits,
-                       int64_t group_size, void* packed) {
-  const int64_t groups = num_groups(k, group_size), panel_bytes = grouped_panel_bytes(k, bits, group_size);
-  advise_huge_pages(packed, gemm_grouped_packed_bytes(n, k, bits, group_size));
-  parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
-    const int64_t first = panel * kPanelWidth, columns = std::min(kPanelWidth, n - first);
-    char* const to = static_cast<char*>(packed) + panel * panel_bytes;
-    std::memset(to, 0, panel_bytes);
-    float* const panel_scales = reinterpret_cast<float*>(to);
-    for (int64_t c = 0; c < columns; ++c)
-      for (int64_t g = 0; g < groups; ++g) panel_scales[g * kPanelWidth + c] = scales[(first + c) * groups + g];
-    pack_codes(codes + first * code_stride, code_stride, columns, k, bits,
-               reinterpret_cast<uint8_t*>(panel_scales + groups * kPanelWidth));
-  });
-}
-
 void gemm_grouped_quantize(const void* weight, DType dtype, int64_t weight_stride, int64_t n, int64_t k, int bits,
                            int64_t group_size, uint8_t* codes, float* scales) {
-  const int64_t groups = num_groups(k, group_size), size = static_cast<int64_t>(size_of(dtype));
+  const int64_t groups = ceil_div(k, group_size), size = static_cast<int64_t>(size_of(dtype));
+  const QuantizeKernels& kernels = quantize_kernels();
   parallel_for(static_cast<int>(n), [&](int row, int) {
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = g * group_size;
-      quantize_kernels().group(static_cast<const char*>(weight) + (row * weight_stride + first) * size, dtype,
-                               std::min(group_size, k - first), bits, codes + row * k + first,
-                               scales + row * groups + g);
+      kernels.group(static_cast<const char*>(weight) + (row * weight_stride + first) * size, dtype,
+                    std::min(group_size, k - first), bits, codes + row * k + first, scales + row * groups + g);
     }
   });
 }

@@ -19,9 +19,11 @@ struct Buffer {
     if (bytes > capacity) {
       const size_t granule = bytes >= kHugePageBytes ? kHugePageBytes : 4096;
       std::free(data);
-      capacity = (bytes + granule - 1) / granule * granule;
-      data = std::aligned_alloc(granule, capacity);
+      capacity = 0;
+      const size_t wanted = (bytes + granule - 1) / granule * granule;
+      data = std::aligned_alloc(granule, wanted);
       if (data == nullptr) throw std::bad_alloc();
+      capacity = wanted;
       advise_huge_pages(data, capacity);
     }
     return data;

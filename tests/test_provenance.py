@@ -8,9 +8,10 @@ import pytest
 
 from quire import demo
 from quire.config import EngineConfig, ServerConfig
+from quire.memory_plan import MemoryFacts, plan_kv_cache
 from quire.model_config import load_model_config
 from quire.option import Source, options
-from quire.resolve import DeviceFacts, MemoryFacts, Resolved, plan_kv_cache, resolve, resolve_server
+from quire.resolve import DeviceFacts, Resolved, resolve, resolve_server
 
 GIB = 1 << 30
 MODEL = load_model_config(demo.path())
@@ -54,6 +55,7 @@ def test_the_plan_adds_up() -> None:
 # A legal value of every field of EngineConfig that is not its default.
 OTHER_VALUES: dict[str, Any] = {
     "model": "x",
+    "gguf_file": "x.gguf",
     "tokenizer": "x",
     "tokenizer_mode": "slow",
     "skip_tokenizer_init": True,
@@ -63,6 +65,7 @@ OTHER_VALUES: dict[str, Any] = {
     "hf_overrides": {"a": 1},
     "download_dir": "x",
     "load_format": "dummy",
+    "packed_weights_cache": True,
     "model_impl": "native",
     "dtype": "float32",
     "seed": 1,
@@ -87,11 +90,14 @@ OTHER_VALUES: dict[str, Any] = {
     "scheduling_policy": "priority",
     "watermark": 0.1,
     "async_scheduling": True,
+    "kv_cache_dtype": "int8",
     "num_threads": 2,
     "disable_log_stats": True,
+    "kv_cache_metrics": True,
+    "kv_cache_metrics_sample": 0.5,
 }
 # One legal value each in this version.
-FIXED = {"trust_remote_code", "quantization", "kv_cache_dtype", "tensor_parallel_size"}
+FIXED = {"trust_remote_code", "quantization", "tensor_parallel_size"}
 
 
 @pytest.mark.parametrize("f", [f for f in options(EngineConfig) if f.name not in FIXED], ids=lambda f: f.name)

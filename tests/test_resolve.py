@@ -13,16 +13,10 @@ from hypothesis import strategies as st
 from quire import demo
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryPlanError
-from quire.model_config import DTYPE_BYTES, ModelConfig, load_model_config
-from quire.resolve import (
-    DeviceFacts,
-    MemoryFacts,
-    Resolved,
-    plan_kv_cache,
-    resolve,
-    shown_bytes,
-    weights_do_not_fit,
-)
+from quire.kv_format import KV_FORMATS, kv_format
+from quire.memory_plan import MemoryFacts, plan_kv_cache, weights_do_not_fit
+from quire.model_config import ModelConfig, load_model_config
+from quire.resolve import DeviceFacts, Resolved, resolve, shown_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 MODEL = load_model_config(demo.path())
@@ -47,13 +41,34 @@ def _plan(memory: MemoryFacts = MEMORY, model: ModelConfig = MODEL, **arguments:
     resolved = resolve(config, model, DEVICE, is_server=True)
     plan_kv_cache(config, model, resolved, memory)
     assert resolved.kv_cache_bytes == resolved.num_blocks * resolved.block_size * model.kv_bytes_per_token(
-        DTYPE_BYTES[resolved.dtype]
+        kv_format(resolved.kv_cache_dtype, resolved.dtype)
     )
     return resolved
 
 
 def test_block_bytes() -> None:
-    assert 16 * MODEL.kv_bytes_per_token(2) == BLOCK
+    assert 16 * MODEL.kv_bytes_per_token(KV_FORMATS["bfloat16"]) == BLOCK
+
+
+def test_codes_hold_more_tokens_in_the_same_bytes() -> None:
+    """float8: exactly twice those of bfloat16; int8: less by its scales, 4 bytes per row of head_dim codes."""
+    tokens = {
+        kv: _plan(kv_cache_memory_bytes=1000 * BLOCK, kv_cache_dtype=kv).num_blocks * 16
+        for kv in ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+    }
+    assert tokens["auto"] == tokens["bfloat16"] == 16_000
+    assert tokens["fp8"] == tokens["fp8_e4m3"] == tokens["fp8_e5m2"] == 32_000
+    assert tokens["int8"] == 32_000 * MODEL.head_dim // (MODEL.head_dim + 4) // 16 * 16
+    detail = _plan(kv_cache_dtype="fp8").settings["kv_cache_dtype"].detail
+    assert detail == f"fp8_e4m3: {BLOCK // 32:,} bytes per token, 2.00x the tokens of bfloat16 in the same bytes"
+
+
+def test_kv_cache_in_another_dtype_than_the_models() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _plan(kv_cache_dtype="float16")
+    assert "runs in bfloat16" in caught.value.message
+    assert "auto, fp8, fp8_e4m3, fp8_e5m2, int8" in caught.value.message
+    assert _plan(kv_cache_dtype="float16", dtype="float16").kv_cache_dtype == "float16"
 
 
 def test_number_of_blocks() -> None:
@@ -194,6 +209,7 @@ def test_there_is_advice_of_every_kind() -> None:
     seen = set()
     for memory, arguments in (
         (MEMORY, {"kv_cache_memory_bytes": MIB}),
+        (MEMORY, {"kv_cache_memory_bytes": 4 * MIB}),
         (MEMORY, {"num_gpu_blocks_override": 5}),
         (tight, {"dtype": "float32"}),
     ):
@@ -205,6 +221,7 @@ def test_there_is_advice_of_every_kind() -> None:
         "kv_cache_memory_bytes",
         "num_gpu_blocks_override",
         "dtype",
+        "kv_cache_dtype",
         "max_num_batched_tokens",
     }
 

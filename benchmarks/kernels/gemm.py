@@ -4,8 +4,9 @@ Every engine walks through enough copies of the weight that each call finds it o
 engines take turns in short bursts (after a pause, because OpenMP threads spin for some milliseconds after a call and
 would take a core from the next engine); a reading is the median call. The limit of a shape is the larger of weight
 bytes over the measured read bandwidth and FLOPs over the measured register-only peak; both are measured between the
-bursts, so that a noisy machine hits numerator and denominator alike. Of integer weights (`--quantization`) only the
-bytes count: their register-only peak is not measured.
+bursts, so that a noisy machine hits numerator and denominator alike. Of quantized weights (`--quantization`) only the
+bytes count: their register-only peak is not measured. Formats of checkpoints (`q4_k`, `awq` ...) are random codes in
+the form the kernels hold.
 
     python benchmarks/kernels/gemm.py --shapes 1024x3072,1024x151936,3072x1024 --m 1,4,16,64,256,1024 --isa amx
 """
@@ -24,12 +25,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import cpu, ops
-from quire.weight_format import ON_LOAD
+from quire.kernels import cpu
+from quire.kernels.dense import PackedLinear, linear, pack_linear
+from quire.kernels.fp8 import PackedFp8, fp8_linear, pack_fp8, quantize_fp8
+from quire.kernels.fp8_weight import Fp8Weight
+from quire.kernels.grouped import PackedGrouped, grouped_linear, pack_grouped
+from quire.kernels.grouped_weight import GroupedWeight
+from quire.weight_format import ON_LOAD, Fp8Format, GroupedFormat, WeightFormat
 
 COLD_BYTES = 640 << 20  # of weight copies per engine
 BURST_S = 0.02
 PAUSE_S = 0.01
+
+FORMATS: dict[str, WeightFormat] = {name: on_load.linear for name, on_load in ON_LOAD.items()} | {
+    "fp8-block": Fp8Format(128),
+    "awq": GroupedFormat(4, 128, "float16", "uint8"),
+    "q4_0": GroupedFormat(4, 32, "float16"),
+    "q4_1": GroupedFormat(4, 32, "float16", "float16"),
+    "q8_0": GroupedFormat(8, 32, "float16"),
+    "q2_k": GroupedFormat(4, 16, "int8", "int8", super_size=16),
+    "q4_k": GroupedFormat(4, 32, "int8", "int8", super_size=8),
+    "q5_k": GroupedFormat(8, 32, "int8", "int8", super_size=8),
+    "q6_k": GroupedFormat(8, 16, "int8", super_size=16),
+}
 
 Engines = dict[str, list[Callable[[], Any]]]
 
@@ -40,26 +58,57 @@ def onednn_linear(weight_NK: Tensor, M: int) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-Packed = ops.PackedLinear | ops.PackedGrouped
+Packed = PackedLinear | PackedGrouped | PackedFp8
 
 
 def pack(weight_NK: Tensor, quantization: str) -> Packed:
     """The weight as a layer of the model holds it."""
     if not quantization:
-        return ops.pack_linear(weight_NK)
-    weight_format = ON_LOAD[quantization].linear
-    bits, group_size = weight_format.bits, weight_format.group_size_of(weight_NK.shape[1])
-    return ops.pack_grouped(*ops.quantize_grouped(weight_NK, bits, group_size), bits, group_size)
+        return pack_linear(weight_NK)
+    weight_format = FORMATS[quantization]
+    if isinstance(weight_format, Fp8Format):
+        weight, group_size = quantize_fp8(weight_NK), weight_format.group_size_of(weight_NK.shape[1])
+        G = -(-weight_NK.shape[1] // group_size)
+        return pack_fp8(Fp8Weight(weight.codes_NK, weight.scales_NG.expand(-1, G).contiguous(), group_size))
+    return pack_grouped(random_weight(weight_format, *weight_NK.shape))
+
+
+def random_weight(weight_format: GroupedFormat, N: int, K: int) -> GroupedWeight:
+    group_size = weight_format.group_size_of(K)
+    G = -(-K // group_size)
+    S = -(-G // weight_format.super_size)
+
+    def numbers(name: str | None) -> Tensor | None:
+        return None if name is None else torch.randint(1, 8, (N, G)).to(getattr(torch, name))
+
+    def supers(name: str | None) -> Tensor | None:
+        return torch.full((N, S), 0.01, dtype=torch.float16) if name == "int8" else None
+
+    has_zeros = weight_format.offsets == "uint8"
+    scales_NG = numbers(weight_format.scales)
+    assert scales_NG is not None
+    return GroupedWeight(
+        codes_NK=torch.randint(0, 1 << weight_format.bits, (N, K), dtype=torch.uint8),
+        bits=weight_format.bits,
+        group_size=group_size,
+        scales_NG=scales_NG,
+        zeros_NG=numbers(weight_format.offsets) if has_zeros else None,
+        minima_NG=None if has_zeros else numbers(weight_format.offsets),
+        super_scales_NS=supers(weight_format.scales),
+        super_minima_NS=supers(weight_format.offsets),
+        super_size=weight_format.super_size,
+    )
+
+
+def product(x: Tensor, packed: Packed, out: Tensor) -> Callable[[], Any]:
+    if isinstance(packed, PackedLinear):
+        return partial(linear, x, packed, out=out)
+    return partial(fp8_linear if isinstance(packed, PackedFp8) else grouped_linear, x, packed)
 
 
 def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed], peers: bool) -> Engines:
     """Per engine, one call for each copy of the weight."""
-    calls: Engines = {
-        "quire": [
-            partial(ops.linear, x, p, out=out) if isinstance(p, ops.PackedLinear) else partial(ops.grouped_linear, x, p)
-            for p in packed
-        ]
-    }
+    calls: Engines = {"quire": [product(x, p, out) for p in packed]}
     if peers:
         calls["torch"] = [partial(F.linear, x, w) for w in weights]
         try:
@@ -137,7 +186,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="1024x3072,3072x1024,1024x151936", help="KxN, comma separated")
     parser.add_argument("--m", default="1,4,8,16,32,64,256,1024")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--quantization", default="", choices=["", *ON_LOAD])
+    parser.add_argument("--quantization", default="", choices=["", *FORMATS])
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
     parser.add_argument("--seconds", type=float, default=1.0, help="per shape and M")

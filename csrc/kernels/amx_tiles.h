@@ -20,15 +20,46 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Sums and input have `input_rows` rows, weights 16.
-inline void configure_tiles(int64_t input_rows) {
+// Sums and input have `input_rows` rows; those of the input have `step_bytes`, of which four are a row of the weights.
+inline void configure_tiles(int64_t input_rows, int64_t step_bytes = kRowBytes) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
-    config.bytes_per_row[tile] = kRowBytes;
-    config.rows[tile] = tile < 6 ? static_cast<uint8_t>(input_rows) : kTileRows;
+    const bool is_input = tile == 4 || tile == 5, is_weight = tile > 5;
+    config.bytes_per_row[tile] = static_cast<uint16_t>(is_input ? step_bytes : kRowBytes);
+    config.rows[tile] = static_cast<uint8_t>(is_weight ? step_bytes / 4 : input_rows);
   }
   __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read 8 bytes only
   _tile_loadconfig(&config);
+}
+
+// g++ 12's loads of tiles do not say that they read memory: what was written before must be there.
+inline void written_for_tiles() { __asm__ volatile("" : : : "memory"); }
+
+// Memory of the four tiles of sums, rows `pitch` bytes apart.
+struct SumTiles {
+  void *first, *second, *third, *fourth;
+  int64_t pitch;
+};
+
+inline void start_sums(const SumTiles& sums, bool from_zero) {
+  if (from_zero) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    return;
+  }
+  _tile_loadd(0, sums.first, sums.pitch);
+  _tile_loadd(1, sums.second, sums.pitch);
+  _tile_loadd(2, sums.third, sums.pitch);
+  _tile_loadd(3, sums.fourth, sums.pitch);
+}
+
+inline void store_sums(const SumTiles& sums) {
+  _tile_stored(0, sums.first, sums.pitch);
+  _tile_stored(1, sums.second, sums.pitch);
+  _tile_stored(2, sums.third, sums.pitch);
+  _tile_stored(3, sums.fourth, sums.pitch);
 }
 
 }  // namespace

@@ -7,26 +7,13 @@
 
 #include <cstdint>
 
+#include "amx_tiles.h"
 #include "attention_tile.h"
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 
 namespace quire::QUIRE_ISA {
 namespace {
-
-// LDTILECFG operand, palette 1 (Intel SDM, volume 1, chapter 18).
-inline void configure_tiles() {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } config;
-  __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read 8 bytes only
-  _tile_loadconfig(&config);
-}
-
-// g++ 12's tile loads do not say that they read memory: what was written before must be there.
-inline void written_for_tiles() { __asm__ volatile("" : : : "memory"); }
 
 // The 16 rows of an operand at the first step are `stride` bytes apart; the next step begins `step` bytes further.
 struct TileOperand {
@@ -36,8 +23,8 @@ struct TileOperand {
 };
 
 // out[i] = a[i] * b for kCount values of i; rows of out are out_stride bytes apart. Follows the tiles of a with the
-// prefetcher.
-template <int kCount>
+// prefetcher, an element of theirs taking kElementBytes in the cache.
+template <int kCount, int kElementBytes>
 inline void multiply_column(const TileOperand* a, TileOperand b, int steps, float* const* out, int64_t out_stride,
                             Prefetcher& prefetcher) {
   written_for_tiles();
@@ -49,21 +36,21 @@ inline void multiply_column(const TileOperand* a, TileOperand b, int steps, floa
     _tile_loadd(4, b.at(s), b.stride);
     _tile_loadd(5, a[0].at(s), a[0].stride);
     _tile_dpbf16ps(0, 5, 4);
-    prefetcher.follow(1024);
+    prefetcher.follow(512 * kElementBytes);
     if constexpr (kCount > 1) {
       _tile_loadd(6, a[1].at(s), a[1].stride);
       _tile_dpbf16ps(1, 6, 4);
-      prefetcher.follow(1024);
+      prefetcher.follow(512 * kElementBytes);
     }
     if constexpr (kCount > 2) {
       _tile_loadd(7, a[2].at(s), a[2].stride);
       _tile_dpbf16ps(2, 7, 4);
-      prefetcher.follow(1024);
+      prefetcher.follow(512 * kElementBytes);
     }
     if constexpr (kCount > 3) {
       _tile_loadd(5, a[3].at(s), a[3].stride);
       _tile_dpbf16ps(3, 5, 4);
-      prefetcher.follow(1024);
+      prefetcher.follow(512 * kElementBytes);
     }
   }
   _tile_stored(0, out[0], out_stride);

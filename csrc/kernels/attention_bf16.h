@@ -1,6 +1,9 @@
 // Attention arithmetic on bfloat16 caches: dot products of pairs (vdpbf16ps) or AMX tiles, float32 accumulation.
 // Probabilities are rounded to bfloat16 for the second product; their sum is taken before rounding.
 //
+// Codes of a quantized cache become bfloat16 where rows are brought into the form that the products want; only keys in
+// bfloat16 may be used where they are.
+//
 // A dword holds two neighbours of the summed dimension: of head_dim in queries and keys, of positions in probabilities
 // and values.
 #pragma once
@@ -28,8 +31,8 @@ struct PairLanes {
   static void store(float* p, Vector x) { _mm512_store_ps(p, x); }
 };
 
-// The first 8 lanes: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen 4). The others are
-// 0.
+// The first 8 lanes, the others being 0: the same arithmetic, twice as fast on CPUs that split 512-bit operations
+// (Zen 4).
 struct PairHalfLanes {
   using Element = uint32_t;
   using Vector = __m256;
@@ -42,13 +45,14 @@ struct PairHalfLanes {
   static void store(float* p, Vector x) { _mm512_store_ps(p, _mm512_zextps256_ps512(x)); }
 };
 
-// Arithmetic of the row kernels in dot products of pairs.
+// Arithmetic of the row kernels on caches of C in dot products of pairs.
+template <class C>
 struct Bf16Rows {
   using Query = uint32_t;  // [pair][lane]
   static constexpr int kElementsPerWord = 2, kQueriesPerWord = 1;
   static constexpr int kFewestVectors = 2;
 
-  static F32 load_words(const bf16* p) { return load(reinterpret_cast<const float*>(p)); }
+  static F32 load_words(Rows<C> rows, int row, int e) { return {_mm512_castsi512_ps(rows.load_bf16(row, e, 32))}; }
 
   template <int kRows, int kVectors>
   static void multiply_keys(F32 (&sums)[kRows][kVectors], const float* words, const uint32_t* query) {
@@ -60,18 +64,18 @@ struct Bf16Rows {
 
   // out[row][column] = probabilities x values for kVectors vectors of columns, see Bf16Path::width for their order.
   template <int kRows, int kVectors>
-  static void multiply_values(const bf16* const* rows, Range range, int column, const float* probabilities, float* out,
-                              int stride, Prefetcher& prefetcher) {
+  static void multiply_values(Rows<C> rows, Range range, int column, const float* probabilities, float* out, int stride,
+                              Prefetcher& prefetcher) {
     __m512 sums[kRows][kVectors];
     for (auto& of_row : sums) {
       for (__m512& sum : of_row) sum = _mm512_setzero_ps();
     }
     const auto* weights = reinterpret_cast<const uint32_t*>(probabilities) + range.begin / 2 * kLanes;
     for (int p = range.begin; p < range.end; p += 2, weights += kLanes) {
-      prefetcher.follow(kVectors * 64);
+      prefetcher.follow(kVectors * kLanes * 2 * static_cast<int>(sizeof(C)));
       for (int v = 0; v < kVectors; v += 2) {
-        const __m512i even = _mm512_loadu_si512(rows[p] + column + v * kLanes);
-        const __m512i odd = _mm512_loadu_si512(rows[p + 1] + column + v * kLanes);
+        const __m512i even = rows.load_bf16(p, column + v * kLanes, 32);
+        const __m512i odd = rows.load_bf16(p + 1, column + v * kLanes, 32);
         const __m512 low = _mm512_castsi512_ps(_mm512_unpacklo_epi16(even, odd));
         const __m512 high = _mm512_castsi512_ps(_mm512_unpackhi_epi16(even, odd));
         for (int r = 0; r < kRows; ++r) {
@@ -86,22 +90,24 @@ struct Bf16Rows {
   }
 };
 
+// C is the type of the cache; queries and results are bfloat16.
+template <class C>
 class Bf16Path {
  public:
-  using Cache = bf16;
+  using Cache = C;
   static constexpr bool kAmx = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX;
   static constexpr int kMaxRows = kAmx ? 256 : 128;
   static constexpr int kTilesTogether = kAmx ? 2 : 1;  // row tiles that need the same range of positions
 
   // Whether the functions for a range of lanes take this head size, and whether they are the faster ones for this many
   // rows of one KV head.
-  static bool has_lanes(int head_dim) { return kAmx || is_whole<Bf16Rows>(head_dim); }
+  static bool has_lanes(int head_dim) { return kAmx || is_whole<Bf16Rows<C>>(head_dim); }
   static bool wants_lanes(int rows) { return !kAmx && rows <= kLanes / 2; }
 
   // Lives around all work of one task.
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
   struct Session {
-    Session() { configure_tiles(); }
+    Session() { configure_tiles(kTileRows); }
     ~Session() { _tile_release(); }
   };
 #else
@@ -119,8 +125,8 @@ class Bf16Path {
   static int width(int head_dim) { return round_up(head_dim, 2 * kTile); }
 
   // Writes a row of an output tile, times scale.
-  template <class T>
-  static void write_row(T* out, const float* values, F32 scale, int head_dim) {
+  static void write_row(void* row, DType, const float* values, F32 scale, int head_dim) {
+    bf16* out = static_cast<bf16*>(row);
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int e = 0; e < head_dim; e += 2 * kLanes) {
@@ -138,14 +144,15 @@ class Bf16Path {
         values_(scratch.take<uint32_t>(kMostPanelDwords)),
         block_(scratch.take<float>(kBlockFloats)) {}
 
-  void load_queries(const bf16* const* rows) {
+  void load_queries(const void* const* rows, DType) {
     const int pairs = query_pairs(head_dim_);
+    const Rows<bf16> queries{reinterpret_cast<const bf16* const*>(rows), nullptr};
     for (int t = 0; t * kLanes < num_rows_; ++t) {
       for (int e = 0; e < pairs; e += kPairs) {
         __m512i x[16];
         for (int i = 0; i < 16; ++i) {
           const int r = t * kLanes + i;
-          x[i] = r < num_rows_ ? load_dwords(rows[r], e) : _mm512_setzero_si512();
+          x[i] = r < num_rows_ ? queries.load_bf16(r, 2 * e, head_dim_ - 2 * e) : _mm512_setzero_si512();
         }
         transpose16(x);
         uint32_t* dst = queries_ + (static_cast<size_t>(t) * pairs + e) * kLanes;
@@ -167,42 +174,40 @@ class Bf16Path {
 
   // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile
   // needs.
-  void scores(const bf16* const* key_rows, Range range, const Range* tile_ranges, float* scores,
-              Prefetcher& prefetcher) {
+  void scores(Rows<C> key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     constexpr int kGroup = 4 * kTile;
     const int pairs = query_pairs(head_dim_);
     for (int p = range.begin; p < range.end; p += kGroup) {
       const int count = (range.end - p < kGroup ? range.end - p : kGroup) / kTile;
       TileOperand keys[4];
-      key_tiles(key_rows + p, count, keys);
+      key_tiles(key_rows.from(p), count, keys);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p + kGroup <= tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
         float* out[4];
         for (int i = 0; i < count; ++i) out[i] = scores + (static_cast<size_t>(t) * kSplit + p + i * kTile) * kLanes;
         const TileOperand queries = tile_of(queries_ + static_cast<size_t>(t) * pairs * kLanes);
         if (count == 4) {
-          multiply_column<4>(keys, queries, pairs / kPairs, out, 64, prefetcher);
+          multiply_column<4, sizeof(C)>(keys, queries, pairs / kPairs, out, 64, prefetcher);
         } else {
-          multiply_column<2>(keys, queries, pairs / kPairs, out, 64, prefetcher);
+          multiply_column<2, sizeof(C)>(keys, queries, pairs / kPairs, out, 64, prefetcher);
         }
       }
     }
   }
 
   // The same for a range of lanes of one row tile; the other lanes of `scores` are kept.
-  void scores_of_lanes(const bf16* const* key_rows, Range range, LaneRange lanes, float* scores,
-                       Prefetcher& prefetcher) {
+  void scores_of_lanes(Rows<C> key_rows, Range range, LaneRange lanes, float* scores, Prefetcher& prefetcher) {
     constexpr int kGroup = 4 * kTile;
     const __mmask16 mask = static_cast<__mmask16>(first_lanes(lanes.count) << lanes.first);
     float* const out[4] = {block_, block_ + kTile * kLanes, block_ + 2 * kTile * kLanes, block_ + 3 * kTile * kLanes};
     for (int p = range.begin; p < range.end; p += kGroup) {
       const int count = (range.end - p < kGroup ? range.end - p : kGroup) / kTile;
       TileOperand keys[4];
-      key_tiles(key_rows + p, count, keys);
+      key_tiles(key_rows.from(p), count, keys);
       if (count == 4) {
-        multiply_column<4>(keys, tile_of(queries_), query_pairs(head_dim_) / kPairs, out, 64, prefetcher);
+        multiply_column<4, sizeof(C)>(keys, tile_of(queries_), query_pairs(head_dim_) / kPairs, out, 64, prefetcher);
       } else {
-        multiply_column<2>(keys, tile_of(queries_), query_pairs(head_dim_) / kPairs, out, 64, prefetcher);
+        multiply_column<2, sizeof(C)>(keys, tile_of(queries_), query_pairs(head_dim_) / kPairs, out, 64, prefetcher);
       }
       for (int i = 0; i < count * kTile; ++i) {
         _mm512_mask_store_ps(scores + (p + i) * kLanes, mask, _mm512_load_ps(block_ + i * kLanes));
@@ -222,7 +227,7 @@ class Bf16Path {
 
   // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
   // values at a time stay in the first-level cache for all row tiles.
-  void weighted_values(const bf16* const* value_rows, Range range, const float* probabilities, const Range* tile_ranges,
+  void weighted_values(Rows<C> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
     const int row_tiles = (num_rows_ + kLanes - 1) / kLanes, stride = width(head_dim_);
     const int panels = stride / kTile, most_panels = row_tiles > 1 ? 2 : 4;
@@ -239,7 +244,7 @@ class Bf16Path {
   }
 
   // The same for a range of lanes of one row tile; the other rows of `out` are kept.
-  void weighted_values_of_lanes(const bf16* const* value_rows, Range range, LaneRange lanes, const float* probabilities,
+  void weighted_values_of_lanes(Rows<C> value_rows, Range range, LaneRange lanes, const float* probabilities,
                                 float* out, Prefetcher& prefetcher) {
     constexpr int kMostPanels = 4;
     const int stride = width(head_dim_), panels = stride / kTile;
@@ -259,12 +264,11 @@ class Bf16Path {
 
   // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile
   // needs.
-  void scores(const bf16* const* key_rows, Range range, const Range* tile_ranges, float* scores,
-              Prefetcher& prefetcher) {
+  void scores(Rows<C> key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     const int pairs = query_pairs(head_dim_);
     for (int p = range.begin; p < range.end; p += kTile) {
-      prefetcher.follow(kTile * head_dim_ * 2);
-      copy_keys(key_rows + p, keys_);
+      prefetcher.follow(kTile * head_dim_ * static_cast<int>(sizeof(C)));
+      copy_keys(key_rows.from(p), keys_);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p < tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
         const uint32_t* q = queries_ + static_cast<size_t>(t) * pairs * kLanes;
@@ -276,7 +280,7 @@ class Bf16Path {
 
   // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
   // values at a time stay in the first-level cache for all row tiles.
-  void weighted_values(const bf16* const* value_rows, Range range, const float* probabilities, const Range* tile_ranges,
+  void weighted_values(Rows<C> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_), panels = stride / kTile;
     constexpr int kMostPanels = 2;  // a cache line of the values
@@ -298,20 +302,19 @@ class Bf16Path {
   }
 
   // The same for a range of lanes of one row tile; the other lanes of `scores` are kept.
-  void scores_of_lanes(const bf16* const* key_rows, Range range, LaneRange lanes, float* scores,
-                       Prefetcher& prefetcher) {
-    scores_of_rows<Bf16Rows>(key_rows, range, head_dim_, queries_ + lanes.first, lanes.count,
-                             reinterpret_cast<float*>(values_), scores + lanes.first, prefetcher);
+  void scores_of_lanes(Rows<C> key_rows, Range range, LaneRange lanes, float* scores, Prefetcher& prefetcher) {
+    scores_of_rows<Bf16Rows<C>>(key_rows, range, head_dim_, queries_ + lanes.first, lanes.count,
+                                reinterpret_cast<float*>(values_), scores + lanes.first, prefetcher);
   }
 
   void arrange_probabilities(float*, const Range*) const {}
 
   // The same for a range of lanes of one row tile; the other rows of `out` are kept.
-  void weighted_values_of_lanes(const bf16* const* value_rows, Range range, LaneRange lanes, const float* probabilities,
+  void weighted_values_of_lanes(Rows<C> value_rows, Range range, LaneRange lanes, const float* probabilities,
                                 float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_);
-    values_of_rows<Bf16Rows>(value_rows, range, head_dim_, probabilities + lanes.first, lanes.count,
-                             out + lanes.first * stride, stride, prefetcher);
+    values_of_rows<Bf16Rows<C>>(value_rows, range, head_dim_, probabilities + lanes.first, lanes.count,
+                                out + lanes.first * stride, stride, prefetcher);
   }
 
 #endif
@@ -333,31 +336,22 @@ class Bf16Path {
   }
 
   // Fills `count` panels, an even number, with the columns from e on, zeros behind head_dim.
-  void load_values(const bf16* const* rows, Range range, int e, int count, Prefetcher& prefetcher) {
+  void load_values(Rows<C> rows, Range range, int e, int count, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; p += 2) {
-      prefetcher.follow(count * kTile * 4);
+      prefetcher.follow(2 * count * kTile * static_cast<int>(sizeof(C)));
       for (int i = 0; i < count; i += 2) {
         const int left = head_dim_ - e - i * kTile;
-        const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
-        const __m512i even = _mm512_maskz_loadu_epi16(mask, rows[p] + e + i * kTile);
-        const __m512i odd = _mm512_maskz_loadu_epi16(mask, rows[p + 1] + e + i * kTile);
+        const __m512i even = rows.load_bf16(p, e + i * kTile, left), odd = rows.load_bf16(p + 1, e + i * kTile, left);
         _mm512_store_si512(value_pairs(i, p), _mm512_unpacklo_epi16(even, odd));
         _mm512_store_si512(value_pairs(i + 1, p), _mm512_unpackhi_epi16(even, odd));
       }
     }
   }
 
-  // Dwords pair .. pair + 15 of a row of head_dim elements, zeros behind its end.
-  __m512i load_dwords(const bf16* row, int pair) const {
-    const int left = head_dim_ - 2 * pair;
-    return left >= 32 ? _mm512_loadu_si512(row + 2 * pair)
-                      : _mm512_maskz_loadu_epi16((__mmask32{1} << left) - 1, row + 2 * pair);
-  }
-
-  void copy_keys(const bf16* const* rows, uint32_t* dst) const {
+  void copy_keys(Rows<C> rows, uint32_t* dst) const {
     for (int i = 0; i < kTile; ++i) {
       for (int e = 0; e < query_pairs(head_dim_); e += kPairs) {
-        _mm512_store_si512(dst + i * kKeyStride + e, load_dwords(rows[i], e));
+        _mm512_store_si512(dst + i * kKeyStride + e, rows.load_bf16(i, 2 * e, head_dim_ - 2 * e));
       }
     }
   }
@@ -381,9 +375,9 @@ class Bf16Path {
   }
 
   // Keys of 16 positions each. Those that lie in the cache as the tile wants them are read from there.
-  void key_tiles(const bf16* const* rows, int count, TileOperand* tiles) const {
-    for (int t = 0; t < count; ++t, rows += kTile) {
-      bool in_place = head_dim_ % 32 == 0;
+  void key_tiles(Rows<C> rows, int count, TileOperand* tiles) const {
+    for (int t = 0; t < count; ++t, rows = rows.from(kTile)) {
+      bool in_place = std::is_same_v<C, bf16> && head_dim_ % 32 == 0;
       for (int i = 1; i < kTile; ++i) in_place &= rows[i] - rows[i - 1] == head_dim_;
       uint32_t* copy = keys_ + t * kTile * kKeyStride;
       if (!in_place) copy_keys(rows, copy);

@@ -17,8 +17,8 @@ struct F32Lanes {
 };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-// The first 8 lanes: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen 4). The others are
-// 0.
+// The first 8 lanes, the others being 0: the same arithmetic, twice as fast on CPUs that split 512-bit operations
+// (Zen 4).
 struct F32HalfLanes {
   using Element = float;
   using Vector = __m256;
@@ -31,6 +31,7 @@ struct F32HalfLanes {
 };
 #endif
 
+// T is the type of the cache; that of queries and results is an argument.
 template <class T>
 class F32Path {
  public:
@@ -54,8 +55,11 @@ class F32Path {
   static int width(int head_dim) { return round_up(head_dim, kTile); }
 
   // Writes a row of an output tile, times scale.
-  static void write_row(T* out, const float* values, F32 scale, int head_dim) {
-    for (int e = 0; e < head_dim; e += kLanes) store_part(out + e, load(values + e) * scale, head_dim - e);
+  static void write_row(void* out, DType dtype, const float* values, F32 scale, int head_dim) {
+    with_type_of(dtype, [&]<class Q>(Q) {
+      Q* row = static_cast<Q*>(out);
+      for (int e = 0; e < head_dim; e += kLanes) store_part(row + e, load(values + e) * scale, head_dim - e);
+    });
   }
 
   F32Path(int head_dim, int num_rows, Carver& scratch)
@@ -66,19 +70,22 @@ class F32Path {
         values_(scratch.take<float>(kValueFloats)),
         block_(scratch.take<float>(kTile * kLanes)) {}
 
-  void load_queries(const T* const* rows) {
-    for (int r = 0; r < round_up(num_rows_, kLanes); ++r) {
-      float* lane = queries_ + static_cast<size_t>(r / kLanes) * head_dim_ * kLanes + r % kLanes;
-      for (int e = 0; e < head_dim_; ++e) lane[e * kLanes] = r < num_rows_ ? to_f32(rows[r][e]) : 0.0f;
-    }
+  void load_queries(const void* const* rows, DType dtype) {
+    with_type_of(dtype, [&]<class Q>(Q) {
+      for (int r = 0; r < round_up(num_rows_, kLanes); ++r) {
+        float* lane = queries_ + static_cast<size_t>(r / kLanes) * head_dim_ * kLanes + r % kLanes;
+        const Q* row = r < num_rows_ ? static_cast<const Q*>(rows[r]) : nullptr;
+        for (int e = 0; e < head_dim_; ++e) lane[e * kLanes] = row != nullptr ? to_f32(row[e]) : 0.0f;
+      }
+    });
   }
 
   // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile
   // needs.
-  void scores(const T* const* key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
+  void scores(Rows<T> key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; p += kTile) {
       prefetcher.follow(kTile * head_dim_ * static_cast<int>(sizeof(T)));
-      for (int i = 0; i < kTile; ++i) convert_row(key_rows[p + i], keys_ + i * kKeyStride);
+      for (int i = 0; i < kTile; ++i) convert_row(key_rows, p + i, keys_ + i * kKeyStride);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         if (p < tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
         const float* q = queries_ + static_cast<size_t>(t) * head_dim_ * kLanes;
@@ -88,7 +95,7 @@ class F32Path {
   }
 
   // The same for a range of lanes of one row tile; the other lanes of `scores` are kept.
-  void scores_of_lanes(const T* const* key_rows, Range range, LaneRange lanes, float* scores, Prefetcher& prefetcher) {
+  void scores_of_lanes(Rows<T> key_rows, Range range, LaneRange lanes, float* scores, Prefetcher& prefetcher) {
     scores_of_rows<F32Rows<T>>(key_rows, range, head_dim_, queries_ + lanes.first, lanes.count, values_,
                                scores + lanes.first, prefetcher);
   }
@@ -103,7 +110,7 @@ class F32Path {
 
   // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
   // values at a time stay in the first-level cache for all row tiles.
-  void weighted_values(const T* const* value_rows, Range range, const float* probabilities, const Range* tile_ranges,
+  void weighted_values(Rows<T> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_);
     for (int e = 0; e < stride; e += kTile) {
@@ -119,7 +126,7 @@ class F32Path {
   }
 
   // The same for a range of lanes of one row tile; the other rows of `out` are kept.
-  void weighted_values_of_lanes(const T* const* value_rows, Range range, LaneRange lanes, const float* probabilities,
+  void weighted_values_of_lanes(Rows<T> value_rows, Range range, LaneRange lanes, const float* probabilities,
                                 float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_);
     values_of_rows<F32Rows<T>>(value_rows, range, head_dim_, probabilities + lanes.first, lanes.count,
@@ -139,21 +146,18 @@ class F32Path {
   }
 
   // Columns e .. e + kTile - 1 of the values, zeros behind head_dim.
-  void load_values(const T* const* rows, Range range, int e, Prefetcher& prefetcher) {
+  void load_values(Rows<T> rows, Range range, int e, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; ++p) {
       if (p % 2 == 0) prefetcher.follow(2 * kTile * sizeof(T));
       for (int i = 0; i < kTile; i += kLanes) {
-        const int left = head_dim_ - e - i;
-        const T* src = rows[p] + e + i;
-        store(values_ + p * kTile + i, left >= kLanes ? load(src) : left > 0 ? load_n(src, left) : zero());
+        store(values_ + p * kTile + i, rows.load(p, e + i, head_dim_ - e - i));
       }
     }
   }
 
-  void convert_row(const T* src, float* dst) const {
-    int e = 0;
-    for (; e + kLanes <= head_dim_; e += kLanes) store(dst + e, load(src + e));
-    if (e < head_dim_) store_n(dst + e, load_n(src + e, head_dim_ - e), head_dim_ - e);
+  // The memory behind a row has room for a vector.
+  void convert_row(Rows<T> rows, int row, float* dst) const {
+    for (int e = 0; e < head_dim_; e += kLanes) store(dst + e, rows.load(row, e, head_dim_ - e));
   }
 
   int head_dim_, num_rows_;

@@ -54,7 +54,7 @@ inline void in_groups_of_rows(int rows, const Run& run) {
 }
 
 // Arithmetic of the row kernels on caches of T in float32 FMAs. Keys are transposed by words: pairs of bfloat16, single
-// elements of the other types.
+// elements of the other types, as float32.
 template <class T>
 struct F32Rows {
   using Query = float;  // [element][lane]
@@ -62,11 +62,11 @@ struct F32Rows {
   static constexpr int kQueriesPerWord = kElementsPerWord;  // rows of lanes in `query`
   static constexpr int kFewestVectors = 1;                  // of columns
 
-  static F32 load_words(const T* p) {
+  static F32 load_words(Rows<T> rows, int row, int e) {
     if constexpr (std::is_same_v<T, bf16>) {
-      return load(reinterpret_cast<const float*>(p));
+      return load(reinterpret_cast<const float*>(rows[row] + e));
     } else {
-      return load(p);
+      return rows.load(row, e);
     }
   }
 
@@ -90,18 +90,17 @@ struct F32Rows {
 
   // out[row][column] = probabilities x values for kVectors vectors of columns.
   template <int kRows, int kVectors>
-  static void multiply_values(const T* const* rows, Range range, int column, const float* probabilities, float* out,
-                              int stride, Prefetcher& prefetcher) {
+  static void multiply_values(Rows<T> rows, Range range, int column, const float* probabilities, float* out, int stride,
+                              Prefetcher& prefetcher) {
     F32 sums[kRows][kVectors];
     for (auto& of_row : sums) {
       for (F32& sum : of_row) sum = zero();
     }
     for (int p = range.begin; p < range.end; ++p) {
-      const T* value = rows[p] + column;
       const float* weights = probabilities + p * kLanes;
       prefetcher.follow(kVectors * kLanes * sizeof(T));
       for (int v = 0; v < kVectors; ++v) {
-        const F32 x = load(value + v * kLanes);
+        const F32 x = rows.load(p, column + v * kLanes);
         for (int r = 0; r < kRows; ++r) sums[r][v] = fma(x, broadcast(weights[r]), sums[r][v]);
       }
     }
@@ -112,24 +111,24 @@ struct F32Rows {
 };
 
 // Head sizes that the functions below take.
-template <class Rows>
+template <class Arithmetic>
 inline bool is_whole(int head_dim) {
-  return head_dim % (kLanes * std::max(Rows::kElementsPerWord, Rows::kFewestVectors)) == 0;
+  return head_dim % (kLanes * std::max(Arithmetic::kElementsPerWord, Arithmetic::kFewestVectors)) == 0;
 }
 
 // scores[position][row] = q . k for `rows` rows; `words` is memory for the keys of kStep positions.
-template <class Rows, class T>
-inline void scores_of_rows(const T* const* key_rows, Range range, int head_dim, const typename Rows::Query* query,
+template <class Arithmetic, class C>
+inline void scores_of_rows(Rows<C> key_rows, Range range, int head_dim, const typename Arithmetic::Query* query,
                            int rows, float* words, float* scores, Prefetcher& prefetcher) {
   constexpr int kVectors = kStep / kLanes;
-  const int num_words = head_dim / Rows::kElementsPerWord;
+  const int num_words = head_dim / Arithmetic::kElementsPerWord;
   for (int p = range.begin; p < range.end; p += kStep) {
     for (int v = 0; v < kVectors; ++v) {
-      const T* const* keys = key_rows + p + v * kLanes;
+      const Rows<C> keys = key_rows.from(p + v * kLanes);
       for (int w = 0; w < num_words; w += kLanes) {
         F32 x[kLanes];
-        prefetcher.follow(kLanes * kLanes * Rows::kElementsPerWord * static_cast<int>(sizeof(T)));
-        for (int i = 0; i < kLanes; ++i) x[i] = Rows::load_words(keys[i] + w * Rows::kElementsPerWord);
+        prefetcher.follow(kLanes * kLanes * Arithmetic::kElementsPerWord * static_cast<int>(sizeof(C)));
+        for (int i = 0; i < kLanes; ++i) x[i] = Arithmetic::load_words(keys, i, w * Arithmetic::kElementsPerWord);
         transpose(x);
         for (int i = 0; i < kLanes; ++i) store(words + (w + i) * kStep + v * kLanes, x[i]);
       }
@@ -140,8 +139,8 @@ inline void scores_of_rows(const T* const* key_rows, Range range, int head_dim, 
         for (F32& sum : of_row) sum = zero();
       }
       for (int w = 0; w < num_words; ++w) {
-        Rows::template multiply_keys<kRows, kVectors>(sums, words + w * kStep,
-                                                      query + w * Rows::kQueriesPerWord * kLanes + row);
+        Arithmetic::template multiply_keys<kRows, kVectors>(sums, words + w * kStep,
+                                                            query + w * Arithmetic::kQueriesPerWord * kLanes + row);
       }
       alignas(64) float of_row[kStep];
       for (int r = 0; r < kRows; ++r) {
@@ -153,21 +152,21 @@ inline void scores_of_rows(const T* const* key_rows, Range range, int head_dim, 
 }
 
 // out[row][stride] = probabilities x values for `rows` rows.
-template <class Rows, class T>
-inline void values_of_rows(const T* const* value_rows, Range range, int head_dim, const float* probabilities, int rows,
+template <class Arithmetic, class C>
+inline void values_of_rows(Rows<C> value_rows, Range range, int head_dim, const float* probabilities, int rows,
                            float* out, int stride, Prefetcher& prefetcher) {
   constexpr int kMostVectors = 4;
   for (int column = 0; column < head_dim;) {
     const bool most = head_dim - column >= kMostVectors * kLanes;
-    const int columns = (most ? kMostVectors : Rows::kFewestVectors) * kLanes;
+    const int columns = (most ? kMostVectors : Arithmetic::kFewestVectors) * kLanes;
     in_groups_of_rows(rows, [&]<int kRows>(int row) {
       float* first = out + row * stride;
       if (most) {
-        Rows::template multiply_values<kRows, kMostVectors>(value_rows, range, column, probabilities + row, first,
-                                                            stride, prefetcher);
+        Arithmetic::template multiply_values<kRows, kMostVectors>(value_rows, range, column, probabilities + row, first,
+                                                                  stride, prefetcher);
       } else {
-        Rows::template multiply_values<kRows, Rows::kFewestVectors>(value_rows, range, column, probabilities + row,
-                                                                    first, stride, prefetcher);
+        Arithmetic::template multiply_values<kRows, Arithmetic::kFewestVectors>(
+            value_rows, range, column, probabilities + row, first, stride, prefetcher);
       }
     });
     column += columns;

@@ -8,7 +8,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "kv_codes.h"
 #include "quire/scratch.h"
 #include "quire/simd.h"
 
@@ -38,6 +40,61 @@ inline void store_part(T* p, F32 x, int left) {
     store(p, x);
   } else if (left > 0) {
     store_n(p, x, left);
+  }
+}
+
+// Keys or values of consecutive positions as the cache holds them.
+template <class C>
+struct Rows {
+  static constexpr bool kHasScales = std::is_same_v<C, int8_t>;
+
+  const C* const* data;
+  const float* scales;  // one per row if kHasScales
+
+  const C* operator[](int row) const { return data[row]; }
+  float scale(int row) const {
+    if constexpr (kHasScales) return scales[row];
+    return 1.0f;
+  }
+  Rows from(int row) const { return {data + row, kHasScales ? scales + row : nullptr}; }
+  // kLanes elements from e on; with `left` those before the end of the row, zeros behind it.
+  F32 load(int row, int e) const {
+    const F32 x = QUIRE_ISA::load(data[row] + e);
+    if constexpr (kHasScales) return x * broadcast(scales[row]);
+    return x;
+  }
+  F32 load(int row, int e, int left) const {
+    if (left >= kLanes) return load(row, e);
+    if (left <= 0) return zero();
+    const F32 x = load_n(data[row] + e, left);
+    if constexpr (kHasScales) return x * broadcast(scales[row]);
+    return x;
+  }
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+  // 32 elements from e on as bfloat16, in the same way.
+  __m512i load_bf16(int row, int e, int left) const {
+    const C* p = data[row] + e;
+    const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+    if constexpr (std::is_same_v<C, bf16>) {
+      return left >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16(mask, p);
+    } else {
+      const auto* codes = reinterpret_cast<const __m256i*>(p);
+      return to_bf16(left >= 32 ? _mm256_loadu_si256(codes) : _mm256_maskz_loadu_epi8(mask, p), C{}, scale(row));
+    }
+  }
+#endif
+};
+
+// Calls fn with a value of the C++ type of `dtype`.
+template <class Fn>
+inline void with_type_of(DType dtype, const Fn& fn) {
+  switch (dtype) {
+    case DType::f32:
+      return fn(float{});
+    case DType::bf16:
+      return fn(bf16{});
+    case DType::f16:
+      return fn(f16{});
   }
 }
 

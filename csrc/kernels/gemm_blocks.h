@@ -10,6 +10,15 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+// Keeps a value in a register: g++ 12 would otherwise fold the same load into each product that uses it, and the loads
+// would then outnumber what the load ports can serve.
+inline __m512i in_register(__m512i x) {
+  __asm__("" : "+v"(x));
+  return x;
+}
+#endif
+
 // While a block of weights is multiplied with several row tiles in turn ("passes"), the next block is fetched from
 // memory into the L2 cache: each pass takes an equal share, so that memory and arithmetic overlap evenly. A pass calls
 // fetch() at even intervals; each call takes `lines` cache lines.

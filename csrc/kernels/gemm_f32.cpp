@@ -1,138 +1,9 @@
 // Matrix product by float multiply-adds, for every storage type of the weights and every instruction set. The rows of x
 // are converted to float once per call, the weights in registers.
-#include "gemm_row_tiles.h"
+#include "gemm_f32_tiles.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
-
-// Vectors of columns that a tile of so many rows takes at a time: 6 x 4 sums in the 32 registers of AVX-512, 6 x 2 in
-// 16 registers. Few rows take more columns there, so that enough independent sums hide the latency of a multiply-add.
-constexpr int num_vectors([[maybe_unused]] int rows) {
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-  return 4;
-#else
-  return rows == 1 ? 8 : rows == 2 ? 4 : 2;
-#endif
-}
-
-template <int kRows, int kVectors>
-inline void multiply_add(const float* a, int64_t a_stride, const F32 (&w)[kVectors], F32 (&sums)[kRows][kVectors]) {
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    const F32 x = broadcast(a[r * a_stride]);
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(x, w[v], sums[r][v]);
-  }
-}
-
-template <int kRows, int kVectors>
-inline void load_sums(const float* from, bool is_first, F32 (&sums)[kRows][kVectors]) {
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = is_first ? zero() : load(from + r * kPanelWidth + v * F32::kWidth);
-}
-
-template <int kRows, int kVectors>
-inline void store_sums(float* to, const F32 (&sums)[kRows][kVectors]) {
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) store(to + r * kPanelWidth + v * F32::kWidth, sums[r][v]);
-}
-
-// Weights [K][64] of float or half.
-template <class T>
-struct FloatTile {
-  using Input = float;
-  using Weight = T;
-  static constexpr int64_t kStepK = 1;
-  static constexpr int64_t kFetches = 1;
-
-  template <int kRows>
-  static void run(const float* a, int64_t a_stride, const T* b, int64_t steps, float* out, bool is_first,
-                  Prefetch prefetch) {
-    constexpr int kVectors = num_vectors(kRows), kColumns = kVectors * F32::kWidth;
-    for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
-      F32 sums[kRows][kVectors];
-      load_sums(out + column, is_first, sums);
-      for (int64_t step = 0; step < steps; ++step) {
-        if (column == 0) prefetch.fetch();
-        F32 w[kVectors];
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) w[v] = load(b + step * kPanelWidth + column + v * F32::kWidth);
-        multiply_add(a + step, a_stride, w, sums);
-      }
-      store_sums(out + column, sums);
-    }
-  }
-};
-
-// Weights of bfloat16 in tiles of pairs, see quire/kernels/gemm.h.
-struct Bf16Tile {
-  using Input = float;
-  using Weight = bf16;
-  static constexpr int64_t kStepK = kBf16KUnit;
-  static constexpr int64_t kFetches = kBf16KUnit / 2;
-  static constexpr int64_t kTileColumns = kBf16TileColumns;
-
-  template <int kRows>
-  static void run(const float* a, int64_t a_stride, const bf16* b, int64_t steps, float* out, bool is_first,
-                  Prefetch prefetch) {
-    constexpr int kVectors = num_vectors(kRows), kColumns = kVectors * F32::kWidth;
-    for (int64_t column = 0; column < kPanelWidth; column += kColumns) {
-      F32 sums[kRows][kVectors];
-      load_sums(out + column, is_first, sums);
-      const float* x = a;
-      const bf16* tiles = b + column / kTileColumns * kBf16TileElements + column % kTileColumns * 2;
-      for (int64_t step = 0; step < steps; ++step, tiles += kBf16KUnit * kPanelWidth) {
-        for (int64_t pair = 0; pair < kBf16KUnit / 2; ++pair, x += 2) {
-          if (column == 0) prefetch.fetch();
-          F32 even[kVectors], odd[kVectors];
-#pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) {
-            const int64_t offset = v * F32::kWidth;  // in columns
-            const bf16* words = tiles + offset / kTileColumns * kBf16TileElements + offset % kTileColumns * 2;
-            even[v] = load_even(words + pair * kTileColumns * 2);
-            odd[v] = load_odd(words + pair * kTileColumns * 2);
-          }
-          multiply_add(x, a_stride, even, sums);
-          multiply_add(x + 1, a_stride, odd, sums);
-        }
-      }
-      store_sums(out + column, sums);
-    }
-  }
-};
-
-int64_t input_bytes(const GemmArgs& args) {
-  return args.m * input_stride<float>(args.k) * static_cast<int64_t>(sizeof(float));
-}
-
-template <class T>
-void convert_rows(const GemmArgs& args, int64_t row_begin, int64_t row_end, float* input) {
-  const int64_t stride = input_stride<float>(args.k);
-  for (int64_t row = row_begin; row < row_end; ++row) {
-    const T* from = static_cast<const T*>(args.x) + row * args.x_stride;
-    float* to = input + row * stride;
-    int64_t i = 0;
-    for (; i + F32::kWidth <= args.k; i += F32::kWidth) store(to + i, load(from + i));
-    for (; i < args.k; ++i) to[i] = to_f32(from[i]);
-    for (; i < stride; ++i) to[i] = 0;  // bfloat16 weights come in whole steps of 32 k
-  }
-}
-
-void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
-  float* rows = static_cast<float*>(input);
-  switch (args.dtype) {
-    case DType::f32:
-      return convert_rows<float>(args, row_begin, row_end, rows);
-    case DType::bf16:
-      return convert_rows<bf16>(args, row_begin, row_end, rows);
-    case DType::f16:
-      return convert_rows<f16>(args, row_begin, row_end, rows);
-  }
-}
 
 int64_t rows_per_block(int64_t) { return 120; }
 
@@ -150,7 +21,7 @@ void run(const GemmBlock& block) {
 }  // namespace
 
 extern const GemmKernels gemm_f32_table;
-const GemmKernels gemm_f32_table = {1, input_bytes, prepare, rows_per_block, run};
+const GemmKernels gemm_f32_table = {1, float_input_bytes, float_prepare, rows_per_block, run};
 
 }  // namespace quire::QUIRE_ISA
 

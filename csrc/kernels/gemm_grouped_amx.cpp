@@ -1,9 +1,12 @@
 // Matrix product with grouped integer weights on AMX tiles (16 rows x 64 k times 64 k x 16 columns, TDPBSUD). Integer
-// sums are exact, so the result has the bits of gemm_grouped.cpp.
-#include "gemm_grouped_blocks.h"
+// sums are exact, so the result has the bits of gemm_grouped.cpp. Here large groups; small ones in
+// gemm_grouped_amx_groups.h.
+#include "quire/isa.h"
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-#include "amx_tiles.h"
+#include "gemm_grouped_amx_groups.h"
+#else
+#include "quire/kernels/gemm.h"
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -18,30 +21,12 @@ inline void fetch(Prefetch& prefetch, int64_t calls) {
   for (int64_t i = 0; i < calls; ++i) prefetch.fetch();
 }
 
-// sums += input * weights; the codes of weights have a sign when they come unpacked. A macro, because tiles are named
-// by literals.
-#define QUIRE_MULTIPLY_TILES(sums, input, weights) \
-  if constexpr (kCodes == Codes::unpacked) {       \
-    _tile_dpbssd(sums, input, weights);            \
-  } else {                                         \
-    _tile_dpbsud(sums, input, weights);            \
-  }
-
 // 64 columns for up to 16 rows.
-template <Codes kCodes>
+template <bool kSigned>
 void run_1x4(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t steps, int32_t* sums, bool is_first,
              Prefetch& prefetch) {
-  if (is_first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, kPitch);
-    _tile_loadd(1, sums + 16, kPitch);
-    _tile_loadd(2, sums + 32, kPitch);
-    _tile_loadd(3, sums + 48, kPitch);
-  }
+  const SumTiles tiles{sums, sums + 16, sums + 32, sums + 48, kPitch};
+  start_sums(tiles, is_first);
   for (int64_t step = 0; step < steps; ++step, codes += kAmxKUnit, weights += kStepQuads * kQuadBytes) {
     fetch(prefetch, kStepQuads);
     _tile_loadd(4, codes, stride);
@@ -54,28 +39,16 @@ void run_1x4(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_
     QUIRE_MULTIPLY_TILES(2, 4, 6)
     QUIRE_MULTIPLY_TILES(3, 4, 7)
   }
-  _tile_stored(0, sums, kPitch);
-  _tile_stored(1, sums + 16, kPitch);
-  _tile_stored(2, sums + 32, kPitch);
-  _tile_stored(3, sums + 48, kPitch);
+  store_sums(tiles);
 }
 
 // 32 columns for 17 to 32 rows.
-template <Codes kCodes>
+template <bool kSigned>
 void run_2x2(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t steps, int32_t* sums, bool is_first,
              Prefetch& prefetch) {
   int32_t* const low = sums + kTileRows * kPanelWidth;
-  if (is_first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, kPitch);
-    _tile_loadd(1, sums + 16, kPitch);
-    _tile_loadd(2, low, kPitch);
-    _tile_loadd(3, low + 16, kPitch);
-  }
+  const SumTiles tiles{sums, sums + 16, low, low + 16, kPitch};
+  start_sums(tiles, is_first);
   for (int64_t step = 0; step < steps; ++step, codes += kAmxKUnit, weights += kStepQuads * kQuadBytes) {
     fetch(prefetch, kStepQuads / 2);  // the other half comes with the other columns
     _tile_loadd(6, weights, kQuadBytes);
@@ -87,35 +60,53 @@ void run_2x2(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_
     QUIRE_MULTIPLY_TILES(1, 4, 7)
     QUIRE_MULTIPLY_TILES(3, 5, 7)
   }
-  _tile_stored(0, sums, kPitch);
-  _tile_stored(1, sums + 16, kPitch);
-  _tile_stored(2, low, kPitch);
-  _tile_stored(3, low + 16, kPitch);
+  store_sums(tiles);
 }
 
 struct AmxTile {
   static constexpr int64_t kMaxRows = 2 * kTileRows, kRowUnit = kTileRows;
-  static constexpr bool kSigned = true;
+  static constexpr bool kSigned = true, kAddsGroups = false;
   static bool reads_packed(int64_t) { return false; }
 
-  template <Codes kCodes>
+  template <Codes, bool kSignedCodes>
   static void run(int rows, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* sums,
                   bool is_first, Prefetch& prefetch) {
+    written_for_tiles();
     const int64_t steps = quads / kStepQuads;
     if (rows <= kTileRows) {
-      run_1x4<kCodes>(codes, stride, weights, steps, sums, is_first, prefetch);
+      run_1x4<kSignedCodes>(codes, stride, weights, steps, sums, is_first, prefetch);
     } else {
-      run_2x2<kCodes>(codes, stride, weights, steps, sums, is_first, prefetch);
-      run_2x2<kCodes>(codes, stride, weights + 128, steps, sums + 32, is_first, prefetch);
+      run_2x2<kSignedCodes>(codes, stride, weights, steps, sums, is_first, prefetch);
+      run_2x2<kSignedCodes>(codes, stride, weights + 128, steps, sums + 32, is_first, prefetch);
     }
   }
 };
 
 int64_t rows_per_block(int64_t) { return 256; }
 
+// Rows that fill up the last tile get scales of zero: what is added up for them is not stored, but numbers left from
+// other calls may be subnormal, which is slow.
+void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
+  grouped_prepare(args, row_begin, row_end, input);
+  if (row_end < args.m) return;
+  const QuantizedRows rows(args, input);
+  for (int64_t row = args.m; row < QuantizedRows::padded_rows(args.m); ++row)
+    for (int64_t g = 0; g < rows.num_groups; ++g)
+      rows.scales[rows.at(row, g)] = rows.offset_factors[rows.at(row, g)] = 0;
+}
+
 void run(const GemmBlock& block) {
-  configure_tiles(std::min(block.args->m, kTileRows));
-  run_grouped<AmxTile>(block);
+  const GemmArgs& args = *block.args;
+  const int64_t group_size = args.form.group_size;
+  // which is faster, by measurement
+  const int64_t largest_small = args.form.bits == 4 ? kAmxSmallGroup : kAmxKUnit;
+  if (group_size > largest_small && group_size % kAmxKUnit == 0) {
+    configure_tiles(std::min(args.m, kTileRows), kAmxKUnit);
+    run_grouped<AmxTile>(block);
+  } else {
+    configure_tiles(std::min(args.m, kTileRows), step_of(group_size));
+    run_small_groups(block);
+  }
   _tile_release();
 }
 
@@ -125,7 +116,7 @@ void run(const GemmBlock& block) {
 
 extern const GemmKernels gemm_grouped_amx_table;
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-const GemmKernels gemm_grouped_amx_table = {2 * kTileRows, grouped_input_bytes, grouped_prepare, rows_per_block, run};
+const GemmKernels gemm_grouped_amx_table = {kTileRows, grouped_input_bytes, prepare, rows_per_block, run};
 #else
 const GemmKernels gemm_grouped_amx_table = {};
 #endif

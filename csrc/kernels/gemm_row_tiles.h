@@ -25,7 +25,7 @@ inline int64_t input_stride(int64_t k) {
 // Tile::Weight      element of the packed weight
 // Tile::kStepK      k per step: 1, or 32 where a panel is made of tiles
 // Tile::kFetches    calls of prefetch.fetch() per step
-// Tile::run<R>(a, a_stride, b, steps, sums, is_first, prefetch)   sums[R][64] = (is_first ? 0 : sums) + a * b
+// Tile::run<R, Fetch>(a, a_stride, b, steps, sums, is_first, prefetch)   sums[R][64] = (is_first ? 0 : sums) + a * b
 template <class Tile>
 inline void run_row_tiles(const GemmBlock& block) {
   const GemmArgs& args = *block.args;
@@ -34,9 +34,10 @@ inline void run_row_tiles(const GemmBlock& block) {
   constexpr int64_t kStepElements = Tile::kStepK * kPanelWidth;
   constexpr int64_t kStepBytes = kStepElements * sizeof(Weight);
   constexpr int64_t kStepsPerBlock = kBlockBytes / kStepBytes;
-  using Run = void (*)(const Input*, int64_t, const Weight*, int64_t, float*, bool, Prefetch);
-  static constexpr Run kRun[kMaxRows] = {Tile::template run<1>, Tile::template run<2>, Tile::template run<3>,
-                                         Tile::template run<4>, Tile::template run<5>, Tile::template run<6>};
+  using Run = void (*)(const Input*, int64_t, const Weight*, int64_t, float*, bool, Prefetch&);
+  static constexpr Run kRun[kMaxRows] = {Tile::template run<1, Prefetch>, Tile::template run<2, Prefetch>,
+                                         Tile::template run<3, Prefetch>, Tile::template run<4, Prefetch>,
+                                         Tile::template run<5, Prefetch>, Tile::template run<6, Prefetch>};
 
   const int64_t num_rows = block.row_end - block.row_begin;
   const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
@@ -57,8 +58,9 @@ inline void run_row_tiles(const GemmBlock& block) {
       for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {  // tiles of nearly equal height: 7 rows are 3 + 4
         const int64_t rows = num_rows * (tile + 1) / num_tiles - row;
         float* tile_sums = sums + row * kPanelWidth;
+        Prefetch prefetch = plan.of_pass(static_cast<int>(tile));
         kRun[rows - 1](a + row * a_stride + step * Tile::kStepK, a_stride, b + step * kStepElements, steps, tile_sums,
-                       step == 0, plan.of_pass(static_cast<int>(tile)));
+                       step == 0, prefetch);
         if (step + steps == num_steps)
           store_finished(args,
                          {tile_sums, kPanelWidth, block.row_begin + row, rows, panel * kPanelWidth, kPanelWidth, bias});

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "kv_codes.h"
 #include "quire/simd.h"
 #include "quire/thread_pool.h"
 
@@ -105,11 +106,16 @@ void rms_norm(const RmsNormArgs& a) {
   }
 }
 
-// Norm (weight not null) and rotation (cos_sin not null) of one head in float32.
+// One head in float32, zeros from its end to the next whole vector.
+struct Head {
+  alignas(64) float data[kMaxRopeHeadDim + kLanes];
+};
+
+// Norm (weight not null) and rotation (cos_sin not null) of one head.
 template <class T, class W>
-void rotate_head(const RopeCacheArgs& a, const T* src, T* dst, const W* weight, const float* cos_sin) {
+void rotate_head(const RopeCacheArgs& a, const T* src, const W* weight, const float* cos_sin, Head& out) {
   const int64_t dim = a.head_dim, half = a.rotary_dim / 2;
-  alignas(64) float head[kMaxRopeHeadDim + kLanes];
+  float* head = out.data;
   for (int64_t i = 0; i < dim; i += kLanes) store(head + i, load_part(src + i, dim - i));
   if (weight != nullptr) {
     const F32 scale = broadcast(inverse_rms(dim, a.norm_eps, [&](int64_t i, int64_t) { return load(head + i); }));
@@ -127,39 +133,75 @@ void rotate_head(const RopeCacheArgs& a, const T* src, T* dst, const W* weight, 
       store_part(head + half + i, fma(y, c, x * s), left);
     }
   }
-  for (int64_t i = 0; i < dim; i += kLanes) store_part(dst + i, load(head + i), dim - i);
 }
 
-template <class T, class W>
+template <class T>
+void store_head(const Head& head, int64_t dim, T* dst) {
+  for (int64_t i = 0; i < dim; i += kLanes) store_part(dst + i, load(head.data + i), dim - i);
+}
+
+// Keys and values of one token and KV head to row `row` of the caches' scales, and to the given places of the caches.
+template <class T, class W, class C>
+void write_cache(const RopeCacheArgs& a, const T* k, const T* v, const W* k_weight, const float* cos_sin, C* k_slot,
+                 C* v_slot, int64_t row) {
+  Head head;
+  rotate_head(a, k, k_weight, cos_sin, head);
+  if constexpr (std::is_same_v<T, C>) {
+    store_head(head, a.head_dim, k_slot);
+    std::copy_n(v, a.head_dim, v_slot);
+  } else {
+    const auto dim = static_cast<int>(a.head_dim);
+    encode_row(head.data, dim, k_slot, a.k_scales, row);
+    rotate_head<T, W>(a, v, nullptr, nullptr, head);
+    encode_row(head.data, dim, v_slot, a.v_scales, row);
+  }
+}
+
+template <class T, class W, class C>
 void rope_and_cache_token(const RopeCacheArgs& a, int64_t token) {
   const float* cos_sin = a.cos_sin == nullptr ? nullptr : a.cos_sin + a.positions[token] * a.rotary_dim;
   const W *q_weight = static_cast<const W*>(a.q_norm_weight), *k_weight = static_cast<const W*>(a.k_norm_weight);
   if (q_weight != nullptr || cos_sin != nullptr) {
     for (int64_t h = 0; h < a.num_q_heads; ++h) {
       T* q = static_cast<T*>(a.q) + token * a.q_token_stride + h * a.q_head_stride;
-      rotate_head(a, q, q, q_weight, cos_sin);
+      Head head;
+      rotate_head(a, q, q_weight, cos_sin, head);
+      store_head(head, a.head_dim, q);
     }
   }
   const int64_t slot = a.slot_mapping[token];
   if (slot < 0) return;
-  const int64_t block = slot / a.block_size, offset = slot % a.block_size * a.head_dim;
+  const int64_t block = slot / a.block_size, offset = slot % a.block_size;
   for (int64_t g = 0; g < a.num_kv_heads; ++g) {
     const T* k = static_cast<const T*>(a.k) + token * a.k_token_stride + g * a.k_head_stride;
     const T* v = static_cast<const T*>(a.v) + token * a.v_token_stride + g * a.v_head_stride;
-    T* k_slot = static_cast<T*>(a.k_cache) + block * a.k_block_stride + g * a.k_cache_head_stride + offset;
-    T* v_slot = static_cast<T*>(a.v_cache) + block * a.v_block_stride + g * a.v_cache_head_stride + offset;
-    rotate_head(a, k, k_slot, k_weight, cos_sin);
-    std::copy_n(v, a.head_dim, v_slot);
+    C* k_slot = static_cast<C*>(a.k_cache) + block * a.k_block_stride + g * a.k_cache_head_stride + offset * a.head_dim;
+    C* v_slot = static_cast<C*>(a.v_cache) + block * a.v_block_stride + g * a.v_cache_head_stride + offset * a.head_dim;
+    write_cache(a, k, v, k_weight, cos_sin, k_slot, v_slot, (block * a.num_kv_heads + g) * a.block_size + offset);
+  }
+}
+
+template <class T, class C>
+void rope_and_cache_to(const RopeCacheArgs& a) {
+  const int64_t elements = (a.num_q_heads + 2 * a.num_kv_heads) * a.head_dim;
+  if (a.norm_weight_dtype == a.dtype) {
+    for_rows(a.num_tokens, elements, [&](int64_t token) { rope_and_cache_token<T, T, C>(a, token); });
+  } else {
+    for_rows(a.num_tokens, elements, [&](int64_t token) { rope_and_cache_token<T, float, C>(a, token); });
   }
 }
 
 template <class T>
 void rope_and_cache_of(const RopeCacheArgs& a) {
-  const int64_t elements = (a.num_q_heads + 2 * a.num_kv_heads) * a.head_dim;
-  if (a.norm_weight_dtype == a.dtype) {
-    for_rows(a.num_tokens, elements, [&](int64_t token) { rope_and_cache_token<T, T>(a, token); });
-  } else {
-    for_rows(a.num_tokens, elements, [&](int64_t token) { rope_and_cache_token<T, float>(a, token); });
+  switch (a.cache_type) {
+    case CacheType::model:
+      return rope_and_cache_to<T, T>(a);
+    case CacheType::e4m3:
+      return rope_and_cache_to<T, e4m3>(a);
+    case CacheType::e5m2:
+      return rope_and_cache_to<T, e5m2>(a);
+    case CacheType::int8:
+      return rope_and_cache_to<T, int8_t>(a);
   }
 }
 

@@ -15,8 +15,9 @@ from quire.frontend.prompts import PromptType
 from quire.frontend.tokenizer import Tokenizer
 from quire.launch import open_model, start_async_engine
 from quire.messages import EngineReady, SetLimits
-from quire.outputs import RequestOutput
+from quire.outputs import PositionLogprobs, RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.spawn import spawn_engine
 
 
 class AsyncLLM:
@@ -25,16 +26,22 @@ class AsyncLLM:
     The process starts to load at once; the first call that needs it waits until it is ready.
 
     Args:
-        model: folder or hub id; None: the bundled demo model.
+        model: folder, hub id or GGUF file; None: the bundled demo model.
         **kwargs: fields of EngineConfig (vLLM's names).
     """
 
     def __init__(self, model: str | None = None, **kwargs: Any) -> None:
         self.config = EngineConfig.from_kwargs(model=model, **kwargs)
-        parts = open_model(self.config, lambda phase, fraction, detail: None)
+        interpreter = spawn_engine()
+        try:
+            parts = open_model(self.config, lambda phase, fraction, detail: None)
+            self._engine, self._process = start_async_engine(self.config, parts, interpreter=interpreter)
+        except BaseException:
+            with interpreter:  # closes the pipe and waits
+                interpreter.kill()
+            raise
         self.model_config = parts.model_config
         self._tokenizer = parts.tokenizer
-        self._engine, self._process = start_async_engine(self.config, parts)
         self._is_started = False
         self._shutdown: asyncio.Task[None] | None = None
 
@@ -80,9 +87,14 @@ class AsyncLLM:
                     f"{name} is not supported in this version", fix=f"Leave {name} out", param=name
                 )
         await self.wait_ready()
+        prompt_logprobs: list[PositionLogprobs | None] | None = None
         async for output in self._engine.generate(
             prompt, sampling_params, request_id, priority=priority, clamp_max_tokens=True
         ):
+            if output.prompt_logprobs is not None:
+                if prompt_logprobs is None:  # the same with every output
+                    prompt_logprobs = await asyncio.to_thread(list, output.prompt_logprobs)
+                output.prompt_logprobs = prompt_logprobs
             yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:

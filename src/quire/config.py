@@ -15,6 +15,8 @@ from typing import Any
 from quire.compat.names import nearest
 from quire.compat.table import FOREIGN, settle
 from quire.errors import ConfigError
+from quire.hf_config.quantization import QUANTIZATION_NAMES
+from quire.kv_format import KV_CACHE_DTYPES
 from quire.option import (
     Source,
     check_choices,
@@ -28,7 +30,7 @@ from quire.option import (
 )
 from quire.weight_format import ON_LOAD
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
 
@@ -36,8 +38,12 @@ DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 class EngineConfig:
     """Everything about the model, its memory and its schedule."""
 
-    model: str | None = option(None, "Folder or hub id of the model; none: the bundled demo model.")
-    tokenizer: str | None = option(None, "Folder or hub id of the tokenizer, if it is not the model's.")
+    model: str | None = option(
+        None,
+        "Folder, hub id or GGUF file of the model, `folder:Q4_K_M` for one of several; none: the bundled demo model.",
+    )
+    gguf_file: str | None = option(None, "GGUF file: a path, or a name in the model's folder or repository.")
+    tokenizer: str | None = option(None, "Folder, hub id or GGUF file of the tokenizer, if it is not the model's.")
     tokenizer_mode: str = option(
         "auto", "auto or hf: tokenizer.json; slow: convert through transformers.", choices=("auto", "hf", "slow")
     )
@@ -48,7 +54,13 @@ class EngineConfig:
     hf_token: str | None = option(None, "Token for gated models on the hub; else HF_TOKEN.", secret=True)
     hf_overrides: dict[str, Any] | None = option(None, "JSON object merged over config.json.", type="json")
     download_dir: str | None = option(None, "Folder for downloaded weights; else the hub's cache.")
-    load_format: str = option("auto", "auto or safetensors: read weights; dummy: random weights.", choices=LOAD_FORMATS)
+    load_format: str = option(
+        "auto", "auto, safetensors or gguf: read weights; dummy: random weights.", choices=LOAD_FORMATS
+    )
+    packed_weights_cache: bool = option(
+        False,
+        "Keep the packed weights in a file of their size under QUIRE_CACHE_DIR, else ~/.cache/quire, for later starts.",
+    )
     model_impl: str = option(
         "auto",
         "auto: native, else through transformers' modelling code; native; transformers.",
@@ -61,7 +73,10 @@ class EngineConfig:
         limits="bytes of weights and KV cache, and the precision of every product",
     )
     quantization: str | None = option(
-        None, "Quantize the weights while they load: int8 or int4; none: as the checkpoint.", flags=("-q",)
+        None,
+        "int8, int4 or fp8: quantize the weights while they load; none: as the checkpoint is. awq, gptq, "
+        "compressed-tensors, fp8 and gguf, also by vLLM's other names, must be what the checkpoint is.",
+        flags=("-q",),
     )
     seed: int | None = option(
         0, "Seed of the seeds drawn for requests that bring none; None in Python: another one at every start."
@@ -109,7 +124,10 @@ class EngineConfig:
         limits="waste at the end of a request, and the grain of prefix sharing",
     )
     kv_cache_dtype: str = option(
-        "auto", "auto: the model's dtype.", choices=("auto",), limits="bytes of a token in the KV cache"
+        "auto",
+        "auto: the model's dtype; fp8 (fp8_e4m3), fp8_e5m2 and int8: a byte per element, int8 with scales.",
+        choices=KV_CACHE_DTYPES,
+        limits="bytes of a token in the KV cache: how many tokens it holds, and how fast they are read",
     )
     enable_prefix_caching: bool = option(True, "Keep KV blocks of past prompts and share equal prefixes.")
     performance_mode: str = option(
@@ -147,6 +165,8 @@ class EngineConfig:
         None, "Threads of the CPU kernels; none: physical cores allowed.", limits="cores that compute"
     )
     disable_log_stats: bool = option(False, "No statistics line every 10 seconds.")
+    kv_cache_metrics: bool = option(False, "Histograms of how long KV blocks keep their content, in /metrics.")
+    kv_cache_metrics_sample: float = option(0.01, "Share of the KV blocks they follow, in (0, 1].")
     tensor_parallel_size: int = option(1, "Devices per replica; 1 in this version.", flags=("-tp",))
     sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
 
@@ -182,10 +202,21 @@ class ServerConfig:
     ssl_certfile: str | None = option(None, "PEM file of the certificate chain: the server speaks HTTPS only.")
     ssl_ca_certs: str | None = option(None, "PEM file of the authorities that sign clients' certificates.")
     ssl_cert_reqs: int = option(0, "Clients' certificates; 0: not asked for; 1: checked if sent; 2: required.")
+    ssl_ciphers: str | None = option(
+        None, "Ciphers of TLS 1.2 as an OpenSSL list; none: OpenSSL's choice. Those of TLS 1.3 are fixed."
+    )
+    enable_ssl_refresh: bool = option(False, "Read certificates, key and authorities again when their files change.")
     api_key: tuple[str, ...] = option((), "Keys clients must send; else VLLM_API_KEY.", many=True, secret=True)
     no_auth: bool = option(False, "Allow an address other than loopback without a key.")
     chat_template: str | None = option(None, "File with a Jinja chat template, or the template itself.")
+    default_chat_template_kwargs: dict[str, Any] | None = option(
+        None, "JSON object of variables for the chat template; those of a request come first.", type="json"
+    )
     response_role: str = option("assistant", "Role of the answers.")
+    return_tokens_as_token_ids: bool = option(
+        False, "Logprobs name tokens token_id:<id>, unless a request says otherwise."
+    )
+    enable_force_include_usage: bool = option(False, "Every streamed answer ends with its usage.")
     uvicorn_log_level: str = option(
         "warning", "Log level of the HTTP server.", choices=("critical", "error", "warning", "info", "debug", "trace")
     )
@@ -254,7 +285,7 @@ def _check_listening(config: ServerConfig) -> None:
             expected="0 (no certificates), 1 (optional) or 2 (required)",
             param="ssl_cert_reqs",
         )
-    for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+    for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh"):
         if getattr(config, name) and config.ssl_certfile is None:
             raise ConfigError(f"{name} needs a certificate of the server", fix="Give --ssl-certfile too", param=name)
     if config.ssl_cert_reqs and config.ssl_ca_certs is None:
@@ -299,12 +330,13 @@ def _check_engine(config: EngineConfig) -> None:
             fix="Leave the flag out; architectures known to transformers run without it",
             param="trust_remote_code",
         )
-    if config.quantization is not None and config.quantization not in ON_LOAD:
+    if config.quantization is not None and config.quantization not in (*ON_LOAD, *QUANTIZATION_NAMES):
         raise ConfigError(
-            "Quantized weights of this kind are not supported in this version",
+            "Quantized weights of this kind are not read",
             value=config.quantization,
-            expected=" or ".join(ON_LOAD) + ", which quantize a checkpoint in floating point while it loads",
-            fix="Leave --quantization out, or choose one of these",
+            expected=f"{', '.join(ON_LOAD)}, which quantize a checkpoint in floating point while it loads, or the "
+            f"checkpoint's own method: {', '.join(QUANTIZATION_NAMES)}",
+            fix="Leave --quantization out: a quantized checkpoint says what it is",
             param="quantization",
         )
     if config.tensor_parallel_size != 1:
@@ -332,6 +364,14 @@ def _check_engine(config: EngineConfig) -> None:
             value=config.max_model_len,
             expected="a positive number, or -1",
             param="max_model_len",
+        )
+    if not 0 < config.kv_cache_metrics_sample <= 1:
+        raise ConfigError(
+            "Illegal kv_cache_metrics_sample",
+            value=config.kv_cache_metrics_sample,
+            expected="a share in (0, 1]",
+            fix="Leave --kv-cache-metrics out to follow no block",
+            param="kv_cache_metrics_sample",
         )
     if not 0 <= config.watermark < 1:
         raise ConfigError("Illegal watermark", value=config.watermark, expected="a share in [0, 1)", param="watermark")

@@ -79,6 +79,10 @@ NUM_THREADS = Variable(
 )
 NO_COLOR = Variable("NO_COLOR", "", str, "anything: no colours (no-color.org)")
 FORCE_COLOR = Variable("FORCE_COLOR", "", str, "anything: colours also where there is no terminal; NO_COLOR wins")
+CACHE_DIR = Variable(
+    "QUIRE_CACHE_DIR", "", str, "folder for packed weights (--packed-weights-cache); empty = quire in the user's cache"
+)
+XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "", str, "the user's cache; empty = ~/.cache (XDG Base Directory)")
 TERM = Variable("TERM", "", str, "dumb: no progress bars, no colours")
 NOTIFY_SOCKET = Variable("NOTIFY_SOCKET", "", str, "set by systemd: where `quire serve` says READY=1 and STOPPING=1")
 
@@ -96,6 +100,8 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     NUM_THREADS,
     NO_COLOR,
     FORCE_COLOR,
+    CACHE_DIR,
+    XDG_CACHE_HOME,
     TERM,
     NOTIFY_SOCKET,
 )

@@ -9,21 +9,12 @@ from typing import Any
 from quire import __version__
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import MemoryPlanError
+from quire.kv_format import kv_format
+from quire.layer_kernels import LayerKernel, layer_kernels
+from quire.memory_plan import MemoryFacts, least_work_bytes, logits_bytes, plan_kv_cache
 from quire.memory_summary import MemorySummary
 from quire.model_config import DTYPE_BYTES, ModelConfig
-from quire.resolve import (
-    GIB,
-    DeviceFacts,
-    MemoryFacts,
-    Resolved,
-    Setting,
-    least_work_bytes,
-    logits_bytes,
-    plan_kv_cache,
-    resolve,
-    resolve_server,
-    shown_bytes,
-)
+from quire.resolve import GIB, DeviceFacts, Resolved, Setting, kv_bytes_per_token, resolve, resolve_server, shown_bytes
 
 NAME_COLUMN = 34  # the longest name of a setting fits
 
@@ -34,6 +25,7 @@ class Explanation:
 
     Args:
         settings: of the engine, then of the server.
+        layers: how the weights are held and multiplied with.
         next_costs: what the next larger value costs, where that can be said.
         error: why a start would fail, if it would.
     """
@@ -42,6 +34,7 @@ class Explanation:
     model: ModelConfig
     device: DeviceFacts
     settings: dict[str, Setting]
+    layers: list[LayerKernel]
     next_costs: dict[str, str]
     error: MemoryPlanError | None = None
 
@@ -55,7 +48,7 @@ class Explanation:
                 "architecture": self.model.architecture,
                 "num_parameters": self.model.num_parameters(),
                 "weight_bytes": self.model.weight_bytes(dtype, self.settings["quantization"].value),
-                "kv_bytes_per_token": self.model.kv_bytes_per_token(DTYPE_BYTES[dtype]),
+                "kv_bytes_per_token": self._kv_bytes_per_token(),
                 "max_model_len": self.model.max_model_len,
             },
             "machine": {
@@ -65,6 +58,7 @@ class Explanation:
                 "total_memory_bytes": self.device.total_memory_bytes,
                 "free_memory_bytes": self.device.free_memory_bytes,
             },
+            "layers": [layer.as_dict() for layer in self.layers],
             "settings": {
                 name: setting.as_dict() | ({"next": self.next_costs[name]} if name in self.next_costs else {})
                 for name, setting in self.settings.items()
@@ -79,12 +73,13 @@ class Explanation:
     def _lines(self) -> Iterator[str]:
         dtype = self.settings["dtype"].value
         parameters = f"{self.model.num_parameters() / 1e6:,.1f} M parameters"
-        kv = self.model.kv_bytes_per_token(DTYPE_BYTES[dtype])
+        kv = self._kv_bytes_per_token()
         yield f"model    {self.model_name}: {self.model.architecture}, {parameters}, {dtype}, KV {kv:,} bytes per token"
         memory = f"{shown_bytes(self.device.total_memory_bytes)} RAM, {shown_bytes(self.device.free_memory_bytes)} free"
         yield f"machine  {self.device.name}, {self.device.num_cores} cores, {self.device.isa}, {memory} now"
         if "num_blocks" in self.settings:
             yield from self._memory()
+        yield from self._layers()
         yield ""
         plain = []
         for name, setting in self.settings.items():
@@ -107,6 +102,23 @@ class Explanation:
         yield "As they are by default:"
         yield from plain
 
+    def _layers(self) -> Iterator[str]:
+        """Those that are held and multiplied with in the same way in one line; fused ones are joined by +."""
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for layer in self.layers:
+            key = (layer.weight, layer.kernel, layer.why)
+            alike.setdefault(key, []).append(f"{layer.count} x {'+'.join(layer.names)}")
+        label = "layers"
+        for (weight, kernel, why), names in alike.items():
+            yield f"{label:<8} {', '.join(names)}"
+            yield f"         weight  {weight}   ({why})"
+            yield f"         kernel  {kernel}"
+            label = ""
+
+    def _kv_bytes_per_token(self) -> int:
+        kv = kv_format(self.settings["kv_cache_dtype"].value, self.settings["dtype"].value)
+        return self.model.kv_bytes_per_token(kv)
+
     def _memory(self) -> Iterator[str]:
         """The plan, in the words of the first screen. Only the work is not what a start finds: that measures it."""
         memory = MemorySummary.of({name: setting.value for name, setting in self.settings.items()})
@@ -116,9 +128,16 @@ class Explanation:
 
 
 def explain(
-    model_name: str, engine: EngineConfig, server: ServerConfig, model: ModelConfig, device: DeviceFacts
+    model_name: str,
+    engine: EngineConfig,
+    server: ServerConfig,
+    model: ModelConfig,
+    device: DeviceFacts,
+    read_bandwidth: float | None = None,
 ) -> Explanation:
     """The settings of a server started now, without loading weights: their bytes come from config.json.
+
+    `read_bandwidth` is what all cores together read from memory, in bytes per second, if it was measured.
 
     Raises ConfigError for settings that contradict each other; too little memory is part of the answer.
     """
@@ -129,8 +148,11 @@ def explain(
         plan_kv_cache(engine, model, resolved, memory)
     except MemoryPlanError as failure:
         error = failure
+    if read_bandwidth is not None:
+        _put_expectation(resolved, model, read_bandwidth)
     settings = resolved.settings | resolve_server(server).settings
-    return Explanation(model_name, model, device, settings, _next_costs(resolved, model), error)
+    layers = layer_kernels(model, resolved.dtype, resolved.quantization, device.isa)
+    return Explanation(model_name, model, device, settings, layers, _next_costs(resolved, model), error)
 
 
 def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> MemoryFacts:
@@ -147,8 +169,25 @@ def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) 
     )
 
 
+def _put_expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: float) -> None:
+    """A bound: a start measures steps, and says what it found under the same name."""
+    num_bytes = model.read_bytes_per_step(resolved.dtype, resolved.quantization)
+    resolved.put(
+        "expected_tokens_per_second",
+        float(f"{read_bandwidth / num_bytes:.3g}"),
+        "formula",
+        f"at most: {read_bandwidth / 1e9:.1f} GB/s, measured now / {num_bytes / 1e9:.3f} GB of weights, which every "
+        "token reads from memory (faster if the processor's cache holds them); a start measures steps",
+    )
+
+
 def _next_costs(resolved: Resolved, model: ModelConfig) -> dict[str, str]:
-    kv = model.kv_bytes_per_token(DTYPE_BYTES[resolved.dtype])
+    kv = kv_bytes_per_token(resolved, model)
+
+    def kv_in(dtype: str) -> int:
+        own = resolved.kv_cache_dtype in DTYPE_BYTES
+        return model.kv_bytes_per_token(kv_format("auto" if own else resolved.kv_cache_dtype, dtype))
+
     seqs, budget, length = resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.max_model_len
     block = resolved.block_size
     logits = shown_bytes(logits_bytes(model, seqs))
@@ -163,12 +202,14 @@ def _next_costs(resolved: Resolved, model: ModelConfig) -> dict[str, str]:
     }
     if "num_blocks" in resolved.settings:
         costs["num_blocks"] = f"each GiB more holds {GIB // kv:,} tokens"
-    if resolved.quantization is not None:
+    if model.quantized is None and resolved.quantization is not None:
         costs["quantization"] = f"none: weights of {shown_bytes(model.weight_bytes(resolved.dtype))}"
     elif resolved.dtype == "float32":
-        costs["dtype"] = f"bfloat16: weights of {shown_bytes(model.weight_bytes('bfloat16'))}, KV of {kv // 2:,} bytes"
+        weights = shown_bytes(model.weight_bytes("bfloat16", resolved.quantization))
+        costs["dtype"] = f"bfloat16: weights of {weights}, KV of {kv_in('bfloat16'):,} bytes"
     else:
-        costs["dtype"] = f"float32: weights of {shown_bytes(model.weight_bytes('float32'))}, KV of {2 * kv:,} bytes"
+        weights = shown_bytes(model.weight_bytes("float32", resolved.quantization))
+        costs["dtype"] = f"float32: weights of {weights}, KV of {kv_in('float32'):,} bytes"
     return costs
 
 

@@ -27,6 +27,7 @@ CHOSEN = (
     "dtype", "num_threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "enable_prefix_caching",
 )  # fmt: skip
+EXPECTED = ("expected_tokens_per_second", "expected_total_tokens_per_second")
 WHY = "why: quire explain"
 _ISA_NAMES = {
     "amx": "AMX",
@@ -106,7 +107,12 @@ def show_ready(
     if logs.is_json():
         choices = {name: {"value": made["value"], "source": made["source"]} for name, made in chosen.items()}
         extra = logs.fields(
-            url=address.name, model=model_name, memory=memory.as_dict(), chosen=choices, seconds_by_phase=seconds
+            url=address.name,
+            model=model_name,
+            memory=memory.as_dict(),
+            chosen=choices,
+            expected={name: settings[name]["value"] for name in EXPECTED},
+            seconds_by_phase=seconds,
         )
         logger.info("ready: %s", address.name, extra=extra)
         return
@@ -117,6 +123,7 @@ def show_ready(
         *_labelled("memory", [memory.plan()], style),
         *_labelled("fits", memory.capacity(), style),
         *_labelled("chosen", _flowed([*items, WHY]), style),
+        *_labelled("expect", [_expectation(*(settings[name]["value"] for name in (*EXPECTED, "max_num_seqs")))], style),
         "",
         *_labelled(
             "ready",
@@ -128,6 +135,17 @@ def show_ready(
         "",
     ]
     _print(lines)
+
+
+def _expectation(of_one: float, of_all: float, num_users: int) -> str:
+    one = f"1 user {_rate(of_one)} tok/s"
+    if num_users == 1:
+        return one
+    return f"{one} · {num_users} users about {_rate(of_all)} together, {_rate(of_all / num_users)} each"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
 
 
 def _shown(value: Any) -> str:

@@ -13,10 +13,21 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class LayerCache:
-    """KV cache of one layer: both tensors [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """KV cache of one layer: both tensors [num_blocks, num_kv_heads, block_size, head_dim].
+
+    They hold the model's dtype or codes of 8 bits (float8_e4m3fn, float8_e5m2, int8). int8 codes have a float32 scale
+    per token and KV head beside them, in the same blocks: [num_blocks, num_kv_heads, block_size], contiguous.
+    """
 
     k_BGPE: Tensor
     v_BGPE: Tensor
+    k_scales_BGP: Tensor | None = None
+    v_scales_BGP: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All memory of the layer; the first dimension of each is the block."""
+        tensors = (self.k_BGPE, self.v_BGPE, self.k_scales_BGP, self.v_scales_BGP)
+        return [tensor for tensor in tensors if tensor is not None]
 
 
 @dataclass(slots=True)
@@ -35,8 +46,6 @@ class ForwardBatch:
     block_tables_SM: Tensor  # int32
     logits_indices_R: Tensor  # int64: the tokens whose logits are wanted
     caches: list[LayerCache]  # one per layer
-    max_query_len: int
-    max_seq_len: int
 
     @property
     def num_tokens(self) -> int:

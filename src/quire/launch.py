@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,13 +25,15 @@ from quire.frontend.stats import EngineMetrics
 from quire.frontend.supervisor import RecoveryLimits
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tokenizer_files import load_generation_config
+from quire.gguf.file import is_gguf
 from quire.kernels import extension
-from quire.loader.hub import resolve_model, resolve_tokenizer_files
+from quire.loader.gguf_choice import find_gguf
+from quire.loader.hub import local_path, resolve_model, resolve_tokenizer_files
 from quire.messages import EngineLaunch, Progress
 from quire.model_config import ModelConfig, load_model_config
+from quire.spawn import EngineInterpreter, spawn_engine
 
 DEMO_MODEL_NAME = "quire-demo"
-ENGINE_PROGRAM = ("-m", "quire.engine.process")  # arguments of the interpreter
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,19 @@ class FrontEndParts:
 
 
 def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool) -> tuple[Path, str, ModelConfig]:
-    """The model's folder, name and facts; what is missing is downloaded, the weights only on request.
+    """The model's folder or GGUF file, name and facts; what is missing is downloaded, safetensors only on request.
 
     Raises ConfigErrors.
     """
+    any_architecture = config.model_impl in ("auto", "transformers")
+    source = (config.revision, config.download_dir, config.hf_token, progress)
+    if (file := find_gguf(config.model, config.gguf_file, *source)) is not None:
+        return file, config.model or file.name, load_model_config(file, config.hf_overrides)
     if config.model is None:
         folder, name = quire.demo.path("target"), DEMO_MODEL_NAME
     else:
         name = config.model
-        folder = resolve_model(name, config.revision, config.download_dir, config.hf_token, progress, weights=weights)
-    any_architecture = config.model_impl in ("auto", "transformers")
+        folder = resolve_model(name, *source, weights=weights)
     return folder, name, load_model_config(folder, config.hf_overrides, any_architecture=any_architecture)
 
 
@@ -66,19 +70,22 @@ def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
     folder, name, model_config = find_model(config, progress, weights=config.load_format != "dummy")
     tokenizer = None
     if not config.skip_tokenizer_init:
-        tokenizer_folder = folder
-        if config.tokenizer is not None:
-            tokenizer_folder = resolve_tokenizer_files(
-                config.tokenizer, config.tokenizer_revision, config.download_dir, config.hf_token
-            )
-        tokenizer = Tokenizer.from_folder(tokenizer_folder, config.tokenizer_mode)
+        source = folder if config.tokenizer is None else _tokenizer_files(config.tokenizer, config)
+        tokenizer = Tokenizer.from_folder(source, config.tokenizer_mode)
     return FrontEndParts(folder, name, model_config, tokenizer, _input_processor(config, model_config, tokenizer))
+
+
+def _tokenizer_files(name: str, config: EngineConfig) -> Path:
+    """The folder or GGUF file that `--tokenizer` means."""
+    if is_gguf(path := local_path(name, "tokenizer")):
+        return path
+    return resolve_tokenizer_files(name, config.tokenizer_revision, config.download_dir, config.hf_token)
 
 
 def _input_processor(config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None) -> InputProcessor:
     generation = {}
-    if config.generation_config != "vllm":
-        is_auto = config.generation_config == "auto"
+    is_auto = config.generation_config == "auto"
+    if config.generation_config != "vllm" and not (is_auto and is_gguf(Path(model_config.model))):
         generation = _generation_config(Path(model_config.model if is_auto else config.generation_config))
     return InputProcessor(
         tokenizer,
@@ -101,12 +108,17 @@ def _generation_config(folder: Path) -> dict[str, Any]:
 
 
 class EngineProcessHandle:
-    """One engine process at a time, and the private folder of its sockets."""
+    """One engine process at a time, and the private folder of its sockets.
 
-    def __init__(self, config: EngineConfig, model_folder: Path) -> None:
+    Args:
+        interpreter: becomes the first process; without it one is started.
+    """
+
+    def __init__(self, config: EngineConfig, model_folder: Path, interpreter: EngineInterpreter | None = None) -> None:
         self._config, self._model_folder = config, str(model_folder)
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._waiting = interpreter
+        self._process: EngineInterpreter | None = None
         self._was_killed = False  # by this object
 
     def launch(self) -> ProcessClient:
@@ -124,15 +136,12 @@ class EngineProcessHandle:
         return client
 
     def _start(self, launch: EngineLaunch) -> None:
-        # -P: a module of the current folder must not stand in for one of ours or of the standard library.
-        command = [sys.executable, "-P", *ENGINE_PROGRAM]
-        # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can say so itself.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        self._process, self._waiting = self._waiting or spawn_engine(), None
         self._was_killed = False
         assert self._process.stdin is not None
         # The pipe stays open: its end tells the engine that this process has ended.
-        self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended already: the client notices
+            self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
 
     @property
     def socket_folder(self) -> Path | None:
@@ -178,7 +187,7 @@ class EngineProcessHandle:
         self._remove_sockets()
 
     @staticmethod
-    def _close_input(process: subprocess.Popen[bytes]) -> None:
+    def _close_input(process: EngineInterpreter) -> None:
         """What the engine takes as the end of this process."""
         if process.stdin is not None:
             with suppress(BrokenPipeError):
@@ -194,13 +203,15 @@ def start_async_engine(
     parts: FrontEndParts,
     metrics: EngineMetrics | None = None,
     recovery: RecoveryLimits | None = None,
+    interpreter: EngineInterpreter | None = None,
 ) -> tuple[AsyncEngine, EngineProcessHandle]:
     """An engine process, which begins to load at once, and its front end, which the caller starts.
 
     Args:
+        interpreter: becomes the first process.
         recovery: when the process counts as failed, and how often it is started again.
     """
-    handle = EngineProcessHandle(config, parts.model_folder)
+    handle = EngineProcessHandle(config, parts.model_folder, interpreter)
     outputs = OutputProcessor(parts.tokenizer, metrics)
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
     return AsyncEngine(handle.launch(), parts.input_processor, outputs, starter=handle, recovery=recovery), handle

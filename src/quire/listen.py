@@ -11,10 +11,13 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from quire.config import ServerConfig
 from quire.errors import ConfigError
+from quire.logs import get_logger
+
+logger = get_logger(__name__)
 
 BACKLOG = 2048  # connections the system holds until they are accepted; uvicorn's default
 SOCKET_UMASK = 0o177  # a Unix socket is its owner's alone: mode 0600
@@ -36,13 +39,33 @@ class Listener:
     def __init__(self, config: ServerConfig) -> None:
         """Take the port or the path before the model costs time. Raises ConfigError."""
         self._config = config
-        self.tls = _tls_context(config)
+        self.tls = _tls_context(config)  # of new connections
+        self._tls_identity = _tls_identity(config)
         self._file: tuple[int, int] | None = None
         if config.uds is None:
             self.socket = _bind_port(config.host, config.port)
         else:
             self.socket = _bind_path(config.uds)
             self._file = _identity(config.uds)
+
+    def server_tls(self) -> ssl.SSLContext | None:
+        """For whoever accepts connections: each is made with what `tls` is by then."""
+        return None if self.tls is None else _CurrentTls(self)
+
+    def refresh_tls(self) -> None:
+        """Use the certificates, the key and the authorities as their files are now, for connections from now on.
+
+        What cannot be used is told once, and the old ones stay: a renewal may be half-way.
+        """
+        if self.tls is None or (identity := _tls_identity(self._config)) == self._tls_identity:
+            return
+        self._tls_identity = identity
+        try:
+            self.tls = _tls_context(self._config)
+        except ConfigError as error:
+            logger.warning("the certificates have changed and the old ones stay in use: %s", error.message)
+            return
+        logger.info("the certificates were read again")
 
     def listen(self) -> None:
         try:
@@ -73,6 +96,30 @@ class Listener:
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"{scheme}://{host}:{self.socket.getsockname()[1]}"
         return Address(url, url, " ".join(curl))
+
+
+class _CurrentTls(ssl.SSLContext):
+    """Makes connections with the listener's context of the moment.
+
+    A context cannot be renewed itself: it takes on authorities and never gives one up, nor the sessions it may resume.
+    """
+
+    def __new__(cls, listener: Listener) -> Self:
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        assert self._listener.tls is not None, "TLS has gone"
+        return self._listener.tls.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
 
 
 def check_guarded(config: ServerConfig, api_keys: Sequence[str]) -> None:
@@ -186,6 +233,24 @@ def _tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     if config.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if config.ssl_ciphers is not None:
+        try:
+            context.set_ciphers(config.ssl_ciphers)
+        except ssl.SSLError:
+            raise ConfigError(
+                "OpenSSL knows none of these ciphers",
+                value=config.ssl_ciphers,
+                expected="a list such as ECDHE+AESGCM:ECDHE+CHACHA20",
+                fix="Check --ssl-ciphers with `openssl ciphers`, or leave it out",
+                param="ssl_ciphers",
+            ) from None
+    _load_certificates(context, config)
+    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
+    return context
+
+
+def _load_certificates(context: ssl.SSLContext, config: ServerConfig) -> None:
+    assert config.ssl_certfile is not None, "TLS without a certificate"
     try:
         # A key with a password is an error: nobody is there to type it.
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
@@ -207,8 +272,17 @@ def _tls_context(config: ServerConfig) -> ssl.SSLContext | None:
                 fix="Check --ssl-ca-certs",
                 param="ssl_ca_certs",
             ) from None
-    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
-    return context
+
+
+def _tls_identity(config: ServerConfig) -> list[tuple[int, int] | None]:
+    """What changes when a file is written or replaced; None: it is not there."""
+    identities: list[tuple[int, int] | None] = []
+    for path in (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs):
+        try:
+            identities.append(None if path is None else _identity(path))
+        except OSError:
+            identities.append(None)
+    return identities
 
 
 def _why(error: Exception) -> str:

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config import EngineConfig
 from quire.engine.start import start_engine
@@ -19,10 +19,13 @@ from quire.frontend.prompts import PromptType, split_prompts
 from quire.frontend.tokenizer import Tokenizer
 from quire.launch import open_model
 from quire.messages import Command
-from quire.offline import OfflineRunner, UseTqdm
+from quire.offline import OfflineRunner, UseTqdm, engine_metrics
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.start_display import shown_start
+
+if TYPE_CHECKING:
+    from quire.metrics.reader import Metric
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -34,7 +37,6 @@ _ABSENT = {
     **dict.fromkeys(("start_profile", "stop_profile"), "use py-spy, or torch.profiler around generate()"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "no code is sent to workers"),
     "reset_mm_cache": "models here read text only",
-    "get_metrics": "metrics are kept by `quire serve`, at /metrics",
 }
 
 
@@ -45,9 +47,10 @@ class LLM:
     vLLM's examples do, and `LLM.from_engine_args(args)` takes it whole.
 
     Args:
-        model: folder or hub id; None: the bundled demo model.
+        model: folder, hub id or GGUF file; None: the bundled demo model.
         chat_template: Jinja template, or the name of one of the model's, for chat() in place of the model's default.
         **kwargs: fields of EngineConfig (vLLM's names); an unknown one is an error naming the nearest.
+            `disable_log_stats=False`, if it is given, keeps metrics for get_metrics(), as in vLLM.
     """
 
     def __init__(self, model: str | None = None, *, chat_template: str | None = None, **kwargs: Any) -> None:
@@ -61,7 +64,8 @@ class LLM:
         self._tokenizer = parts.tokenizer
         self._chat_template = chat_template
         self._inputs: InputProcessor = parts.input_processor.with_max_model_len(self.resolved.max_model_len)
-        self._runner = OfflineRunner(self._core, OutputProcessor(self._tokenizer))
+        self._metrics = engine_metrics(self.config, engine) if kwargs.get("disable_log_stats") is False else None
+        self._runner = OfflineRunner(self._core, OutputProcessor(self._tokenizer, self._metrics))
         self._counter = itertools.count()
         self._enqueued: list[str] = []
 
@@ -251,6 +255,18 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What generate() uses without SamplingParams: the model's generation config over vLLM's defaults."""
         return self._inputs.default_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """Every series of /metrics as an object: Counter, Gauge or Histogram, by its class in quire.metrics.reader."""
+        if self._metrics is None:
+            raise ConfigError(
+                "This LLM keeps no metrics",
+                fix="Make it with disable_log_stats=False, as for vLLM",
+                param="disable_log_stats",
+            )
+        from quire.metrics.reader import read
+
+        return read(self._metrics.registry)
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Devices the model runs on."""

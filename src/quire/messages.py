@@ -67,13 +67,29 @@ class Command(msgspec.Struct, tag="command"):
 EngineInput = AddRequest | Abort | SetLimits | Command
 
 
+_encode_logprobs = msgspec.msgpack.Encoder().encode
+_decode_logprobs = msgspec.msgpack.Decoder(TokenLogprobs).decode
+
+
+def pack(entry: TokenLogprobs) -> msgspec.Raw:
+    """One position of RequestDelta.prompt_logprobs."""
+    return msgspec.Raw(_encode_logprobs(entry))
+
+
+def unpack(packed: msgspec.Raw) -> TokenLogprobs:
+    """The reverse of `pack`."""
+    return _decode_logprobs(packed)
+
+
 class RequestDelta(msgspec.Struct, omit_defaults=True):
     """What one step added to one request. Times are durations in seconds since the engine received the request."""
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None  # all of them at once, with the first sampled token
+    # All of them at once, with the first sampled token, as `pack` writes them: unpacking those of a long prompt takes
+    # too long for an event loop.
+    prompt_logprobs: list[msgspec.Raw] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None

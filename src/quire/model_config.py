@@ -9,13 +9,20 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.errors import ModelConfigError
+from quire.gguf.file import is_gguf, open_gguf
 from quire.hf_config.families import QkNorm
 from quire.hf_config.fields import Fields
+from quire.hf_config.from_gguf import to_hf_config
+from quire.hf_config.gguf_types import GgufWeights, gguf_weights
+from quire.hf_config.layer_format import QuantizedCheckpoint
+from quire.hf_config.quantization import OUTPUT, SEPARATE_FILES, parse_description
 from quire.hf_config.rope import RopeConfig
 from quire.hf_config.translate import merge, translate
+from quire.kv_format import KvFormat
+from quire.stored_linear import LinearShape, StoredLinear, stored_from
 from quire.weight_format import ON_LOAD
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
@@ -23,11 +30,20 @@ __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+class BlockLinears(NamedTuple):
+    """The linear layers of one block."""
+
+    qkv: LinearShape
+    attention_output: LinearShape
+    gate_up: LinearShape
+    down: LinearShape
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Facts about one model. Sizes count elements, windows and lengths count tokens."""
 
-    model: str  # folder it was read from
+    model: str  # folder or GGUF file it was read from
     model_type: str
     architecture: str
     is_native: bool  # a family of quire.models; else it needs the transformers backend
@@ -40,7 +56,9 @@ class ModelConfig:
     head_dim: int
     max_model_len: int
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
+    quantized: QuantizedCheckpoint | GgufWeights | None  # how its linear layers are stored, if not in dtype
     tie_word_embeddings: bool
+    has_fused_checkpoint: bool  # it holds qkv_proj and gate_up_proj
     rms_norm_eps: float
     hidden_act: str  # silu, gelu or gelu_tanh
     rope: RopeConfig
@@ -67,42 +85,103 @@ class ModelConfig:
             return None
         return self.local_rope if self.local_rope is not None and self.layer_windows[layer] else self.rope
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+    def kv_bytes_per_token(self, kv: KvFormat) -> int:
         """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        return 2 * self.num_layers * self.num_kv_heads * kv.row_bytes(self.head_dim)
 
     def num_parameters(self) -> int:
         """Elements of all weights; tied embeddings count once. Exact for native models, an estimate for others."""
-        linear = sum(count * N * K for count, N, K in self._linear_shapes())
-        return linear + self.vocab_size * self.hidden_size + self._num_other_parameters()
+        linear = sum(linear.out_features * linear.in_features for linear in self.linears())
+        return linear + self._num_looked_up_parameters() + self._num_norm_and_bias_parameters()
+
+    def num_block_parameters(self) -> int:
+        """Elements of all weights but embeddings and output projection: what every token is multiplied with."""
+        return self.num_parameters() - self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
 
     def weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Bytes of all weights in `dtype` (a key of DTYPE_BYTES), linear layers as `quantization` stores them."""
-        if quantization is None:
-            return self.num_parameters() * DTYPE_BYTES[dtype]
-        on_load = ON_LOAD[quantization]
-        linear = sum(count * on_load.linear.num_bytes(N, K) for count, N, K in self._linear_shapes())
-        output = on_load.output.num_bytes(self.vocab_size, self.hidden_size)
-        return linear + output + self._num_other_parameters() * DTYPE_BYTES[dtype]
+        """Bytes of all weights in `dtype` (a key of DTYPE_BYTES), linear layers as they are held."""
+        linear = sum(stored.num_bytes(DTYPE_BYTES[dtype]) for stored in self.stored_linears(quantization))
+        return linear + self._num_norm_and_bias_parameters() * DTYPE_BYTES[dtype] + self._looked_up_bytes(dtype)
 
-    def _linear_shapes(self) -> Iterator[tuple[int, int, int]]:
-        """(how often, out-features, in-features) of the linear layers in all blocks, fused as they are held."""
+    def read_bytes_per_step(self, dtype: str, quantization: str | None = None) -> int:
+        """Bytes of the weights every step reads: all but embeddings that are only looked up, a row per token."""
+        return self.weight_bytes(dtype, quantization) - self._looked_up_bytes(dtype)
+
+    def stored_linears(self, quantization: str | None = None) -> Iterator[StoredLinear]:
+        """All linear layers as `stored` gives them."""
+        return (stored for linear in self.linears() for stored in self.stored(linear, quantization))
+
+    def stored(self, linear: LinearShape, quantization: str | None = None) -> tuple[StoredLinear, ...]:
+        """How a layer is stored, in parts if its shards are not fused.
+
+        A key of ON_LOAD for `quantization` makes integers of a checkpoint in floating point; else, the checkpoint says.
+        """
+        is_output = linear == self.output_linear()
+        if isinstance(self.quantized, GgufWeights):
+            return stored_from(linear, self.quantized)
+        if self.quantized is not None and not (is_output and self.tie_word_embeddings):
+            return stored_from(linear, self.quantized)
+        held, reason = None, f"the checkpoint is in {self.dtype}"
+        if self.quantized is not None:
+            reason = "shared with the embeddings, which are not quantized"
+        elif quantization is not None:
+            on_load = ON_LOAD[quantization]
+            held = on_load.output if is_output else on_load.linear
+            reason = f"--quantization {quantization}"
+        return (StoredLinear(shape=linear, source=None, held=held, reason=reason),)
+
+    def stored_embeddings(self) -> StoredLinear | None:
+        """The embeddings, where they are a table of their own in integers; None: shared, or in the model's dtype."""
+        if self.tie_word_embeddings or not isinstance(self.quantized, GgufWeights):
+            return None
+        shape = LinearShape(prefix="model.", shards=(("embed_tokens", self.vocab_size),), in_features=self.hidden_size)
+        (table,) = stored_from(shape, self.quantized)
+        return table if table.held is not None else None
+
+    def linears(self) -> Iterator[LinearShape]:
+        """All linear layers, fused where their inputs are the same."""
+        for layer in range(self.num_layers):
+            yield from self.block_linears(layer)
+        yield self.output_linear()
+
+    def block_linears(self, layer: int) -> BlockLinears:
+        """Those of one layer."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_width, kv_width = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        yield self.num_layers, q_width + 2 * kv_width, hidden
-        yield self.num_layers, hidden, q_width
-        yield self.num_layers, 2 * inner, hidden
-        yield self.num_layers, hidden, inner
+        qkv: tuple[tuple[str, int], ...] = (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width))
+        gate_up: tuple[tuple[str, int], ...] = (("gate_proj", inner), ("up_proj", inner))
+        if self.has_fused_checkpoint:
+            qkv, gate_up = (("qkv_proj", q_width + 2 * kv_width),), (("gate_up_proj", 2 * inner),)
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        return BlockLinears(
+            LinearShape(prefix=attention, shards=qkv, in_features=hidden),
+            LinearShape(prefix=attention, shards=(("o_proj", hidden),), in_features=q_width),
+            LinearShape(prefix=mlp, shards=gate_up, in_features=hidden),
+            LinearShape(prefix=mlp, shards=(("down_proj", hidden),), in_features=inner),
+        )
 
-    def _num_other_parameters(self) -> int:
-        """Elements of norms and biases, and of embeddings that are not the output projection too."""
+    def output_linear(self) -> LinearShape:
+        """hidden -> logits."""
+        prefix, name = ("model.", "embed_tokens") if self.tie_word_embeddings else ("", OUTPUT)
+        return LinearShape(prefix=prefix, shards=((name, self.vocab_size),), in_features=self.hidden_size)
+
+    def _num_looked_up_parameters(self) -> int:
+        """Elements of embeddings that are not the output projection too."""
+        return 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+
+    def _looked_up_bytes(self, dtype: str) -> int:
+        """Bytes of them, as they are held."""
+        table = self.stored_embeddings()
+        width = DTYPE_BYTES[dtype]
+        return self._num_looked_up_parameters() * width if table is None else table.num_bytes(width)
+
+    def _num_norm_and_bias_parameters(self) -> int:
         hidden, inner = self.hidden_size, self.intermediate_size
         q_width, kv_width = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
         biases = self.qkv_bias * (q_width + 2 * kv_width) + self.attention_output_bias * hidden
         biases += self.mlp_bias * (2 * inner + hidden)
         qk_norm = {"none": 0, "head": 2 * self.head_dim, "full": q_width + kv_width}[self.qk_norm]
-        embeddings = 0 if self.tie_word_embeddings else self.vocab_size * hidden
-        return embeddings + self.num_layers * (biases + qk_norm + self.norms_per_layer * hidden) + hidden
+        return self.num_layers * (biases + qk_norm + self.norms_per_layer * hidden) + hidden
 
 
 def load_model_config(
@@ -111,16 +190,27 @@ def load_model_config(
     """Read config.json of a checkpoint folder and, if there, the end-of-sequence ids of its generation_config.json.
 
     Args:
-        folder: the checkpoint folder.
+        folder: the checkpoint folder, or a GGUF file, whose metadata is taken for a config.json.
         overrides: merged over config.json first, in Hugging Face's names (`--hf-overrides`); nested objects merge too.
         any_architecture: also accept an architecture that is not native (for the transformers backend).
 
     Raises:
         ModelConfigError: a file is missing or no JSON object, a field is missing or illegal, unknown architecture.
+        WeightsError: a malformed GGUF file.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        file = open_gguf(folder)
+        facts = translate(merge(to_hf_config(file), overrides or {}), str(folder), any_architecture=False)
+        facts["quantized"] = gguf_weights(file)
+        return ModelConfig(model=str(folder), hf_overrides=dict(overrides or {}), **facts)
     raw = merge(_read_object(folder / "config.json", required=True), overrides or {})
     facts = translate(raw, str(folder / "config.json"), any_architecture)
+    if facts["quantized"] is None and "quantization_config" not in raw:  # null there is an override
+        for name, method in SEPARATE_FILES.items():
+            if description := _read_object(folder / name, required=False):
+                facts["quantized"] = parse_description(Fields(description, str(folder / name)), method)
+                break
     path = folder / "generation_config.json"
     generation = _read_object(path, required=False)
     if generation.get("eos_token_id") is not None:  # replaces the one of config.json, as in transformers

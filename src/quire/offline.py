@@ -4,20 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.engine.start import StartedEngine
 from quire.errors import QuireError
 from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.output_processor import OutputProcessor
 from quire.interrupt import interrupts_between_steps
+from quire.launch import DEMO_MODEL_NAME
 from quire.logs import get_logger
 from quire.outputs import RequestOutput
 from quire.progress_bar import ProgressBar
 
+if TYPE_CHECKING:
+    from quire.metrics.prometheus import PrometheusMetrics
+
 logger = get_logger(__name__)
 
 UseTqdm = bool | Callable[..., Any]
+
+
+def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMetrics:
+    """What LLM.get_metrics() reads, with the names and labels that a server would show."""
+    from quire.metrics.prometheus import PrometheusMetrics  # slow to import, and few ask for it
+
+    name = config.served_model_name[0] if config.served_model_name else config.model or DEMO_MODEL_NAME
+    metrics = PrometheusMetrics(
+        name, engine.resolved.max_model_len, model=engine.model_config, kv_blocks=config.kv_cache_metrics
+    )
+    metrics.on_ready(engine.ready_message())
+    return metrics
 
 
 class OfflineRunner:
@@ -102,10 +120,15 @@ class OfflineRunner:
     def _step(self) -> list[RequestOutput]:
         """One step of the engine. Returns what it finished."""
         assert self._core.has_work(), "requests are waited for that the engine does not have"
-        result = self._outputs.process(self._core.step())
+        deltas = self._core.step()
+        if self._core.last_record is not None:
+            self._outputs.metrics.on_step(self._core.last_record)
+        result = self._outputs.process(deltas)
         if result.abort_ids:
             self._core.abort(result.abort_ids)
         finished = [output for output in result.outputs if output.finished]
         for output in finished:
+            if output.prompt_logprobs is not None:
+                output.prompt_logprobs = list(output.prompt_logprobs)
             self._finished[output.request_id] = (output, result.errors.get(output.request_id))
         return finished

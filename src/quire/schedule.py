@@ -99,7 +99,15 @@ class Executor(Protocol):
     def shutdown(self) -> None: ...
 
 
-class StepRecord(msgspec.Struct):
+class EvictedBlock(msgspec.Struct, array_like=True):
+    """A sampled KV block at the end of its stay: it is handed out again. In seconds."""
+
+    lifetime_seconds: float  # since it was handed out before
+    idle_seconds: float  # since a request last took it over from the cache, or else since it was handed out
+    reuse_gaps_seconds: list[float]  # between the last times a request took it over
+
+
+class StepRecord(msgspec.Struct, omit_defaults=True):
     """What one step did and cost: the one source for metrics, the log line and calibration. Times in seconds."""
 
     step_id: int
@@ -122,3 +130,4 @@ class StepRecord(msgspec.Struct):
     sample_seconds: float = 0.0
     output_seconds: float = 0.0
     step_seconds: float = 0.0
+    evicted_blocks: list[EvictedBlock] | None = None  # None: without --kv-cache-metrics

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -19,8 +20,9 @@ import uvloop
 from quire import envs, logs, systemd
 from quire.config import EngineConfig, ServerConfig
 from quire.cost import devices
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, InvalidRequestError, QuireError
 from quire.first_screen import show_header, show_ready
+from quire.frontend.chat_template import check_template_kwargs
 from quire.kernels import extension
 from quire.launch import DEMO_MODEL_NAME, FrontEndParts, open_model, start_async_engine
 from quire.listen import BACKLOG, Listener, allowed_hosts, check_guarded
@@ -31,25 +33,28 @@ from quire.server.app import create_app
 from quire.server.cors import CorsRules
 from quire.server.http_protocol import GuardedProtocol
 from quire.server.state import ServerSettings
+from quire.spawn import EngineInterpreter
 from quire.start_display import StartDisplay
 from quire.terminal import CLEAR_LINE, is_terminal
 
 logger = logs.get_logger(__name__)
 
 POLL_SECONDS = 0.1
+TLS_POLL_SECONDS = 1.0  # between two looks at the files of the certificates
 INTERRUPTED = 130  # the exit code: 128 + SIGINT
 # After the drain's time is over every stream gets an error as its last event; they have this long to leave.
 LAST_WORDS_SECONDS = 2.0
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serve until told to stop.
+def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter: EngineInterpreter) -> int:
+    """Serve until told to stop; the engine runs in `interpreter`, which is the caller's to end.
 
     Answers with the exit code: 0 stopped, 1 the engine failed, 2 it could not start for a reason the user can mend.
     Raises ConfigErrors before it serves.
     """
     api_keys = server_config.api_key or tuple(key for key in [envs.API_KEY.get()] if key)
     check_guarded(server_config, api_keys)
+    template_kwargs = _default_template_kwargs(server_config)
     listener = Listener(server_config)
     device = devices.detect(extension.chosen_isa())
     name = engine_config.model or DEMO_MODEL_NAME
@@ -68,7 +73,10 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             max_model_len=parts.model_config.max_model_len,
             default_sampling_params=parts.input_processor.defaults,
             chat_template=_read_template(server_config.chat_template),
+            default_chat_template_kwargs=template_kwargs,
             response_role=server_config.response_role,
+            returns_tokens_as_token_ids=server_config.return_tokens_as_token_ids,
+            forces_usage=server_config.enable_force_include_usage,
             has_priorities=engine_config.scheduling_policy == "priority",
             owns_engine=False,
             cors=CorsRules(
@@ -81,7 +89,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             resolved=resolve_server(server_config).as_dict(),
         )
         listener.listen()
-        process = ServingProcess(engine_config, server_config, settings, parts, listener, display)
+        process = ServingProcess(engine_config, server_config, settings, parts, listener, display, interpreter)
         code: int = uvloop.run(process.run())
         return code
     finally:
@@ -108,6 +116,21 @@ def _clear_line() -> None:
     """The terminal has written ^C."""
     if is_terminal(sys.stderr):
         print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+
+
+def _default_template_kwargs(config: ServerConfig) -> dict[str, Any]:
+    """Raises ConfigError for what every chat would be refused for."""
+    param = "default_chat_template_kwargs"
+    try:
+        return check_template_kwargs(config.default_chat_template_kwargs or {}, param)
+    except InvalidRequestError as error:
+        raise ConfigError(
+            error.what,
+            value=error.value,
+            expected=error.expected,
+            fix="Correct --default-chat-template-kwargs",
+            param=param,
+        ) from None
 
 
 def _read_template(given: str | None) -> str | None:
@@ -143,6 +166,7 @@ class ServingProcess:
         parts: FrontEndParts,
         listener: Listener,
         display: StartDisplay,
+        interpreter: EngineInterpreter,
     ) -> None:
         self._parts, self._listener, self._display = parts, listener, display
         self._drain_seconds = server_config.shutdown_timeout
@@ -151,17 +175,19 @@ class ServingProcess:
             parts.model_config.max_model_len,
             model=parts.model_config,
             legacy_names=server_config.legacy_metric_names,
+            kv_blocks=engine_config.kv_cache_metrics,
         )
+        self._refreshes_tls = server_config.enable_ssl_refresh
         self._needs_key = bool(settings.api_keys)
         display.update("start", 0.0, "the engine's process")
-        self._engine, self._process = start_async_engine(engine_config, parts, metrics)
+        self._engine, self._process = start_async_engine(engine_config, parts, metrics, interpreter=interpreter)
         self._engine.on_progress = self._show_progress
         try:
             self._app = create_app(self._engine, parts.tokenizer, settings, metrics)
         except BaseException:
             self._process.stop()
             raise
-        tls = listener.tls
+        tls = listener.server_tls()
         self._server = _HttpServer(
             uvicorn.Config(
                 self._app,
@@ -185,10 +211,13 @@ class ServingProcess:
             loop.add_signal_handler(number, self._on_signal)
         self._engine.start()
         watcher = asyncio.create_task(self._watch(), name="engine watch")
+        tls_watcher = asyncio.create_task(self._watch_tls(), name="certificates") if self._refreshes_tls else None
         try:
             await self._server.serve(sockets=[self._listener.socket])
         finally:
             watcher.cancel()
+            if tls_watcher is not None:
+                tls_watcher.cancel()
             await self._engine.shutdown()
             self._process.stop()
         if self._error is not None:
@@ -244,6 +273,11 @@ class ServingProcess:
             if end is not None and end not in error.message:
                 logs.say(end, logging.ERROR)
             self._server.should_exit = True
+
+    async def _watch_tls(self) -> None:
+        while True:
+            await asyncio.sleep(TLS_POLL_SECONDS)
+            self._listener.refresh_tls()
 
     async def _show_start(self) -> None:
         ticker = asyncio.create_task(self._tick(), name="start display")

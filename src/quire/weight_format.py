@@ -1,4 +1,4 @@
-"""How many bytes a weight takes in each integer format: the arithmetic that planning and loading share.
+"""How many bytes a weight takes in each quantized format: the arithmetic that planning and loading share.
 
 Dimensions: N out-features, K in-features.
 """
@@ -7,40 +7,92 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_PANEL_WIDTH = 64  # kPanelWidth of csrc/include/quire/kernels/gemm.h
-_ROW_UNIT = 64  # kAmxKUnit there
+_PANEL_WIDTH = 64  # kPanelWidth of csrc/include/quire/kernels/grouped_layout.h
+_ROW_UNIT = 64  # a row of codes in an AMX tile
+_FP8_STEP = 32  # kBf16KUnit of csrc/include/quire/kernels/gemm.h
+
+_NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 
 
 @dataclass(frozen=True)
 class GroupedFormat:
-    """Integer codes with one float32 scale per group of elements along K.
+    """Integer codes with numbers per group of elements along K: see kernels/grouped_weight.py.
 
     Args:
         bits: of a code, 8 or 4.
         group_size: elements that share a scale; None: the whole row.
+        scales: how a scale is stored: "float32", "float16", or "int8", a factor of one float16 per super-group.
+        offsets: "uint8": zeros; "float32", "float16" or "int8" (factors): minima; None: neither.
+        super_size: groups per super-group.
+        is_ordered: the order of the columns (act-order) is kept, as int32.
     """
 
     bits: int
     group_size: int | None
+    scales: str = "float32"
+    offsets: str | None = None
+    super_size: int = 1
+    is_ordered: bool = False
 
     def group_size_of(self, K: int) -> int:
         """Elements per group of a weight with K in-features."""
         return self.group_size or -(-K // _ROW_UNIT) * _ROW_UNIT
 
     def num_bytes(self, N: int, K: int) -> int:
-        """Bytes of a packed weight [N, K], padding and scales included."""
+        """Bytes of a packed weight [N, K], padding and numbers of groups included."""
         group_size = self.group_size_of(K)
         num_groups = -(-K // group_size)
+        num_supers = -(-num_groups // self.super_size)
         num_rows = -(-N // _PANEL_WIDTH) * _PANEL_WIDTH
-        return num_rows * num_groups * (4 + group_size * self.bits // 8)
+        group_bytes = _NUMBER_BYTES[self.scales] + _NUMBER_BYTES[self.offsets] + group_size * self.bits // 8
+        super_bytes = 2 * ((self.scales == "int8") + (self.offsets == "int8"))
+        return num_rows * (num_groups * group_bytes + num_supers * super_bytes) + 4 * K * self.is_ordered
+
+
+# GGUF's quantized types, as they are held: codes of 5 and 6 bits in 8 bits, those of 2 and 3 bits in 4.
+GGUF: dict[str, GroupedFormat] = {
+    "Q4_0": GroupedFormat(4, 32, "float16"),
+    "Q4_1": GroupedFormat(4, 32, "float16", "float16"),
+    "Q5_0": GroupedFormat(8, 32, "float16"),
+    "Q5_1": GroupedFormat(8, 32, "float16", "float16"),
+    "Q8_0": GroupedFormat(8, 32, "float16"),
+    "Q2_K": GroupedFormat(4, 16, "int8", "int8", 16),
+    "Q3_K": GroupedFormat(4, 16, "int8", None, 16),
+    "Q4_K": GroupedFormat(4, 32, "int8", "int8", 8),
+    "Q5_K": GroupedFormat(8, 32, "int8", "int8", 8),
+    "Q6_K": GroupedFormat(8, 16, "int8", None, 16),
+}
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """Codes in FP8 (e4m3) with float32 scales: see kernels/fp8_weight.py.
+
+    Args:
+        group_size: elements along K that share a scale; None: the whole row.
+    """
+
+    group_size: int | None
+
+    def group_size_of(self, K: int) -> int:
+        """Elements per group of a weight with K in-features."""
+        return self.group_size or -(-K // _FP8_STEP) * _FP8_STEP
+
+    def num_bytes(self, N: int, K: int) -> int:
+        """Bytes of a packed weight [N, K], padding and scales included."""
+        num_rows, num_groups = -(-N // _PANEL_WIDTH) * _PANEL_WIDTH, -(-K // self.group_size_of(K))
+        return num_rows * (_NUMBER_BYTES["float32"] * num_groups + -(-K // _FP8_STEP) * _FP8_STEP)
+
+
+WeightFormat = GroupedFormat | Fp8Format
 
 
 @dataclass(frozen=True)
 class OnLoadFormat:
     """What `--quantization` makes of a checkpoint in floating point while it loads."""
 
-    linear: GroupedFormat  # of the layers
-    output: GroupedFormat  # of the output projection, and of embeddings tied to it
+    linear: WeightFormat  # of the layers
+    output: WeightFormat  # of the output projection, and of embeddings tied to it
     description: str
 
 
@@ -51,4 +103,5 @@ ON_LOAD: dict[str, OnLoadFormat] = {
         GroupedFormat(8, None),
         "4-bit weights in groups of 128; the output projection in 8 bits, as it costs the most quality",
     ),
+    "fp8": OnLoadFormat(Fp8Format(None), Fp8Format(None), "FP8 weights (e4m3), a scale per output channel"),
 }

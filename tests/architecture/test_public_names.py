@@ -71,7 +71,7 @@ def test_bad_human_numbers(text: str) -> None:
         ("watermark", 1.0),
         ("max_num_seqs", 0),
         ("trust_remote_code", True),
-        ("quantization", "awq"),
+        ("quantization", "bitsandbytes"),
         ("tensor_parallel_size", 2),
         ("scheduling_policy", "lifo"),
         ("no_such_argument", 1),

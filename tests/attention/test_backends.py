@@ -81,8 +81,6 @@ def make_batch(
         block_tables_SM=tables.int(),
         logits_indices_R=unused,
         caches=[cache],
-        max_query_len=int(query_lens.max()),
-        max_seq_len=max(seq_len for _, seq_len in rows),
     )
     return batch, keys, values, queries
 
@@ -141,8 +139,6 @@ def test_rows_do_not_depend_on_their_mates(backend_name):
             block_tables_SM=batch.block_tables_SM[row : row + 1],
             logits_indices_R=batch.logits_indices_R[:query_len],
             caches=batch.caches,
-            max_query_len=query_len,
-            max_seq_len=seq_len,
         )
         piece = slice(start, start + query_len)
         assert torch.equal(run(backend, alone, queries[piece]), together[piece]), (
@@ -166,7 +162,7 @@ def test_environment_variable_names_the_backend(monkeypatch):
 
 def test_unknown_backend_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", "flash")
-    with pytest.raises(ConfigError, match=r"'flash'.*one of cpu, reference"):
+    with pytest.raises(ConfigError, match=r"'flash'.*one of triton, cpu, reference"):
         select_backend(SPECS["plain"], CPU)
 
 

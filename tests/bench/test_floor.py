@@ -8,6 +8,7 @@ import pytest
 
 import quire.demo
 from quire.bench.floor import Machine, Work, floor, together
+from quire.kv_format import KV_FORMATS
 from quire.model_config import load_model_config
 
 MODEL = replace(load_model_config(quire.demo.path("target")), layer_windows=(0,) * 100)
@@ -20,8 +21,16 @@ LAYERS = MODEL.num_parameters() - HEAD * (1 if MODEL.tie_word_embeddings else 2)
 def test_bytes_of_a_decode() -> None:
     """Weights once a step; K and V of all tokens before each further token."""
     found = floor(MODEL, "bfloat16", [Work(10, 0, 3)], SLOW_MEMORY)
-    kv = MODEL.kv_bytes_per_token(2)
+    kv = MODEL.kv_bytes_per_token(KV_FORMATS["bfloat16"])
     assert found.seconds == pytest.approx(3 * 2 * (LAYERS + HEAD) + kv * (11 + 12))
+    assert found.bound == "memory"
+
+
+def test_quantized_weights() -> None:
+    """Bytes as they are held; the rate of integer products is not known, so that arithmetic does not bound."""
+    found = floor(MODEL, "bfloat16", [Work(1, 0, 1)], Machine(1.0, 1.0), quantization="int4")
+    embeddings = 0 if MODEL.tie_word_embeddings else 2 * HEAD
+    assert found.seconds == pytest.approx(MODEL.weight_bytes("bfloat16", "int4") - embeddings)
     assert found.bound == "memory"
 
 
@@ -50,7 +59,7 @@ def test_cached_tokens_are_not_computed_but_read() -> None:
 
 def test_a_window_bounds_what_is_read() -> None:
     windowed = replace(MODEL, layer_windows=(4,) * MODEL.num_layers)
-    kv = MODEL.kv_bytes_per_token(2)
+    kv = MODEL.kv_bytes_per_token(KV_FORMATS["bfloat16"])
     found = floor(windowed, "bfloat16", [Work(10, 0, 3)], SLOW_MEMORY)
     assert found.seconds == pytest.approx(3 * 2 * (LAYERS + HEAD) + kv * (4 + 4))
 

@@ -88,10 +88,14 @@ def test_module_is_the_command(module: str) -> None:
             "-c",
             "import sys, quire\ntry: quire.LLM()\nexcept quire.errors.ConfigError as e: sys.exit(f'quire: {e}')",
         ),
+        (
+            "-c",
+            "import sys, quire\ntry: quire.AsyncLLM()\nexcept quire.errors.ConfigError as e: sys.exit(f'quire: {e}')",
+        ),
     ],
 )
 def test_an_illegal_instruction_set(command: tuple[str, ...]) -> None:
-    """One line with the variable, its value and the legal ones; from LLM(...) a ConfigError."""
+    """One line with the variable, its value and the legal ones; from LLM(...) and AsyncLLM(...) a ConfigError."""
     result = subprocess.run(
         [sys.executable, *command],
         check=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,71 @@ def test_numbers_of_models(tmp_path: Path, name: str) -> None:
     left = DEVICE.free_memory_bytes - 2 * parameters - work - int(DEVICE.total_memory_bytes * 0.05)
     useful = 2 * 128 * model.max_model_len // 16
     assert blocks == min(left // (16 * kv_bytes), useful)
+    assert "expected_tokens_per_second" not in settings, "nothing was measured"
+
+
+def test_expectation_from_bandwidth(tmp_path: Path) -> None:
+    """Every token reads all weights; of embeddings that are not the output layer too, it reads one row."""
+    model = load_model_config(_folder(tmp_path, "Phi-3-mini-4k"))
+    explanation = explain("m", EngineConfig(), ServerConfig(), model, DEVICE, read_bandwidth=30e9)
+    setting = explanation.settings["expected_tokens_per_second"]
+    assert setting.value == pytest.approx(30e9 / (2 * (3_821_079_552 - 32064 * 3072)), rel=0.005)
+    assert setting.detail.startswith("at most: 30.0 GB/s, measured now / 7.445 GB of weights")
+
+
+def test_the_kernel_of_each_layer(tmp_path: Path) -> None:
+    """By format and instruction set; for a layer that is not quantized, why."""
+    folder = _folder(tmp_path, "Llama-3.1-8B")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "modules_to_not_convert": ["model.layers.31"],
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    model = load_model_config(folder)
+    shown = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
+    found = {(layer.names, layer.count): (layer.weight, layer.kernel, layer.why) for layer in shown.layers}
+    awq = (
+        "4-bit codes, a float16 scale per group of 128, zero points",
+        "rows of the input in 8 bits, 16-bit multiply-adds",
+        "the checkpoint's 4-bit, groups of 128, zero points",
+    )
+    left = ("bfloat16", "float32 multiply-adds", "not quantized in the checkpoint: modules_to_not_convert")
+    assert found[("q_proj", "k_proj", "v_proj"), 31] == awq
+    assert found[("down_proj",), 31] == awq
+    assert found[("down_proj",), 1] == left
+    assert found[("lm_head",), 1][2] == "not quantized in the checkpoint: AWQ leaves the output projection"
+    assert sum(layer.count * layer.num_bytes for layer in shown.layers) < shown.settings["weight_bytes"].value
+    text = shown.text()
+    assert "layers   31 x q_proj+k_proj+v_proj, 31 x o_proj, 31 x gate_proj+up_proj, 31 x down_proj" in text
+    assert "kernel  rows of the input in 8 bits, 16-bit multiply-adds" in text
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "products"),
+    [
+        ("amx", "bfloat16", "AMX tiles"),
+        ("avx512_bf16", "bfloat16", "bfloat16 dot products"),
+        ("avx2", "bfloat16", "float32 multiply-adds"),
+        ("amx", "float16", "float32 multiply-adds"),
+    ],
+)
+def test_the_kernel_of_fp8_layers(isa: str, dtype: str, products: str, tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "Llama-3.1-8B")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    model = load_model_config(folder)
+    shown = explain("m", EngineConfig(dtype=dtype), ServerConfig(), model, replace(DEVICE, isa=isa))
+    found = {layer.names: (layer.weight, layer.kernel, layer.why) for layer in shown.layers}
+    assert found[("gate_proj", "up_proj")] == (
+        "FP8 codes (e4m3), a float32 scale per group of 128",
+        f"codes to bfloat16 block by block, {products}",
+        "the checkpoint's FP8, blocks of 128x128",
+    )
+    assert found[("lm_head",)][2] == "not quantized in the checkpoint: FP8 checkpoints leave the output projection"
 
 
 def _shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -167,9 +167,12 @@ def test_unknown_argument_names_the_nearest(name: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--kv-cache-dtype", "fp8_e5m2"], "quantized KV caches are not in this version"),
+        (["--kv-cache-dtype", "nvfp4"], "Use fp8 or fp8_e5m2"),
+        (["--kv-cache-dtype", "fp8_inc"], "Use fp8 or fp8_e5m2"),
+        (["--kv-cache-dtype", "int8_per_token_head"], "Use int8"),
+        (["--kv-cache-dtype", "fp9"], "one of auto, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2, int8"),
         (["--load-format", "pt"], "they can run code. Convert the model to safetensors"),
-        (["--load-format", "runai_streamer"], "only Hugging Face checkpoints"),
+        (["--load-format", "runai_streamer"], "only safetensors checkpoints"),
         (["--tokenizer-mode", "mistral"], "tokenizer.json"),
         (["--logprobs-mode", "raw_logits"], "Use raw_logprobs"),
         (["--model-impl", "terratorch"], "text only"),

@@ -14,6 +14,15 @@ from tests.cli.reading import read
 
 # guide and row, command line, settings it must give
 RUNS = [
+    ("S0-6", "--model TheBloke/Mistral-7B-Instruct-v0.2-AWQ --quantization awq", {"quantization": "awq"}),
+    ("S0-6", "--model TheBloke/Mistral-7B-Instruct-v0.2-GPTQ --quantization gptq", {"quantization": "gptq"}),
+    (
+        "S1-11",
+        "m/Meta-Llama-3.1-8B-Instruct-AWQ --quantization awq --dtype half",
+        {"quantization": "awq", "dtype": "half"},
+    ),
+    ("S2-9", "--model meta-llama/Llama-3-8b --quantization fp8 --dtype auto", {"quantization": "fp8"}),
+    ("S4-26", "Qwen/Qwen3-32B-FP8 --quantization fp8", {"quantization": "fp8"}),
     (
         "S0-3",
         "--model mistralai/Mistral-7B-Instruct-v0.2 --tensor-parallel-size 1 --gpu-memory-utilization 0.90 "
@@ -33,6 +42,8 @@ RUNS = [
         "--gpu-memory-utilization 0.90 --max-num-seqs 256 --enable-prefix-caching --uvicorn-log-level warning",
         {"served_model_name": ("mistral-7b",), "host": "0.0.0.0", "uvicorn_log_level": "warning"},
     ),
+    ("S4-6", "m --kv-cache-dtype fp8_e4m3", {"kv_cache_dtype": "fp8_e4m3"}),
+    ("S4-31", "--model m --kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}),
     ("S1-3", "meta-llama/Llama-3.1-8B-Instruct", {"model": "meta-llama/Llama-3.1-8B-Instruct"}),
     (
         "S1-8",
@@ -53,6 +64,11 @@ RUNS = [
         {"tensor_parallel_size": 1, "host": "0.0.0.0"},
     ),
     ("S2-15", "--model m --max-num-seqs 32 --max-num-batched-tokens 4096", {"max_num_seqs": 32}),
+    (
+        "S4-27",
+        "--model m --quantization gguf --gguf-file m.Q4_K_M.gguf",
+        {"quantization": "gguf", "gguf_file": "m.Q4_K_M.gguf"},
+    ),
     ("S2-15", "m --performance-mode interactivity", {"performance_mode": "interactivity"}),
     (
         "S3-1",
@@ -88,19 +104,11 @@ RUNS_WITH_NOTICE = [
 
 # row, command line, the name the error is about, what its text says
 REFUSED = [
-    ("S0-6", "--model TheBloke/Mistral-7B-Instruct-v0.2-AWQ --quantization awq", "quantization", "Quantized weights"),
-    ("S0-6", "--model TheBloke/Mistral-7B-Instruct-v0.2-GPTQ --quantization gptq", "quantization", "Quantized weights"),
     (
         "S0-16",
         "--model meta-llama/Meta-Llama-3-8B --speculative-model meta-llama/Meta-Llama-3-1B --num-speculative-tokens 5",
         "num_speculative_tokens",
         "present flag is --spec-tokens",
-    ),
-    (
-        "S1-11",
-        "m/Meta-Llama-3.1-8B-Instruct-AWQ --quantization awq --dtype half",
-        "quantization",
-        "Leave --quantization out",
     ),
     (
         "S2-7",
@@ -109,7 +117,6 @@ REFUSED = [
         "tensor_parallel_size",
         "Tensor parallelism is not supported",
     ),
-    ("S2-9", "--model meta-llama/Llama-3-8b --quantization fp8 --dtype auto", "quantization", "Quantized weights"),
     (
         "S2-11",
         "--model m --speculative-model d --num-speculative-tokens 5 --tensor-parallel-size 4",
@@ -129,14 +136,6 @@ REFUSED = [
         "enable_lora",
         "Not supported either: --lora-modules",
     ),
-    ("S4-26", "Qwen/Qwen3-32B-FP8 --quantization fp8", "quantization", "Leave --quantization out"),
-    (
-        "S4-27",
-        "--model m --quantization gguf --gguf-file m.Q4_K_M.gguf",
-        "gguf_file",
-        "Name the folder or hub id of the same model's safetensors",
-    ),
-    ("S4-31", "--model m --kv-cache-dtype fp8", "kv_cache_dtype", "quantized KV caches are not in this version"),
 ]
 
 

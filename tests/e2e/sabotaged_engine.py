@@ -100,5 +100,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     process.BEAT_SECONDS = 0.1
     ModelRunner.execute = execute  # type: ignore[method-assign]
-    StepCost.predict = lambda self, num_tokens: LONG_SECONDS if num_tokens > LONG_PROMPT else 0.0  # type: ignore
+    StepCost.predict = lambda self, num_tokens: LONG_SECONDS if num_tokens > LONG_PROMPT else 0.0  # type: ignore[method-assign]
     sys.exit(process.main())

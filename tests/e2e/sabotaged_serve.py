@@ -1,4 +1,4 @@
-"""`quire serve` over the sabotaged engine, with short limits: SCRIPT FOLDER MAX_FAILURES serve ..."""
+"""`quire serve` over the sabotaged engine, with limits of its own: SCRIPT FOLDER MAX_FAILURES PATIENCE serve ..."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from quire import launch, serve
+from quire import serve, spawn
 from quire.cli.main import main
 from quire.frontend.supervisor import RecoveryLimits
 
 if __name__ == "__main__":
-    _, folder, max_failures, *arguments = sys.argv
-    launch.ENGINE_PROGRAM = (str(Path(__file__).with_name("sabotaged_engine.py")), folder)
+    _, folder, max_failures, patience, *arguments = sys.argv
+    spawn.ENGINE_PROGRAM = (str(Path(__file__).with_name("sabotaged_engine.py")), folder)
     limits = RecoveryLimits(
-        min_step_seconds=1.0,
-        silence_seconds=1.0,
+        min_step_seconds=float(patience),
+        silence_seconds=float(patience),
         check_seconds=0.05,
         max_failures=int(max_failures),
         good_seconds=0.0 if int(max_failures) > 2 else 600.0,

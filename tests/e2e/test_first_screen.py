@@ -54,7 +54,7 @@ def test_terminal() -> None:
     assert "[" + " " * 16 + "]   0%" in SGR.sub("", terminal.written), "no bar began"
     machine = r"\d+ cores? \S.* · \d+\.\d+ GiB RAM · (no GPU|GPU not used)"
     assert re.fullmatch(rf"  quire \S+ serves quire-demo +{machine}", lines[0]), lines[0]
-    assert _labels(lines[1:]) == [*PHASES, "memory", "fits", "chosen", "ready", "try"]
+    assert _labels(lines[1:]) == [*PHASES, "memory", "fits", "chosen", "expect", "ready", "try"]
     for line, phase in zip(lines[1:4], PHASES, strict=True):
         assert re.match(rf"  {phase:<9} {re.escape(BAR)} 100% +\d+\.\d s  \S", line), line
     wide = Terminal("")
@@ -67,6 +67,9 @@ def test_terminal() -> None:
     settings = {name: setting["value"] for name, setting in config["settings"].items()}
     memory = next(line for line in lines if line.startswith("  memory"))
     assert memory[12:] == MemorySummary.of(settings).plan()
+    expect = next(line for line in lines if line.startswith("  expect"))
+    one, total = settings["expected_tokens_per_second"], settings["expected_total_tokens_per_second"]
+    assert f"1 user {one:,.0f} tok/s · {settings['max_num_seqs']} users about {total:,.0f} together, " in expect
 
 
 def test_screen_explain_and_config_say_the_same() -> None:
@@ -189,6 +192,7 @@ def test_json() -> None:
     assert (start["model"], start["machine"]["num_cores"] > 0) == ("quire-demo", True)
     for name in ("weight_bytes", "kv_cache_bytes", "work_bytes", "unplanned_bytes", "num_blocks"):
         assert ready["memory"][name] == config[name]["value"], name
+    assert min(ready["expected"].values()) > 0
     assert ready["chosen"]["num_threads"] == {"value": 1, "source": "flag"}
     (drain,) = (record for record in records if record["message"].startswith("finishing "))
     assert (drain["num_requests"], drain["seconds"]) == (1, 30.0)

@@ -184,6 +184,8 @@ def test_certificates_that_cannot_be_used(pems: dict[str, str], tmp_path: Path) 
         ({"ssl_keyfile": "k"}, "needs a certificate of the server"),
         ({"ssl_ca_certs": "c"}, "needs a certificate of the server"),
         ({"ssl_cert_reqs": 1}, "needs a certificate of the server"),
+        ({"ssl_ciphers": "HIGH"}, "needs a certificate of the server"),
+        ({"enable_ssl_refresh": True}, "needs a certificate of the server"),
         ({"ssl_certfile": "c", "ssl_cert_reqs": 2}, "Nobody is named"),
         ({"ssl_certfile": "c", "ssl_ca_certs": "c", "ssl_cert_reqs": 3}, "Illegal ssl_cert_reqs"),
         ({"uds": ""}, "empty"),
@@ -195,3 +197,108 @@ def test_certificates_that_cannot_be_used(pems: dict[str, str], tmp_path: Path) 
 def test_settings_that_make_no_sense(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ServerConfig(**settings)
+
+
+@needs_openssl
+def test_ciphers(pems: dict[str, str]) -> None:
+    files = {"ssl_certfile": pems["cert"], "ssl_keyfile": pems["key"]}
+    listener = Listener(ServerConfig(port=0, ssl_ciphers="ECDHE+AES256", **files))
+    try:
+        assert listener.tls is not None
+        names = [cipher["name"] for cipher in listener.tls.get_ciphers() if cipher["protocol"] != "TLSv1.3"]
+        assert names
+        assert all("AES256" in name for name in names), names
+    finally:
+        listener.close()
+    with pytest.raises(ConfigError, match="OpenSSL knows none of these ciphers"):
+        Listener(ServerConfig(port=0, ssl_ciphers="NONSENSE", **files))
+
+
+def _is_trusted(server: Serve, certificate: Path | str) -> bool:
+    try:
+        return httpx.get(f"{server.url}/livez", verify=ssl.create_default_context(cafile=certificate)).is_success
+    except httpx.ConnectError:
+        return False
+
+
+@needs_openssl
+def test_certificates_are_read_again(pems: dict[str, str], tmp_path: Path) -> None:
+    """A renewal changes new connections; open ones stay. Half of one changes nothing."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    shutil.copy(pems["cert"], certificate)
+    shutil.copy(pems["key"], key)
+    flags = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--enable-ssl-refresh")
+    with Serve(*flags, *SMALL) as server:
+        with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=pems["cert"])) as client:
+            assert client.get("/livez").is_success
+            shutil.copy(pems["client"], certificate)
+            server.wait_for(lambda: "the old ones stay in use" in server.log, "half a renewal to be noticed")
+            assert _is_trusted(server, pems["cert"])
+            shutil.copy(pems["client_key"], key)
+            server.wait_for(lambda: _is_trusted(server, pems["client"]), "the new certificate")
+            assert not _is_trusted(server, pems["cert"])
+            assert client.get("/livez").is_success, "an open connection was cut"
+        assert server.log.count("the old ones stay in use") == 1
+        assert server.stop() == 0, server.log
+        assert "Traceback" not in server.log
+
+
+def _connect(
+    server: ssl.SSLContext, client: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> ssl.SSLObject | None:
+    """A handshake in memory: the client's end of a connection over which a byte has come; None: it was refused."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server, server_hostname="localhost", session=session),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    ready = set()
+    try:
+        for _ in range(4):
+            for end in ends:
+                if end not in ready:
+                    try:
+                        end.do_handshake()
+                        ready.add(end)
+                    except ssl.SSLWantReadError:
+                        continue
+        ends[1].write(b"x")
+        assert ends[0].read(1) == b"x"
+    except ssl.SSLError:
+        return None
+    return ends[0]
+
+
+@needs_openssl
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_an_authority_is_withdrawn(version: ssl.TLSVersion, pems: dict[str, str], tmp_path: Path) -> None:
+    """Its clients are refused from then on, with a session from before as well."""
+    authorities = tmp_path / "authorities.pem"
+    shutil.copy(pems["client"], authorities)
+    config = ServerConfig(
+        port=0,
+        ssl_certfile=pems["cert"],
+        ssl_keyfile=pems["key"],
+        ssl_ca_certs=str(authorities),
+        ssl_cert_reqs=2,
+        enable_ssl_refresh=True,
+    )
+    listener = Listener(config)
+    try:
+        tls = listener.server_tls()
+        assert tls is not None
+        client = ssl.create_default_context(cafile=pems["cert"])
+        client.maximum_version = version
+        client.load_cert_chain(pems["client"], pems["client_key"])
+        first = _connect(tls, client)
+        assert first is not None
+        session = first.session
+        again = _connect(tls, client, session)
+        assert again is not None
+        assert again.session_reused, "sessions are not resumed, so that this test shows less than it says"
+        shutil.copy(pems["cert"], authorities)
+        listener.refresh_tls()
+        assert _connect(tls, client) is None, "an authority that was taken out of the file still counts"
+        assert _connect(tls, client, session) is None, "a session of such a client is resumed"
+    finally:
+        listener.close()

@@ -15,6 +15,7 @@ import quire
 import quire.demo
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError, UnsupportedFieldError
+from quire.metrics import reader
 from tests.e2e import reference
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -98,6 +99,31 @@ def test_unsupported_arguments_are_refused(llm: LLM, options: dict[str, Any], pa
 def test_neutral_arguments_are_accepted(llm: LLM) -> None:
     neutral = {"lora_request": [None], "mm_processor_kwargs": {}, "tokenization_kwargs": {"add_special_tokens": False}}
     assert _tokens(llm, QUESTION, **neutral) == reference.greedy(QUESTION, 12)
+
+
+def test_metrics_are_objects_of_vllms_shape() -> None:
+    llm = LLM(disable_log_stats=False, max_num_seqs=4, kv_cache_memory_bytes=1 << 24, served_model_name="m")
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    llm.generate(["Hello", "World"], params, use_tqdm=False)
+    metrics = {(metric.name, *metric.labels.values()): metric for metric in llm.get_metrics()}
+    generated = metrics["vllm:generation_tokens", "m", "0"]
+    assert isinstance(generated, reader.Counter)
+    assert generated.value == 24
+    assert metrics["vllm:request_success", "m", "0", "length"].value == 2
+    running = metrics["vllm:num_requests_running", "m", "0"]
+    assert isinstance(running, reader.Gauge)
+    assert running.value == 0
+    lengths = metrics["vllm:request_generation_tokens", "m", "0"]
+    assert isinstance(lengths, reader.Histogram)
+    assert (lengths.count, lengths.sum, lengths.buckets["10.0"], lengths.buckets["+Inf"]) == (2, 24, 0, 2)
+    steps = metrics["vllm:iteration_tokens_total", "m", "0"]
+    assert isinstance(steps, reader.Histogram)
+    assert steps.sum == sum(len(reference.tokenizer().encode(text)) + 11 for text in ("Hello", "World"))
+
+
+def test_metrics_are_kept_on_request_only(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="disable_log_stats=False"):
+        llm.get_metrics()
 
 
 def test_absent_methods_say_why(llm: LLM) -> None:

@@ -10,6 +10,7 @@ import pytest
 from quire import LLM, demo
 from quire.errors import MemoryPlanError
 from quire.forward_batch import LayerCache
+from quire.kv_format import kv_format
 from quire.model_config import load_model_config
 from quire.worker import kv_cache
 
@@ -32,16 +33,20 @@ def _stored_bytes() -> int:
     return sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in header.values())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"),
+    [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "fp8"), ("float32", "fp8_e5m2"), ("bfloat16", "int8")],
+)
 @pytest.mark.parametrize("block_size", [8, 128])
-def test_planned_kv_cache_is_allocated(dtype: str, block_size: int) -> None:
+def test_planned_kv_cache_is_allocated(dtype: str, kv_cache_dtype: str, block_size: int) -> None:
     wanted = (1 << 23) + 12345
-    llm = LLM(dtype=dtype, block_size=block_size, kv_cache_memory_bytes=wanted, max_model_len=256, num_threads=1)
+    settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
+    llm = LLM(**settings, kv_cache_memory_bytes=wanted, max_model_len=256, num_threads=1)
     caches = _caches(llm)
     assert kv_cache.num_bytes(caches) == llm.resolved.kv_cache_bytes
-    storage = sum(t.untyped_storage().nbytes() for cache in caches for t in (cache.k_BGPE, cache.v_BGPE))
+    storage = sum(t.untyped_storage().nbytes() for cache in caches for t in cache.tensors())
     assert storage == llm.resolved.kv_cache_bytes
-    block_bytes = block_size * llm.model_config.kv_bytes_per_token(DTYPE_BYTES[dtype])
+    block_bytes = block_size * llm.model_config.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype))
     assert wanted - block_bytes < storage <= wanted
     assert llm._core.scheduler.kv.pool.num_blocks == llm.resolved.num_blocks == storage // block_bytes
 

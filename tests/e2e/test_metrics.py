@@ -49,7 +49,7 @@ LOG_LINE = re.compile(
 def server() -> Iterator[Serve]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOG_STATS_INTERVAL", "0.2")
-        with Serve(*FLAGS, "--legacy-metric-names") as server:
+        with Serve(*FLAGS, "--legacy-metric-names", "--kv-cache-metrics", "--kv-cache-metrics-sample", "1") as server:
             yield server
 
 
@@ -245,6 +245,20 @@ def test_cache_config(server: Serve) -> None:
     assert int(sample.labels["kv_cache_memory_bytes"]) > 0
 
 
+def test_every_block_that_is_handed_out_again_is_observed(server: Serve) -> None:
+    """With all blocks followed, and more prompts than the cache holds."""
+
+    def act() -> None:
+        for i in range(3):
+            _usage(_complete(server, prompt=f"{i}" + " another word" * 80, max_tokens=1))
+
+    act()  # now every block has been handed out before
+    counted = _counting(server, act)
+    assert counted["kv_block_lifetime_seconds_count"] >= NUM_BLOCKS
+    assert counted["kv_block_idle_before_evict_seconds_count"] == counted["kv_block_lifetime_seconds_count"]
+    assert counted["kv_block_lifetime_seconds_sum"] >= counted["kv_block_idle_before_evict_seconds_sum"] > 0
+
+
 def test_legacy_names(server: Serve) -> None:
     _usage(_complete(server, prompt="Hello", max_tokens=5))
     values = _scrape(server)
@@ -265,6 +279,7 @@ def test_no_line_in_the_log_with_disable_log_stats(monkeypatch: pytest.MonkeyPat
         time.sleep(0.1)
         assert "Avg prompt throughput" not in server.log
         assert "gpu_cache_usage_perc" not in server.get("/metrics").text
+        assert "vllm:kv_block_" not in server.get("/metrics").text
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)")

@@ -36,6 +36,8 @@ def _refused(*flags: str) -> str:
         (("--port", "70000"), ("70000", "65535")),
         (("--chat-template", "./no-such.jinja"), ("no-such.jinja",)),
         (("--chat-template", "{% if %}"), ("Jinja",)),
+        (("--default-chat-template-kwargs", '{"messages": []}'), ("default_chat_template_kwargs", "'messages'")),
+        (("--default-chat-template-kwargs", '{"budget": NaN}'), ("default_chat_template_kwargs", "finite numbers")),
         (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), ("--max-num-seqs", "--max-num-batched-tokens")),
         (("some/model", "--model", "another/model"), ("some/model", "another/model")),
     ],

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 import quire.demo
 from quire.engine.core import EngineCore
 from quire.engine.executor import InlineExecutor, ThreadExecutor
+from quire.kv_format import kv_format
 from quire.loader.load import load_model
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
@@ -24,17 +27,28 @@ from quire.weight_format import ON_LOAD
 from quire.worker import kv_cache
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
+from tests.quantization.checkpoints import Format, write_quantized
 
 EOS = 2
+CHECKPOINT = "gptq"  # the demo model as a quantized checkpoint, of the form with the most parts
+CHECKPOINT_FORMAT = Format(method="gptq", group_size=32, has_zeros=True, has_order=True)
 
 
 @cache
 def demo_model(precision: str, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
     """The bundled model, loaded once per precision, context length (None: its own) and test process.
 
-    Precision is a dtype, or a format that the weights are brought to on load, with bfloat16 for the rest.
+    Precision is a dtype, a format that the weights are brought to on load, or CHECKPOINT; with bfloat16 for the rest.
     """
-    config = load_model_config(quire.demo.path("target"))
+    if precision == CHECKPOINT:
+        with TemporaryDirectory() as folder:
+            write_quantized(quire.demo.path("target"), Path(folder), CHECKPOINT_FORMAT)
+            return _load(Path(folder), precision, max_model_len)
+    return _load(quire.demo.path("target"), precision, max_model_len)
+
+
+def _load(folder: Path, precision: str, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
+    config = load_model_config(folder)
     if max_model_len is not None:
         config = replace(config, max_model_len=max_model_len)
     quantization = precision if precision in ON_LOAD else None
@@ -43,7 +57,7 @@ def demo_model(precision: str, max_model_len: int | None) -> tuple[ModelConfig, 
 
 def dtype_of(precision: str) -> torch.dtype:
     """Of activations and KV cache."""
-    return torch.bfloat16 if precision in ON_LOAD else getattr(torch, precision)
+    return torch.bfloat16 if precision in ON_LOAD or precision == CHECKPOINT else getattr(torch, precision)
 
 
 @dataclass(frozen=True)
@@ -66,16 +80,20 @@ class Schedule:
     prefix_caching: bool = False
     depth: int = 1
     max_model_len: int | None = None  # None: the model's
+    kv_cache_dtype: str = "auto"  # this one does change them
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
     """A core over the demo model with an empty cache."""
     config, model = demo_model(precision, schedule.max_model_len)
     shape = (config.num_kv_heads, schedule.block_size, config.head_dim)
-    caches = kv_cache.allocate(config.num_layers, schedule.num_blocks, *shape, dtype_of(precision), torch.device("cpu"))
-    for layer in caches:  # a slot read before it is written must show
-        layer.k_BGPE.fill_(float("nan"))
-        layer.v_BGPE.fill_(float("nan"))
+    dtype: torch.dtype = getattr(
+        torch, kv_format(schedule.kv_cache_dtype, str(dtype_of(precision)).removeprefix("torch.")).torch_dtype
+    )
+    caches = kv_cache.allocate(config.num_layers, schedule.num_blocks, *shape, dtype, torch.device("cpu"))
+    for tensor in (tensor for layer in caches for tensor in layer.tensors()):
+        if tensor.dtype != torch.int8:
+            tensor.copy_(torch.tensor(float("nan")))  # a slot read before it is written must show
     inputs = InputBatch(schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size)
     runner = ModelRunner(model, caches, inputs, "raw_logprobs")
     kv = KVCacheManager(

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.engine.warm_up import produce_a_token
+from quire.engine.warm_up import produce_tokens
 from quire.errors import EngineDeadError, MemoryPlanError, WeightsError
 from quire.messages import Command, SetLimits
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
@@ -236,7 +236,7 @@ def test_warming_up_with_a_model_that_gives_no_numbers(depth: int) -> None:
     """What a broken checkpoint, or float16 out of its range, looks like at start."""
     driver = Driver(depth=depth, row_failure=lambda name: "The logits are not numbers (NaN)")
     with pytest.raises(WeightsError, match=r"The model produced no token: The logits are not numbers.*--dtype"):
-        produce_a_token(driver.core)
+        produce_tokens(driver.core)
 
 
 def test_an_error_fit_for_the_user_is_shown() -> None:

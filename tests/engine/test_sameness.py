@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import count
+from itertools import count, product
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from quire.engine.core import EngineCore
 from quire.kernels import cpu
 from quire.messages import AddRequest, SetLimits
 from quire.sampling_params import SamplingParams
-from tests.engine.harness import Prompt, Schedule, build_core, demo_model, run
+from tests.engine.harness import CHECKPOINT, Prompt, Schedule, build_core, demo_model, run
 
 BLOCK_SIZE = 16
 QUESTIONS = (
@@ -26,7 +26,7 @@ QUESTIONS = (
     "chain object whose next method returns elements from the first iterable until it is exhausted.<|im_end|>\n"
     "<|im_start|>user\nExplain functools.lru_cache in Python.",
 )
-PRECISIONS = ("bfloat16", "float32", "int8", "int4")
+PRECISIONS = ("bfloat16", "float32", "int8", "int4", "fp8")
 
 
 def _params(index: int) -> SamplingParams:
@@ -112,7 +112,9 @@ def test_full_prefix_hit_is_a_hit(precision: str) -> None:
     assert sum(hits) == sum((len(prompt.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts())
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision", [*PRECISIONS[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in PRECISIONS[2:])]
+)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("at_step", range(26))
 def test_forced_preemption_at_every_step(at_step: int, depth: int, precision: str) -> None:
@@ -230,8 +232,9 @@ def test_a_row_without_numbers_fails_alone(depth: int, monkeypatch: pytest.Monke
     core.shutdown()
 
 
-@pytest.mark.parametrize("isa", cpu.isas()[:-1])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("isa", "precision"), [*product(cpu.isas()[:-1], PRECISIONS), *product(cpu.isas(), [CHECKPOINT])]
+)
 def test_every_instruction_set(isa: str, precision: str) -> None:
     """Chunks, batch mates and preemption once more on the paths other CPUs take."""
     best = cpu.isa()

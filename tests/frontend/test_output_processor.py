@@ -7,12 +7,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ContextLengthError, QuireError
+from quire.frontend import logprobs
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.stats import NoMetrics
 from quire.frontend.stream import merge_outputs
 from quire.frontend.tokenizer import Tokenizer
-from quire.messages import RequestDelta
+from quire.messages import RequestDelta, pack, unpack
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.schedule import TokenLogprobs
 from tests.text.small_tokenizers import build
@@ -165,7 +166,7 @@ def test_logprobs():
     front.add(logprobs=1, prompt="abc", prompt_logprobs=1)
     smile = ids("😀")
     a, b = ids("ab")
-    prompt = [TokenLogprobs([b, a], [-2.0, -1.0], [2, 1]), TokenLogprobs(ids("c"), [-0.1], [1])]
+    prompt = [pack(TokenLogprobs([b, a], [-2.0, -1.0], [2, 1])), pack(TokenLogprobs(ids("c"), [-0.1], [1]))]
     entries = [TokenLogprobs([a, b], [-0.5, -1.0], [1, 2]), TokenLogprobs([b, a, b], [-1.5, -0.5, -1.5], [2, 1, 2])]
     output = front.push(RequestDelta("r-0", [a, b], logprobs=entries, prompt_logprobs=prompt)).outputs[0]
     completion = output.outputs[0]
@@ -173,7 +174,9 @@ def test_logprobs():
     assert [position[a].decoded_token for position in completion.logprobs] == ["a", "a"]
     assert (completion.logprobs[1][b].logprob, completion.logprobs[1][b].rank) == (-1.5, 2)
     assert completion.cumulative_logprob == -2.0
+    assert len(output.prompt_logprobs) == 3
     assert output.prompt_logprobs[0] is None
+    assert output.prompt_logprobs[1][b].decoded_token == "b"
     assert [list(position) for position in output.prompt_logprobs[1:]] == [[b, a], ids("c")]
     entries = [TokenLogprobs([token_id, a], [-1.0, -2.0], [1, 2]) for token_id in smile]
     output = front.push(RequestDelta("r-0", smile, logprobs=entries)).outputs[0]
@@ -349,3 +352,18 @@ def test_merged_outputs_lose_nothing(data, kind, num):
                 )
             unread = None
     assert seen == reference
+
+
+def test_prompt_logprobs_are_made_by_whoever_reads_them(monkeypatch):
+    """Not by the event loop, which hands them on."""
+    made = []
+    monkeypatch.setattr(logprobs, "unpack", lambda packed: made.append(packed) or unpack(packed))
+    front = Front()
+    front.add(prompt="abc", prompt_logprobs=1)
+    prompt = [pack(TokenLogprobs(ids(text), [-0.1], [1])) for text in "bc"]
+    output = front.push(RequestDelta("r-0", ids("x"), prompt_logprobs=prompt)).outputs[0]
+    assert (len(output.prompt_logprobs), made) == (3, [])
+    assert [None if p is None else [e.decoded_token for e in p.values()] for p in output.prompt_logprobs] == [
+        None, ["b"], ["c"],
+    ]  # fmt: skip
+    assert made == prompt

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import ops, reference
+from quire.kernels import kv_codes, ops, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # float32: sums of a few hundred products. The others: rounding of the result, and in bfloat16 of the probabilities too.
@@ -47,23 +47,39 @@ class Options:
 
 
 def attend(
-    parts: list[tuple[Sequence, int, int]], options: Options, function: Callable[..., Tensor] = ops.paged_attention
+    parts: list[tuple[Sequence, int, int]],
+    options: Options,
+    function: Callable[..., Tensor] = ops.paged_attention,
+    codes: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """One call for tokens [begin, end) of each sequence, over a shuffled cache whose unused slots are NaN."""
+    """One call for tokens [begin, end) of each sequence, over a shuffled cache whose unused slots are NaN.
+
+    `codes` of the cache; None: it has the dtype of the sequences.
+    """
     P = options.block_size
     sequence = parts[0][0]
     G, E = sequence.k_LGE.shape[1:]
     num_blocks = [-(-end // P) for _, _, end in parts]
     order = torch.randperm(sum(num_blocks) + 2, generator=torch.Generator().manual_seed(1)).int()
     # a strided view, like one layer of a cache of several
-    caches = torch.full((len(order), 2, 2, G, P, E), math.nan, dtype=sequence.k_LGE.dtype)
+    caches = torch.full((len(order), 2, 2, G, P, E), 3.0 if codes == torch.int8 else math.nan)
+    caches = caches.to(codes or sequence.k_LGE.dtype)
     k_cache_BGPE, v_cache_BGPE = caches[:, 1, 0], caches[:, 0, 1]
+    scales = {}
+    if codes == torch.int8:
+        scales = {name: torch.full((len(order), G, P), math.nan) for name in ("k_scales_BGP", "v_scales_BGP")}
     block_tables = torch.full((len(parts), max(num_blocks) + 1), -1, dtype=torch.int32)
     for row, ((s, _, end), count) in enumerate(zip(parts, num_blocks, strict=True)):
         block_tables[row, :count] = order[sum(num_blocks[:row]) :][:count]
         blocks, offsets = block_tables[row].long()[torch.arange(end) // P], torch.arange(end) % P
-        k_cache_BGPE[blocks, :, offsets] = s.k_LGE[:end]
-        v_cache_BGPE[blocks, :, offsets] = s.v_LGE[:end]
+        for x_LGE, cache_BGPE, name in (
+            (s.k_LGE, k_cache_BGPE, "k_scales_BGP"),
+            (s.v_LGE, v_cache_BGPE, "v_scales_BGP"),
+        ):
+            rows, row_scales = (x_LGE[:end], None) if codes is None else kv_codes.encode(x_LGE[:end].float(), codes)
+            cache_BGPE[blocks, :, offsets] = rows
+            if row_scales is not None:
+                scales[name][blocks, :, offsets] = row_scales
     query_lens = torch.tensor([end - begin for _, begin, end in parts])
     q_THE = torch.cat([s.q_LHE[begin:end] for s, begin, end in parts])
     fused = torch.cat((q_THE.flatten(1), q_THE.flatten(1)), dim=1)  # q as a view of the qkv projection
@@ -77,6 +93,7 @@ def attend(
         options.scale(E),
         options.sliding_window,
         options.soft_cap,
+        **scales,
     )
     return list(out.split(query_lens.tolist()))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu, ops, reference
+from quire.kernels import cpu, dense, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # N around the panel width (64) and its quarters; K odd, around the AMX step (32) and, 2500, over one K block of every
@@ -36,39 +36,39 @@ def random_linear(N: int, K: int, T: int, dtype: torch.dtype) -> tuple[Tensor, T
 @pytest.mark.parametrize(("N", "K"), SHAPES_NK)
 def test_matches_the_twin(isa: str, N: int, K: int, dtype: torch.dtype) -> None:
     x_TK, weight_NK, bias_N = random_linear(N, K, 37, dtype)
-    packed = ops.pack_linear(weight_NK)
+    packed = dense.pack_linear(weight_NK)
     assert packed.is_packed
     assert (packed.N, packed.K, packed.dtype) == (N, K, dtype)
     for bias in (None, bias_N, bias_N.float()):
-        sums_TN = ops.linear(x_TK, packed, bias, out_dtype=torch.float32)
+        sums_TN = dense.linear(x_TK, packed, bias, out_dtype=torch.float32)
         expected_TN = reference.linear(x_TK, weight_NK, bias, torch.float32)
         torch.testing.assert_close(sums_TN, expected_TN, atol=FLOAT32_ATOL, rtol=0)
         # the output type is rounded once, from the same float32 sum
         for out_dtype in DTYPES:
-            assert torch.equal(ops.linear(x_TK, packed, bias, out_dtype=out_dtype), sums_TN.to(out_dtype))
-        assert ops.linear(x_TK, packed, bias).dtype == dtype
+            assert torch.equal(dense.linear(x_TK, packed, bias, out_dtype=out_dtype), sums_TN.to(out_dtype))
+        assert dense.linear(x_TK, packed, bias).dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("N", "K"), [(130, 111), (70, 2500)])
 def test_rows_do_not_depend_on_the_batch(isa: str, N: int, K: int, dtype: torch.dtype) -> None:
     x_TK, weight_NK, bias_N = random_linear(N, K, max(BATCHES), dtype)
-    packed = ops.pack_linear(weight_NK)
-    all_TN = ops.linear(x_TK, packed, bias_N, out_dtype=torch.float32)
+    packed = dense.pack_linear(weight_NK)
+    all_TN = dense.linear(x_TK, packed, bias_N, out_dtype=torch.float32)
     for T in BATCHES:
-        first_TN = ops.linear(x_TK[:T], packed, bias_N, out_dtype=torch.float32)
+        first_TN = dense.linear(x_TK[:T], packed, bias_N, out_dtype=torch.float32)
         assert torch.equal(first_TN, all_TN[:T]), f"first {T} rows"
-        last_TN = ops.linear(x_TK[-T:], packed, bias_N, out_dtype=torch.float32)
+        last_TN = dense.linear(x_TK[-T:], packed, bias_N, out_dtype=torch.float32)
         assert torch.equal(last_TN, all_TN[-T:]), f"last {T} rows"
 
 
 def test_long_prefill_rows_do_not_depend_on_the_batch(isa: str) -> None:
     """More rows than one chunk of the driver (1024), and several row blocks."""
     x_TK, weight_NK, _ = random_linear(66, 96, 1100, torch.bfloat16)
-    packed = ops.pack_linear(weight_NK)
-    all_TN = ops.linear(x_TK, packed)
+    packed = dense.pack_linear(weight_NK)
+    all_TN = dense.linear(x_TK, packed)
     for begin, end in [(0, 1), (1020, 1030), (1099, 1100), (500, 1100)]:
-        assert torch.equal(ops.linear(x_TK[begin:end], packed), all_TN[begin:end]), f"rows {begin} to {end}"
+        assert torch.equal(dense.linear(x_TK[begin:end], packed), all_TN[begin:end]), f"rows {begin} to {end}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,8 +79,8 @@ def test_result_does_not_depend_on_the_threads(
     results = []
     for num_threads in (1, 2, 3, 5):
         set_num_threads(num_threads)
-        packed = ops.pack_linear(weight_NK)
-        results.append([ops.linear(x_TK[:T], packed) for T in (1, 6, 33, 70)])
+        packed = dense.pack_linear(weight_NK)
+        results.append([dense.linear(x_TK[:T], packed) for T in (1, 6, 33, 70)])
     for num_threads, result in zip((2, 3, 5), results[1:], strict=True):
         for one, many in zip(results[0], result, strict=True):
             assert torch.equal(one, many), f"{num_threads} threads, {len(one)} rows"
@@ -89,18 +89,18 @@ def test_result_does_not_depend_on_the_threads(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_rows(isa: str, dtype: torch.dtype) -> None:
     x_TK, weight_NK, _ = random_linear(50, 40, 9, dtype)
-    expected_TN = ops.linear(x_TK, ops.pack_linear(weight_NK))
+    expected_TN = dense.linear(x_TK, dense.pack_linear(weight_NK))
     wide_x = torch.full((9, 60), float("nan")).to(dtype)
     wide_x[:, 7:47] = x_TK
     wide_weight = torch.full((50, 60), float("nan")).to(dtype)
     wide_weight[:, 3:43] = weight_NK
     wide_out = torch.full((9, 70), 5.0).to(dtype)
-    out = ops.linear(wide_x[:, 7:47], ops.pack_linear(wide_weight[:, 3:43]), out=wide_out[:, 10:60])
+    out = dense.linear(wide_x[:, 7:47], dense.pack_linear(wide_weight[:, 3:43]), out=wide_out[:, 10:60])
     assert out.data_ptr() == wide_out[:, 10:60].data_ptr()
     assert torch.equal(wide_out[:, 10:60], expected_TN)
     assert (wide_out[:, :10] == 5).all(), "wrote to the left of its columns"
     assert (wide_out[:, 60:] == 5).all(), "wrote to the right of its columns"
-    by_columns = ops.linear(x_TK.t().contiguous().t(), ops.pack_linear(weight_NK.t().contiguous().t()))
+    by_columns = dense.linear(x_TK.t().contiguous().t(), dense.pack_linear(weight_NK.t().contiguous().t()))
     assert torch.equal(by_columns, expected_TN)
 
 
@@ -110,16 +110,16 @@ def test_rows_may_be_any_number_of_elements_from_the_start_of_memory(isa: str) -
     expected_TN = reference.linear(x_TK, weight_NK, out_dtype=torch.float32)
     memory = torch.zeros(1 + 4 * 33, dtype=torch.bfloat16)
     memory[1:] = x_TK.flatten()
-    actual_TN = ops.linear(memory[1:].view(4, 33), ops.pack_linear(weight_NK), out_dtype=torch.float32)
+    actual_TN = dense.linear(memory[1:].view(4, 33), dense.pack_linear(weight_NK), out_dtype=torch.float32)
     torch.testing.assert_close(actual_TN, expected_TN, atol=FLOAT32_ATOL, rtol=0)
 
 
 def test_non_finite_values_stay_in_their_row_and_column(isa: str) -> None:
     x_TK, weight_NK, _ = random_linear(40, 50, 20, torch.bfloat16)
-    clean_TN = ops.linear(x_TK, ops.pack_linear(weight_NK))
+    clean_TN = dense.linear(x_TK, dense.pack_linear(weight_NK))
     x_TK[3, 7] = float("inf")
     weight_NK[11, 9] = float("nan")
-    dirty_TN = ops.linear(x_TK, ops.pack_linear(weight_NK))
+    dirty_TN = dense.linear(x_TK, dense.pack_linear(weight_NK))
     assert not dirty_TN[3].isfinite().any()
     assert dirty_TN[:, 11].isnan().all()
     dirty_TN[3], dirty_TN[:, 11] = clean_TN[3], clean_TN[:, 11]
@@ -128,46 +128,46 @@ def test_non_finite_values_stay_in_their_row_and_column(isa: str) -> None:
 
 def test_vocabulary_sized_output(isa: str) -> None:
     x_TK, weight_NK, _ = random_linear(151_936, 32, 3, torch.bfloat16)
-    logits_TN = ops.linear(x_TK, ops.pack_linear(weight_NK), out_dtype=torch.float32)
+    logits_TN = dense.linear(x_TK, dense.pack_linear(weight_NK), out_dtype=torch.float32)
     expected_TN = reference.linear(x_TK, weight_NK, out_dtype=torch.float32)
     torch.testing.assert_close(logits_TN, expected_TN, atol=FLOAT32_ATOL, rtol=0)
 
 
 def test_no_rows(isa: str) -> None:
     _, weight_NK, _ = random_linear(5, 6, 1, torch.float32)
-    assert ops.linear(torch.empty(0, 6), ops.pack_linear(weight_NK)).shape == (0, 5)
+    assert dense.linear(torch.empty(0, 6), dense.pack_linear(weight_NK)).shape == (0, 5)
 
 
 def test_packed_size_is_the_weight_with_padding(isa: str) -> None:
     for dtype, size in [(torch.float32, 4), (torch.float16, 2), (torch.bfloat16, 2)]:
         K = 128 if dtype is torch.bfloat16 else 111  # pairs come in steps of 32
-        assert ops.pack_linear(torch.zeros(70, 111, dtype=dtype)).nbytes == 128 * K * size
+        assert dense.pack_linear(torch.zeros(70, 111, dtype=dtype)).nbytes == 128 * K * size
 
 
 def test_without_the_extension_the_weight_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_available", False)
     x_TK, weight_NK, bias_N = random_linear(19, 111, 7, torch.bfloat16)
-    packed = ops.pack_linear(weight_NK)
+    packed = dense.pack_linear(weight_NK)
     assert not packed.is_packed
     assert packed.data is weight_NK
     expected_TN = reference.linear(x_TK, weight_NK, bias_N)
-    torch.testing.assert_close(ops.linear(x_TK, packed, bias_N), expected_TN, atol=0.02, rtol=0.01)
-    assert ops.linear(x_TK, packed, out_dtype=torch.float32).dtype == torch.float32
+    torch.testing.assert_close(dense.linear(x_TK, packed, bias_N), expected_TN, atol=0.02, rtol=0.01)
+    assert dense.linear(x_TK, packed, out_dtype=torch.float32).dtype == torch.float32
 
 
 @pytest.mark.skipif(not cpu.available(), reason="needs the compiled kernels")
 def test_wrong_arguments_are_named() -> None:
-    packed = ops.pack_linear(torch.zeros(5, 6))
+    packed = dense.pack_linear(torch.zeros(5, 6))
     with pytest.raises(AssertionError, match=r"x is \(2, 7\), expected \[T, 6\]"):
-        ops.linear(torch.zeros(2, 7), packed)
+        dense.linear(torch.zeros(2, 7), packed)
     with pytest.raises(AssertionError, match=r"the weight is torch\.float32"):
-        ops.linear(torch.zeros(2, 6, dtype=torch.bfloat16), packed)
+        dense.linear(torch.zeros(2, 6, dtype=torch.bfloat16), packed)
     with pytest.raises(AssertionError, match="bias"):
-        ops.linear(torch.zeros(2, 6), packed, torch.zeros(4))
+        dense.linear(torch.zeros(2, 6), packed, torch.zeros(4))
     with pytest.raises(AssertionError, match="out is"):
-        ops.linear(torch.zeros(2, 6), packed, out=torch.zeros(2, 4))
+        dense.linear(torch.zeros(2, 6), packed, out=torch.zeros(2, 4))
     with pytest.raises(AssertionError, match="not float32, bfloat16 or float16"):
-        ops.pack_linear(torch.zeros(5, 6, dtype=torch.float64))
+        dense.pack_linear(torch.zeros(5, 6, dtype=torch.float64))
     with pytest.raises(ValueError, match="mmx"):
         cpu.set_isa("mmx")
     with pytest.raises(ValueError, match="at least 1, got 0"):

@@ -1,17 +1,18 @@
-"""RMS norm and rope + KV write against their plain-torch twins on sizes nobody would choose.
+"""RMS norm and rope + KV write, also as codes, against their plain-torch twins on sizes nobody would choose.
 
 Dimensions: T tokens, D hidden, H query heads, G KV heads, E head_dim, B cache blocks, P block_size, R rotary_dim.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import ops, reference
+from quire.kernels import kv_codes, ops, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Both round once from float32: results are the same or neighbours, and neighbours differ by one unit in the last place.
@@ -109,6 +110,16 @@ def rope_inputs(shape: tuple, dtype: torch.dtype, T: int = 37) -> dict[str, Tens
     }
 
 
+def with_codes(inputs: dict[str, Tensor | float | None], codes: torch.dtype) -> dict[str, Tensor | float | None]:
+    """Caches of codes, with the scales of their rows where they have some; what is in them is left to be recognised."""
+    shape = inputs["v_cache_BGPE"].shape
+    for name in ("k", "v"):
+        inputs[f"{name}_cache_BGPE"] = torch.full(shape, 1.0).to(codes)
+        if codes == torch.int8:
+            inputs[f"{name}_scales_BGP"] = torch.full(shape[:3], -1.0)
+    return inputs
+
+
 def clone(inputs: dict[str, Tensor | float | None]) -> dict[str, Tensor | float | None]:
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
@@ -133,6 +144,84 @@ def test_rope_and_cache(isa: str, dtype: torch.dtype, shape: tuple) -> None:
         same = (inputs[name] == before[name]).transpose(1, 2).flatten(0, 1).flatten(1).all(dim=1)
         assert same[~written].all(), f"{name} was written in a slot that is not mapped"
         assert not same[written].any(), f"{name} misses a slot"
+
+
+@pytest.mark.parametrize("codes", kv_codes.CODE_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROPE_SHAPES)
+def test_rope_and_cache_as_codes(isa: str, dtype: torch.dtype, shape: tuple, codes: torch.dtype) -> None:
+    inputs = with_codes(rope_inputs(shape, dtype), codes)
+    expected = clone(inputs)
+    before = clone(inputs)
+    reference.rope_and_cache(**expected)
+    ops.rope_and_cache(**inputs)
+    assert torch.equal(inputs["v_cache_BGPE"].float(), expected["v_cache_BGPE"].float()), "values are not rounded so"
+    for name in ("k", "v"):
+        assert torch.equal(inputs[f"{name}_TGE"], before[f"{name}_TGE"]), f"{name} was changed"
+        rows, twins, olds = (
+            kv_codes.decode(each[f"{name}_cache_BGPE"], each.get(f"{name}_scales_BGP"))
+            for each in (inputs, expected, before)
+        )
+        # keys are rotated in float32, and may then fall to the neighbouring code
+        step = 0 if name == "v" else 0.02 if codes == torch.int8 else torch.finfo(codes).eps
+        torch.testing.assert_close(rows, twins, atol=4 * step if codes == torch.int8 else 0.01 * bool(step), rtol=step)
+        is_kept = (rows == olds).transpose(1, 2).flatten(0, 1).flatten(1).all(dim=1)
+        written = inputs["slot_mapping_T"][inputs["slot_mapping_T"] >= 0]
+        assert is_kept.sum() == len(is_kept) - len(written), f"{name}: other slots than the mapped ones were written"
+        assert not is_kept[written].any(), f"{name} misses a slot"
+
+
+def hostile_rows(dtype: torch.dtype) -> Tensor:
+    """Rows of all magnitudes, halves between codes, zeros, numbers that are too large or too small, and no numbers."""
+    sizes = (0, 1e-30, 1e-5, 0.01, 1, 100, 3e4, 1e30)
+    random = torch.cat([randn(40, 40, dtype=torch.float32, seed=i) * size for i, size in enumerate(sizes)])
+    edges = [
+        448,
+        449,
+        464,
+        465,
+        57344,
+        61440,
+        65536,
+        2**-6,
+        2**-9,
+        2**-10,
+        3 * 2**-11,
+        2**-14,
+        2**-16,
+        2**-17,
+        1.0625,
+        1.1875,
+    ]
+    edge_rows = torch.tensor([edges, [-x for x in edges]]).repeat(1, 3)[:, :40]
+    bad = randn(6, 40, dtype=torch.float32)
+    bad[:3, 7], bad[3:5, 39] = torch.tensor([math.nan, math.inf, -math.inf]), torch.tensor([math.nan, math.inf])
+    bad[5] = math.inf
+    return torch.cat((random, edge_rows, bad)).to(dtype)
+
+
+@pytest.mark.parametrize("codes", kv_codes.CODE_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_are_those_of_the_twin(isa: str, dtype: torch.dtype, codes: torch.dtype) -> None:
+    rows_T1E = hostile_rows(dtype).unsqueeze(1)
+    T, P = len(rows_T1E), 8
+    caches = torch.zeros(2, -(-T // P), 1, P, 40).to(codes)
+    scales = torch.zeros(2, -(-T // P), 1, P) if codes == torch.int8 else [None, None]
+    positions = torch.arange(T)
+    ops.rope_and_cache(
+        *(rows_T1E.clone(), rows_T1E, -rows_T1E, positions, None, positions, *caches),
+        k_scales_BGP=scales[0],
+        v_scales_BGP=scales[1],
+    )
+    for sign, cache, row_scales in zip((1, -1), caches, scales, strict=True):
+        expected_codes, expected_scales = kv_codes.encode(sign * rows_T1E[:, 0].float(), codes)
+        found = cache.flatten(0, 2)[:T]
+        expected = kv_codes.decode(expected_codes, expected_scales)
+        decoded = kv_codes.decode(found, None if row_scales is None else row_scales.flatten()[:T])
+        assert torch.equal(decoded.nan_to_num(nan=-7.5), expected.nan_to_num(nan=-7.5))
+        is_finite = rows_T1E[:, 0].isfinite().all(1)
+        assert decoded[is_finite].isfinite().all(), "a number became none"
+        assert not decoded[~is_finite].isfinite().all(1).any(), "what is not finite was hidden"
 
 
 def test_norm_of_only_one_of_q_and_k(isa: str) -> None:

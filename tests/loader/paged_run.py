@@ -54,8 +54,6 @@ class PagedRun:
             block_tables_SM=torch.tensor(tables, dtype=torch.int32),
             logits_indices_R=torch.tensor(last),
             caches=self.caches,
-            max_query_len=max(map(len, rows.values())),
-            max_seq_len=max(self.lengths[sequence] for sequence in rows),
         )
         logits = self.model.compute_logits(self.model.forward(batch))
         return {sequence: logits[starts[i] : starts[i + 1]] for i, sequence in enumerate(rows)}

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.messages import EngineReady
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.metrics.registry import CACHE_CONFIG_LABELS, METRICS, steps_up_to
-from quire.schedule import StepRecord
+from quire.schedule import EvictedBlock, StepRecord
 
 # Names and types that dashboards use; a released name works for a year.
 EXPECTED = {
@@ -65,7 +65,7 @@ VLLM_BUCKETS = {
 }
 
 
-def record(**fields: int) -> StepRecord:
+def record(**fields: object) -> StepRecord:
     zeros = {name: 0 for name in StepRecord.__struct_fields__ if not name.endswith("_seconds")}
     return StepRecord(**{**zeros, **fields})
 
@@ -73,7 +73,7 @@ def record(**fields: int) -> StepRecord:
 @pytest.fixture
 def metrics() -> PrometheusMetrics:
     metrics = PrometheusMetrics('na"me\nwith\\all', 4000)
-    resolved = {"kv_cache_dtype": {"value": "auto"}, "enable_prefix_caching": {"value": True}}
+    resolved = {"kv_cache_dtype": {"value": "int8"}, "enable_prefix_caching": {"value": True}}
     metrics.on_ready(EngineReady(4000, 512, 16, 8, 2048, resolved))
     return metrics
 
@@ -139,7 +139,7 @@ def test_cache_config_is_published_once(metrics):
         "model_name": 'na"me\nwith\\all',
         "engine": "0",
         "block_size": "16",
-        "cache_dtype": "auto",
+        "cache_dtype": "int8",
         "effective_attention_block_size": "16",
         "enable_prefix_caching": "True",
         "kv_cache_max_concurrency": "2.05",
@@ -176,6 +176,35 @@ def test_steps(metrics):
     assert value("vllm:prefix_cache_queries", "_total") == 30
     assert value("vllm:prefix_cache_hits", "_total") == 16
     assert value("vllm:iteration_tokens_total", "_sum") == 34
+
+
+# All of vLLM's, and no others.
+KV_BLOCK_BUCKETS = [
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
+    float("inf"),
+]  # fmt: skip
+
+
+def test_kv_blocks():
+    metrics = PrometheusMetrics("m", 2048, kv_blocks=True)
+    metrics.on_step(record(evicted_blocks=[EvictedBlock(7.0, 4.0, [0.5, 2.5]), EvictedBlock(1900.0, 0.015, [])]))
+    metrics.on_step(record(evicted_blocks=[]))
+    found = families(metrics)
+    expected = {"lifetime": (2, 1907.0), "idle_before_evict": (2, 4.015), "reuse_gap": (2, 3.0)}
+    for name, (count, total) in expected.items():
+        family = found[f"vllm:kv_block_{name}_seconds"]
+        assert family.type == "histogram"
+        values = {sample.name.removeprefix(family.name): sample.value for sample in family.samples}
+        assert (values["_count"], values["_sum"]) == (count, total), name
+        buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
+        assert [float(sample.labels["le"]) for sample in buckets] == KV_BLOCK_BUCKETS
+        assert buckets[0].labels.keys() == {"model_name", "engine", "le"}
+    lifetimes = [s.value for s in found["vllm:kv_block_lifetime_seconds"].samples if s.labels.get("le") == "1800.0"]
+    assert lifetimes == [1], "1900 s are above the last bound"
+
+
+def test_kv_blocks_are_shown_on_request_only(metrics):
+    assert not [name for name in families(metrics) if name.startswith("vllm:kv_block_")]
 
 
 @pytest.mark.parametrize(

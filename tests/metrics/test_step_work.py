@@ -23,14 +23,17 @@ def test_one_decoding_row(model: ModelConfig) -> None:
     step = record(num_decode_tokens=1, num_sampled_tokens=1, num_kv_tokens_read=100, num_rows=1)
     assert model.tie_word_embeddings, "the count below takes the embeddings for the output projection"
     attention = 4 * 100 * model.num_layers * model.num_q_heads * model.head_dim
-    assert StepWork(model, "bfloat16", None).num_flops(step) == 2 * model.num_parameters() + attention
+    assert StepWork(model, "bfloat16", None, "auto").num_flops(step) == 2 * model.num_parameters() + attention
 
 
-@pytest.mark.parametrize(("dtype", "quantization", "width"), [("float32", None, 4), ("bfloat16", "int8", 2)])
-def test_bytes(model: ModelConfig, dtype: str, quantization: str | None, width: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "kv_cache_dtype", "width"),
+    [("float32", None, "auto", 4), ("bfloat16", "int8", "auto", 2), ("bfloat16", None, "fp8", 1)],
+)
+def test_bytes(model: ModelConfig, dtype: str, quantization: str | None, kv_cache_dtype: str, width: int) -> None:
     step = record(num_prefill_tokens=30, num_decode_tokens=2, num_sampled_tokens=3, num_kv_tokens_read=140, num_rows=3)
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
-    work = StepWork(model, dtype, quantization)
+    work = StepWork(model, dtype, quantization, kv_cache_dtype)
     assert work.read_bytes(step) == model.weight_bytes(dtype, quantization) + 140 * token
     assert work.write_bytes(step) == 32 * token
 
@@ -39,13 +42,17 @@ def test_steps_are_added_up(model: ModelConfig) -> None:
     metrics = PrometheusMetrics("m", 2048, model=model)
     step = record(num_decode_tokens=4, num_sampled_tokens=4, num_kv_tokens_read=50, num_rows=4)
     metrics.on_step(step)  # of a batch that was on its way before anything was known
-    resolved = {"dtype": {"value": "bfloat16"}, "quantization": {"value": "int4"}}
+    resolved = {
+        "dtype": {"value": "bfloat16"},
+        "quantization": {"value": "int4"},
+        "kv_cache_dtype": {"value": "fp8_e5m2"},
+    }
     metrics.on_ready(EngineReady(2048, 8, 16, 8, 2048, resolved))
     metrics.on_step(step)
     metrics.on_step(step)
     families = text_string_to_metric_families(metrics.render().decode())
     found = {f.name.removeprefix("vllm:estimated_"): f.samples[0].value for f in families if "estimated" in f.name}
-    work = StepWork(model, "bfloat16", "int4")
+    work = StepWork(model, "bfloat16", "int4", "fp8_e5m2")
     assert found == {
         "flops_per_gpu": 2 * work.num_flops(step),
         "read_bytes_per_gpu": 2 * work.read_bytes(step),

@@ -21,10 +21,10 @@ from torch import Tensor
 from quire.forward_batch import ForwardBatch, LayerCache
 from quire.hf_config.families import FAMILIES as HF_FAMILIES
 from quire.hf_config.families import NATIVE_ARCHITECTURES
-from quire.kernels import cpu, reference
+from quire.kernels import cpu, gpu, reference
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import FAMILIES, CausalLM, build_model
-from quire.weight_format import ON_LOAD
+from quire.weight_format import ON_LOAD, Fp8Format
 
 # float32 logits of magnitude 1 to 10 through three layers; the sums run in another order than torch's.
 TOLERANCE = 1e-4
@@ -33,6 +33,8 @@ BF16_TOLERANCE = 0.15
 # Relative error of the logits when activations have 8 bits with one scale per row: up to 0.08 on these random weights.
 QUANTIZED_ACTIVATIONS_TOLERANCE = 0.1
 BLOCK_SIZE = 8
+# norms per head, windows with a cap on scores, layers without rotation: what the GPU kernels tell apart
+INTERPRETED = ("qwen3", "gemma2", "smollm3")
 NUM_DECODE = 12
 
 COMMON = {
@@ -238,9 +240,10 @@ def round_weight(name: str, weight_NK: Tensor, config: ModelConfig, quantization
     if not is_output and not name.endswith("proj.weight"):
         return weight_NK
     weight_format = ON_LOAD[quantization].output if is_output else ON_LOAD[quantization].linear
+    if isinstance(weight_format, Fp8Format):
+        return reference.dequantize_fp8(reference.quantize_fp8(weight_NK))
     size = weight_format.group_size_of(weight_NK.shape[1])
-    codes_NK, scales_NG = reference.quantize_grouped(weight_NK, weight_format.bits, size)
-    return reference.dequantize_grouped(codes_NK, scales_NG, weight_format.bits, size)
+    return reference.dequantize_grouped(reference.quantize_grouped(weight_NK, weight_format.bits, size))
 
 
 class Sequences:
@@ -277,8 +280,6 @@ class Sequences:
             block_tables_SM=tables,
             logits_indices_R=torch.arange(sum(lens)),
             caches=self.caches,
-            max_query_len=max(lens),
-            max_seq_len=max(ends),
         )
         with torch.inference_mode():
             logits = self.model.compute_logits(self.model.forward(batch)[batch.logits_indices_R])
@@ -289,9 +290,12 @@ class Sequences:
 
 @pytest.fixture(params=["reference", "cpu"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The plain-torch path (ops and attention), and the compiled kernels."""
+    """The plain-torch path (ops and attention), the compiled kernels or, where asked for, Triton's interpreter."""
     if request.param == "cpu" and not cpu.available():
         pytest.skip("the compiled kernels are not in use")
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+        monkeypatch.setattr(gpu, "serves", lambda device: True)
     monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", request.param)
     monkeypatch.setattr(cpu, "_available", request.param == "cpu")
     return request.param
@@ -299,6 +303,18 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy_tokens(name, path, expected):
+    check_logits_and_greedy_tokens(name, expected)
+
+
+@pytest.mark.slow  # about half a minute each
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_gpu_kernels_give_the_same_logits_and_tokens(name, path, expected):
+    check_logits_and_greedy_tokens(name, expected)
+
+
+def check_logits_and_greedy_tokens(name: str, expected: Callable[[str], Expected]) -> None:
     """One sequence in chunks 1, 7, rest, the other whole beside its last chunk, then both decode together."""
     case, want = CASES[name], expected(name)
     sequences = Sequences(load(case, want.folder, torch.float32), torch.float32)

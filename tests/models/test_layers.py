@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quire.errors import ModelConfigError
 from quire.hf_config.fields import Fields
 from quire.hf_config.rope import RopeConfig, parse_rope
-from quire.kernels import cpu, ops
+from quire.kernels import cpu, dense
 from quire.layers.linear import Linear
 from quire.layers.rope import cos_sin_table, frequencies
 from quire.quantization.unquantized import Unquantized
@@ -109,7 +109,7 @@ def test_rows_of_a_packed_weight_are_exact(shape, dtype, path):
     weight = torch.randn(shape).to(dtype)
     rows = torch.randint(0, shape[0], (19,))
     rows[0], rows[1] = 0, shape[0] - 1
-    assert torch.equal(ops.packed_rows(ops.pack_linear(weight), rows), weight[rows])
+    assert torch.equal(dense.packed_rows(dense.pack_linear(weight), rows), weight[rows])
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])

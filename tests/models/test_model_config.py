@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ModelConfigError
+from quire.kv_format import KV_FORMATS
 from quire.model_config import ModelConfig, load_model_config
 
 LLAMA_3_2_1B = {
@@ -366,7 +367,7 @@ def test_published_models(name, load):
     raw, head_dim, kv_bytes_per_token, num_parameters, max_model_len, rope_type = PUBLISHED[name]
     config = load(raw)
     assert config.head_dim == head_dim
-    assert config.kv_bytes_per_token(2) == kv_bytes_per_token
+    assert config.kv_bytes_per_token(KV_FORMATS["bfloat16"]) == kv_bytes_per_token
     assert config.num_parameters() == num_parameters
     assert config.weight_bytes("bfloat16") == 2 * num_parameters
     assert config.weight_bytes("float32") == 4 * num_parameters
@@ -518,11 +519,6 @@ def test_older_names_of_foreign_architectures(load):
     config = load(raw, any_architecture=True)
     assert (config.hidden_size, config.num_layers, config.num_q_heads, config.head_dim) == (64, 3, 4, 16)
     assert (config.max_model_len, config.intermediate_size, config.eos_token_ids) == (128, 256, ())
-
-
-def test_quantized_checkpoint_is_refused(load):
-    with pytest.raises(ModelConfigError, match=r"quantized checkpoint.*'awq'.*unquantized"):
-        load({**LLAMA_3_8B, "quantization_config": {"quant_method": "awq", "bits": 4}})
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,14 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, edit: str) -> None:
     assert name in str(caught.value)
 
 
+def test_calibrated_kv_scales_are_left_out(tmp_path: Path) -> None:
+    checkpoint(tmp_path, *ARCHITECTURES["gpt_neox"])
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["gpt_neox.layers.1.attention.attn.k_scale"] = torch.tensor(0.5)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load(tmp_path)
+
+
 def test_code_and_kernels_named_by_a_checkpoint_are_never_used(tmp_path: Path) -> None:
     checkpoint(tmp_path, *ARCHITECTURES["gpt_neox"])
     canary = tmp_path / "canary"

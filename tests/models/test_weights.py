@@ -84,6 +84,17 @@ def test_unexpected_weights_are_named(build):
         model.load_weights(weights.items())
 
 
+@pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.attn.v_scale", "self_attn.v_proj.output_scale"])
+def test_calibrated_kv_scales_are_left_out_with_a_notice(name, build, caplog):
+    model = build()
+    scales = {f"model.layers.{layer}.{name}": torch.tensor(0.5) for layer in (0, 1)}
+    with caplog.at_level("INFO"):
+        model.load_weights({**random_weights(model), **scales}.items())
+    notices = [record.getMessage() for record in caplog.records if "scales of the KV cache" in record.getMessage()]
+    assert len(notices) == 1
+    assert f"2, as model.layers.0.{name}" in notices[0]
+
+
 def test_misshapen_weight_is_named_with_both_shapes(build):
     model = build()
     weights = {**random_weights(model), Q_PROJ: torch.zeros(31, 32)}

@@ -1,4 +1,4 @@
-"""`--quantization int8` and `int4` in the engine: the planned bytes are held, and the demo model keeps its answers."""
+"""`--quantization int8`, `int4` and `fp8` in the engine: planned bytes are held, the demo model keeps its answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def test_planned_bytes_are_held(quantization: str) -> None:
     config = load_model_config(quire.demo.path())
     model = load_model(config, torch.bfloat16, quantization=quantization)
     assert model.weight_bytes() == config.weight_bytes("bfloat16", quantization)
-    assert model.weight_bytes() < {"int8": 0.56, "int4": 0.45}[quantization] * config.weight_bytes("bfloat16")
+    assert model.weight_bytes() < {"int8": 0.56, "int4": 0.45, "fp8": 0.56}[quantization] * config.weight_bytes(
+        "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("quantization", ON_LOAD)
@@ -45,6 +47,6 @@ def test_the_demo_model_keeps_its_answer(quantization: str) -> None:
 
 
 def test_unknown_format_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="int8 or int4") as caught:
-        LLM(quantization="awq")
+    with pytest.raises(ConfigError, match="int8, int4, fp8") as caught:
+        LLM(quantization="bitsandbytes")
     assert caught.value.param == "quantization"

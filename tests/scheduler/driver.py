@@ -14,6 +14,7 @@ from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.queue import SchedulingPolicy
+from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 
 VOCAB_SIZE = 50
@@ -68,8 +69,9 @@ class Driver:
         failure: Callable[[ScheduledBatch, bool], Exception | None] = lambda batch, is_computed: None,
         row_failure: Callable[[str], str | None] = lambda request_id: None,
         clock: Callable[[], float] = lambda: 0.0,
+        residency: BlockResidency | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, residency)
         self.kv = KVCacheManager(self.pool, enable_prefix_caching=enable_prefix_caching, watermark=watermark)
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,

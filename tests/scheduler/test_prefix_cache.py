@@ -81,3 +81,41 @@ def test_a_hit_keeps_a_prefix_alive() -> None:
     assert cached(driver, "old is used", [*old, 5]) == 12
     cached(driver, "other", [3] * 14)
     assert (num_found(driver, old), num_found(driver, new)) == (3, 1)
+
+
+def test_a_reset_holds_for_what_running_requests_compute_later() -> None:
+    """Their later blocks follow from forgotten ones: once the beginning is computed anew, nobody may find them."""
+    driver = Driver()
+    prompt = list(range(13))
+    driver.add(request("runs", prompt, 12))
+    driver.step()
+    assert driver.pool.num_cached_blocks == 3
+    driver.scheduler.reset_prefix_cache()
+    driver.run()
+    whole = [*prompt, *driver.tokens("runs")]
+    assert driver.pool.num_cached_blocks == 0
+    assert cached(driver, "the beginning", prompt) == 0
+    assert cached(driver, "all of it", whole) == 12, "only what was computed after the reset"
+
+
+def test_a_reset_holds_for_forks_of_running_requests() -> None:
+    driver = Driver(max_num_seqs=2)
+    prompt = list(range(13))
+    driver.add(request("parent", prompt, 12))
+    driver.step()
+    driver.scheduler.reset_prefix_cache()
+    driver.add(request("fork", prompt, 12, fork_of="parent"))
+    driver.run()
+    assert driver.last("fork").num_cached_tokens == 12, "it shares the prompt with its parent"
+    assert driver.pool.num_cached_blocks == 0
+
+
+def test_a_request_that_is_computed_again_after_a_reset_is_cached() -> None:
+    driver = Driver()
+    driver.add(request("runs", range(13), 4))
+    driver.step()
+    driver.scheduler.reset_prefix_cache()
+    driver.scheduler.preempt_last()
+    driver.run()
+    driver.check_outputs()
+    assert cached(driver, "later", list(range(13))) == 12

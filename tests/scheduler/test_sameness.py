@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.messages import AddRequest
+from quire.messages import AddRequest, unpack
 from quire.sampling_params import SamplingParams
 from tests.scheduler.driver import Driver, request
 
@@ -226,7 +226,7 @@ def test_prompt_logprobs_come_whole_with_the_first_token(chunk: int) -> None:
         driver.check_outputs()
         first, *rest = driver.deltas["a"]
         assert first.num_cached_tokens == 0
-        assert [p.token_ids[0] for p in first.prompt_logprobs or []] == prompt(11)[1:]
+        assert [unpack(p).token_ids[0] for p in first.prompt_logprobs or []] == prompt(11)[1:]
         assert all(delta.prompt_logprobs is None for delta in rest)
         assert [p.token_ids[0] for d in driver.deltas["a"] for p in d.logprobs or []] == driver.tokens("a")
         results.append(first.prompt_logprobs)

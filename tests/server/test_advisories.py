@@ -171,6 +171,8 @@ ADVISORIES: list[tuple[str, str, str]] = [
         "CVE-2025-46570 CVE-2025-25183 CVE-2026-10813",
         """
         scheduler/test_prefix_cache.py::test_salt_and_adapter_isolate
+        scheduler/test_tenants.py::test_with_salts_the_work_does_not_depend_on_what_the_other_tenant_says
+        scheduler/test_tenants.py::test_a_guess_of_a_prompt_shows_without_salts_only
         scheduler/test_block_pool.py::test_hash_chain_by_its_definition
         scheduler/test_block_pool.py::test_adapter_and_salt_separate
         """,

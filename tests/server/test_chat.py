@@ -6,7 +6,7 @@ import pytest
 
 from quire.sampling_params import RequestOutputKind
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
-from tests.server.test_errors import error_of
+from tests.server.test_errors import COMPLETIONS, error_of
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -84,6 +84,7 @@ async def test_async_openai_client(server):
         {"logprobs": True, "top_logprobs": 2, "max_tokens": 12},
         {"logprobs": True, "n": 2, "return_token_ids": True, "return_tokens_as_token_ids": True},
         {"prompt_logprobs": 1, "max_tokens": 2, "return_token_ids": True},
+        {"use_beam_search": True, "n": 2, "max_tokens": 4, "logprobs": True, "return_token_ids": True},
         {"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 20},
     ],
 )
@@ -357,7 +358,6 @@ def test_beam_search(server):
 
 
 REFUSED_WITH_BEAMS = {
-    "stream": True,
     "stop": "x",
     "stop_token_ids": [5],
     "prompt_logprobs": 0,
@@ -402,3 +402,29 @@ def test_beam_search_logprobs(server):
         assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == 4
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert error_of(server.complete(logprobs=1, echo=True, **fields), 400)["param"] == "prompt_logprobs"
+
+
+def test_defaults_of_the_operator():
+    """They hold for requests that do not say, in both APIs; what a request says comes first."""
+    settings = {
+        "chat_template": TEMPLATE,
+        "default_chat_template_kwargs": {"style": "wordy"},
+        "returns_tokens_as_token_ids": True,
+        "forces_usage": True,
+    }
+    with RunningServer(**settings) as server:
+        answer = server.chat(max_tokens=1, logprobs=True).json()
+        assert prompt_of(server) == "<user>Hi</>wordy<assistant>"
+        assert answer["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{ANSWER[0]}"
+        answer = server.chat(
+            max_tokens=1, logprobs=True, chat_template_kwargs={"style": "terse"}, return_tokens_as_token_ids=False
+        ).json()
+        assert prompt_of(server) == "<user>Hi</>terse<assistant>"
+        assert answer["choices"][0]["logprobs"]["content"][0]["token"] == TOKENIZER.token_text(ANSWER[0])
+        for path, fields in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "Hi"})):
+            for options in (None, {"include_usage": False}):
+                *others, last = server.events(path, max_tokens=2, stream_options=options, **fields)
+                assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
+                assert all(event["usage"] is None for event in others)
+            events = server.events(path, max_tokens=2, stream_options={"continuous_usage_stats": True}, **fields)
+            assert all(event["usage"] for event in events)

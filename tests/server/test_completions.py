@@ -73,6 +73,7 @@ def test_prompt_shapes(echo, prompt, expected):
         {"logprobs": 0, "max_tokens": 3, "return_tokens_as_token_ids": True},
         {"prompt_logprobs": 1, "max_tokens": 2},
         {"return_token_ids": True, "max_tokens": 3},
+        {"use_beam_search": True, "prompt": ["a", "b"], "n": 2, "max_tokens": 4, "logprobs": 1},
         {"stop": "naïve", "max_tokens": 60},
     ],
 )

@@ -70,8 +70,9 @@ def test_leaving_before_the_first_token(slow, path, body, count, stream):
     check_aborted(slow, count)
 
 
-def test_leaving_during_beam_search(slow):
-    with send(slow, "/v1/chat/completions", {**CHAT, "use_beam_search": True, "n": 2}):
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_during_beam_search(slow, stream):
+    with send(slow, "/v1/chat/completions", {**CHAT, "use_beam_search": True, "n": 2, "stream": stream}):
         slow.wait_for(lambda: slow.client._step_id > 2, "the search to run")
     slow.wait_for_idle()
     steps = slow.client._step_id

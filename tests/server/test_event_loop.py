@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 
 from quire.frontend.input_processor import InputProcessor
+from quire.frontend.logprobs import LogprobDecoder
 from quire.frontend.tokenizer import Tokenizer
 from quire.server import completions, limits, loop_lag
 from quire.server.logprobs import LogprobWriter
 from tests.server.serving import RunningServer
 from tests.server.test_errors import CHAT, COMPLETIONS, JSON, MESSAGES, error_of
+
+LONG_PROMPT = {"prompt": "a " * 300}
+LONG_CHAT = {"messages": [{"role": "user", "content": "a " * 300}]}
 
 
 @pytest.fixture
@@ -55,6 +59,22 @@ def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
             {"messages": MESSAGES, "max_tokens": 500, "ignore_eos": True, "logprobs": True, "top_logprobs": 20},
             LogprobWriter,
             "chat",
+        ),
+        *(
+            (
+                path,
+                {**prompt, "prompt_logprobs": 20, "max_tokens": 2, "stream": is_streamed},
+                LogprobDecoder,
+                "position",
+            )
+            for path, prompt in ((COMPLETIONS, LONG_PROMPT), (CHAT, LONG_CHAT))
+            for is_streamed in (False, True)
+        ),
+        (
+            COMPLETIONS,
+            {**LONG_PROMPT, "logprobs": 20, "echo": True, "max_tokens": 1, "stream": True},
+            LogprobWriter,
+            "completion",
         ),
     ],
 )

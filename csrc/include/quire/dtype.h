@@ -1,4 +1,5 @@
-// Storage types of tensors (float, bfloat16, IEEE half) and their scalar conversions, round to nearest even.
+// Storage types of tensors (float, bfloat16, IEEE half; codes of a quantized KV cache) and their scalar conversions to
+// float, and from float where they round to nearest even.
 #pragma once
 
 #include <bit>
@@ -10,11 +11,22 @@ namespace quire {
 // The numbers are part of the Python interface (kernels/cpu.py).
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
 
+// What a KV cache stores: elements of the model's DType, or codes of 8 bits; the numbers are those of kernels/cpu.py.
+enum class CacheType : int { model = 0, e4m3 = 1, e5m2 = 2, int8 = 3 };
+
 struct bf16 {
   uint16_t bits;
 };
 struct f16 {
   uint16_t bits;
+};
+// 8-bit floating point of the Open Compute Project (OFP8): e4m3 has no infinity and one NaN, e5m2 is the upper half of
+// a f16.
+struct e4m3 {
+  uint8_t bits;
+};
+struct e5m2 {
+  uint8_t bits;
 };
 
 inline constexpr size_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
@@ -35,6 +47,18 @@ namespace {
   const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
   return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(subnormal));
 }
+
+[[maybe_unused]] inline float to_f32(e5m2 x) { return to_f32(f16{static_cast<uint16_t>(x.bits << 8)}); }
+
+[[maybe_unused]] inline float to_f32(e4m3 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80u) << 24, magnitude = x.bits & 0x7fu;
+  if (magnitude == 0x7fu) return std::bit_cast<float>(sign | 0x7fc00000u);
+  if (magnitude >= 8) return std::bit_cast<float>(sign | ((magnitude << 20) + (120u << 23)));
+  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(magnitude) * 0x1p-9f));
+}
+
+[[maybe_unused]] inline float to_f32(int8_t x) { return static_cast<float>(x); }
+[[maybe_unused]] inline float to_f32(uint8_t x) { return static_cast<float>(x); }
 
 template <class T>
 inline T from_f32(float x);

@@ -191,6 +191,7 @@ inline int store_compressed(float* p, F32 a, uint32_t mask) {
 // Compiler vectors: SSE2 or NEON where the target has them. GCC and Clang.
 typedef float Vector4f __attribute__((vector_size(16)));
 typedef int32_t Vector4i __attribute__((vector_size(16)));
+typedef uint32_t Vector4u __attribute__((vector_size(16)));
 
 struct F32 {
   static constexpr int kWidth = 4;
@@ -336,8 +337,8 @@ inline F32 exp2(F32 x) {
   const F32 y{_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v), exponent))};
   return zero_below(x, -125.0f, y);
 #else
-  const Vector4i exponent = std::bit_cast<Vector4i>(shifted.v) << 23;
-  return zero_below(x, -125.0f, {std::bit_cast<Vector4f>(std::bit_cast<Vector4i>(p.v) + exponent)});
+  const Vector4u exponent = std::bit_cast<Vector4u>(shifted.v) << 23;
+  return zero_below(x, -125.0f, {std::bit_cast<Vector4f>(std::bit_cast<Vector4u>(p.v) + exponent)});
 #endif
 }
 

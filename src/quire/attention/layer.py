@@ -55,5 +55,7 @@ class Attention:
             None if k_norm is None else k_norm.weight_D,
             self._eps,
             self._offset,
+            cache.k_scales_BGP,
+            cache.v_scales_BGP,
         )
         return self._attend(q_THE, k_TGE, v_TGE, cache, batch)

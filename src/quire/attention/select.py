@@ -7,12 +7,17 @@ import torch
 from quire import envs
 from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.cpu import CpuAttention
+from quire.attention.gpu import TritonAttention
 from quire.attention.reference import ReferenceAttention
 from quire.errors import ConfigError
 from quire.forward_batch import ForwardBatch
 
 # Best first. The last one supports everything.
-_BACKENDS: tuple[type[CpuAttention] | type[ReferenceAttention], ...] = (CpuAttention, ReferenceAttention)
+_BACKENDS: tuple[type[CpuAttention] | type[TritonAttention] | type[ReferenceAttention], ...] = (
+    TritonAttention,
+    CpuAttention,
+    ReferenceAttention,
+)
 
 
 def select_backend(spec: AttentionSpec, device: torch.device, name: str | None = None) -> AttentionBackend:

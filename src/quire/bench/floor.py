@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.kv_format import kv_format
+from quire.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -48,22 +49,32 @@ class Floor:
 
 
 def floor(
-    model: ModelConfig, dtype: str, work: Sequence[Work], machine: Machine, max_num_seqs: int | None = None
+    model: ModelConfig,
+    dtype: str,
+    work: Sequence[Work],
+    machine: Machine,
+    max_num_seqs: int | None = None,
+    kv_cache_dtype: str = "auto",
+    quantization: str | None = None,
 ) -> Floor:
     """The floor of a set of requests that could all run side by side.
 
     Args:
-        dtype: a key of DTYPE_BYTES, of weights, activations and KV cache.
+        dtype: a key of model_config.DTYPE_BYTES, of weights and activations.
         max_num_seqs: requests that may run at once; None: all.
+        kv_cache_dtype: as the setting of that name.
+        quantization: of the weights, as ModelConfig.weight_bytes takes it. The rate of their products is not measured,
+            so that only memory bounds.
     """
-    width = DTYPE_BYTES[dtype]
     head = model.vocab_size * model.hidden_size  # the embeddings are looked up, the output layer is read and multiplied
-    layers = model.num_parameters() - head * (1 if model.tie_word_embeddings else 2)
+    blocks = model.num_block_parameters()
     total_output = sum(request.num_output for request in work)
     num_steps = max((request.num_output for request in work), default=0)
     if max_num_seqs is not None:
         num_steps = max(num_steps, -(-total_output // max_num_seqs))
-    kv_bytes = model.kv_bytes_per_token(width) / model.num_layers  # of one token in one layer
+    kv_bytes = (
+        model.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype)) / model.num_layers
+    )  # of one token in one layer
     windows = Counter(model.layer_windows)
     decode_reads = prompt_reads = 0.0  # KV tokens, summed over the layers
     for request in work:
@@ -73,11 +84,12 @@ def floor(
         for window, count in windows.items():
             decode_reads += count * float((np.minimum(decoded, window) if window else decoded).sum())
             prompt_reads += count * float((np.minimum(new, window) if window else new).sum())
-    num_bytes = num_steps * (layers + head) * width + decode_reads * kv_bytes
+    num_bytes = num_steps * model.read_bytes_per_step(dtype, quantization) + decode_reads * kv_bytes
     num_tokens = sum(request.num_prompt + max(request.num_output - 1, 0) for request in work)
     attention = 4 * model.num_q_heads * model.head_dim * (decode_reads + prompt_reads)  # scores, and their sum of V
-    num_flops = 2 * layers * num_tokens + 2 * head * total_output + attention
-    by_memory, by_arithmetic = num_bytes / machine.read_bandwidth, num_flops / machine.peak_flops
+    num_flops = 2 * blocks * num_tokens + 2 * head * total_output + attention
+    by_memory = num_bytes / machine.read_bandwidth
+    by_arithmetic = num_flops / machine.peak_flops if quantization is None else 0.0
     bound = "memory" if by_memory >= by_arithmetic else "arithmetic"
     return Floor(num_bytes, num_flops, max(by_memory, by_arithmetic), bound)
 

@@ -49,15 +49,16 @@ class Engine:
         return self.llm.generate(prompts, params, use_tqdm=progress)
 
     def hardware_limit(self, rounds: Sequence[Sequence[RequestOutput]], seconds: float) -> dict[str, Any] | None:
-        """None where the limit cannot be counted: quantized weights, or no compiled kernels to measure it with."""
+        """None where the limit cannot be counted: no compiled kernels to measure it with."""
         resolved = self.llm.resolved
-        if self.llm.config.quantization is not None:
-            return None
         machine = measure_machine(resolved.dtype, resolved.num_threads)
         if machine is None:
             return None
         floors = [
-            floor(self.llm.model_config, resolved.dtype, _work(outputs), machine, resolved.max_num_seqs)
+            floor(
+                *(self.llm.model_config, resolved.dtype, _work(outputs), machine),
+                *(resolved.max_num_seqs, resolved.kv_cache_dtype, resolved.quantization),
+            )
             for outputs in rounds
         ]
         return together(floors).report(seconds, machine)

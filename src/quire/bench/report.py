@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,13 @@ def environment(*command: str) -> dict[str, Any]:
         "machine": f"{devices.cpu_name()}, {devices.num_cores()} cores",
         "python": sys.version.split()[0],
     }
+
+
+def save_published(folder: Path, what: str, hardware: str, result: dict[str, Any], markdown: str) -> None:
+    """Write WHAT_HARDWARE_DATE.json for programs and .md for people into the folder of results."""
+    name = f"{what}_{hardware}_{date.today().isoformat()}"
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(markdown, encoding="utf-8")
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:

@@ -40,7 +40,9 @@ class Server:
     name: str  # what it calls the model
     model_id: str
     dtype: str | None = None  # of a Quire server
+    quantization: str | None = None
     num_threads: int = 0  # of its engine
+    kv_cache_dtype: str = "auto"
 
     @property
     def path(self) -> str:
@@ -119,13 +121,17 @@ async def find_server(target: Target) -> Server:
             await asyncio.sleep(0.5)
         try:
             settings = json.loads(await client.request("GET", "/v1/config"))["settings"]
-            dtype = str(settings["dtype"]["value"]) if settings["quantization"]["value"] is None else None
-            num_threads = int(settings["num_threads"]["value"])
+            engine = {
+                "dtype": str(settings["dtype"]["value"]),
+                "quantization": settings["quantization"]["value"],
+                "kv_cache_dtype": str(settings["kv_cache_dtype"]["value"]),
+                "num_threads": int(settings["num_threads"]["value"]),
+            }
         except (OSError, HttpError, ValueError, KeyError, TypeError):
-            dtype, num_threads = None, 0  # not a Quire server
+            engine = {}  # not a Quire server
     finally:
         client.close()
-    return Server(target, name, target.model or card.get("root") or card["id"], dtype, num_threads)
+    return Server(target, name, target.model or card.get("root") or card["id"], **engine)
 
 
 @dataclass(frozen=True)
@@ -242,5 +248,8 @@ def hardware_limit(server: Server, runs: Sequence[Run]) -> dict[str, Any] | None
     if machine is None or not any(rounds):
         return None
     model = load_model_config(folder, any_architecture=True)
-    found = together([floor(model, server.dtype, work, machine) for work in rounds])
+    floors = [
+        floor(model, server.dtype, work, machine, None, server.kv_cache_dtype, server.quantization) for work in rounds
+    ]
+    found = together(floors)
     return found.report(sum(run.duration for run in runs), machine)

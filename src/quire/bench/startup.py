@@ -35,7 +35,7 @@ def start_once(config: EngineConfig) -> dict[str, Any]:
 
 def forget_files(folder: Path) -> None:
     """Drop the files of a model from the system's file cache, so that the next start reads them from the disk."""
-    for path in folder.rglob("*"):
+    for path in [folder] if folder.is_file() else folder.rglob("*"):
         if path.is_file():
             file = os.open(path, os.O_RDONLY)
             try:

@@ -29,7 +29,9 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     from quire.launch import find_model
 
     _, name, model = find_model(engine_config, None, weights=False)
-    explanation = explain(name, engine_config, server_config, model, devices.detect(extension.chosen_isa()))
+    device = devices.detect(extension.chosen_isa())
+    bandwidth = extension.read_bandwidth(device.num_cores)
+    explanation = explain(name, engine_config, server_config, model, device, bandwidth)
     if args.json:
         print(json.dumps(explanation.as_dict(), indent=2, default=str))
     else:

@@ -20,7 +20,10 @@ def add_settings_flags(parser: Parser, configs: tuple[type, ...] = (EngineConfig
     """MODEL, --config, and a flag for every setting of `configs` and every foreign name."""
     parser.usage = f"{parser.prog} [MODEL] [flags]"
     parser.add_argument(
-        "model_tag", metavar="MODEL", nargs="?", help="folder or hub id of the model; none: the bundled demo model"
+        "model_tag",
+        metavar="MODEL",
+        nargs="?",
+        help="folder, hub id or GGUF file of the model; none: the bundled demo model",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with flags as keys; the command line wins")
     for config in configs:

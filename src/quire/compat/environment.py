@@ -31,7 +31,7 @@ NOT_READ: dict[str, str] = {
     "VLLM_USE_DEEP_GEMM": f"it is about block-FP8 weights on GPUs, and never about the KV cache's dtype; {_KERNELS}",
     "VLLM_BATCH_INVARIANT": _PLAIN_TRUTH,
     "VLLM_COMPUTE_NANS_IN_LOGITS": "a request whose logits are not numbers always fails alone",
-    "VLLM_CACHE_ROOT": "nothing is cached but the hub's files; HF_HOME moves them",
+    "VLLM_CACHE_ROOT": "HF_HOME moves the hub's files, QUIRE_CACHE_DIR what --packed-weights-cache keeps",
     "VLLM_CONFIGURE_LOGGING": _LOGGING,
     "VLLM_LOGGING_CONFIG_PATH": _LOGGING,
     "VLLM_LOGGING_COLOR": "colours are for terminals; NO_COLOR and FORCE_COLOR decide otherwise",

@@ -49,16 +49,13 @@ OLD_FLAGS: tuple[Foreign, ...] = (
     ),
     *accepted("there is one block manager", switches="use_v2_block_manager"),
     *accepted("prompts are packed without padding", values="max_paddings"),
-    *refused(
-        "quantized KV caches are not in this version", switches="calculate_kv_scales", values="quantization_param_path"
+    *accepted(
+        "fp8 KV caches need no scales here, and int8 measures one for each token and head",
+        switches="calculate_kv_scales",
+        values="quantization_param_path",
     ),
     # Formats.
-    *refused(
-        "GGUF files are not in this version",
-        "Name the folder or hub id of the same model's safetensors",
-        values="gguf_file",
-    ),
-    *refused("quantized weights are not in this version", values="qlora_adapter_name_or_path"),
+    *refused(LORA, "Serve the merged model", values="qlora_adapter_name_or_path"),
     *refused("tensorizer checkpoints are not read", "Use safetensors", values="tensorizer_uri"),
     # Model.
     *refused(POOLING, off=("auto", "generate"), values="task"),

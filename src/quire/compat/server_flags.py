@@ -17,12 +17,6 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
         "Use --chat-template",
         switches="trust_request_chat_template",
     ),
-    *refused("requests bring their own", "Send chat_template_kwargs", values="default_chat_template_kwargs"),
-    *refused(
-        "requests ask for it",
-        "Send return_tokens_as_token_ids",
-        switches="return_tokens_as_token_ids",
-    ),
     *refused(TOOLS, switches="enable_auto_tool_choice", values="tool_call_parser tool_server"),
     *accepted(TOOLS, switches="exclude_tools_when_tool_choice_none"),
     *refused(NO_CODE, values="tool_parser_plugin", lists="middleware"),
@@ -37,11 +31,6 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
     *accepted("usage always has its details", switches="enable_prompt_tokens_details"),
     *accepted("/metrics has the times of every request", switches="enable_per_request_metrics"),
     *accepted("/metrics has the running and waiting requests", switches="enable_server_load_tracking"),
-    *refused(
-        "usage comes when it is asked for",
-        "Send stream_options.include_usage",
-        switches="enable_force_include_usage",
-    ),
     *refused("the tokenizer's files are not served", switches="enable_tokenizer_info_endpoint"),
     *refused(
         "the routes do not depend on it",
@@ -62,8 +51,6 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
         """,
     ),
     *accepted("there is no access log", values="disable_access_log_for_endpoints"),
-    *refused("TLS 1.2 and newer with OpenSSL's own choice of ciphers", "Leave it out", values="ssl_ciphers"),
-    *refused("certificates are read at the start", "Restart after a renewal", switches="enable_ssl_refresh"),
     *accepted("every answer has x-request-id", switches="enable_request_id_headers"),
     *accepted("no page is loaded from elsewhere", switches="disable_fastapi_docs enable_offline_docs"),
     *accepted(

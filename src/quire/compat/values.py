@@ -19,12 +19,12 @@ class ForeignValues:
 
 FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
     "kv_cache_dtype": (
+        ForeignValues(("int8*",), "int8 has a scale per token and KV head here, and no other form", "Use int8"),
         ForeignValues(
-            ("fp8*", "int8*", "int4*", "nvfp4*", "turboquant*"),
-            "quantized KV caches are not in this version",
-            "Leave it out: the KV cache has the model's dtype",
+            ("fp8*", "nvfp4*", "int4*", "int2*", "turboquant*"),
+            "this layout of other devices or models is not in this version",
+            "Use fp8 or fp8_e5m2 (half the bytes of bfloat16), or int8 (with scales)",
         ),
-        ForeignValues(("bfloat16", "float16"), "the KV cache has the model's dtype", "Use --dtype"),
     ),
     "load_format": (
         ForeignValues(
@@ -33,13 +33,13 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             "Convert the model to safetensors, or name a repository that has them",
         ),
         ForeignValues(
-            ("gguf", "bitsandbytes"),
-            "quantized weights are not in this version",
-            "Name the same model's safetensors in bfloat16, float16 or float32",
+            ("bitsandbytes",),
+            "checkpoints of bitsandbytes are not read",
+            "Name the same model in bfloat16, float16 or float32, with --quantization int8, int4 or fp8",
         ),
         ForeignValues(
             ("mistral", "sharded_state", "tensorizer", "runai_streamer*", "fastsafetensors", "instanttensor"),
-            "only Hugging Face checkpoints in safetensors are read",
+            "only safetensors checkpoints and GGUF files are read",
             "Leave it out",
         ),
     ),

@@ -245,6 +245,12 @@ def chats(all_entries: list[Entry], rng: random.Random) -> Iterator[str]:
         yield render(messages)
 
 
+def questions(all_entries: list[Entry], count: int) -> list[tuple[str, Entry]]:
+    """Questions about entries drawn with a fixed seed: a model knows its data if it answers with `entry.answer`."""
+    rng = random.Random(7)
+    return [(rng.choice(QUESTIONS).format(n=entry.name), entry) for entry in rng.sample(all_entries, count)]
+
+
 def render(messages: list[tuple[str, str]]) -> str:
     """(role, content) pairs in the chat format of the model's template."""
     return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)

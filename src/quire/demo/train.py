@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quire.demo.data import QUESTIONS, Entry, chats, clean_entries, render
+from quire.demo.data import Entry, chats, clean_entries, questions, render
 
 VOCAB_SIZE = 4096
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -207,13 +207,12 @@ def save(model: Any, tokenizer: Any, output: Path) -> None:
 
 @torch.inference_mode()
 def count_exact_answers(model: Any, tokenizer: Any, all_entries: list[Entry], num_questions: int) -> int:
-    """Of questions about entries drawn with a fixed seed: how many greedy answers are word for word the data's."""
-    rng = random.Random(7)
+    """How many greedy answers are word for word the data's."""
     model.eval()
     exact = 0
-    for entry in rng.sample(all_entries, num_questions):
-        question = render([("user", rng.choice(QUESTIONS).format(n=entry.name))]) + f"{START_OF_TURN}assistant\n"
-        prompt = tokenizer.encode(question, add_special_tokens=False)
+    for question, entry in questions(all_entries, num_questions):
+        turns = render([("user", question)]) + f"{START_OF_TURN}assistant\n"
+        prompt = tokenizer.encode(turns, add_special_tokens=False)
         output = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

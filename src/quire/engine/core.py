@@ -210,6 +210,7 @@ class EngineCore:
             output_seconds=output_seconds,
             # With two batches in flight a step begins where the one before ended.
             step_seconds=end - max(step.start_time, self._last_end_time),
+            evicted_blocks=None if pool.residency is None else pool.residency.take_evicted(),
         )
 
 

@@ -1,11 +1,14 @@
 """The engine process: reads messages from the API process, steps the core, answers with one message per step.
 
-Started as `python -m quire.engine.process` with one JSON line on standard input (EngineLaunch). The parent keeps the
-pipe open and writes no more: its end is the parent's end, however that came, and then the engine ends too.
+Started as `python -m quire.engine.process` with one JSON line on standard input (EngineLaunch), which may come while
+the libraries are still being loaded. The parent keeps the pipe open and writes no more: its end is the parent's end,
+however that came, and then the engine ends too.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import shutil
 import signal
@@ -15,13 +18,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from quire import logs
 from quire.engine.core import EngineCore
-from quire.engine.start import StartedEngine, start_engine
 from quire.errors import QuireError
 from quire.messages import (
     Abort,
@@ -37,6 +41,9 @@ from quire.messages import (
     RequestDelta,
     SetLimits,
 )
+
+if TYPE_CHECKING:
+    from quire.engine.start import StartedEngine  # loads torch
 
 BEAT_SECONDS = 1.0  # between two signs of life; the front end waits for ten
 
@@ -64,6 +71,8 @@ class EngineProcess:
 
     def run(self) -> int:
         """Start the engine, serve until told to stop, answer with the exit code."""
+        from quire.engine.start import start_engine
+
         self._beats.start()
         try:
             started = start_engine(
@@ -92,17 +101,24 @@ class EngineProcess:
     def _serve(self, started: StartedEngine) -> None:
         core = self._core = started.core
         while not self._stopping:
-            self._receive(core, waits=not core.has_work())
+            if not core.has_work():
+                self._wait(started)
+            self._receive(core)
             if not core.has_work():
                 continue
             deltas = core.step()
             if deltas or core.last_record is not None:
                 self._send(EngineOutputs(deltas, core.last_record))
 
-    def _receive(self, core: EngineCore, *, waits: bool) -> None:
-        """Take in every message that is there; `waits`: for the first one, as long as it takes."""
-        if waits:
-            self._inputs.poll()
+    def _wait(self, started: StartedEngine) -> None:
+        """For a message, as long as it takes; what has to be done some day is done meanwhile."""
+        pool = started.core.scheduler.kv.pool
+        while not self._inputs.poll(0) and started.prefault.step(pool.num_ever_used):
+            pass
+        self._inputs.poll()
+
+    def _receive(self, core: EngineCore) -> None:
+        """Take in every message that is there."""
         handlers: dict[type, Callable[..., None]] = {
             AddRequest: core.add,
             Abort: lambda message: core.abort(message.request_ids),
@@ -171,14 +187,29 @@ class EngineProcess:
         self._context.term()
 
 
-def _end_with_parent(launch: EngineLaunch) -> None:
-    """Wait for the end of standard input, then leave at once: nobody is there to answer to."""
+def _watch_parent(lines: SimpleQueue[bytes]) -> None:
+    """Hand on what the parent says, then wait for the end of standard input and leave at once: nobody is there."""
     # Not through sys.stdin: the interpreter may end, in the main thread, while this one holds its lock.
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (piece := os.read(0, 65_536)):
+            os._exit(0)
+        line += piece
+    lines.put(line)
     while os.read(0, 1):
         pass
     # A parent that was killed could not remove the folder of its sockets.
+    launch = msgspec.json.decode(line, type=EngineLaunch)
     shutil.rmtree(Path(launch.input_address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(0)
+
+
+def _import_engine() -> None:
+    """Takes a second or two, in which the parent gets ready."""
+    gc.disable()  # nothing of it is garbage, and looking takes 7 % of the time
+    importlib.import_module("quire.engine.start")
+    gc.freeze()  # nor is it looked at again
+    gc.enable()
 
 
 def main() -> int:
@@ -187,13 +218,11 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # log lines come from the background of the terminal
-    line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):
-        return 0  # the parent ended while it started this process
     logs.configure()
-    launch = msgspec.json.decode(line, type=EngineLaunch)
-    threading.Thread(target=_end_with_parent, args=(launch,), name="parent watch", daemon=True).start()
-    process = EngineProcess(launch)
+    lines: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_watch_parent, args=(lines,), name="parent watch", daemon=True).start()
+    _import_engine()
+    process = EngineProcess(msgspec.json.decode(lines.get(), type=EngineLaunch))
     try:
         return process.run()
     finally:

@@ -8,14 +8,17 @@ from pathlib import Path
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor import InlineExecutor, ThreadExecutor
-from quire.engine.warm_up import produce_a_token
+from quire.engine.expectation import put_expectation
+from quire.engine.warm_up import produce_tokens
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.resolve import Resolved
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
+from quire.worker.prefault import Prefault
 from quire.worker.worker import start_worker
 
 
@@ -26,6 +29,7 @@ class StartedEngine:
     core: EngineCore
     resolved: Resolved
     model_config: ModelConfig
+    prefault: Prefault
 
     def ready_message(self) -> EngineReady:
         return EngineReady(
@@ -46,7 +50,11 @@ def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, p
     worker = start_worker(config, model_config, is_server=is_server, progress=progress)
     resolved = worker.resolved
     kv = KVCacheManager(
-        BlockPool(resolved.num_blocks, resolved.block_size),
+        BlockPool(
+            resolved.num_blocks,
+            resolved.block_size,
+            BlockResidency(resolved.kv_cache_metrics_sample) if resolved.kv_cache_metrics else None,
+        ),
         enable_prefix_caching=resolved.enable_prefix_caching,
         watermark=resolved.watermark,
     )
@@ -66,6 +74,6 @@ def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, p
         core = EngineCore(scheduler, InlineExecutor(worker.runner), depth=1)
     core.cost.add(*worker.measured_step)
     progress("warm up", 2 / 3, "producing a token")
-    produce_a_token(core)
+    put_expectation(resolved, model_config, produce_tokens(core), worker.measured_step)
     progress("warm up", 1.0, "first token produced")
-    return StartedEngine(core, resolved, model_config)
+    return StartedEngine(core, resolved, model_config, worker.prefault)

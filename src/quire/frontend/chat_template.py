@@ -198,7 +198,7 @@ class ChatTemplate:
             )
         chat = normalise_messages(messages, content_as_parts=self.content_as_parts, keep_strings=self._keep_strings)
         tag, unfinished = _tag_final_text(chat) if continue_final_message else ("", "")
-        variables = self._special_tokens | self._check_kwargs(kwargs or {})
+        variables = self._special_tokens | check_template_kwargs(kwargs or {})
         text = self._render(
             variables
             | {
@@ -209,20 +209,6 @@ class ChatTemplate:
             }
         )
         return _cut_at_tag(text, tag, unfinished) if continue_final_message else text
-
-    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        if not isinstance(kwargs, Mapping):
-            raise InvalidRequestError("chat_template_kwargs is not an object", param="chat_template_kwargs")
-        for name in kwargs:
-            if not isinstance(name, str) or name in RESERVED_KWARGS or name.startswith("_") or name.endswith("_token"):
-                raise InvalidRequestError(
-                    "chat_template_kwargs may not set this name",
-                    value=name,
-                    fix="Remove it",
-                    param="chat_template_kwargs",
-                )
-        checked: dict[str, Any] = plain(kwargs, "chat_template_kwargs")
-        return checked
 
     def _render(self, variables: dict[str, Any]) -> str:
         pieces, length = [], 0
@@ -245,6 +231,17 @@ class ChatTemplate:
                 param="messages",
             ) from error
         return "".join(pieces)
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], param: str = "chat_template_kwargs") -> dict[str, Any]:
+    """A copy of the variables for a template. Raises InvalidRequestError for what it may not be given."""
+    if not isinstance(kwargs, Mapping):
+        raise InvalidRequestError(f"{param} is not an object", param=param)
+    for name in kwargs:
+        if not isinstance(name, str) or name in RESERVED_KWARGS or name.startswith("_") or name.endswith("_token"):
+            raise InvalidRequestError(f"{param} may not set this name", value=name, fix="Remove it", param=param)
+    checked: dict[str, Any] = plain(kwargs, param)
+    return checked
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:

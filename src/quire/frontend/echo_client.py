@@ -19,6 +19,7 @@ from quire.messages import (
     EngineReady,
     RequestDelta,
     SetLimits,
+    pack,
 )
 from quire.schedule import StepRecord, TokenLogprobs
 
@@ -192,7 +193,8 @@ class EchoClient:
             delta.queued_seconds = 0.0
             if request.sampling_params.prompt_logprobs is not None:
                 delta.prompt_logprobs = [
-                    _logprobs(token, request.sampling_params.prompt_logprobs) for token in request.prompt_token_ids[1:]
+                    pack(_logprobs(token, request.sampling_params.prompt_logprobs))
+                    for token in request.prompt_token_ids[1:]
                 ]
         for _ in range(self.tokens_per_step):
             token_id = self._next_token(row)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import msgspec
 
 from quire.frontend.tokenizer import Tokenizer
+from quire.messages import unpack
 from quire.outputs import Logprob, PositionLogprobs
 from quire.schedule import TokenLogprobs
 
@@ -47,10 +51,31 @@ class LogprobDecoder:
         return text, data[used:]
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
-) -> list[PositionLogprobs | None]:
-    """One entry per prompt token; the first is None, since nothing predicts it."""
-    decoder = LogprobDecoder(tokenizer)
-    decoder.skip(prompt_token_ids[0])
-    return [None, *(decoder.position(entry) for entry in entries)]
+class PromptLogprobs(Sequence[PositionLogprobs | None]):
+    """One entry per prompt token; the first is None, since nothing predicts it.
+
+    Made while it is iterated, and not kept: those of a long prompt are seconds of work and hundreds of megabytes.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], packed: Sequence[msgspec.Raw]
+    ) -> None:
+        self._tokenizer, self._first_token_id, self._packed = tokenizer, prompt_token_ids[0], packed
+
+    def __len__(self) -> int:
+        return 1 + len(self._packed)
+
+    def __iter__(self) -> Iterator[PositionLogprobs | None]:
+        decoder = LogprobDecoder(self._tokenizer)
+        decoder.skip(self._first_token_id)
+        yield None
+        for packed in self._packed:
+            yield decoder.position(unpack(packed))
+
+    @overload
+    def __getitem__(self, index: int) -> PositionLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PositionLogprobs | None]: ...
+    def __getitem__(self, index: int | slice) -> PositionLogprobs | list[PositionLogprobs | None] | None:
+        """Makes all of them: to look at several, make a list."""
+        return list(self)[index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from quire.frontend.input_processor import ProcessedRequest
-from quire.frontend.logprobs import LogprobDecoder, prompt_logprobs
+from quire.frontend.logprobs import LogprobDecoder, PromptLogprobs
 from quire.frontend.stats import FinishedRequest
 from quire.frontend.text.pipeline import TextPipeline
 from quire.frontend.timeline import Timelines
@@ -196,7 +196,7 @@ class RequestState:
         self.is_retry = False  # the engine it is with is its second one
         self.sent_after = 0.0  # seconds from the arrival to when the engine it is with got it
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.continuations = [
             Continuation(self, message, index, tokenizer) for index, message in enumerate(processed.requests)
         ]
@@ -224,7 +224,7 @@ class RequestState:
             if self.metrics.first_scheduled_time is None:
                 self.metrics.first_scheduled_time = self.metrics.arrival_time + child.queued_seconds
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = prompt_logprobs(
+            self.prompt_logprobs = PromptLogprobs(
                 self.tokenizer, self.processed.prompt_token_ids, delta.prompt_logprobs
             )
 

@@ -13,8 +13,10 @@ import tokenizers
 
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
 from quire.frontend import tokenizer_files
+from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
 from quire.frontend.text.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer, compile_decoder
 from quire.frontend.text.pipeline import Detokenizer
+from quire.gguf.file import is_gguf
 
 
 class Tokenizer:
@@ -56,14 +58,24 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, mode: str = "auto") -> Tokenizer:
-        """Read a model folder.
+        """Read a model folder, or a GGUF file.
 
         Args:
-            mode: "hf": tokenizer.json; "slow": converted through transformers; "auto": the first that can be.
+            mode: "hf": tokenizer.json; "slow": converted through transformers; "auto": the first that can be. A GGUF
+                file has one only.
         Raises:
             ConfigError: a file is missing or malformed, or transformers is needed and missing; it names the remedy.
         """
         folder = Path(folder)
+        if is_gguf(folder):
+            found = read_gguf_tokenizer(folder)
+            return cls(
+                found.backend,
+                special_tokens=found.special_tokens,
+                add_bos=found.add_bos,
+                chat_templates=found.chat_templates,
+                name=str(folder),
+            )
         if not folder.is_dir():
             raise ConfigError(f"There is no folder {folder}", fix="Check --tokenizer, or --model", param="tokenizer")
         if mode not in ("auto", "hf", "slow"):

@@ -34,6 +34,7 @@ class HfFamily:
         None  # None: attention_bias of the file decides for q, k, v and o; else fixed, and o has none
     )
     scales_embeddings: bool = False  # by sqrt(hidden_size)
+    has_fused_checkpoint: bool = False  # it holds qkv_proj and gate_up_proj
 
 
 def _by_layer_types(default: LayerRule) -> LayerRule:
@@ -132,6 +133,7 @@ FAMILIES: dict[str, HfFamily] = {
         },
         has_window=_always,
         qkv_bias=False,
+        has_fused_checkpoint=True,
     ),
     "smollm3": HfFamily(
         ("SmolLM3ForCausalLM",),

@@ -9,6 +9,7 @@ from typing import Any
 from quire.errors import ModelConfigError
 from quire.hf_config.families import ALIASES, COMMON_DEFAULTS, FAMILIES, NATIVE_ARCHITECTURES, UNKNOWN, HfFamily
 from quire.hf_config.fields import Fields
+from quire.hf_config.quantization import parse_quantization
 from quire.hf_config.rope import RopeConfig, max_model_len, parse_rope
 
 _REQUIRED = (
@@ -66,8 +67,10 @@ def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict
         **_math(fields, family, is_native),
         "architecture": architecture,
         "is_native": is_native,
+        "has_fused_checkpoint": family.has_fused_checkpoint,
         "model_type": str(fields.get("model_type") or ""),
         "dtype": _dtype(fields),
+        "quantized": parse_quantization(fields),
         "eos_token_ids": fields.token_ids("eos_token_id"),
     }
 
@@ -94,14 +97,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     if fields.get("is_encoder_decoder") or fields.get("use_bidirectional_attention"):
         raise ModelConfigError(
             f"{fields.path} describes a model that is not a causal decoder", fix="Use a text generation model"
-        )
-    quantization = fields.object("quantization_config")
-    if quantization.values:
-        raise ModelConfigError(
-            f"{fields.path} describes a quantized checkpoint, which this version does not read",
-            value=quantization.get("quant_method") or dict(quantization.values),
-            expected="weights in bfloat16, float16 or float32",
-            fix="Use the unquantized checkpoint of the model",
         )
 
 

@@ -1,1 +1,1 @@
-"""Kernels: typed ops with shape contracts (ops), their plain-torch twins (reference), the compiled CPU path (cpu)."""
+"""Kernels: typed ops (ops, dense, grouped, fp8), their twins in plain torch (reference), CPU (cpu), GPU (triton)."""

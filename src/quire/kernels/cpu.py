@@ -1,7 +1,7 @@
 """The compiled CPU kernels: thin wrappers that turn tensors into addresses. The only file that calls them.
 
-Wrappers trust their arguments; `kernels.ops` checks them. Dimensions: M rows, N out-features, K in-features; those
-of the other ops are in ops.py.
+Wrappers trust their arguments; ops, dense, grouped and fp8 check them. Dimensions: M rows, N out-features, K in-
+features; those of the other ops are in ops.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ from torch import Tensor
 
 from quire import envs
 from quire.kernels import extension
+from quire.kernels.grouped_weight import GroupedWeight
+from quire.weight_format import GroupedFormat
 
 _C: Any = extension.C  # None: installed without a compiler; ops run on plain torch
 
 # enum class DType of csrc/include/quire/dtype.h
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# enum class CacheType of csrc/include/quire/dtype.h: codes of the KV cache; 0 = elements of the model's dtype
+CACHE_CODES: dict[torch.dtype, int] = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
 # enum class Activation of csrc/include/quire/kernels/activation.h
 ACTIVATION_CODES: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+# enum class GroupNumbers of csrc/include/quire/kernels/grouped_layout.h
+GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4}
 # kMaxHeadDim of csrc/kernels/attention_tile.h; above it ops run on plain torch
 MAX_HEAD_DIM = 256
 
@@ -40,6 +46,11 @@ _available = _load()
 def available() -> bool:
     """True when ops on CPU tensors run on the compiled kernels (built, and QUIRE_FORCE_REFERENCE not set at import)."""
     return _available
+
+
+def takes(x: Tensor) -> bool:
+    """True when ops on this tensor run on the compiled kernels."""
+    return _available and x.device.type == "cpu" and x.dtype in DTYPE_CODES
 
 
 def isas() -> list[str]:
@@ -92,12 +103,14 @@ def gemm(
     N: int,
     bias_N: Tensor | None,
     out_MN: Tensor,
-    bits: int = 0,
-    group_size: int = 0,
+    form: tuple[int, ...] = (),
+    order_K: Tensor | None = None,
+    fp8_group_size: int = 0,
 ) -> None:
     """out = x @ weight.T + bias; rows of x and out may be strided, the last dimension is contiguous.
 
-    `bits` and `group_size` of a grouped integer weight; 0: the weight has x's dtype.
+    `form` (of `grouped_form`) and `order_K` (int32) of a grouped integer weight, `fp8_group_size` of
+    an FP8 one; without: the weight has x's dtype.
     """
     M, K = x_MK.shape
     bias_address, bias_code = (0, 0) if bias_N is None else (bias_N.data_ptr(), DTYPE_CODES[bias_N.dtype])
@@ -114,13 +127,45 @@ def gemm(
         out_MN.data_ptr(),
         DTYPE_CODES[out_MN.dtype],
         out_MN.stride(0),
-        bits,
-        group_size,
+        *form,
+        order=_address(order_K),
+        fp8_group_size=fp8_group_size,
     )
 
 
+def grouped_form(grouped_format: GroupedFormat) -> tuple[int, ...]:
+    """A format whose group size is given, as struct GroupedForm of csrc/include/quire/kernels/grouped_layout.h."""
+    assert grouped_format.group_size is not None
+    scales, offsets = GROUP_NUMBERS_CODES[grouped_format.scales], GROUP_NUMBERS_CODES[grouped_format.offsets]
+    return grouped_format.bits, grouped_format.group_size, scales, offsets, grouped_format.super_size
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def fp8_quantize(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes_NK and scales_N, see fp8.quantize_fp8."""
+    N, K = weight_NK.shape
+    codes_NK = torch.empty((N, K), dtype=torch.float8_e4m3fn)
+    scales_N = torch.empty(N, dtype=torch.float32)
+    code = DTYPE_CODES[weight_NK.dtype]
+    _C.gemm_fp8_quantize(
+        weight_NK.data_ptr(), code, weight_NK.stride(0), N, K, codes_NK.data_ptr(), scales_N.data_ptr()
+    )
+    return codes_NK, scales_N
+
+
+def fp8_pack(codes_NK: Tensor, scales_NG: Tensor, group_size: int) -> Tensor:
+    """Copy an FP8 weight into the panel layout of csrc/include/quire/kernels/gemm_fp8.h; uint8 tensor."""
+    N, K = codes_NK.shape
+    packed = torch.empty(_C.gemm_fp8_packed_bytes(N, K, group_size), dtype=torch.uint8)
+    _C.gemm_fp8_pack(codes_NK.data_ptr(), codes_NK.stride(0), scales_NG.data_ptr(), N, K, group_size, packed.data_ptr())
+    return packed
+
+
 def grouped_quantize(weight_NK: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """See ops.quantize_grouped."""
+    """See grouped.quantize_grouped."""
     N, K = weight_NK.shape
     codes_NK = torch.empty((N, K), dtype=torch.uint8)
     scales_NG = torch.empty((N, -(-K // group_size)), dtype=torch.float32)
@@ -138,12 +183,25 @@ def grouped_quantize(weight_NK: Tensor, bits: int, group_size: int) -> tuple[Ten
     return codes_NK, scales_NG
 
 
-def grouped_pack(codes_NK: Tensor, scales_NG: Tensor, bits: int, group_size: int) -> Tensor:
-    """Copy a grouped weight into the panel layout of csrc/include/quire/kernels/gemm.h; uint8 tensor."""
-    N, K = codes_NK.shape
-    packed = torch.empty(_C.gemm_grouped_packed_bytes(N, K, bits, group_size), dtype=torch.uint8)
+def grouped_pack(weight: GroupedWeight) -> Tensor:
+    """Copy a grouped weight into the panel layout of csrc/include/quire/kernels/grouped_layout.h; uint8 tensor.
+
+    Its tensors are contiguous, but for the rows of the codes.
+    """
+    N, K = weight.shape
+    form = grouped_form(weight.format)
+    packed = torch.empty(_C.gemm_grouped_packed_bytes(N, K, *form), dtype=torch.uint8)
     _C.gemm_grouped_pack(
-        codes_NK.data_ptr(), codes_NK.stride(0), scales_NG.data_ptr(), N, K, bits, group_size, packed.data_ptr()
+        weight.codes_NK.data_ptr(),
+        weight.codes_NK.stride(0),
+        weight.scales_NG.data_ptr(),
+        _address(weight.zeros_NG if weight.minima_NG is None else weight.minima_NG),
+        _address(weight.super_scales_NS),
+        _address(weight.super_minima_NS),
+        N,
+        K,
+        packed.data_ptr(),
+        *form,
     )
     return packed
 
@@ -205,12 +263,15 @@ def rope_and_cache(
     k_norm_weight_E: Tensor | None,
     norm_eps: float,
     norm_weight_offset: float,
+    k_scales_BGP: Tensor | None,
+    v_scales_BGP: Tensor | None,
 ) -> None:
     """See ops.rope_and_cache."""
     cos_sin, rotary_dim = (0, 0) if cos_sin_PR is None else (cos_sin_PR.data_ptr(), cos_sin_PR.shape[1])
     norm_weight_E = q_norm_weight_E if q_norm_weight_E is not None else k_norm_weight_E
     _C.rope_and_cache(
         DTYPE_CODES[q_THE.dtype],
+        CACHE_CODES.get(k_cache_BGPE.dtype, 0),
         q_THE.data_ptr(),
         q_THE.stride(0),
         q_THE.stride(1),
@@ -230,13 +291,15 @@ def rope_and_cache(
         v_cache_BGPE.data_ptr(),
         v_cache_BGPE.stride(0),
         v_cache_BGPE.stride(1),
+        _address(k_scales_BGP),
+        _address(v_scales_BGP),
         q_THE.shape[0],
         q_THE.shape[1],
         k_TGE.shape[1],
         q_THE.shape[2],
         k_cache_BGPE.shape[2],
-        0 if q_norm_weight_E is None else q_norm_weight_E.data_ptr(),
-        0 if k_norm_weight_E is None else k_norm_weight_E.data_ptr(),
+        _address(q_norm_weight_E),
+        _address(k_norm_weight_E),
         DTYPE_CODES[q_THE.dtype if norm_weight_E is None else norm_weight_E.dtype],
         norm_eps,
         norm_weight_offset,
@@ -247,6 +310,8 @@ def paged_attention(
     q_THE: Tensor,
     k_cache_BGPE: Tensor,
     v_cache_BGPE: Tensor,
+    k_scales_BGP: Tensor | None,
+    v_scales_BGP: Tensor | None,
     block_tables_SM: Tensor,
     seq_lens_S: Tensor,
     cu_seqlens_q_S1: Tensor,
@@ -258,6 +323,7 @@ def paged_attention(
     """See ops.paged_attention."""
     _C.paged_attention(
         DTYPE_CODES[q_THE.dtype],
+        CACHE_CODES.get(k_cache_BGPE.dtype, 0),
         q_THE.data_ptr(),
         q_THE.stride(0),
         q_THE.stride(1),
@@ -267,6 +333,8 @@ def paged_attention(
         v_cache_BGPE.data_ptr(),
         v_cache_BGPE.stride(0),
         v_cache_BGPE.stride(1),
+        _address(k_scales_BGP),
+        _address(v_scales_BGP),
         block_tables_SM.data_ptr(),
         block_tables_SM.stride(0),
         seq_lens_S.data_ptr(),

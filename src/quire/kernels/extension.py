@@ -38,6 +38,14 @@ def wished_isa() -> str | None:
     return name
 
 
+def read_bandwidth(num_threads: int) -> float | None:
+    """Bytes per second that this many cores read from memory now; None without the kernels. Takes 0.1 s and 256 MiB."""
+    if not is_used():
+        return None
+    C.set_num_threads(num_threads)
+    return float(C.read_bandwidth(1 << 28, 1))
+
+
 def chosen_isa() -> str:
     """The instruction set an engine started now would run on; "torch" without the kernels. Raises ConfigError."""
     if not is_used():

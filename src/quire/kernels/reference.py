@@ -1,4 +1,4 @@
-"""Plain-torch twins of every op in `kernels.ops`: the definition of correct, float32 inside, any device.
+"""Plain-torch twins of every op of this package: the definition of correct, float32 inside, any device.
 
 Dimensions as in ops.py; L positions of a sequence, Q its query tokens.
 """
@@ -6,10 +6,15 @@ Dimensions as in ops.py; L positions of a sequence, Q its query tokens.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from quire.kernels import kv_codes
+from quire.kernels.fp8_weight import Fp8Weight
+from quire.kernels.grouped_weight import GroupedWeight
 
 # Below this the reciprocal overflows float32 and sampling is greedy.
 SMALLEST_TEMPERATURE = 2.0**-128
@@ -25,7 +30,25 @@ def linear(
     return y_TN.to(out_dtype or x_TK.dtype)
 
 
-def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
+    weight_NK = weight_NK.float()
+    scale_N1 = weight_NK.abs().amax(1, keepdim=True) / torch.tensor(448.0)
+    scale_N1 = torch.where(weight_NK.isfinite().all(1, keepdim=True), scale_N1, math.nan)
+    scaled_NK = torch.where(scale_N1 > 0, weight_NK / scale_N1, 0).clamp(-448, 448)
+    return Fp8Weight(scaled_NK.to(torch.float8_e4m3fn), scale_N1, -(-weight_NK.shape[1] // 32) * 32)
+
+
+def dequantize_fp8(weight: Fp8Weight) -> Tensor:
+    """weight_NK in float32."""
+    scales_NK = weight.scales_NG.repeat_interleave(weight.group_size, 1)[:, : weight.shape[1]]
+    return weight.codes_NK.float() * scales_NK
+
+
+def fp8_linear(x_TK: Tensor, weight: Fp8Weight, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return linear(x_TK, dequantize_fp8(weight), bias_N, out_dtype)
+
+
+def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWeight:
     K = weight_NK.shape[1]
     weight_NGS = _in_groups(weight_NK.float(), group_size)
     highest_NG1, lowest_NG1 = weight_NGS.amax(2, keepdim=True), weight_NGS.amin(2, keepdim=True)
@@ -36,31 +59,44 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> tuple[Ten
     inverse_NG1 = torch.where(scale_NG1 == 0, 0, 1 / scale_NG1)
     zero_code = 1 << (bits - 1)
     codes_NGS = ((weight_NGS * inverse_NG1).round() + zero_code).clamp(0, 2 * zero_code - 1)
-    return codes_NGS.flatten(1)[:, :K].to(torch.uint8).contiguous(), scale_NG1[:, :, 0]
+    codes_NK = codes_NGS.flatten(1)[:, :K].to(torch.uint8).contiguous()
+    return GroupedWeight(codes_NK=codes_NK, bits=bits, group_size=group_size, scales_NG=scale_NG1[:, :, 0])
 
 
-def dequantize_grouped(codes_NK: Tensor, scales_NG: Tensor, bits: int, group_size: int) -> Tensor:
-    """weight_NK in float32."""
-    weight_NGS = _in_groups(codes_NK.float() - (1 << (bits - 1)), group_size) * scales_NG[:, :, None]
-    return weight_NGS.flatten(1)[:, : codes_NK.shape[1]]
+def dequantize_grouped(weight: GroupedWeight) -> Tensor:
+    """weight_NK in float32; columns in the order of the in-features."""
+    N, K = weight.shape
+    scales_NG, minima_NG = weight.scales_NG.float(), weight.minima_NG
+    if weight.super_scales_NS is not None:
+        scales_NG = scales_NG * _per_group(weight.super_scales_NS, weight)
+    codes_NGS = _in_groups(weight.codes_NK.float(), weight.group_size)
+    if minima_NG is not None:
+        minima_NG = minima_NG.float()
+        if weight.super_minima_NS is not None:
+            minima_NG = minima_NG * _per_group(weight.super_minima_NS, weight)
+        weight_NGS = codes_NGS * scales_NG[:, :, None] - minima_NG[:, :, None]
+    else:
+        zeros_NG = torch.full_like(scales_NG, 1 << (weight.bits - 1)) if weight.zeros_NG is None else weight.zeros_NG
+        weight_NGS = (codes_NGS - zeros_NG.float()[:, :, None]) * scales_NG[:, :, None]
+    weight_NK = weight_NGS.flatten(1)[:, :K]
+    if weight.order_K is None:
+        return weight_NK
+    return weight_NK.new_empty((N, K)).index_copy_(1, weight.order_K, weight_NK)
 
 
-def grouped_linear(
-    x_TK: Tensor,
-    codes_NK: Tensor,
-    scales_NG: Tensor,
-    bits: int,
-    group_size: int,
-    bias_N: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    x_TGS = _in_groups(x_TK.float(), group_size)
+def _per_group(super_NS: Tensor, weight: GroupedWeight) -> Tensor:
+    return super_NS.float().repeat_interleave(weight.super_size, 1)[:, : weight.scales_NG.shape[1]]
+
+
+def grouped_linear(x_TK: Tensor, weight: GroupedWeight, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    K, order_K = weight.shape[1], weight.order_K
+    x_TGS = _in_groups((x_TK if order_K is None else x_TK[:, order_K]).float(), weight.group_size)
     largest_TG1 = x_TGS.abs().amax(2, keepdim=True)
     # a division of tensors: for number / tensor, torch multiplies by the reciprocal, which rounds twice
     inverse_TG1 = torch.where(largest_TG1 < _SMALLEST_GROUP, 0, torch.tensor(127.0) / largest_TG1)
-    x_rounded_TK = ((x_TGS * inverse_TG1).round() * (largest_TG1 / 127)).flatten(1)[:, : x_TK.shape[1]]
+    x_rounded_TK = ((x_TGS * inverse_TG1).round() * (largest_TG1 / 127)).flatten(1)[:, :K]
     x_rounded_TK = torch.where(x_TK.isfinite().all(1, keepdim=True), x_rounded_TK, math.nan)
-    y_TN = F.linear(x_rounded_TK, dequantize_grouped(codes_NK, scales_NG, bits, group_size))
+    y_TN = F.linear(x_rounded_TK, dequantize_grouped(replace(weight, order_K=None)))
     return (y_TN if bias_N is None else y_TN + bias_N.float()).to(out_dtype)
 
 
@@ -100,6 +136,8 @@ def rope_and_cache(
     k_norm_weight_E: Tensor | None = None,
     norm_eps: float = 0.0,
     norm_weight_offset: float = 0.0,
+    k_scales_BGP: Tensor | None = None,
+    v_scales_BGP: Tensor | None = None,
 ) -> None:
     """Per-head norm, rotation of the first R dimensions, q in place, k and v into the cache; see ops.rope_and_cache."""
     q, k = q_THE.float(), k_TGE.float()
@@ -115,8 +153,14 @@ def rope_and_cache(
     slots = slot_mapping_T[is_written_T]
     block_size = k_cache_BGPE.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    k_cache_BGPE[blocks, :, offsets] = k[is_written_T].to(k_cache_BGPE.dtype)
-    v_cache_BGPE[blocks, :, offsets] = v_TGE[is_written_T]
+    for x, cache_BGPE, scales_BGP in ((k, k_cache_BGPE, k_scales_BGP), (v_TGE, v_cache_BGPE, v_scales_BGP)):
+        rows, dtype = x[is_written_T], cache_BGPE.dtype
+        codes, scales = (
+            kv_codes.encode(rows.float(), dtype) if dtype in kv_codes.CODE_DTYPES else (rows.to(dtype), None)
+        )
+        cache_BGPE[blocks, :, offsets] = codes
+        if scales_BGP is not None and scales is not None:
+            scales_BGP[blocks, :, offsets] = scales
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -135,6 +179,8 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    k_scales_BGP: Tensor | None = None,
+    v_scales_BGP: Tensor | None = None,
 ) -> Tensor:
     """Dense softmax attention of each sequence over its gathered keys and values; see ops.paged_attention."""
     H, G, P = q_THE.shape[1], k_cache_BGPE.shape[1], k_cache_BGPE.shape[2]
@@ -145,8 +191,11 @@ def paged_attention(
         blocks = block_tables_SM[s, : -(-seq_len // P)].long()
         # [blocks, G, P, E] -> [H, positions, E]
         k_HLE, v_HLE = (
-            cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].float().repeat_interleave(H // G, dim=0)
-            for cache in (k_cache_BGPE, v_cache_BGPE)
+            kv_codes.decode(cache[blocks], None if scales is None else scales[blocks])
+            .transpose(0, 1)
+            .flatten(1, 2)[:, :seq_len]
+            .repeat_interleave(H // G, dim=0)
+            for cache, scales in ((k_cache_BGPE, k_scales_BGP), (v_cache_BGPE, v_scales_BGP))
         )
         scores_HQL = scale * (q_THE[tokens].float().transpose(0, 1) @ k_HLE.transpose(1, 2))
         if soft_cap > 0:

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot, WeightSlots
-from quire.quantization.scheme import QuantScheme
+from quire.quantization.select import select_scheme
+from quire.stored_linear import StoredLinear
 
 
 class Embedding:
     """A table of its own: row lookup."""
+
+    held = ("weight_VD",)
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
         self.weight_VD = torch.empty(0, dtype=dtype)
@@ -37,8 +40,10 @@ class Embedding:
 class OutputProjection(Linear):
     """hidden -> logits."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, name: str, dtype: torch.dtype, scheme: QuantScheme) -> None:
-        super().__init__(hidden_size, ((name, vocab_size),), bias=False, dtype=dtype, scheme=scheme)
+    def __init__(self, stored: StoredLinear, dtype: torch.dtype) -> None:
+        super().__init__(
+            stored.shape.in_features, stored.shape.shards, bias=False, dtype=dtype, scheme=select_scheme(stored)
+        )
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] in float32."""
@@ -49,11 +54,11 @@ class OutputProjection(Linear):
         return self.scheme.rows(self, token_ids_T)
 
 
-class TiedEmbedding:
-    """Row lookup in the packed weight of the output projection: the largest matrix of a small model is held once."""
+class PackedEmbedding:
+    """Row lookup in a packed weight. Where it is the output projection's, the largest matrix is held once."""
 
-    def __init__(self, output: OutputProjection) -> None:
-        self._output = output
+    def __init__(self, packed: OutputProjection) -> None:
+        self._packed = packed
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
-        return self._output.rows(token_ids_T)
+        return self._packed.rows(token_ids_T)

@@ -5,14 +5,16 @@ Dimensions: T tokens, K in-features, N out-features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.layers.weight_slot import WeightSlot, WeightSlots
-from quire.quantization.scheme import QuantScheme, ShardedTensor
+from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor
+from quire.quantization.select import select_scheme
+from quire.stored_linear import StoredLinear
 
 
 class Linear:
@@ -25,6 +27,8 @@ class Linear:
         dtype: of weight, input and output.
         scheme: how the weight is stored and applied.
     """
+
+    held = ("weight", "bias")
 
     def __init__(
         self,
@@ -41,31 +45,42 @@ class Linear:
         self.dtype = dtype
         self.scheme = scheme
         self.tensors: dict[str, ShardedTensor] = {}
+        self.checked_tensors: dict[str, CheckedTensor] = {}
         self.weight: Any = None
         self.bias: Tensor | None = None
         scheme.create_weights(self)
-        self._bias_tensor = ShardedTensor((self.out_features,), dtype) if bias else None
+        self._bias_tensor = ShardedTensor([(num_outputs,) for _, num_outputs in shards], dtype) if bias else None
         self._apply = scheme.apply
 
     def __call__(self, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         return self._apply(self, x_TK, out_dtype)
+
+    def observe(self, watch: Callable[[Tensor], None]) -> None:
+        """Show every input to `watch` before it is multiplied: calibration."""
+        apply = self._apply
+
+        def watched(layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+            watch(x_TK)
+            return apply(layer, x_TK, out_dtype)
+
+        self._apply = watched
 
     def slots(self) -> WeightSlots:
         """Where the tensors of the checkpoint go, named `<shard>.<tensor>`."""
         named = dict(self.tensors)
         if self._bias_tensor is not None:
             named["bias"] = self._bias_tensor
-        for suffix, tensor in named.items():
-            offset = 0
-            rows_per_output = tensor.shape[0] / self.out_features
-            for shard, num_outputs in self.shards:
-                num_rows = int(num_outputs * rows_per_output)
-                yield f"{shard}.{suffix}", WeightSlot((num_rows, *tensor.shape[1:]), self._loader(tensor, offset))
-                offset += num_rows
+        for index, (shard, _) in enumerate(self.shards):
+            for suffix, tensor in named.items():
+                load = self._loader(tensor, index)
+                yield f"{shard}.{suffix}", _slot(tensor, index, load)
+            for suffix, checked in self.checked_tensors.items():
+                load = checked.loader(f"{shard}.{suffix}")
+                yield f"{shard}.{suffix}", _slot(checked, index, load, is_required=False)
 
-    def _loader(self, tensor: ShardedTensor, offset: int) -> Callable[[Tensor], None]:
+    def _loader(self, tensor: ShardedTensor, shard: int) -> Callable[[Tensor], None]:
         def load(piece: Tensor) -> None:
-            tensor.load(offset, piece)
+            tensor.load(shard, piece)
             self._finish_if_complete()
 
         return load
@@ -82,6 +97,43 @@ class Linear:
         for tensor in arrived:  # the slots live as long as the model: without this they hold every weight a second time
             tensor.data = None
 
+    @property
+    def parts(self) -> tuple[Linear, ...]:
+        """This layer, as SplitLinear has several."""
+        return (self,)
+
     def weight_bytes(self) -> int:
         """Bytes held after loading."""
         return self.scheme.weight_bytes(self) + (0 if self.bias is None else self.bias.nbytes)
+
+
+def _slot(
+    tensor: ShardedTensor | CheckedTensor, shard: int, load: Callable[[Tensor], None], is_required: bool = True
+) -> WeightSlot:
+    shape, *other_shapes = tensor.shapes(shard)
+    return WeightSlot(shape, load, tensor.accepts, is_required, tuple(other_shapes))
+
+
+class SplitLinear:
+    """A linear layer whose shards are stored differently: their outputs side by side."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self.parts = tuple(parts)
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return torch.cat([part(x_TK) for part in self.parts], dim=1)
+
+    def slots(self) -> WeightSlots:
+        for part in self.parts:
+            yield from part.slots()
+
+
+Projection = Linear | SplitLinear
+
+
+def make_linear(stored: Sequence[StoredLinear], *, bias: bool, dtype: torch.dtype) -> Projection:
+    """A layer as ModelConfig.stored gives it: one, or its shards."""
+    parts = [
+        Linear(s.shape.in_features, s.shape.shards, bias=bias, dtype=dtype, scheme=select_scheme(s)) for s in stored
+    ]
+    return parts[0] if len(parts) == 1 else SplitLinear(parts)

@@ -11,12 +11,15 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quire import logs
 from quire.errors import ConfigError, ModelConfigError
 from quire.messages import Progress
+
+logger = logs.get_logger(__name__)
 
 # Only what is read: never pickles (.bin, .pt) or code (.py). `*/*` leaves out sub-folders (onnx/, original/), and
 # `consolidated*` the second copy of the weights in the publisher's own layout.
@@ -60,7 +63,7 @@ def resolve_model(
         ModelConfigError: the folder has no config.json.
     """
     patterns = TOKENIZER_PATTERNS + (WEIGHT_PATTERNS if weights else [])
-    folder = _local_folder(name_or_path) or _download(name_or_path, revision, download_dir, token, progress, patterns)
+    folder = local_folder(name_or_path) or _download(name_or_path, revision, download_dir, token, progress, patterns)
     if not (folder / "config.json").is_file():
         raise _no_config(name_or_path, folder)
     return folder
@@ -73,7 +76,7 @@ def resolve_tokenizer_files(
     token: str | None = None,
 ) -> Path:
     """The folder with a tokenizer's files; downloads nothing else. Raises ConfigError as resolve_model does."""
-    folder = _local_folder(name_or_path) or _download(
+    folder = local_folder(name_or_path) or _download(
         name_or_path, revision, download_dir, token, None, TOKENIZER_PATTERNS
     )
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
@@ -87,18 +90,60 @@ def resolve_tokenizer_files(
     return folder
 
 
-def _local_folder(name: str) -> Path | None:
+def download_files(
+    name: str,
+    revision: str | None,
+    download_dir: str | None,
+    token: str | None,
+    progress: Progress | None,
+    patterns: list[str],
+    ignored: Sequence[str] = (),
+) -> Path:
+    """The folder of a hub id with the files that match, wherever in the repository. Errors as resolve_model's."""
+    return _download(name, revision, download_dir, token, progress, patterns, ignored)
+
+
+def list_files(name: str, revision: str | None, token: str | None) -> list[str]:
+    """The files of a hub id; [] if the hub cannot be asked, for reasons that a download gives."""
+    from huggingface_hub import HfApi
+
+    if local_folder(name) is not None:
+        return []
+    try:
+        # Not `list_repo_files`, which tries for half a minute to reach a hub that does not answer.
+        siblings = HfApi(token=token).model_info(name, revision=revision, timeout=10).siblings
+    except Exception as error:  # also those of the HTTP client, which differs between the library's versions
+        logger.debug("%s cannot be listed: %s", name, error)
+        return []
+    return [sibling.rfilename for sibling in siblings or ()]
+
+
+def local_path(name: str, param: str = "model") -> Path:
+    """What a user wrote as a path; nothing needs to be there.
+
+    Raises ConfigError for what the system cannot look for: a home of nobody, too long a name, a folder that is closed.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (RuntimeError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"The path cannot be looked for: {reason}", value=name, param=param) from error
+    return path
+
+
+def local_folder(name: str) -> Path | None:
     """The folder if the name is a local path; None if it can only be a hub id."""
     if not name or "\0" in name:
         raise _not_found(name, "A model name cannot be empty or contain a zero byte")
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_dir():
         return path
     if path.is_file():
         raise ConfigError(
             "The model is a file",
             value=name,
-            expected="the folder that holds config.json and *.safetensors",
+            expected="a GGUF file, or the folder that holds config.json and *.safetensors",
             param="model",
         )
     looks_local = name.startswith((".", "~", "/")) or name.endswith("/") or (os.sep != "/" and os.sep in name)
@@ -120,10 +165,10 @@ def _not_found(name: str, what: str) -> ConfigError:
 
 def _nearest_folder(name: str) -> str | None:
     """The model folder beside the missing one whose name is most like it."""
-    path = Path(name.replace("\0", "")).expanduser()
     try:
+        path = Path(name.replace("\0", "")).expanduser()
         siblings = [entry.name for entry in path.parent.iterdir() if (entry / "config.json").is_file()]
-    except OSError:
+    except (RuntimeError, OSError):
         return None
     match = difflib.get_close_matches(path.name, siblings, n=1)
     return str(path.parent / match[0]) if match else None
@@ -135,7 +180,7 @@ def _no_config(name: str, folder: Path) -> ModelConfigError:
     elif inside := sorted(entry.name for entry in folder.glob("*") if (entry / "config.json").is_file()):
         fix = f"Did you mean {folder / inside[0]}?"
     elif any(folder.glob("*.gguf")):
-        fix = "The folder holds GGUF files; use the same model's safetensors"
+        fix = f"The folder holds GGUF files: name one with --gguf-file, or its type, as {name}:Q4_K_M"
     else:
         fix = None
     files = sorted(entry.name for entry in folder.glob("*"))[:10]
@@ -155,6 +200,7 @@ def _download(
     token: str | None,
     progress: Progress | None,
     patterns: list[str],
+    ignored: Sequence[str] = IGNORED_PATTERNS,
 ) -> Path:
     from huggingface_hub import errors, snapshot_download
 
@@ -167,7 +213,7 @@ def _download(
             cache_dir=download_dir,
             token=token,
             allow_patterns=patterns,
-            ignore_patterns=IGNORED_PATTERNS,
+            ignore_patterns=list(ignored),
             tqdm_class=download.bar_class() if download else None,
         )
     except errors.GatedRepoError as error:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from quire.config import LOAD_FORMATS
 from quire.errors import ConfigError
+from quire.hf_config.gguf_types import GgufWeights
+from quire.hf_config.layer_format import LayerFormat
+from quire.kernels import extension
 from quire.loader.dummy import dummy_weights
-from quire.loader.safetensors import open_checkpoint
+from quire.loader.gguf import GgufCheckpoint
+from quire.loader.packed_cache import PackedCache
+from quire.loader.safetensors import Checkpoint, open_checkpoint
+from quire.logs import get_logger
 from quire.messages import Progress
 from quire.model_config import ModelConfig
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM, build_model
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+logger = get_logger(__name__)
+
 MODEL_IMPLS = ("auto", "native", "vllm", "transformers")  # vllm: what vLLM's users call native
 
 
@@ -22,16 +31,18 @@ def load_model(
     progress: Progress | None = None,
     model_impl: str = "auto",
     quantization: str | None = None,
+    packed_weights_cache: bool = False,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
     Args:
         dtype: of weights, activations and KV cache.
-        load_format: auto or safetensors: from the folder; dummy: random weights, no file but config.json is read.
+        load_format: auto: what is there; safetensors or gguf: it must be that; dummy: random weights, no file but
+            config.json is read.
         progress: called with ("load", fraction, bytes read of all).
         model_impl: native; transformers: its modelling code; auto: native if the architecture is, else transformers.
-
-        quantization: a key of weight_format.ON_LOAD, or None: weights as they are.
+        quantization: a key of weight_format.ON_LOAD, or None: weights as the checkpoint has them.
+        packed_weights_cache: of a native model on the kernels: map what an earlier start has kept, else keep it.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
@@ -50,24 +61,62 @@ def load_model(
             param="model_impl",
         )
     # Headers first: a broken checkpoint is reported before memory is taken.
-    checkpoint = None if load_format == "dummy" else open_checkpoint(config.model)
+    checkpoint = None if load_format == "dummy" else _open(config, load_format)
     model: CausalLM
     if model_impl == "transformers" or (model_impl == "auto" and not config.is_native):
-        if quantization is not None:
+        if quantization is not None or config.quantized is not None:
             raise ConfigError(
-                f"{config.architecture} runs through transformers' modelling code, which is not quantized on load",
-                value=quantization,
-                fix="Leave --quantization out, or take a model with a native implementation",
+                f"{config.architecture} runs through transformers' modelling code, which is not quantized here",
+                value=quantization if config.quantized is None else config.quantized.method,
+                fix="Take the checkpoint in floating point, or a model with a native implementation",
                 param="quantization",
             )
         from quire.models.transformers_backend import TransformersModel
 
         model = TransformersModel(config, dtype)
     else:
+        if checkpoint is None and config.quantized is not None:
+            raise ConfigError(
+                "Dummy weights are not made for a quantized checkpoint",
+                value=config.quantized.method,
+                fix="Use --hf-overrides '{\"quantization_config\": null}' with --quantization int8, int4 or fp8",
+                param="load_format",
+            )
         model = build_model(config, dtype, quantization)
+        sources = (stored.source for stored in config.stored_linears())
+        if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
+            logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)
+    if packed_weights_cache:
+        if isinstance(model, Decoder) and checkpoint is not None and extension.is_used():
+            _load_cached(model, PackedCache(config, dtype, quantization, checkpoint.files), checkpoint, progress)
+            return model
+        logger.warning("no packed weights are kept: only those of native models are, on the compiled kernels")
     if checkpoint is None:
         model.load_weights(dummy_weights(model.expected_weights(), dtype))
     else:
         model.load_weights(checkpoint.tensors(progress))
     model.finalize()
     return model
+
+
+def _load_cached(
+    model: Decoder, cache: PackedCache, checkpoint: Checkpoint | GgufCheckpoint, progress: Progress | None
+) -> None:
+    if (held := cache.read(progress)) is not None:
+        model.restore(held, cache.mapped_bytes)
+    else:
+        model.load_weights(checkpoint.tensors(progress))
+        cache.write(model.held(), progress)
+    model.finalize()
+
+
+def _open(config: ModelConfig, load_format: str) -> Checkpoint | GgufCheckpoint:
+    is_gguf = isinstance(config.quantized, GgufWeights)
+    if load_format in ("safetensors", "gguf") and is_gguf != (load_format == "gguf"):
+        raise ConfigError(
+            f"The weights are {'in a GGUF file' if is_gguf else 'safetensors'}",
+            value=load_format,
+            fix="Leave --load-format out",
+            param="load_format",
+        )
+    return GgufCheckpoint(config) if is_gguf else open_checkpoint(config.model)

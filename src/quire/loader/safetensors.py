@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,12 @@ class Checkpoint:
     def names(self) -> list[str]:
         return [entry.name for entries in self.files.values() for entry in entries]
 
+    def some(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of these names, as `tensors` yields them."""
+        for path, entries in self.files.items():
+            for entry, tensor in map_tensors(path, entries, names):
+                yield entry.name, tensor
+
     def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) in file order. Each is a view of the mapped file: read or copy it, never write to it.
 
@@ -89,7 +95,7 @@ class Checkpoint:
         total = max(self.num_bytes, 1)
         done = 0
         for path, entries in self.files.items():
-            for entry, tensor in _map_tensors(path, entries):
+            for entry, tensor in map_tensors(path, entries):
                 yield entry.name, tensor
                 del tensor
                 done += entry.end - entry.begin
@@ -315,18 +321,22 @@ def _check_names(files: dict[Path, list[TensorEntry]], weight_map: dict[str, str
             )
 
 
-def _map_tensors(path: Path, entries: list[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    if not entries:
+def map_tensors(
+    path: Path, entries: list[TensorEntry], names: Collection[str] | None = None
+) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    """Yields (entry, view of the mapped file): the tensors of one file, or those of some names, in its order."""
+    wanted = [entry for entry in entries if names is None or entry.name in names]
+    if not wanted:
         return
     # A private, writable mapping: torch takes the buffer without a warning, and the file cannot be changed through it.
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size != entries[-1].end:
+        if os.fstat(file.fileno()).st_size < entries[-1].end:
             raise WeightsError(
                 f"{path.name} changed while it was being loaded", fix="Start again when the download is complete"
             )
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    advice = _PageAdvice(mapped, entries[-1].end)
-    for entry in entries:
+    advice = _PageAdvice(mapped, wanted[-1].end)
+    for entry in wanted:
         advice.move(entry.begin, entry.end)
         count = math.prod(entry.shape)
         if not count:

@@ -14,6 +14,7 @@ from quire.metrics.registry import (
     HTTP_REQUESTS,
     HTTP_REQUESTS_LABELS,
     HTTP_STATUSES,
+    KV_BLOCK_METRICS,
     METRICS,
     OTHER,
     UP_TO_MODEL_LEN,
@@ -35,6 +36,8 @@ dashboards and alerts work; those that begin with `quire_` it does not have. Thi
   token and between tokens hold all, as they come. Aborts and errors are counted by `vllm:request_success_total`.
 - `vllm:prompt_tokens_total` and `vllm:generation_tokens_total` are the sums of `usage` over all answers; tokens that
   went to a client that left or whose engine failed are counted too, those computed again after a failure once.
+- The `vllm:kv_block_*` are there with `--kv-cache-metrics` only; `--kv-cache-metrics-sample` is the share of the
+  blocks they follow.
 - Besides these there are the usual `process_*` and `python_*` of the API process.
 - `promtool check metrics` has two complaints, both about vLLM's names: the colon, and `_total` at a histogram.
 """
@@ -53,7 +56,7 @@ Upper bounds. vLLM's are all there; the finer ones at the low end are Quire's, s
 def markdown() -> str:
     """The whole page."""
     cache = ", ".join(f"`{label}`" for label in CACHE_CONFIG_LABELS)
-    rows = [_row(metric, _label(metric)) for metric in METRICS]
+    rows = [_row(metric, _label(metric)) for metric in (*METRICS, *KV_BLOCK_METRICS)]
     rows.append(_row(CACHE_CONFIG_INFO, f"{cache}; `None`: not set, or not in this version"))
     methods, statuses = (", ".join(f"`{value}`" for value in values) for values in (HTTP_METHODS, HTTP_STATUSES))
     handler = f"`handler`: a route as declared, or `{OTHER}`"
@@ -62,7 +65,7 @@ def markdown() -> str:
         _row(HTTP_DURATION, ", ".join(f"`{label}`" for label in HTTP_DURATION_LABELS) + " as above; none of the two")
     )
     assert HTTP_REQUESTS_LABELS == ("method", "status", "handler"), "the row above names these"
-    histograms = [metric for metric in (*METRICS, HTTP_DURATION) if metric.kind == "histogram"]
+    histograms = [metric for metric in (*METRICS, *KV_BLOCK_METRICS, HTTP_DURATION) if metric.kind == "histogram"]
     parts = [
         _HEAD,
         *_table(("name", "type", "unit", "labels besides `model_name` and `engine`", "meaning"), rows),

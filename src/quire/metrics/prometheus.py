@@ -24,6 +24,7 @@ from quire.metrics.log_line import StatsLine
 from quire.metrics.registry import (
     CACHE_CONFIG_INFO,
     CACHE_CONFIG_LABELS,
+    KV_BLOCK_METRICS,
     METRICS,
     UP_TO_MODEL_LEN,
     Metric,
@@ -87,6 +88,7 @@ class PrometheusMetrics:
         device: word of the statistics line, CPU or GPU.
         model: what is counted of it in estimates of work; None: nothing.
         legacy_names: show the names of old too.
+        kv_blocks: show how long KV blocks keep their content.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class PrometheusMetrics:
         model: ModelConfig | None = None,
         *,
         legacy_names: bool = False,
+        kv_blocks: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
         self.stats_line = StatsLine(f"{engine:03d}", device)
@@ -111,7 +114,8 @@ class PrometheusMetrics:
         self._counters: dict[tuple[str, str], Counter] = {}
         self._gauges: dict[tuple[str, str], Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
-        families = {metric.name: self._add(metric) for metric in METRICS}
+        declared = METRICS + (KV_BLOCK_METRICS if kv_blocks else ())
+        families = {metric.name: self._add(metric) for metric in declared}
         self._gauges["vllm:engine_sleep_state", "awake"].set(1)
         self.http = HttpMetrics(self.registry)
         self._recent_tokens: RecentTokens | None = None
@@ -207,6 +211,11 @@ class PrometheusMetrics:
             self._count("vllm:estimated_flops_per_gpu", self._step_work.num_flops(record))
             self._count("vllm:estimated_read_bytes_per_gpu", self._step_work.read_bytes(record))
             self._count("vllm:estimated_write_bytes_per_gpu", self._step_work.write_bytes(record))
+        for block in record.evicted_blocks or ():
+            self._observe("vllm:kv_block_lifetime_seconds", block.lifetime_seconds)
+            self._observe("vllm:kv_block_idle_before_evict_seconds", block.idle_seconds)
+            for gap in block.reuse_gaps_seconds:
+                self._observe("vllm:kv_block_reuse_gap_seconds", gap)
         self.stats_line.add(record)
         if self._recent_tokens is not None:
             self._recent_tokens.add(record.num_prefill_tokens, record.num_sampled_tokens)
@@ -251,7 +260,8 @@ class PrometheusMetrics:
         """The engine takes requests: publish vllm:cache_config_info, once, and know what a step costs."""
         dtype, quantization = _setting(ready, "dtype"), _setting(ready, "quantization")
         if self._model is not None and isinstance(dtype, str):
-            self._step_work = StepWork(self._model, dtype, quantization if isinstance(quantization, str) else None)
+            weights = quantization if isinstance(quantization, str) else None
+            self._step_work = StepWork(self._model, dtype, weights, str(_setting(ready, "kv_cache_dtype") or "auto"))
         if self._has_cache_config:
             return
         self._has_cache_config = True

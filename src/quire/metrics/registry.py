@@ -33,6 +33,10 @@ _REQUEST = (
 _HTTP = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 _STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 _LAG = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_RESIDENCY = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+    1200.0, 1800.0,
+)  # fmt: skip
 _N = (1.0, 2.0, 5.0, 10.0, 20.0)
 _PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
@@ -291,6 +295,33 @@ METRICS: tuple[Metric, ...] = (
         "tokens",
         "max_tokens, per request that brought one.",
         buckets=UP_TO_MODEL_LEN,
+    ),
+)
+
+# Only with --kv-cache-metrics, as in vLLM.
+KV_BLOCK_METRICS = (
+    Metric(
+        "vllm:kv_block_lifetime_seconds",
+        "histogram",
+        "seconds",
+        "A sampled KV block is handed out, until it is handed out again.",
+        buckets=_RESIDENCY,
+    ),
+    Metric(
+        "vllm:kv_block_idle_before_evict_seconds",
+        "histogram",
+        "seconds",
+        "The last request takes a sampled KV block over from the prefix cache (none: it is handed out), until it is "
+        "handed out again.",
+        buckets=_RESIDENCY,
+    ),
+    Metric(
+        "vllm:kv_block_reuse_gap_seconds",
+        "histogram",
+        "seconds",
+        "Between requests that take a sampled KV block over from the prefix cache: of its last four, when it is "
+        "handed out again.",
+        buckets=_RESIDENCY,
     ),
 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.kv_format import kv_format
+from quire.model_config import ModelConfig
 from quire.schedule import StepRecord
 
 
@@ -13,23 +14,23 @@ class StepWork:
     their own tokens.
 
     Args:
-        dtype: of activations and KV cache, a key of DTYPE_BYTES.
+        dtype: of activations, a key of DTYPE_BYTES.
+        kv_cache_dtype: as the setting of that name.
         quantization: of the weights, as ModelConfig.weight_bytes takes it.
     """
 
-    def __init__(self, model: ModelConfig, dtype: str, quantization: str | None) -> None:
+    def __init__(self, model: ModelConfig, dtype: str, quantization: str | None, kv_cache_dtype: str) -> None:
         self._weight_bytes = model.weight_bytes(dtype, quantization)
-        self._kv_bytes_per_token = model.kv_bytes_per_token(DTYPE_BYTES[dtype])
+        self._kv_bytes_per_token = model.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype))
         self._head_flops = 2 * model.vocab_size * model.hidden_size
-        embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-        self._layer_flops = 2 * (model.num_parameters() - embeddings)
+        self._block_flops = 2 * model.num_block_parameters()
         self._attention_flops = 4 * model.num_layers * model.num_q_heads * model.head_dim  # scores, and the sum of V
 
     def num_flops(self, record: StepRecord) -> int:
         """Floating point operations, a multiplication and an addition being two."""
         tokens = record.num_prefill_tokens + record.num_decode_tokens
         head = self._head_flops * record.num_sampled_tokens
-        return self._layer_flops * tokens + head + self._attention_flops * record.num_kv_tokens_read
+        return self._block_flops * tokens + head + self._attention_flops * record.num_kv_tokens_read
 
     def read_bytes(self, record: StepRecord) -> int:
         """Weights and the keys and values of all rows."""

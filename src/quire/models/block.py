@@ -16,15 +16,20 @@ from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.layer import Attention
 from quire.forward_batch import ForwardBatch
 from quire.layers.activation import gated_activation
-from quire.layers.linear import Linear
+from quire.layers.linear import Projection, make_linear
 from quire.layers.norm import RMSNorm
 from quire.layers.weight_slot import WeightSlots
 from quire.model_config import ModelConfig
-from quire.quantization.scheme import QuantScheme
+from quire.stored_linear import LinearShape
 
 
 class Weighted(Protocol):
     """A part that receives tensors of the checkpoint."""
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The attributes that hold what it has made of them."""
+        ...
 
     def slots(self) -> WeightSlots: ...
 
@@ -51,8 +56,8 @@ class SelfAttention:
         self,
         config: ModelConfig,
         attention: Attention,
-        qkv: Linear,
-        output: Linear,
+        qkv: Projection,
+        output: Projection,
         wide_norms: tuple[RMSNorm, RMSNorm] | None,
     ) -> None:
         self._heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
@@ -82,7 +87,7 @@ class SelfAttention:
 class MLP:
     """Gated MLP. Input [T, D], output [T, D]."""
 
-    def __init__(self, gate_up: Linear, activation: Callable[[Tensor], Tensor], down: Linear) -> None:
+    def __init__(self, gate_up: Projection, activation: Callable[[Tensor], Tensor], down: Projection) -> None:
         self._gate_up, self._activation, self._down = gate_up, activation, down
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -96,9 +101,8 @@ class LayerBuilder:
     config: ModelConfig
     layer: int
     dtype: torch.dtype
-    scheme: QuantScheme
+    quantization: str | None
     norm_offset: float
-    has_fused_checkpoint: bool
     rope_table: Tensor | None  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (name prefix inside the layer, part)
@@ -110,22 +114,20 @@ class LayerBuilder:
         self.parts.append((f"{name}.", norm))
         return norm
 
-    def linear(self, prefix: str, in_features: int, shards: tuple[tuple[str, int], ...], bias: bool) -> Linear:
-        """A linear layer whose tensors are named `<prefix><shard>.weight`."""
-        linear = Linear(in_features, shards, bias=bias, dtype=self.dtype, scheme=self.scheme)
-        self.parts.append((prefix, linear))
+    def linear(self, shape: LinearShape, bias: bool) -> Projection:
+        """A linear layer, stored as the config and `quantization` say."""
+        linear = make_linear(self.config.stored(shape, self.quantization), bias=bias, dtype=self.dtype)
+        prefix = shape.prefix.removeprefix(f"model.layers.{self.layer}.")
+        self.parts += [(prefix, part) for part in linear.parts]
         return linear
 
     def attention(self) -> SelfAttention:
         """Self-attention as the config describes it."""
         config = self.config
         q_width, kv_width = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        shards: tuple[tuple[str, int], ...] = (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width))
-        if self.has_fused_checkpoint:
-            shards = (("qkv_proj", q_width + 2 * kv_width),)
-        qkv = self.linear("self_attn.", config.hidden_size, shards, config.qkv_bias)
-        output_shards = (("o_proj", config.hidden_size),)
-        output = self.linear("self_attn.", q_width, output_shards, config.attention_output_bias)
+        linears = config.block_linears(self.layer)
+        qkv = self.linear(linears.qkv, config.qkv_bias)
+        output = self.linear(linears.attention_output, config.attention_output_bias)
         spec = AttentionSpec(
             num_q_heads=config.num_q_heads,
             num_kv_heads=config.num_kv_heads,
@@ -149,12 +151,8 @@ class LayerBuilder:
     def mlp(self) -> MLP:
         """The gated MLP as the config describes it."""
         config = self.config
-        inner, bias = config.intermediate_size, config.mlp_bias
-        shards: tuple[tuple[str, int], ...] = (("gate_proj", inner), ("up_proj", inner))
-        if self.has_fused_checkpoint:
-            shards = (("gate_up_proj", 2 * inner),)
-        gate_up = self.linear("mlp.", config.hidden_size, shards, bias)
-        down = self.linear("mlp.", inner, (("down_proj", config.hidden_size),), bias)
+        linears = config.block_linears(self.layer)
+        gate_up, down = self.linear(linears.gate_up, config.mlp_bias), self.linear(linears.down, config.mlp_bias)
         return MLP(gate_up, gated_activation(config.hidden_act), down)
 
 

@@ -5,8 +5,9 @@ Dimensions: T tokens, R rows whose logits are wanted, D hidden, V vocabulary, L 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from quire.attention.select import SharedBackends
 from quire.forward_batch import ForwardBatch
 from quire.hf_config.rope import RopeConfig
-from quire.layers.embedding import Embedding, OutputProjection, TiedEmbedding
+from quire.layers.embedding import Embedding, OutputProjection, PackedEmbedding
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import WeightSlot
@@ -22,7 +23,6 @@ from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Weighted
 from quire.models.family import Family
 from quire.models.weights import WeightTable
-from quire.quantization.select import Schemes
 
 
 class Decoder:
@@ -32,16 +32,17 @@ class Decoder:
         config: `max_model_len` bounds the positions (rows of the rotary tables).
         family: what config does not say.
         dtype: of weights, activations and KV cache.
-        schemes: formats of the weights.
+        quantization: a key of ON_LOAD, or None: weights as the checkpoint has them.
     """
 
-    def __init__(self, config: ModelConfig, family: Family, dtype: torch.dtype, schemes: Schemes) -> None:
+    def __init__(self, config: ModelConfig, family: Family, dtype: torch.dtype, quantization: str | None) -> None:
         self.config = config
         self.dtype = dtype
+        self.mapped_bytes = 0
         self._parts: list[tuple[str, Weighted]] = []
         self._backends = SharedBackends(torch.device("cpu"))
-        self._embed = self._make_embeddings(schemes)
-        self._blocks = [family.block(build) for build in self._layer_builders(family, schemes)]
+        self._embed = self._make_embeddings(quantization)
+        self._blocks = [family.block(build) for build in self._layer_builders(family, quantization)]
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset, dtype)
         self._parts.append(("model.norm.", final_norm))
         for block, successor in pairwise(self._blocks):
@@ -53,20 +54,22 @@ class Decoder:
         ignored = family.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
         self._weights = WeightTable(self._slots(), family.renamed_prefixes, ignored)
 
-    def _make_embeddings(self, schemes: Schemes) -> Embedding | TiedEmbedding:
+    def _make_embeddings(self, quantization: str | None) -> Embedding | PackedEmbedding:
         config, dtype = self.config, self.dtype
+        (stored,) = config.stored(config.output_linear(), quantization)
+        self._output = OutputProjection(stored, dtype)
+        self._parts.append((stored.shape.prefix, self._output))
         if config.tie_word_embeddings:
-            self._output = OutputProjection(
-                config.hidden_size, config.vocab_size, "embed_tokens", dtype, schemes.output
-            )
-            self._parts.append(("model.", self._output))
-            return TiedEmbedding(self._output)
-        self._output = OutputProjection(config.hidden_size, config.vocab_size, "lm_head", dtype, schemes.output)
+            return PackedEmbedding(self._output)
+        if (own := config.stored_embeddings()) is not None:
+            packed = OutputProjection(own, dtype)
+            self._parts.append((own.shape.prefix, packed))
+            return PackedEmbedding(packed)
         table = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self._parts += [("", self._output), ("model.embed_tokens.", table)]
+        self._parts.append(("model.embed_tokens.", table))
         return table
 
-    def _layer_builders(self, family: Family, schemes: Schemes) -> Iterable[LayerBuilder]:
+    def _layer_builders(self, family: Family, quantization: str | None) -> Iterable[LayerBuilder]:
         config = self.config
         tables: dict[RopeConfig, Tensor] = {}
         for layer in range(config.num_layers):
@@ -77,9 +80,8 @@ class Decoder:
                 config=config,
                 layer=layer,
                 dtype=self.dtype,
-                scheme=schemes.linear,
+                quantization=quantization,
                 norm_offset=family.norm_offset,
-                has_fused_checkpoint=family.has_fused_checkpoint,
                 rope_table=None if rope is None else tables[rope],
                 backend=self._backends.get,
             )
@@ -101,6 +103,22 @@ class Decoder:
         """
         self._weights.load(weights)
 
+    def held(self) -> dict[str, dict[str, Any]]:
+        """What is held after loading, by part and attribute: all that `restore` needs in place of a checkpoint."""
+        return {prefix: {name: getattr(part, name) for name in part.held} for prefix, part in self._named_parts()}
+
+    def restore(self, held: Mapping[str, Mapping[str, Any]], mapped_bytes: int) -> None:
+        """Take what another process has held of the same model in the same format, in place of `load_weights`."""
+        for prefix, part in self._named_parts():
+            for name in part.held:
+                setattr(part, name, held[prefix][name])
+        self._weights.mark_loaded()
+        self.mapped_bytes = mapped_bytes
+
+    def _named_parts(self) -> Iterable[tuple[str, Weighted]]:
+        """Several parts share a prefix: numbers tell them apart."""
+        return ((f"{number} {prefix}", part) for number, (prefix, part) in enumerate(self._parts))
+
     def finalize(self) -> None:
         """Every layer has packed itself already; asserts that nothing is missing."""
         assert not self._weights.missing(), f"finalize before load_weights: {self._weights.missing()[:3]}"
@@ -112,13 +130,38 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""
         self._backends.prepare(batch)
-        residual_TD = self._embed(batch.token_ids_T)
-        if self._embedding_multiplier != 1.0:
-            residual_TD *= self._embedding_multiplier
+        residual_TD = self.embed(batch.token_ids_T)
         x_TD = residual_TD if self._first_norm is None else self._first_norm(residual_TD)
         for block in self._blocks:
             x_TD = block(x_TD, residual_TD, batch)
         return x_TD
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """The residual stream as the first layer finds it."""
+        residual_TD = self._embed(token_ids_T)
+        if self._embedding_multiplier != 1.0:
+            residual_TD *= self._embedding_multiplier
+        return residual_TD
+
+    def own_name(self, checkpoint_name: str) -> str | None:
+        """Our name of a tensor of the checkpoint, as Llama's have it; None: it is not used."""
+        return self._weights.own_name(checkpoint_name)
+
+    def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take tensors by our names, each once and fit: what they complete can run."""
+        self._weights.load_some(weights)
+
+    def layer_parts(self, layer: int) -> list[tuple[str, Weighted]]:
+        """The parts of one layer and what their tensors' names begin with inside it, as `self_attn.`."""
+        prefix = f"model.layers.{layer}."
+        return [(name.removeprefix(prefix), part) for name, part in self._parts if name.startswith(prefix)]
+
+    def run_layer(self, layer: int, residual_TD: Tensor, batch: ForwardBatch) -> None:
+        """One layer alone, for calibration: changes the residual stream in place. Only its own weights must be there:
+        what the next layer's norm makes of the stream is dropped."""
+        self._backends.prepare(batch)
+        block = self._blocks[layer]
+        block(residual_TD if block.input_norm is None else block.input_norm(residual_TD), residual_TD, batch)
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         """logits_RV in float32, scaled and soft-capped as the family does."""

@@ -19,6 +19,5 @@ class Family:
     architectures: tuple[str, ...]
     block: Callable[[LayerBuilder], Block] = PreNormBlock
     norm_offset: float = 0.0  # added to every norm weight
-    has_fused_checkpoint: bool = False  # it holds qkv_proj and gate_up_proj
     renamed_prefixes: tuple[tuple[str, str], ...] = ()  # (in the checkpoint, ours)
     ignored_prefixes: tuple[str, ...] = ()  # parts of the checkpoint that we do not run

@@ -2,4 +2,4 @@
 
 from quire.models.family import Family
 
-FAMILY = Family(architectures=("Phi3ForCausalLM",), has_fused_checkpoint=True)
+FAMILY = Family(architectures=("Phi3ForCausalLM",))

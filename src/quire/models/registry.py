@@ -14,7 +14,6 @@ from quire.model_config import ModelConfig
 from quire.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from quire.models.decoder import Decoder
 from quire.models.family import Family
-from quire.quantization.select import select_schemes
 
 _MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, smollm3, olmo2, granite)
 
@@ -25,6 +24,7 @@ class CausalLM(Protocol):
     """A causal language model on our paged KV cache. T tokens, R rows, D hidden, V vocabulary."""
 
     config: ModelConfig
+    mapped_bytes: int  # of the weights, in a mapped file: in use, though the system counts them as free
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Shape by checkpoint name of every tensor `load_weights` needs (what `--load-format dummy` fills)."""
@@ -51,8 +51,8 @@ class CausalLM(Protocol):
         ...
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> CausalLM:
-    """The native model of a config, without weights yet. `quantization` as in `select_schemes`.
+def build_model(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> Decoder:
+    """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
 
     Positions are bounded by `config.max_model_len`: replace it with the length that is served. Raises ModelConfigError
     for an architecture without native implementation.
@@ -65,4 +65,4 @@ def build_model(config: ModelConfig, dtype: torch.dtype, quantization: str | Non
             expected="one of " + ", ".join(FAMILIES),
             fix="Use --model-impl transformers to run it through transformers' modelling code",
         )
-    return Decoder(config, family, dtype, select_schemes(quantization))
+    return Decoder(config, family, dtype, quantization)

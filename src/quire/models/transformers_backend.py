@@ -26,10 +26,10 @@ from quire.attention.select import SharedBackends
 from quire.errors import ConfigError, ModelConfigError
 from quire.forward_batch import ForwardBatch
 from quire.hf_config.translate import merge
-from quire.kernels.ops import linear, pack_linear
+from quire.kernels.dense import linear, pack_linear
 from quire.model_config import ModelConfig
 from quire.models import transformers_attention as attention
-from quire.models.weights import check_fit
+from quire.models.weights import check_fit, without_kv_scales
 
 # Settings in config.json that would make transformers load other code, other kernels or other files.
 _IGNORED_SETTINGS = (
@@ -63,6 +63,7 @@ class TransformersModel:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config = config
+        self.mapped_bytes = 0
         self.dtype = dtype
         self._model_class, self._hf_config = _classes(config)
         self._hf_config.dtype = dtype
@@ -92,7 +93,7 @@ class TransformersModel:
             model, report = self._model_class.from_pretrained(
                 None,
                 config=self._hf_config,
-                state_dict=dict(weights),
+                state_dict=dict(without_kv_scales(weights)),
                 dtype=self.dtype,
                 attn_implementation=attention.PROBE,
                 ignore_mismatched_sizes=True,  # they are in the report, all of them

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from quire.errors import WeightsError
 from quire.layers.weight_slot import WeightSlot
+from quire.logs import get_logger
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Buffers that old versions of transformers saved; they follow from the config.
 _IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
@@ -19,7 +19,31 @@ _IGNORED_SUFFIXES = (
     "attn.masked_bias",
     "attn.bias",
 )
+# Calibrated scales of a float8 KV cache, in the names of vLLM, ModelOpt and older tools.
+_KV_SCALE_SUFFIXES = (
+    *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
+    *(".k_proj.output_scale", ".v_proj.output_scale"),
+)
 _MAX_NAMES = 5
+
+logger = get_logger(__name__)
+
+
+def without_kv_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Leaves out calibrated scales of the KV cache, and says so: caches here need none (docs/quantization.md)."""
+    left_out = []
+    for name, tensor in weights:
+        if name.endswith(_KV_SCALE_SUFFIXES):
+            left_out.append(name)
+        else:
+            yield name, tensor
+    if left_out:
+        logger.info(
+            "The checkpoint's calibrated scales of the KV cache are not used (%d, as %s): fp8 needs none here, int8 "
+            "measures its own",
+            len(left_out),
+            left_out[0],
+        )
 
 
 class WeightTable:
@@ -37,31 +61,51 @@ class WeightTable:
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Shape by name of every tensor a checkpoint must hold."""
-        return {name: slot.shape for name, slot in self._slots.items()}
+        return {name: slot.shape for name, slot in self._slots.items() if slot.is_required}
 
     def missing(self) -> list[str]:
-        return [name for name, slot in self._slots.items() if not slot.is_loaded]
+        return [name for name, slot in self._slots.items() if slot.is_required and not slot.is_loaded]
+
+    def mark_loaded(self) -> None:
+        """Every slot's weight has come another way."""
+        for slot in self._slots.values():
+            slot.is_loaded = True
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Consume (checkpoint name, tensor). Raises WeightsError naming what is missing, unexpected or unfit."""
         unexpected: list[str] = []
         unfit: list[str] = []
-        for checkpoint_name, tensor in weights:
+        for checkpoint_name, tensor in without_kv_scales(weights):
             if checkpoint_name.startswith(self._ignored_prefixes) or checkpoint_name.endswith(_IGNORED_SUFFIXES):
                 continue
             slot = self._slots.get(self._rename(checkpoint_name))
             if slot is None:
-                unexpected.append(checkpoint_name)
+                if not _is_void(checkpoint_name, tensor):
+                    unexpected.append(checkpoint_name)
             elif slot.is_loaded:
                 unfit.append(f"{checkpoint_name} comes twice")
-            elif tuple(tensor.shape) != slot.shape:
+            elif tuple(tensor.shape) not in (slot.shape, *slot.other_shapes):
                 unfit.append(f"{checkpoint_name} has shape {list(tensor.shape)} instead of {list(slot.shape)}")
-            elif tensor.dtype not in _DTYPES:
-                unfit.append(f"{checkpoint_name} has dtype {str(tensor.dtype).removeprefix('torch.')}")
+            elif tensor.dtype not in slot.accepts:
+                expected = " or ".join(_shown(dtype) for dtype in slot.accepts)
+                unfit.append(f"{checkpoint_name} has dtype {_shown(tensor.dtype)} instead of {expected}")
             else:
-                slot.load(tensor)
+                try:
+                    slot.load(tensor)
+                except WeightsError as error:
+                    unfit.append(f"{checkpoint_name}: {error.what}")
                 slot.is_loaded = True
         self._report(unexpected, unfit)
+
+    def own_name(self, checkpoint_name: str) -> str | None:
+        """Our name of a tensor of the checkpoint; None: it is not used."""
+        name = self._rename(checkpoint_name)
+        return name if name in self._slots and not checkpoint_name.startswith(self._ignored_prefixes) else None
+
+    def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take some tensors by our names, each of which fits."""
+        for name, tensor in weights:
+            self._slots[name].load(tensor)
 
     def _rename(self, name: str) -> str:
         for prefix, ours in self._renamed_prefixes:
@@ -82,6 +126,15 @@ def check_fit(names_by_problem: Mapping[str, Sequence[str]], messages: Sequence[
             "The checkpoint does not fit its config.json: " + "; ".join([*problems, *messages]),
             fix="Check that config.json and all weight files are of one model and completely downloaded",
         )
+
+
+def _is_void(name: str, tensor: Tensor) -> bool:
+    """A bias of zeros, which old quantizers saved for layers without one."""
+    return name.endswith(".bias") and not tensor.any()
+
+
+def _shown(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _named(kind: str, names: Sequence[str]) -> str:

@@ -1,38 +1,101 @@
-"""Integer weights in groups along K: made while loading from a checkpoint in floating point.
+"""Integer weights in groups along K: of quantized checkpoints, or made while loading one in floating point.
 
-Dimensions: T tokens, K in-features, N out-features.
+Dimensions: T tokens, K in-features, N out-features, G groups along K.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from quire.kernels import ops
-from quire.quantization.scheme import LinearLayer, ShardedTensor
+from quire.errors import WeightsError
+from quire.hf_config.layer_format import LayerFormat
+from quire.kernels.grouped import grouped_linear, grouped_rows, pack_grouped, quantize_grouped
+from quire.kernels.grouped_weight import GroupedWeight
+from quire.logs import get_logger
+from quire.quantization.scheme import LinearLayer, plain_weight
 from quire.weight_format import GroupedFormat
 
+logger = get_logger(__name__)
 
-class QuantizedOnLoad:
+
+@cache
+def _say_once(message: str) -> None:
+    """What is true of one layer is often true of hundreds."""
+    logger.warning(message)
+
+
+class Grouped:
+    """What all schemes with such a weight share once it is packed."""
+
+    def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return grouped_linear(x_TK, layer.weight, layer.bias, out_dtype)
+
+    def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
+        return grouped_rows(layer.weight, rows_T, layer.dtype)
+
+    def weight_bytes(self, layer: LinearLayer) -> int:
+        return int(layer.weight.nbytes)
+
+
+class QuantizedOnLoad(Grouped):
     """Weights arrive in floating point and are rounded to the nearest codes of the format."""
 
     def __init__(self, weight_format: GroupedFormat) -> None:
         self._format = weight_format
 
     def create_weights(self, layer: LinearLayer) -> None:
-        layer.tensors["weight"] = ShardedTensor((layer.out_features, layer.in_features), layer.dtype)
+        layer.tensors["weight"] = plain_weight(layer)
 
     def finalize(self, layer: LinearLayer) -> None:
-        weight_NK = layer.tensors.pop("weight").data
-        assert weight_NK is not None
+        weight_NK = layer.tensors.pop("weight").whole
         bits, group_size = self._format.bits, self._format.group_size_of(layer.in_features)
-        layer.weight = ops.pack_grouped(*ops.quantize_grouped(weight_NK, bits, group_size), bits, group_size)
+        layer.weight = pack_grouped(quantize_grouped(weight_NK, bits, group_size))
 
-    def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return ops.grouped_linear(x_TK, layer.weight, layer.bias, out_dtype)
 
-    def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
-        return ops.grouped_rows(layer.weight, rows_T, layer.dtype)
+class Layout(Protocol):
+    """The tensors in which one kind of checkpoint stores a grouped weight.
 
-    def weight_bytes(self, layer: LinearLayer) -> int:
-        return int(layer.weight.nbytes)
+    `group_size` is as held: that of the row where the format has no groups.
+    """
+
+    def create_weights(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> None:
+        """Fill `layer.tensors`, and `layer.checked_tensors` with what follows from the format."""
+        ...
+
+    def unpack(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> GroupedWeight:
+        """The weight from `layer.tensors`, with scales in float32.
+
+        Raises WeightsError for values that the format does not allow.
+        """
+        ...
+
+
+class GroupedCheckpoint(Grouped):
+    """Weights arrive in integers."""
+
+    def __init__(self, layout: Layout, source: LayerFormat, held: GroupedFormat) -> None:
+        self._layout, self._source, self._held = layout, source, held
+
+    def create_weights(self, layer: LinearLayer) -> None:
+        self._layout.create_weights(layer, self._source, self._held.group_size_of(layer.in_features))
+
+    def finalize(self, layer: LinearLayer) -> None:
+        weight = self._layout.unpack(layer, self._source, self._held.group_size_of(layer.in_features))
+        layer.tensors.clear()
+        if not weight.scales_NG.isfinite().all():
+            raise WeightsError("a scale is not a finite number")
+        layer.weight = pack_grouped(self._with_held_scales(weight))
+
+    def _with_held_scales(self, weight: GroupedWeight) -> GroupedWeight:
+        """Scales in float16 where planned and exact: checkpoints have them in float16, or in bfloat16 of usual size."""
+        half_NG = weight.scales_NG.half()
+        if self._held.scales == "float16" and torch.equal(half_NG.float(), weight.scales_NG):
+            return replace(weight, scales_NG=half_NG)
+        if self._held.scales == "float16":
+            _say_once("layers have scales that float16 cannot hold: they stay in float32 and take more memory")
+        return replace(weight, scales_NG=weight.scales_NG.clone())

@@ -5,43 +5,104 @@ Dimensions: T tokens, K in-features, N out-features.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.errors import WeightsError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 class ShardedTensor:
-    """A tensor that arrives in pieces along its first dimension (q, k and v of one fused projection).
+    """A tensor that arrives in pieces along one dimension (q, k and v of one fused projection).
 
     Memory is taken when the first piece arrives, so that a model holds few unpacked layers at a time. A piece that is
     the whole is kept as it is, without a copy: `is_borrowed` then says that the memory belongs to whoever brought it.
+
+    Args:
+        pieces: their shapes, one per shard.
+        dtype: pieces are converted to it.
+        dim: the dimension along which they lie side by side.
+        accepts: dtypes a checkpoint may bring.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape = shape
+    def __init__(
+        self,
+        pieces: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        dim: int = 0,
+        accepts: tuple[torch.dtype, ...] = FLOATS,
+    ) -> None:
+        self.pieces = tuple(pieces)
         self.dtype = dtype
+        self.accepts = accepts
         self.data: Tensor | None = None
         self.is_borrowed = False
-        self._num_missing = shape[0]
+        self._dim = dim
+        self._missing = set(range(len(pieces)))
 
-    def load(self, offset: int, piece: Tensor) -> None:
-        """Take rows [offset, offset + len(piece)); converted to the tensor's dtype."""
-        num_rows = piece.shape[0]
-        assert piece.shape[1:] == self.shape[1:]
-        assert offset + num_rows <= self.shape[0]
-        if num_rows == self.shape[0]:
+    def shapes(self, shard: int) -> tuple[tuple[int, ...], ...]:
+        """Those in which a checkpoint may bring the piece of a shard, the usual one first."""
+        return (self.pieces[shard],)
+
+    def load(self, shard: int, piece: Tensor) -> None:
+        """Take the piece of one shard; converted to the tensor's dtype."""
+        assert piece.shape == self.pieces[shard]
+        if len(self.pieces) == 1:
             self.data = piece.to(self.dtype)
             self.is_borrowed = self.data.data_ptr() == piece.data_ptr()
         else:
+            sizes = [shape[self._dim] for shape in self.pieces]
             if self.data is None:
-                self.data = torch.empty(self.shape, dtype=self.dtype, device=piece.device)
-            self.data[offset : offset + num_rows] = piece
-        self._num_missing -= num_rows
+                shape = list(self.pieces[0])
+                shape[self._dim] = sum(sizes)
+                self.data = torch.empty(shape, dtype=self.dtype, device=piece.device)
+            self.data.narrow(self._dim, sum(sizes[:shard]), sizes[shard]).copy_(piece)
+        self._missing.discard(shard)
 
     @property
     def is_complete(self) -> bool:
-        return self._num_missing == 0
+        return not self._missing
+
+    @property
+    def whole(self) -> Tensor:
+        """All pieces, which must have arrived."""
+        assert self.data is not None and self.is_complete
+        return self.data
+
+
+@dataclass(frozen=True)
+class CheckedTensor:
+    """A tensor that a checkpoint may hold and that says nothing new. It is compared with what is known, and dropped.
+
+    Args:
+        pieces: shapes, one per shard.
+        accepts: dtypes a checkpoint may bring.
+        problem: what is wrong with the values of a piece; None: nothing.
+        also: other shapes that a piece may have.
+    """
+
+    pieces: tuple[tuple[int, ...], ...]
+    accepts: tuple[torch.dtype, ...]
+    problem: Callable[[Tensor], str | None]
+    also: tuple[tuple[int, ...], ...] = ()
+
+    def shapes(self, shard: int) -> tuple[tuple[int, ...], ...]:
+        """Those in which a checkpoint may bring the piece of a shard, the usual one first."""
+        return (self.pieces[shard], *self.also)
+
+    def loader(self, name: str) -> Callable[[Tensor], None]:
+        """Raises WeightsError about the tensor `name` if its values are not the expected ones."""
+
+        def check(piece: Tensor) -> None:
+            if (problem := self.problem(piece)) is not None:
+                raise WeightsError(f"{name} {problem}")
+
+        return check
 
 
 class LinearLayer(Protocol):
@@ -49,8 +110,10 @@ class LinearLayer(Protocol):
 
     in_features: int
     out_features: int
+    shards: tuple[tuple[str, int], ...]  # (name, out-features)
     dtype: torch.dtype
     tensors: dict[str, ShardedTensor]  # by the last part of the checkpoint's name; emptied by finalize
+    checked_tensors: dict[str, CheckedTensor]
     weight: Any  # the scheme's own form, set by finalize
     bias: Tensor | None  # [N]
 
@@ -63,7 +126,10 @@ class QuantScheme(Protocol):
         ...
 
     def finalize(self, layer: LinearLayer) -> None:
-        """All tensors are there: bring them into the form `apply` reads, set `layer.weight`, release the tensors."""
+        """All tensors are there: bring them into the form `apply` reads, set `layer.weight`, release the tensors.
+
+        Raises WeightsError for values that the format does not allow.
+        """
         ...
 
     def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -77,3 +143,8 @@ class QuantScheme(Protocol):
     def weight_bytes(self, layer: LinearLayer) -> int:
         """Bytes that `layer.weight` takes."""
         ...
+
+
+def plain_weight(layer: LinearLayer) -> ShardedTensor:
+    """The tensor `weight` [N, K] of a checkpoint in floating point."""
+    return ShardedTensor([(num_outputs, layer.in_features) for _, num_outputs in layer.shards], layer.dtype)

@@ -1,26 +1,30 @@
-"""Which scheme each part of a model gets."""
+"""Which scheme a linear layer gets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from quire.quantization.grouped import QuantizedOnLoad
+from quire.gguf.types import TensorType
+from quire.quantization.awq import AWQ
+from quire.quantization.compressed_tensors import Int8, PackQuantized
+from quire.quantization.fp8 import Fp8Checkpoint, Fp8OnLoad
+from quire.quantization.gguf import GgufBlocks
+from quire.quantization.gptq import GPTQ
+from quire.quantization.grouped import GroupedCheckpoint, Layout, QuantizedOnLoad
 from quire.quantization.scheme import QuantScheme
 from quire.quantization.unquantized import Unquantized
-from quire.weight_format import ON_LOAD
+from quire.stored_linear import StoredLinear
+from quire.weight_format import Fp8Format
+
+_LAYOUTS: dict[str, Layout] = {"awq": AWQ(), "gptq": GPTQ(), "packed": PackQuantized(), "int8": Int8()}
 
 
-@dataclass(frozen=True)
-class Schemes:
-    """How the weights of a model are stored and applied."""
-
-    linear: QuantScheme  # the layers
-    output: QuantScheme  # the output projection, and embeddings tied to it
-
-
-def select_schemes(quantization: str | None) -> Schemes:
-    """The schemes for `--quantization`: a key of `weight_format.ON_LOAD`, or None for weights as they are."""
-    if quantization is None:
-        return Schemes(Unquantized(), Unquantized())
-    on_load = ON_LOAD[quantization]
-    return Schemes(QuantizedOnLoad(on_load.linear), QuantizedOnLoad(on_load.output))
+def select_scheme(stored: StoredLinear) -> QuantScheme:
+    """How the layer's tensors are loaded, and its weight is held and multiplied with."""
+    if stored.held is None:
+        return Unquantized()
+    if stored.source is None:
+        return Fp8OnLoad() if isinstance(stored.held, Fp8Format) else QuantizedOnLoad(stored.held)
+    if isinstance(stored.source, TensorType):
+        return GgufBlocks(stored.source)
+    if isinstance(stored.held, Fp8Format):
+        return Fp8Checkpoint(stored.source, stored.held)
+    return GroupedCheckpoint(_LAYOUTS[stored.source.layout], stored.source, stored.held)

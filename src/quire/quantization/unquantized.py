@@ -8,31 +8,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels import ops
-from quire.quantization.scheme import LinearLayer, ShardedTensor
+from quire.kernels.dense import linear, pack_linear, packed_rows
+from quire.quantization.scheme import LinearLayer, plain_weight
 
 
 class Unquantized:
     """The scheme of a checkpoint without quantization."""
 
     def create_weights(self, layer: LinearLayer) -> None:
-        layer.tensors["weight"] = ShardedTensor((layer.out_features, layer.in_features), layer.dtype)
+        layer.tensors["weight"] = plain_weight(layer)
 
     def finalize(self, layer: LinearLayer) -> None:
         tensor = layer.tensors.pop("weight")
-        weight_NK = tensor.data
-        assert weight_NK is not None
-        assert tensor.is_complete
-        packed = ops.pack_linear(weight_NK)
+        weight_NK = tensor.whole
+        packed = pack_linear(weight_NK)
         if tensor.is_borrowed and packed.data.data_ptr() == weight_NK.data_ptr():
-            packed = ops.pack_linear(weight_NK.clone())
+            packed = pack_linear(weight_NK.clone())
         layer.weight = packed
 
     def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return ops.linear(x_TK, layer.weight, layer.bias, out_dtype=out_dtype)
+        return linear(x_TK, layer.weight, layer.bias, out_dtype=out_dtype)
 
     def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
-        return ops.packed_rows(layer.weight, rows_T)
+        return packed_rows(layer.weight, rows_T)
 
     def weight_bytes(self, layer: LinearLayer) -> int:
         return int(layer.weight.nbytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from quire.scheduler.residency import BlockResidency
+
 
 class BlockPool:
     """Blocks 0 .. num_blocks - 1 of `block_size` slots each; only their numbers live here.
@@ -13,8 +15,8 @@ class BlockPool:
     can be revived by `acquire`. Blocks without a hash are handed out first, then the least recently used.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Raises ValueError unless both sizes are positive."""
+    def __init__(self, num_blocks: int, block_size: int, residency: BlockResidency | None = None) -> None:
+        """`residency` is told of every block. Raises ValueError unless both sizes are positive."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"A block pool needs at least one block of at least one slot, got {num_blocks} x {block_size}."
@@ -22,6 +24,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_free_blocks = num_blocks
+        self.num_ever_used = 0  # the first so many were handed out at least once: new ones go out in ascending order
+        self.residency = residency
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of_hash: dict[bytes, int] = {}
@@ -56,20 +60,25 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block = self._next[self.num_blocks]
+            self.num_ever_used += block == self.num_ever_used
             self._unlink(block)
             self._forget(block)
             self._ref_counts[block] = 1
             blocks.append(block)
         self.num_free_blocks -= count
+        if self.residency is not None:
+            self.residency.on_allocated(blocks)
         return blocks
 
-    def acquire(self, blocks: Iterable[int]) -> None:
+    def acquire(self, blocks: Sequence[int]) -> None:
         """Add one reference to each block; a free one is in use again with its content."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 self._unlink(block)
                 self.num_free_blocks -= 1
             self._ref_counts[block] += 1
+        if self.residency is not None:
+            self.residency.on_accessed(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference from each block. Of cached blocks that get free, the first will be evicted first."""
@@ -94,6 +103,8 @@ class BlockPool:
         for block in self._block_of_hash.values():
             self._hashes[block] = None
         self._block_of_hash.clear()
+        if self.residency is not None:
+            self.residency.forget()
 
     def free_blocks(self) -> list[int]:
         """Free blocks in the order in which they will be handed out. O(num_blocks): for tests and reports."""

@@ -19,6 +19,7 @@ class Prefix:
     blocks: Sequence[int]  # full blocks to share; never written again by anybody
     num_tokens: int  # what the request has for nothing: the shared blocks and the head of `copy_from`
     copy_from: int | None = None  # a block whose first num_tokens % block_size slots are to be copied
+    is_forgotten: bool = False  # computed before the cache was reset: nobody else may find what follows from it
 
 
 NO_PREFIX = Prefix((), 0)
@@ -54,6 +55,7 @@ class KVCacheManager:
         self._num_watermark_blocks = int(watermark * pool.num_blocks)
         self._hasher = BlockHasher(pool.block_size)
         self._tables: dict[str, list[int]] = {}
+        self._forgotten: set[str] = set()  # requests that hold blocks from before the cache was reset
 
     @property
     def usage(self) -> float:
@@ -96,7 +98,8 @@ class KVCacheManager:
         num_tokens = parent.num_prompt_tokens - 1
         num_full_blocks, rest = divmod(num_tokens, self.block_size)
         table = self._tables[parent.request_id]
-        return Prefix(table[:num_full_blocks], num_tokens, table[num_full_blocks] if rest else None)
+        copy_from = table[num_full_blocks] if rest else None
+        return Prefix(table[:num_full_blocks], num_tokens, copy_from, parent.request_id in self._forgotten)
 
     def admit(
         self, request: Request, prefix: Prefix, num_tokens: int, *, keep_watermark: bool
@@ -115,6 +118,8 @@ class KVCacheManager:
         pool.acquire(prefix.blocks)
         new_blocks = pool.allocate(num_new)
         self._tables[request.request_id] = [*prefix.blocks, *new_blocks]
+        if prefix.is_forgotten:
+            self._forgotten.add(request.request_id)
         return [] if prefix.copy_from is None else [(prefix.copy_from, new_blocks[0])]
 
     def extend(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -132,7 +137,7 @@ class KVCacheManager:
     def register_computed(self, request: Request, start: int, end: int) -> None:
         """Let others find the blocks that got full while tokens start .. end - 1, all known by now, were computed."""
         first, last = start // self.block_size, end // self.block_size
-        if first == last or not self.enable_prefix_caching:
+        if first == last or not self.enable_prefix_caching or request.request_id in self._forgotten:
             return
         hashes, table = self._hasher.extend(request, last), self._tables[request.request_id]
         for index in range(first, last):
@@ -141,10 +146,12 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Return all blocks, the last one first, so that the longest-lived part of a prefix is its beginning."""
         self.pool.release(reversed(self._tables.pop(request.request_id)))
+        self._forgotten.discard(request.request_id)
 
     def forget_cached_prefixes(self) -> None:
-        """Nothing computed so far is found by a lookup any more."""
+        """Nothing computed so far is found by a lookup any more, nor what running requests will compute from it."""
         self.pool.forget_all()
+        self._forgotten = set(self._tables)
 
     def check(self) -> None:
         """Assert the invariants of tables and pool together: for tests."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from quire.messages import RequestDelta
+import msgspec
+
+from quire.messages import RequestDelta, pack
 from quire.outputs import FinishReason
 from quire.request import Request
-from quire.schedule import StepResult, TokenLogprobs
+from quire.schedule import StepResult
 
 
 def append_tokens(request: Request, token_ids: list[int]) -> tuple[int, FinishReason | None]:
@@ -47,15 +49,15 @@ class PromptLogprobs:
     """Prompt logprobs of requests whose prompt comes in chunks, until the first sampled token takes them along."""
 
     def __init__(self) -> None:
-        self._of: dict[Request, list[TokenLogprobs]] = {}
+        self._of: dict[Request, list[msgspec.Raw]] = {}
 
     def collect(self, request: Request, start: int, row: int, result: StepResult) -> None:
         """Keep what a step that began at token `start` says. A recomputed chunk overwrites itself."""
         if row in result.prompt_logprobs:
-            new = result.prompt_logprobs[row]
+            new = [pack(entry) for entry in result.prompt_logprobs[row]]
             self._of.setdefault(request, [])[start : start + len(new)] = new
 
-    def take(self, request: Request) -> list[TokenLogprobs] | None:
+    def take(self, request: Request) -> list[msgspec.Raw] | None:
         """All of a request's prompt logprobs, once; None if it did not ask."""
         return self._of.pop(request, []) if request.sampling_params.prompt_logprobs is not None else None
 

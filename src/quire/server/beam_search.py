@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+
 from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.beam_search import BeamSearch
 from quire.frontend.logprobs import LogprobDecoder
@@ -40,6 +42,14 @@ async def run(state: ServerState, body: GenerationRequest, asked: Generation) ->
             param="logprobs",
         )
     return [await _search(state, body, asked, prompt) for prompt in asked.prompts]
+
+
+async def stream(
+    state: ServerState, body: GenerationRequest, asked: Generation
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """As `run`, for a streamed answer: sequences are known at the end, so each prompt has one output, as in vLLM."""
+    for index, output in enumerate(await run(state, body, asked)):
+        yield index, output
 
 
 async def _search(state: ServerState, body: GenerationRequest, asked: Generation, prompt: PromptType) -> RequestOutput:

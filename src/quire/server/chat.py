@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -13,7 +14,6 @@ from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.render_process import Render
-from quire.frontend.stream import RequestStream
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.server import beam_search, generation
 from quire.server.generation import Generation
@@ -48,6 +48,7 @@ async def _answer(state: ServerState, body: ChatRequest, ignored: list[str], req
     state.check_accepting()
     state.check_model(body.model)
     generation.check_stream_options(body)
+    generation.apply_defaults(state, body)
     generation.check_truncation(body)
     generation.check_beam_search(body)
     ignored += _check_tools(body)
@@ -65,12 +66,14 @@ async def _answer(state: ServerState, body: ChatRequest, ignored: list[str], req
     writer = _ChatWriter(state, body, asked)
     headers = generation.ignored_headers(ignored)
     if body.use_beam_search:
+        if body.is_streamed:
+            return await EventStream.start(writer.events(beam_search.stream(state, body, asked)), headers)
         outputs = await beam_search.run(state, body, asked)
-        return await generation.write(lambda: writer.response(outputs[0], headers), outputs)
-    streams = await generation.start(state, asked)
-    if body.is_streamed:
-        return await EventStream.start(writer.events(streams), headers)
-    outputs = await generation.collect(streams)
+    else:
+        streams = await generation.start(state, asked)
+        if body.is_streamed:
+            return await EventStream.start(writer.events(generation.merged(streams)), headers)
+        outputs = await generation.collect(streams)
     return await generation.write(lambda: writer.response(outputs[0], headers), outputs)
 
 
@@ -101,7 +104,7 @@ async def _render(state: ServerState, body: ChatRequest) -> str:
             add_generation_prompt=adds_prompt,
             continue_final_message=continues,
             documents=body.documents,
-            kwargs=body.chat_template_kwargs,
+            kwargs=state.template_kwargs(body.chat_template_kwargs),
         )
     )
 
@@ -191,25 +194,30 @@ class _ChatWriter:
         if output.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
 
-    async def events(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
+    async def events(self, parts: AsyncGenerator[tuple[int, RequestOutput], None]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. The first one comes with the engine's first output."""
         num_prompt_tokens = num_tokens = num_cached_tokens = 0
         is_first = True
         metrics: RequestMetrics | None = None
-        async with aclosing(generation.merged(streams)) as outputs:
+
+        def write(output: RequestOutput) -> bytes:
+            nonlocal num_tokens
+            data = self._opening(output, num_prompt_tokens, num_cached_tokens) if is_first else b""
+            for completion in output.outputs:
+                num_tokens += len(completion.token_ids)
+                if (choice := self._delta(completion)) is not None:
+                    data += event(self._chunk([choice], num_prompt_tokens, num_tokens, num_cached_tokens))
+            return data
+
+        async with aclosing(parts) as outputs:
             async for _, output in outputs:
                 if output.error is not None:
                     continue  # the stream raises it next
                 metrics = output.metrics
-                data = b""
                 if is_first:
                     num_prompt_tokens, num_cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
-                    data = self._opening(output, num_prompt_tokens, num_cached_tokens)
-                    is_first = False
-                for completion in output.outputs:
-                    num_tokens += len(completion.token_ids)
-                    if (choice := self._delta(completion)) is not None:
-                        data += event(self._chunk([choice], num_prompt_tokens, num_tokens, num_cached_tokens))
+                data = await generation.write(partial(write, output), [output])
+                is_first = False
                 if data:
                     yield data
         data = DONE

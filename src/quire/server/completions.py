@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,13 +17,12 @@ from starlette.responses import Response
 from quire.errors import InvalidRequestError
 from quire.frontend.async_engine import INLINE_PROMPT_CHARS
 from quire.frontend.prompts import PromptType, split_prompts
-from quire.frontend.stream import RequestStream
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from quire.server import beam_search, generation
 from quire.server.generation import Generation
 from quire.server.limits import read_json
 from quire.server.logprobs import LogprobWriter, prompt_logprobs
-from quire.server.protocol.common import Usage, make_usage
+from quire.server.protocol.common import PromptLogprobs, Usage, make_usage
 from quire.server.protocol.completions import (
     CompletionChoice,
     CompletionLogprobs,
@@ -50,6 +50,7 @@ async def _answer(state: ServerState, body: CompletionRequest, ignored: list[str
     state.check_accepting()
     state.check_model(body.model)
     generation.check_stream_options(body)
+    generation.apply_defaults(state, body)
     generation.check_truncation(body)
     generation.check_beam_search(body)
     if body.priority and not state.settings.has_priorities:
@@ -59,12 +60,14 @@ async def _answer(state: ServerState, body: CompletionRequest, ignored: list[str
     writer = _CompletionWriter(state, body, asked)
     headers = generation.ignored_headers(ignored)
     if body.use_beam_search:
+        if body.is_streamed:
+            return await EventStream.start(writer.events(beam_search.stream(state, body, asked)), headers)
         outputs = await beam_search.run(state, body, asked)
-        return await generation.write(lambda: writer.response(outputs, headers), outputs)
-    streams = await generation.start(state, asked)
-    if body.is_streamed:
-        return await EventStream.start(writer.events(streams), headers)
-    outputs = await generation.collect(streams)
+    else:
+        streams = await generation.start(state, asked)
+        if body.is_streamed:
+            return await EventStream.start(writer.events(generation.merged(streams)), headers)
+        outputs = await generation.collect(streams)
     return await generation.write(lambda: writer.response(outputs, headers), outputs)
 
 
@@ -120,7 +123,9 @@ class _CompletionWriter:
             self._logprobs = LogprobWriter(
                 state.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids), max_top=max_top
             )
-        self._prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}  # by prompt, for choices that begin later
+        # By prompt, for choices that begin later.
+        self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}
+        self._written: dict[int, PromptLogprobs] = {}
         self._offsets: dict[int, int] = {}  # by choice: characters written so far; a choice that has begun is in it
 
     def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
@@ -142,7 +147,7 @@ class _CompletionWriter:
             answer.metrics = timings(parts, num_tokens, sum(output.num_cached_tokens for output in outputs))
         return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
-    async def events(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
+    async def events(self, parts: AsyncGenerator[tuple[int, RequestOutput], None]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. The first one comes with the engine's first output."""
         num_prompt_tokens: dict[int, int] = {}
         num_cached_tokens: dict[int, int] = {}
@@ -152,7 +157,19 @@ class _CompletionWriter:
         def usage() -> Usage:
             return make_usage(sum(num_prompt_tokens.values()), num_tokens, sum(num_cached_tokens.values()))
 
-        async with aclosing(generation.merged(streams)) as outputs:
+        def write(prompt_index: int, output: RequestOutput) -> bytes:
+            nonlocal num_tokens
+            data = b""
+            for completion in output.outputs:
+                num_tokens += self._num_tokens(completion)
+                if self._shows(prompt_index, completion):
+                    chunk = self._envelope([self._choice(prompt_index, output, completion)])
+                    if self._body.includes_usage:
+                        chunk.usage = usage() if self._body.includes_continuous_usage else None
+                    data += event(chunk)
+            return data
+
+        async with aclosing(parts) as outputs:
             async for prompt_index, output in outputs:
                 if output.error is not None:
                     continue  # the stream raises it next
@@ -161,15 +178,7 @@ class _CompletionWriter:
                     num_cached_tokens[prompt_index] = output.num_cached_tokens
                     if output.metrics is not None:
                         metrics[prompt_index] = output.metrics
-                data = b""
-                for completion in output.outputs:
-                    num_tokens += self._num_tokens(completion)
-                    if self._shows(prompt_index, completion):
-                        chunk = self._envelope([self._choice(prompt_index, output, completion)])
-                        if self._body.includes_usage:
-                            chunk.usage = usage() if self._body.includes_continuous_usage else None
-                        data += event(chunk)
-                if data:
+                if data := await generation.write(partial(write, prompt_index, output), [output]):
                     yield data
         data = DONE
         if self._body.includes_usage or self._body.return_metrics:
@@ -230,7 +239,9 @@ class _CompletionWriter:
         if self._body.return_token_ids:
             choice.prompt_token_ids = output.prompt_token_ids
         if self._body.prompt_logprobs is not None and prompt_index in self._prompt_logprobs:
-            choice.prompt_logprobs = prompt_logprobs(self._prompt_logprobs[prompt_index])
+            if prompt_index not in self._written:
+                self._written[prompt_index] = prompt_logprobs(self._prompt_logprobs[prompt_index])
+            choice.prompt_logprobs = self._written[prompt_index]
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self._state.tokenizer is None:

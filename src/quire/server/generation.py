@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-
-from starlette.responses import Response
+from typing import TypeVar
 
 from quire.errors import InvalidRequestError, NotReadyError, UnsupportedFieldError
 from quire.frontend.input_processor import Truncation
@@ -15,8 +14,10 @@ from quire.frontend.prompts import PromptType
 from quire.frontend.stream import RequestStream
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
-from quire.server.protocol.common import GenerationRequest
+from quire.server.protocol.common import GenerationRequest, StreamOptions
 from quire.server.state import ServerState, sane_request_id
+
+T = TypeVar("T")
 
 INLINE_LOGPROB_POSITIONS = 128  # about 2 ms of formatting with 20 logprobs each
 
@@ -77,13 +78,13 @@ async def start(state: ServerState, generation: Generation) -> list[RequestStrea
     return streams
 
 
-async def write(response: Callable[[], Response], outputs: Sequence[RequestOutput]) -> Response:
-    """The answer made of outputs: in a thread if there are logprobs of many positions to write."""
+async def write(make: Callable[[], T], outputs: Sequence[RequestOutput]) -> T:
+    """What `make` makes of the outputs: in a thread if there are logprobs of many positions to write."""
     num_positions = sum(
         len(output.prompt_logprobs or ()) + sum(len(completion.logprobs or ()) for completion in output.outputs)
         for output in outputs
     )
-    return response() if num_positions <= INLINE_LOGPROB_POSITIONS else await asyncio.to_thread(response)
+    return make() if num_positions <= INLINE_LOGPROB_POSITIONS else await asyncio.to_thread(make)
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -157,6 +158,15 @@ def check_stream_options(body: GenerationRequest) -> None:
         )
 
 
+def apply_defaults(state: ServerState, body: GenerationRequest) -> None:
+    """The operator's, where the request does not say."""
+    if body.return_tokens_as_token_ids is None:
+        body.return_tokens_as_token_ids = state.settings.returns_tokens_as_token_ids
+    if state.settings.forces_usage and body.is_streamed:
+        continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
+        body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=continuous)
+
+
 def check_truncation(body: GenerationRequest) -> None:
     if body.truncation_side is not None and body.truncate_prompt_tokens is None:
         raise InvalidRequestError(
@@ -188,8 +198,6 @@ def check_beam_search(body: GenerationRequest) -> None:
                 param="length_penalty",
             )
         return
-    if body.is_streamed:
-        raise UnsupportedFieldError("Beam search cannot be streamed", fix="Set stream to false", param="stream")
     for name, neutral in _NOT_WITH_BEAMS.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import msgspec
 
 from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import Logprob, PositionLogprobs
 from quire.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from quire.server.protocol.common import MIN_LOGPROB, PromptLogprob, PromptLogprobs
 from quire.server.protocol.completions import CompletionLogprobs
+
+_encoder = msgspec.json.Encoder()
 
 
 class LogprobWriter:
@@ -87,19 +92,19 @@ class LogprobWriter:
         return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
 
 
-def prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None]) -> PromptLogprobs:
-    """vLLM's field of the same name."""
-    return [
-        None
-        if position is None
-        else {
-            str(token_id): PromptLogprob(
-                logprob=_finite(entry.logprob), rank=entry.rank, decoded_token=entry.decoded_token
-            )
-            for token_id, entry in position.items()
-        }
-        for position in positions
-    ]
+def prompt_logprobs(positions: Iterable[PositionLogprobs | None]) -> PromptLogprobs:
+    """vLLM's field of the same name, encoded: position by position, so that other threads get their turn between."""
+    data = b"[" + b",".join(_encoder.encode(_prompt_position(position)) for position in positions) + b"]"
+    return cast("PromptLogprobs", msgspec.Raw(data))
+
+
+def _prompt_position(position: PositionLogprobs | None) -> dict[str, PromptLogprob] | None:
+    if position is None:
+        return None
+    return {
+        str(token_id): PromptLogprob(logprob=_finite(entry.logprob), rank=entry.rank, decoded_token=entry.decoded_token)
+        for token_id, entry in position.items()
+    }
 
 
 def _finite(logprob: float) -> float:

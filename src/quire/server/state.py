@@ -44,8 +44,11 @@ class ServerSettings:
         max_model_len: context length, until the engine says its own.
         default_sampling_params: SamplingParams fields from the model's generation_config.json.
         chat_template: Jinja source, or the name of one of the model's templates, in place of the model's default.
+        default_chat_template_kwargs: variables of the template; those of a request come first.
         max_render_seconds: after which a chat template that has not ended is killed.
         response_role: role of the answers.
+        returns_tokens_as_token_ids: what a request that does not say gets of return_tokens_as_token_ids.
+        forces_usage: every streamed answer has its usage.
         has_priorities: the scheduler looks at priorities; if not, a priority is named among the ignored fields.
         owns_engine: the app starts the engine's receiving with itself and shuts it down with itself.
         log_stats_interval: seconds between two statistics lines; 0: none.
@@ -60,8 +63,11 @@ class ServerSettings:
     max_model_len: int | None = None
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_render_seconds: float = MAX_RENDER_SECONDS
     response_role: str = "assistant"
+    returns_tokens_as_token_ids: bool = False
+    forces_usage: bool = False
     has_priorities: bool = False
     owns_engine: bool = True
     log_stats_interval: float = 10.0
@@ -102,6 +108,10 @@ class ServerState:
     def model_name(self) -> str:
         """The name answers report."""
         return self.settings.served_model_names[0]
+
+    def template_kwargs(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Variables of the chat template for a request."""
+        return {**self.settings.default_chat_template_kwargs, **(asked or {})}
 
     @property
     def max_model_len(self) -> int | None:

@@ -87,7 +87,7 @@ async def _render(state: ServerState, body: TokenizeRequest) -> str:
             add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final_message=continues,
             documents=body.documents,
-            kwargs=body.chat_template_kwargs,
+            kwargs=state.template_kwargs(body.chat_template_kwargs),
         )
     )
 

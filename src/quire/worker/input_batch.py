@@ -117,8 +117,7 @@ class InputBatch:
             row_T = np.repeat(rows_S, lens_S)
             positions_T = np.arange(cu_S1[-1]) - np.repeat(cu_S1[:-1] - starts_S, lens_S)
         block_T = self.block_tables[row_T, positions_T // self.block_size].astype(np.int64)
-        max_seq_len = int(ends_S.max())
-        num_table_blocks = -(-max_seq_len // self.block_size)
+        num_table_blocks = -(-int(ends_S.max()) // self.block_size)
         return ForwardBatch(
             token_ids_T=torch.from_numpy(self.token_ids[row_T, positions_T]),
             positions_T=torch.from_numpy(positions_T),
@@ -128,8 +127,6 @@ class InputBatch:
             block_tables_SM=torch.from_numpy(self.block_tables[rows_S, :num_table_blocks]),
             logits_indices_R=torch.from_numpy(cu_S1[1:][step.samples_S].astype(np.int64) - 1),
             caches=caches,
-            max_query_len=int(lens_S.max()),
-            max_seq_len=max_seq_len,
         )
 
     def append_token(self, row: int, token_id: int) -> None:

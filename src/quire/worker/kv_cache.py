@@ -1,4 +1,4 @@
-"""The memory of the paged KV cache: one K and one V tensor per layer, and block copies for copy-on-write.
+"""The memory of the paged KV cache: K and V of each layer, with scales where its dtype has them, and block copies.
 
 Dimensions: B blocks, G kv heads, P block size, E head dim.
 """
@@ -22,22 +22,28 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[LayerCache]:
-    """Uninitialised caches. On CPU the pages, huge ones where there are some, are taken by the operating system when
-    first written."""
+    """Uninitialised caches of `dtype`, int8 with scales. On CPU the pages, huge ones where there are some, are taken by
+    the operating system when first written."""
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
 
-    def empty() -> torch.Tensor:
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if tensor.device.type == "cpu":
             cpu.advise_huge_pages(tensor)
         return tensor
 
-    return [LayerCache(empty(), empty()) for _ in range(num_layers)]
+    def layer() -> LayerCache:
+        cache = LayerCache(empty(shape, dtype), empty(shape, dtype))
+        if dtype == torch.int8:
+            cache.k_scales_BGP, cache.v_scales_BGP = (empty(shape[:3], torch.float32) for _ in "kv")
+        return cache
+
+    return [layer() for _ in range(num_layers)]
 
 
 def num_bytes(caches: Sequence[LayerCache]) -> int:
     """Bytes the caches take when fully written."""
-    return sum(tensor.numel() * tensor.element_size() for cache in caches for tensor in (cache.k_BGPE, cache.v_BGPE))
+    return sum(tensor.nbytes for cache in caches for tensor in cache.tensors())
 
 
 def copy_blocks(caches: Sequence[LayerCache], copies: Sequence[tuple[int, int]]) -> None:
@@ -46,6 +52,5 @@ def copy_blocks(caches: Sequence[LayerCache], copies: Sequence[tuple[int, int]])
         return
     sources = torch.tensor([source for source, _ in copies])
     destinations = torch.tensor([destination for _, destination in copies])
-    for cache in caches:
-        cache.k_BGPE[destinations] = cache.k_BGPE[sources]
-        cache.v_BGPE[destinations] = cache.v_BGPE[sources]
+    for tensor in (tensor for cache in caches for tensor in cache.tensors()):
+        tensor[destinations] = tensor[sources]

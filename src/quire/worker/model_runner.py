@@ -6,6 +6,7 @@ Dimensions: T tokens, S rows, R rows that sample, X prompt positions, D hidden, 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from quire.forward_batch import LayerCache
 from quire.models.registry import CausalLM
 from quire.sampling.logprobs import most_likely
 from quire.sampling.sampler import Sampler
-from quire.schedule import ScheduledBatch, StepResult, TokenLogprobs
+from quire.sampling_params import SamplingParams
+from quire.schedule import NewRow, ScheduledBatch, StepResult, TokenLogprobs
 from quire.worker.input_batch import InputBatch, StepRows
 from quire.worker.kv_cache import copy_blocks
 
@@ -59,6 +61,30 @@ class ModelRunner:
         result.forward_seconds = forwarded - prepared
         result.sample_seconds = time.perf_counter() - forwarded
         return result
+
+    @torch.inference_mode()
+    def sequence_logits(self, token_ids: list[int], step_tokens: int) -> Iterator[Tensor]:
+        """logits_XV of every position of one sequence, in order, a chunk of positions at a time.
+
+        Takes the first blocks of the KV cache, whoever holds them: not beside requests.
+
+        Args:
+            step_tokens: most tokens of one forward pass.
+        """
+        inputs = self.input_batch
+        block_ids = list(range(-(-len(token_ids) // inputs.block_size)))
+        row = NewRow("sequence", token_ids, len(token_ids), SamplingParams(temperature=0.0, max_tokens=1), block_ids)
+        try:
+            for start in range(0, len(token_ids), step_tokens):
+                length = min(step_tokens, len(token_ids) - start)
+                new_rows = [row] if start == 0 else []
+                batch = ScheduledBatch(0, [row.request_id], [start], [length], [[]], new_rows)
+                inputs.apply(batch)
+                hidden_TD = self.model.forward(inputs.forward_batch(inputs.step_rows(batch), self.caches))
+                for hidden_XD in torch.split(hidden_TD, PROMPT_LOGPROBS_CHUNK):
+                    yield self.model.compute_logits(hidden_XD)
+        finally:
+            inputs.apply(ScheduledBatch(0, removed_request_ids=[row.request_id]))
 
     def _sample(self, logits_RV: Tensor, step: StepRows, sampling: np.ndarray, result: StepResult) -> None:
         rows = step.rows_S[sampling].tolist()

@@ -13,26 +13,20 @@ from quire.cost import devices
 from quire.errors import MemoryPlanError
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu, extension
+from quire.kv_format import kv_format
 from quire.loader.load import load_model
 from quire.logs import get_logger
+from quire.memory_plan import MemoryFacts, least_work_bytes, logits_bytes, plan_kv_cache, weights_do_not_fit
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
-from quire.resolve import (
-    MemoryFacts,
-    Resolved,
-    least_work_bytes,
-    logits_bytes,
-    plan_kv_cache,
-    resolve,
-    shown_bytes,
-    weights_do_not_fit,
-)
+from quire.resolve import Resolved, resolve, shown_bytes
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
+from quire.worker.prefault import Prefault
 
 logger = get_logger(__name__)
 
@@ -47,6 +41,7 @@ class Worker:
     runner: ModelRunner
     resolved: Resolved
     measured_step: tuple[int, float]  # tokens and seconds of the run that measured working memory
+    prefault: Prefault
 
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: bool, progress: Progress) -> Worker:
@@ -57,7 +52,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     device = devices.detect(isa)
     resolved = resolve(config, model_config, device, is_server=is_server)
     # Refused before minutes are spent on reading them.
-    if (planned := model_config.weight_bytes(resolved.dtype, config.quantization)) >= device.total_memory_bytes:
+    if (planned := model_config.weight_bytes(resolved.dtype, resolved.quantization)) >= device.total_memory_bytes:
         raise weights_do_not_fit(resolved, planned, device.total_memory_bytes)
     if cpu.available():
         cpu.set_num_threads(resolved.num_threads)
@@ -65,17 +60,25 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     model_config = replace(model_config, max_model_len=resolved.max_model_len)
     progress("load", 0.0, "")
-    model = load_model(model_config, dtype, config.load_format, progress, config.model_impl, config.quantization)
-    form = config.quantization or resolved.dtype
+    model = load_model(
+        model_config,
+        dtype,
+        config.load_format,
+        progress,
+        config.model_impl,
+        resolved.quantization,
+        config.packed_weights_cache,
+    )
+    form = resolved.quantization or resolved.dtype
     form = f"packed {form}" if cpu.available() else form
     progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {form}")
     progress("warm up", 0.0, "measuring working memory")
     logits = logits_bytes(model_config, resolved.max_num_seqs)
-    measured_bytes, measured_step = _measure(model, model_config, resolved, dtype)
+    measured_bytes, measured_step = _measure(model, model_config, resolved)
     work_bytes = measured_bytes + logits
     memory = MemoryFacts(
         total_bytes=device.total_memory_bytes,
-        free_bytes=devices.free_memory_bytes(),
+        free_bytes=devices.free_memory_bytes() - model.mapped_bytes,
         weight_bytes=model.weight_bytes(),
         work_bytes=work_bytes,
         logits_bytes=logits,
@@ -89,7 +92,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
         )
     progress("warm up", 1 / 3, "allocating the KV cache")
     try:
-        caches = _allocate_caches(model_config, resolved, resolved.num_blocks, dtype)
+        caches = _allocate_caches(model_config, resolved, resolved.num_blocks)
     except RuntimeError as error:  # torch's allocator: more than the system promises to anybody
         raise MemoryPlanError(
             f"The system refuses {shown_bytes(resolved.kv_cache_bytes)} for the KV cache",
@@ -98,12 +101,11 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
             param="kv_cache_memory_bytes",
         ) from error
     inputs = InputBatch(resolved.max_num_seqs, resolved.max_model_len, resolved.block_size, model_config.vocab_size)
-    return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved, measured_step)
+    return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved, measured_step, Prefault(caches))
 
 
-def _allocate_caches(
-    model_config: ModelConfig, resolved: Resolved, num_blocks: int, dtype: torch.dtype
-) -> list[LayerCache]:
+def _allocate_caches(model_config: ModelConfig, resolved: Resolved, num_blocks: int) -> list[LayerCache]:
+    dtype: torch.dtype = getattr(torch, kv_format(resolved.kv_cache_dtype, resolved.dtype).torch_dtype)
     return kv_cache.allocate(
         model_config.num_layers,
         num_blocks,
@@ -121,9 +123,7 @@ def _peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _measure(
-    model: CausalLM, model_config: ModelConfig, resolved: Resolved, dtype: torch.dtype
-) -> tuple[int, tuple[int, float]]:
+def _measure(model: CausalLM, model_config: ModelConfig, resolved: Resolved) -> tuple[int, tuple[int, float]]:
     """Peak memory of one step at the full token budget, logits aside: measured on a short run, and scaled.
 
     Also answers with that run's tokens and seconds.
@@ -132,7 +132,7 @@ def _measure(
     """
     num_tokens = min(PROFILE_TOKENS, resolved.max_num_batched_tokens, resolved.max_model_len)
     num_blocks = -(-num_tokens // resolved.block_size)
-    caches = _allocate_caches(model_config, resolved, num_blocks, dtype)
+    caches = _allocate_caches(model_config, resolved, num_blocks)
     inputs = InputBatch(1, num_tokens, resolved.block_size, model_config.vocab_size)
     runner = ModelRunner(model, caches, inputs, "raw_logprobs")
     before = devices.resident_memory_bytes()

@@ -10,14 +10,16 @@ namespace quire {
 // T tokens, H query heads, G KV heads, E head_dim, B cache blocks, P block_size, S sequences, M blocks per table row.
 // Strides are in elements; the last dimension of every tensor is contiguous, and so are P and E of the caches.
 struct AttentionArgs {
-  DType dtype;    // of q, caches and out
-  const void* q;  // [T, H, E]
+  DType dtype;           // of q and out
+  CacheType cache_type;  // of the caches
+  const void* q;         // [T, H, E]
   int64_t q_token_stride, q_head_stride;
   const void* k_cache;  // [B, G, P, E]
   int64_t k_block_stride, k_head_stride;
   const void* v_cache;  // [B, G, P, E]
   int64_t v_block_stride, v_head_stride;
-  const int32_t* block_tables;  // [S, M]
+  const float *k_scales, *v_scales;  // [B, G, P] contiguous, a factor for each row of E codes; only of int8
+  const int32_t* block_tables;       // [S, M]
   int64_t block_table_stride;
   const int32_t* seq_lens;      // [S] positions in the cache, this call's tokens included
   const int32_t* cu_seqlens_q;  // [S + 1] the tokens cu[s] to cu[s + 1] are the last positions of sequence s
@@ -32,6 +34,7 @@ struct AttentionArgs {
 struct AttentionKernels {
   void (*paged_attention)(const AttentionArgs&);
 };
-const AttentionKernels& attention_kernels();
+const AttentionKernels& attention_kernels();        // CacheType::model
+const AttentionKernels& attention_codes_kernels();  // the others
 
 }  // namespace quire

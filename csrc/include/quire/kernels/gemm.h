@@ -2,41 +2,37 @@
 //
 // Packed layout: panels of 64 output columns, one after the other; N is padded with zero columns. In a panel
 //   f32, f16   [K][64]                   element (k, column)
-//   bf16       [K32 / 32][4][16][16][2]  step of 32 k, tile of 16 columns, pair of k, column, k in the pair; K32 = K
-//   rounded
-//                                        up to 32 with zeros. A tile is what one AMX register takes, a row of it what
-//                                        one vdpbf16ps takes.
+//   bf16       [K32 / 32][4][16][16][2]  step of 32 k, tile of 16 columns, pair of k, column, k in the pair; K32 is K
+//                                        rounded up to 32 with zeros. A tile is what one AMX register takes, a row of
+//                                        it what one vdpbf16ps takes.
 // Every instruction set reads the same layout.
 //
 // The sum of one output element runs over k in ascending order, into one accumulator, whatever M, the threads, or the
 // position of the row: rows are bit-equal for any batch on one instruction set.
 //
-// Integer weights in groups along K ("grouped"): weight = scale of its group * (code - zero), codes of 8 or 4 bits
-// without sign, zero 128 or 8. Rows of x are quantized to 8 bits with sign, one scale per row and group, and
-//   out = sum over groups of (x scale * weight scale) * (sum of x code * weight code - zero * sum of x codes)
+// Grouped integer weights (quire/kernels/grouped_layout.h): rows of x are quantized to 8 bits with sign, one scale per
+// row and group of the weight, and with s the sum of a row's codes in a group, dot its product with the weight's codes,
+//   out = sum over groups of (x scale * scale) * (dot - zero * s)
+//   out = sum over groups of (x scale * scale) * dot - minimum * (x scale * s)
 // with exact integers inside a group and float multiply-adds from group to group, so every kernel of an instruction set
-// gives the same bits. Packed layout: panels of 64 output columns; in a panel float scales [groups][64], then codes
-//   8 bits     [K / 4][64][4]      a quad of k of one column together, which is what one vpdpbusd lane takes; 16 rows
-//   of
-//                                  16 columns are an AMX tile
-//   4 bits     [K / 8][64][4]      two such quads in the low and the high halves of the bytes
-// with K rounded up to whole groups.
+// gives the same bits. Where each group has its own zero, dot - zero * s is taken in float: exact up to 2^24, that is
+// for groups up to 8,806 elements of 4 bits or 518 of 8.
 #pragma once
 
 #include <cstdint>
 
 #include "quire/dtype.h"
+#include "quire/kernels/grouped_layout.h"
 
 namespace quire {
 
-inline constexpr int64_t kPanelWidth = 64;
 inline constexpr int64_t kBf16KUnit = 32;
 inline constexpr int64_t kBf16TileColumns = 16;
 inline constexpr int64_t kBf16TileElements = kBf16KUnit * kBf16TileColumns;
 
 struct GemmArgs {
   const void* x;  // [m, k] of dtype, rows x_stride elements apart
-  DType dtype;    // of x, and of the packed weight unless it is grouped
+  DType dtype;    // of x, and of the packed weight unless it is grouped or FP8
   int64_t x_stride;
   const void* packed;
   int64_t m, n, k;
@@ -45,30 +41,25 @@ struct GemmArgs {
   void* out;  // [m, n] of out_dtype, rows out_stride elements apart
   DType out_dtype;
   int64_t out_stride;
-  int bits = 0;            // of the codes of a grouped weight, 8 or 4; 0: the weight is of dtype
-  int64_t group_size = 0;  // of a grouped weight: a multiple of 32, at most kMaxGroupSize
+  GroupedForm form = {};
+  const int32_t* order = nullptr;  // of a grouped weight: its column i belongs to x[order[i]]; nullptr: to x[i]
+  int64_t fp8_group_size = 0;      // of an FP8 weight (gemm_fp8.h): elements of K that share a scale, a multiple of 32
 };
 
-inline constexpr int64_t kGroupUnit = 32;
-inline constexpr int64_t kAmxKUnit = 64;         // of 8-bit codes: a tile row
-inline constexpr int64_t kMaxGroupSize = 65536;  // 255 * 127 * 65536 < 2^31: no sum of a group overflows
+inline constexpr int64_t kAmxKUnit = 64;        // of 8-bit codes: a tile row
+inline constexpr int64_t kAmxSmallGroup = 512;  // AMX takes any groups up to this size, larger ones of whole tile rows
 
 int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k);
 void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t row_stride, void* packed);
 
-int64_t gemm_grouped_packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size);
-// codes [n, k], rows code_stride bytes apart; scales [n, ceil(k / group_size)].
-void gemm_grouped_pack(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t n, int64_t k, int bits,
-                       int64_t group_size, void* packed);
-// The nearest grouped weight of n rows of dtype, rows weight_stride elements apart: codes [n, k], scales as above. 8
-// bits: scale = max |w| / 127. 4 bits: the element of largest magnitude becomes code 0, as in GGUF's Q4_0.
+// The nearest grouped weight of n rows of dtype, rows weight_stride elements apart: codes [n, k], scales [n, groups].
+// 8 bits: scale = max |w| / 127. 4 bits: the element of largest magnitude becomes code 0, as in GGUF's Q4_0.
 void gemm_grouped_quantize(const void* weight, DType dtype, int64_t weight_stride, int64_t n, int64_t k, int bits,
                            int64_t group_size, uint8_t* codes, float* scales);
 
 void gemm(const GemmArgs& args);
 
 // ---- between the driver (csrc/gemm.cpp) and the kernels of one instruction set (csrc/kernels/gemm_*.cpp)
-// ----------------
 
 // A rectangle of the output: rows [row_begin, row_end) of the prepared input, panels [panel_begin, panel_end).
 struct GemmBlock {

@@ -24,8 +24,9 @@ struct RmsNormArgs {
 
 // T tokens, H query heads, G KV heads, E head_dim, R rotary dims, P block_size.
 struct RopeCacheArgs {
-  DType dtype;  // of q, k, v and caches
-  void* q;      // [T, H, E], changed in place
+  DType dtype;           // of q, k and v
+  CacheType cache_type;  // of the caches
+  void* q;               // [T, H, E], changed in place
   int64_t q_token_stride, q_head_stride;
   const void* k;  // [T, G, E]
   int64_t k_token_stride, k_head_stride;
@@ -39,13 +40,14 @@ struct RopeCacheArgs {
   int64_t k_block_stride, k_cache_head_stride;
   void* v_cache;
   int64_t v_block_stride, v_cache_head_stride;
+  float *k_scales, *v_scales;  // [B, G, P] contiguous; only of int8
   int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, block_size;
   const void* q_norm_weight;  // [E] or null, dtype norm_weight_dtype (dtype or f32)
   const void* k_norm_weight;
   DType norm_weight_dtype;
   float norm_eps, norm_weight_offset;
 };
-inline constexpr int kMaxRopeHeadDim = 512;
+inline constexpr int kMaxRopeHeadDim = 256;  // as kMaxHeadDim of attention: both run, or neither
 
 struct NormRopeKernels {
   void (*rms_norm)(const RmsNormArgs&);

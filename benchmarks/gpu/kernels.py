@@ -1,0 +1,221 @@
+"""The GPU kernels alone, on real shapes: time, and the share of this GPU's limit, which is measured in the same run.
+
+    python benchmarks/gpu/kernels.py [--save HARDWARE]
+
+Each case runs over copies of its inputs that together exceed the L2 cache, captured in a CUDA graph, so that neither
+launches nor the cache are measured. Times are medians of 20 replays. Needs an NVIDIA GPU.
+
+Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.bench import report
+from quire.kernels.triton import activation, attention, norm, rope_cache, sampling
+
+REPLAYS = 20
+COLD_BYTES = 256 << 20  # of copies: five times the L2 cache of an H100
+BLOCK_SIZE = 16
+VOCABULARY = 151_936
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes that matter here."""
+
+    name: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    inner: int
+
+
+MODELS = (Model("Qwen3-0.6B", 16, 8, 128, 1024, 3072), Model("Llama-3.1-8B", 32, 8, 128, 4096, 14336))
+
+
+@dataclass
+class Case:
+    """Calls that do the same work on copies of the inputs, and what one of them moves and computes."""
+
+    name: str
+    calls: list[Callable[[], Any]]
+    num_bytes: float = 0.0
+    num_flops: float = 0.0
+
+
+def seconds_per_call(calls: list[Callable[[], Any]]) -> float:
+    """Median over replays of a graph that runs every call once."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    found = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1000 / len(calls))
+    return statistics.median(found)
+
+
+def num_copies(num_bytes: float) -> int:
+    return max(1, min(32, int(-(-COLD_BYTES // num_bytes))))
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def attention_case(model: Model, query_len: int, seq_len: int, num_seqs: int) -> Case:
+    H, G, E = model.num_q_heads, model.num_kv_heads, model.head_dim
+    blocks = -(-seq_len // BLOCK_SIZE)
+    kv_bytes = 2 * num_seqs * seq_len * G * E * 2
+    calls = []
+    cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * query_len
+    seq_lens = torch.full((num_seqs,), seq_len, dtype=torch.int32, device="cuda")
+    for _ in range(num_copies(kv_bytes)):
+        caches = randn(2, num_seqs * blocks, G, BLOCK_SIZE, E)
+        tables = torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
+        q_THE = randn(num_seqs * query_len, H, E)
+        out_THE = torch.empty_like(q_THE)
+        arguments = (q_THE, caches[0], caches[1], None, None, tables, seq_lens, cu_seqlens, E**-0.5, 0, 0.0, out_THE)
+        calls.append(lambda arguments=arguments: attention.paged_attention(*arguments))
+    keys = query_len * (seq_len - query_len) + query_len * (query_len + 1) / 2
+    kind = "decode" if query_len == 1 else "prefill"
+    return Case(f"{kind} {model.name} {num_seqs} x {seq_len}", calls, kv_bytes, 4 * num_seqs * H * E * keys)
+
+
+def row_cases(model: Model, T: int) -> list[Case]:
+    """Norm, activation, rope and KV write of T tokens."""
+    H, G, E = model.num_q_heads, model.num_kv_heads, model.head_dim
+    weight_D, weight_E = randn(model.hidden), randn(E)
+    norm_bytes, silu_bytes = 8 * T * model.hidden, 6 * T * model.inner
+    rope_bytes = 2 * T * E * (2 * H + 4 * G)
+    norms, silus, ropes = [], [], []
+    for _ in range(num_copies(norm_bytes)):
+        x_TD, residual_TD = randn(T, model.hidden), randn(T, model.hidden)
+        norms.append(lambda x=x_TD, r=residual_TD: norm.rms_norm(x, r, weight_D, 1e-6, 0.0, x))
+    for _ in range(num_copies(silu_bytes)):
+        x_T2I, out_TI = randn(T, 2 * model.inner), torch.empty(T, model.inner, dtype=torch.bfloat16, device="cuda")
+        silus.append(lambda x=x_T2I, y=out_TI: activation.gated_activation("silu", x, y))
+    positions_T = torch.arange(T, device="cuda")
+    cos_sin = torch.rand(T, E, device="cuda")
+    for _ in range(num_copies(rope_bytes)):
+        qkv = randn(T, (H + 2 * G) * E)
+        q_THE, k_TGE, v_TGE = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, G * E, G * E], dim=1))
+        caches = randn(2, -(-T // BLOCK_SIZE), G, BLOCK_SIZE, E)
+        arguments = (q_THE, k_TGE, v_TGE, positions_T, cos_sin, positions_T, caches[0], caches[1])
+        ropes.append(lambda a=arguments: rope_cache.rope_and_cache(*a, weight_E, weight_E, 1e-6, 0.0))
+    return [
+        Case(f"add and norm {model.name} {T} tokens", norms, norm_bytes),
+        Case(f"silu {model.name} {T} tokens", silus, silu_bytes),
+        Case(f"rope and KV write {model.name} {T} tokens", ropes, rope_bytes),
+    ]
+
+
+def sampling_cases(R: int) -> list[Case]:
+    logits = [torch.randn(R, VOCABULARY, device="cuda") * 2 for _ in range(num_copies(4.0 * R * VOCABULARY))]
+    full, ids_R = torch.ones(R, device="cuda"), torch.empty(R, dtype=torch.int64, device="cuda")
+    top_k_R = torch.zeros(R, dtype=torch.int32, device="cuda")
+    uniform_R = torch.rand(R, dtype=torch.float64, device="cuda")
+    greedy: list[Callable[[], Any]] = [lambda x=x: sampling.greedy(x, ids_R) for x in logits]
+    top_p: list[Callable[[], Any]] = [
+        lambda x=x: sampling.sample(x, 0.8 * full, top_k_R, 0.95 * full, 0 * full, uniform_R, ids_R) for x in logits
+    ]
+    return [
+        Case(f"greedy {R} rows", greedy, 4.0 * R * VOCABULARY),
+        Case(f"temperature 0.8, top-p 0.95 {R} rows", top_p, 4.0 * R * VOCABULARY),
+    ]
+
+
+def linear_case(M: int, N: int, K: int) -> Case:
+    weights = [randn(N, K) for _ in range(num_copies(2.0 * N * K))]
+    x_MK = randn(M, K)
+    calls: list[Callable[[], Any]] = [lambda w=w: F.linear(x_MK, w) for w in weights]
+    return Case(f"cuBLAS {M} x {K} -> {N}", calls, 2.0 * (N * K + M * K + M * N), 2.0 * M * N * K)
+
+
+def limits() -> tuple[float, float]:
+    """Bytes per second of a copy, and FLOP/s of a large product in bfloat16."""
+    pairs = [(randn(1 << 27), torch.empty(1 << 27, dtype=torch.bfloat16, device="cuda")) for _ in range(4)]
+    copy = seconds_per_call([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
+    a, b = randn(8192, 8192), randn(8192, 8192)
+    product = seconds_per_call([lambda: a @ b])
+    return 2 * 2 * (1 << 27) / copy, 2 * 8192**3 / product
+
+
+def cases() -> Iterator[Case]:
+    for model in MODELS:
+        for num_seqs, seq_len in ((1, 1024), (1, 8192), (8, 1024), (32, 1024), (128, 1024), (256, 1024), (32, 8192)):
+            yield attention_case(model, 1, seq_len, num_seqs)
+        for query_len, num_seqs in ((512, 4), (2048, 1), (8192, 1)):
+            yield attention_case(model, query_len, query_len, num_seqs)
+        for T in (1, 32, 256, 2048):
+            yield from row_cases(model, T)
+        for M in (1, 8, 32, 128, 256, 2048):
+            yield linear_case(M, 2 * model.inner, model.hidden)
+    for R in (1, 32, 256):
+        yield from sampling_cases(R)
+
+
+def markdown(environment: dict[str, Any], bandwidth: float, flops: float, rows: list[dict[str, Any]]) -> str:
+    """The result file for people."""
+    lines = [
+        "# GPU kernels",
+        "",
+        f"- Command: `{environment['command']}`. Commit {environment['commit']}. {environment['gpu']}.",
+        f"- Limits measured in the same run: copy {bandwidth / 1e12:.2f} TB/s, product {flops / 1e12:.0f} TFLOP/s.",
+        "",
+        "| case | us | % of the copy rate | % of the product rate |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        shares = f"{100 * row['memory']:.0f} | {100 * row['arithmetic']:.0f}"
+        lines.append(f"| {row['case']} | {row['microseconds']:.1f} | {shares} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
+    arguments = parser.parse_args()
+    bandwidth, flops = limits()
+    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    print(f"{device}: copy {bandwidth / 1e12:.2f} TB/s, bfloat16 product {flops / 1e12:.0f} TFLOP/s")
+    rows = []
+    for case in cases():
+        seconds = seconds_per_call(case.calls)
+        by_memory, by_arithmetic = case.num_bytes / bandwidth / seconds, case.num_flops / flops / seconds
+        rows.append(
+            {"case": case.name, "microseconds": 1e6 * seconds, "memory": by_memory, "arithmetic": by_arithmetic}
+        )
+        print(f"{case.name:45} {1e6 * seconds:10.1f} us {100 * by_memory:6.1f} % {100 * by_arithmetic:6.1f} %")
+        case.calls.clear()
+        torch.cuda.empty_cache()
+    if arguments.save:
+        environment = {**report.environment("python", "benchmarks/gpu/kernels.py"), "gpu": device}
+        result = {**environment, "copy_bytes_per_s": bandwidth, "flop_per_s": flops, "cases": rows}
+        text = markdown(environment, bandwidth, flops, rows)
+        report.save_published(Path(__file__).parents[1], "gpu_kernels", arguments.save, result, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Decode attention over KV caches in the model's dtype and in codes of 8 bits, taking turns.
+
+Each case is named SEQUENCES x QUERY TOKENS @ CONTEXT. Calls walk through enough caches that each finds its keys and
+values outside the CPU's caches. A reading is the median over rounds of the median call; GB/s are the bytes of the cache
+read once, scales included, beside the machine's read bandwidth.
+
+    python benchmarks/kernels/attention_kv.py --cases 1x1@1024,1x1@8192,16x1@1024 --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from attention import COLD_BYTES, median_seconds
+
+from quire.kernels import cpu, kv_codes, ops
+from quire.kv_format import KV_FORMATS
+
+NAMES = ("fp8_e4m3", "fp8_e5m2", "int8")
+
+
+def calls_of(name: str, case: str, args: argparse.Namespace) -> tuple[list[Callable[[], Any]], int]:
+    """Calls over caches that lie apart, and the bytes one reads."""
+    shape, context = case.split("@")
+    S, Q = (int(part) for part in shape.split("x"))
+    L, P, H, G, E = int(context), args.block_size, args.heads, args.kv_heads, args.head_dim
+    kv = KV_FORMATS[name]
+    num_bytes = 2 * S * L * G * kv.row_bytes(E)
+    copies = max(1, min(32, COLD_BYTES // num_bytes))
+    blocks_each = -(-L // P)
+    generator = torch.Generator().manual_seed(0)
+    block_tables = torch.randperm(S * blocks_each, generator=generator).int().reshape(S, blocks_each)
+    tables = (block_tables, torch.full((S,), L, dtype=torch.int32), torch.arange(S + 1, dtype=torch.int32) * Q)
+    q = torch.randn(S * Q, H, E, generator=generator).to(getattr(torch, args.dtype))
+    out = torch.empty_like(q)
+    rows = torch.randn(S * blocks_each, G, P, E, generator=generator)
+    dtype = getattr(torch, kv.torch_dtype)
+    codes, scales = kv_codes.encode(rows, dtype) if name in NAMES else (rows.to(dtype), None)
+
+    def copy() -> tuple[torch.Tensor, torch.Tensor | None]:
+        cache = torch.empty_like(codes)
+        cpu.advise_huge_pages(cache)  # as the engine does
+        return cache.copy_(codes), None if scales is None else scales.clone()
+
+    calls: list[Callable[[], Any]] = []
+    for _ in range(copies):
+        (k, k_scales), (v, v_scales) = copy(), copy()
+        arguments = (q, k, v, *tables, E**-0.5)
+        calls.append(
+            partial(ops.paged_attention, *arguments, out_THE=out, k_scales_BGP=k_scales, v_scales_BGP=v_scales)
+        )
+    return calls, num_bytes
+
+
+def bench_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
+    builds = {name: calls_of(name, case, args) for name in (args.dtype, *NAMES)}
+    rounds: dict[str, list[float]] = {name: [] for name in builds}
+    for _ in range(args.rounds):
+        for name, (calls, _) in builds.items():
+            rounds[name].append(median_seconds(calls, args.seconds / args.rounds))
+    bandwidth = cpu.read_bandwidth(256 << 20) / 1e9
+    own = statistics.median(rounds[args.dtype])
+    row: dict[str, Any] = {"case": case, "bandwidth_gb_s": bandwidth}
+    for name, (_, num_bytes) in builds.items():
+        seconds = statistics.median(rounds[name])
+        row[name] = {"us": seconds * 1e6, "gb_s": num_bytes / seconds / 1e9, "speedup": own / seconds}
+    cells = [
+        f"{name} {row[name]['us']:8.1f} us {row[name]['gb_s']:5.1f} GB/s {row[name]['speedup']:.2f}x" for name in builds
+    ]
+    print(f"{case:>10} ({bandwidth:.1f} GB/s)  " + "  |  ".join(cells), flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="1x1@1024,1x1@8192,16x1@1024,4x1@8192,1x512@4096")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--isa", default="", help="instruction set; default: the best present")
+    parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="per case and cache")
+    parser.add_argument("--json", default="", help="write the rows to this file")
+    args = parser.parse_args()
+    if args.isa:
+        cpu.set_isa(args.isa)
+    cpu.set_num_threads(args.threads)
+    heads = f"{args.heads} heads, {args.kv_heads} KV heads of {args.head_dim}, blocks of {args.block_size}"
+    print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, {args.dtype}, {heads}")
+    rows = [bench_case(case, args) for case in args.cases.split(",")]
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"isa": cpu.isa(), "threads": args.threads, "heads": heads, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

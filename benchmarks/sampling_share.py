@@ -1,0 +1,131 @@
+"""What random sampling costs in an engine step, over greedy: decode steps of 32 requests, in turns.
+
+Each round runs a batch of decode steps with each way of sampling; steps of one round are compared with each other.
+Random is temperature 0.8 and top-p 0.95. Random weights give flat logits, the hardest case: the nucleus is most of the
+vocabulary. `random, peaked` divides the same logits by a temperature of 0.05, so that they spread as a trained model's.
+
+    python benchmarks/sampling_share.py [MODEL] [--rounds 10] [--steps 8] [--save HARDWARE]
+
+MODEL: a folder with weights of the shape to be measured. --save writes benchmarks/sampling_share_HARDWARE_DATE.md and
+.json, with the quantization in the name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from quire.bench import report
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.start import start_engine
+from quire.launch import find_model
+from quire.messages import AddRequest
+from quire.sampling_params import SamplingParams
+
+WAYS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.8, "top_p": 0.95},
+    "random, peaked": {"temperature": 0.05, "top_p": 0.95},
+}
+
+
+def decode_steps(core: EngineCore, name: str, batch: int, steps: int) -> dict[str, float]:
+    """Median milliseconds of a whole step, and of its sampling, with `batch` requests that decode."""
+    ids = [f"{name} {row}" for row in range(batch)]
+    for row, request_id in enumerate(ids):
+        params = SamplingParams(max_tokens=steps + 2, seed=row, ignore_eos=True, **WAYS[name])
+        core.add(AddRequest(request_id, [row + 10] * 8, params, max_tokens=steps + 2))
+    whole, sampling = [], []
+    while len(whole) < steps:
+        started = time.perf_counter()
+        core.step()
+        seconds = time.perf_counter() - started
+        record = core.last_record
+        assert record is not None
+        if record.num_prefill_tokens == 0:
+            assert record.num_decode_tokens == batch
+            whole.append(1000 * seconds)
+            sampling.append(1000 * record.sample_seconds)
+    core.abort(ids)
+    while core.has_work():
+        core.step()
+    return {"step_ms": statistics.median(whole), "sample_ms": statistics.median(sampling)}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        "# The cost of random sampling in an engine step",
+        "",
+        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        f"- {result['batch']} requests that decode, vocabulary {result['vocab_size']:,}, weights "
+        f"{result['quantization'] or 'as they are'}; {len(result['rounds'])} rounds",
+        f"  of {result['steps']} steps, in turns. Medians of steps, then of the rounds' ratios (least, most).",
+        "- Over greedy: of whole steps; and the sampling's own time, less greedy's, as a share of a greedy step, which",
+        "  the noise of the forward pass does not reach.",
+        "- random: temperature 0.8, top-p 0.95, on the flat logits of random weights. peaked: temperature 0.05.",
+        "",
+        "| | step, ms | of it sampling, ms | over greedy, steps | over greedy, sampling alone |",
+        "|---|---|---|---|---|",
+    ]
+    for way in WAYS:
+        rounds = [each[way] for each in result["rounds"]]
+        steps = [each[way]["step_ms"] / each["greedy"]["step_ms"] - 1 for each in result["rounds"]]
+        alone = [
+            (each[way]["sample_ms"] - each["greedy"]["sample_ms"]) / each["greedy"]["step_ms"]
+            for each in result["rounds"]
+        ]
+        over = "|" if way == "greedy" else f"{_spread(steps)} | {_spread(alone)}"
+        step, sample = (statistics.median(each[key] for each in rounds) for key in ("step_ms", "sample_ms"))
+        lines.append(f"| {way} | {step:.2f} | {sample:.2f} | {over} |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):+.1%} ({min(ratios):+.1%}, {max(ratios):+.1%})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="none: the bundled demo model, whose vocabulary is small")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--quantization")
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
+    arguments = parser.parse_args()
+    environment = report.environment("python", "benchmarks/sampling_share.py")
+    config = EngineConfig(
+        model=arguments.model,
+        quantization=arguments.quantization,
+        max_model_len=512,
+        max_num_seqs=arguments.batch,
+        kv_cache_memory_bytes=1 << 30,
+    )
+    folder, _, model_config = find_model(config, None, weights=True)
+    core = start_engine(config, folder, is_server=False, progress=lambda phase, fraction, detail: None).core
+    rounds = []
+    for number in range(arguments.rounds + 1):
+        ways = list(WAYS) if number % 2 else list(reversed(WAYS))
+        found = {way: decode_steps(core, way, arguments.batch, arguments.steps) for way in ways}
+        if number:  # the first one warms up
+            rounds.append(found)
+    result = {
+        **environment,
+        "quantization": arguments.quantization,
+        "batch": arguments.batch,
+        "steps": arguments.steps,
+        "vocab_size": model_config.vocab_size,
+        "rounds": rounds,
+    }
+    print(markdown(result))
+    if arguments.save:
+        what = "sampling_share" + (f"_{arguments.quantization}" if arguments.quantization else "")
+        report.save_published(Path(__file__).parent, what, arguments.save, result, markdown(result))
+
+
+if __name__ == "__main__":
+    main()

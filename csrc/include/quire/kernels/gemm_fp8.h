@@ -1,0 +1,40 @@
+// Matrix products with FP8 weights (e4m3: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities, 0x7f and
+// 0xff are NaN), one float scale per output column and group of elements along K:
+//   out = sum over groups of scale * (sum of x * code), plus bias
+// Codes are brought to bfloat16, which holds each of them exactly, a block at a time, and multiplied like weights in
+// bfloat16 (see gemm.h); sums of a group are scaled and added in float. So a product reads a byte per weight, and its
+// bits depend on nothing but the row of x, on one instruction set. A group is a multiple of 32, the last may be cut.
+//
+// Packed layout: panels of 64 output columns; in a panel float scales [groups][64], then the codes in the order of the
+// tiles of bfloat16, but that the two rows of 32 codes which make a line of 64 bytes take turns every 8 codes:
+// unpacking bytes to words then needs no permutation. K is rounded up to 32 with zeros.
+#pragma once
+
+#include <cstdint>
+
+#include "quire/dtype.h"
+#include "quire/kernels/gemm.h"
+
+namespace quire {
+
+inline constexpr int64_t kFp8LineCodes = 64;
+
+int64_t gemm_fp8_packed_bytes(int64_t n, int64_t k, int64_t group_size);
+// codes [n, k], rows code_stride bytes apart; scales [n, ceil(k / group_size)].
+void gemm_fp8_pack(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t n, int64_t k,
+                   int64_t group_size, void* packed);
+// The nearest codes of n rows of dtype, rows weight_stride elements apart, and one scale per row: max |w| / 448, so
+// that the largest element becomes the largest code. A row with an element that is not finite gets the scale NaN.
+void gemm_fp8_quantize(const void* weight, DType dtype, int64_t weight_stride, int64_t n, int64_t k, uint8_t* codes,
+                       float* scales);
+
+const GemmKernels& gemm_fp8_kernels();  // every dtype of x
+const GemmKernels&
+gemm_fp8_amx_kernels();  // x in bfloat16 on AMX tiles; run == nullptr where the active ISA lacks them
+
+struct Fp8QuantizeKernels {
+  void (*row)(const void* weight, DType dtype, int64_t count, uint8_t* codes, float* scale);
+};
+const Fp8QuantizeKernels& fp8_quantize_kernels();
+
+}  // namespace quire

@@ -1,0 +1,78 @@
+// Integer weights in groups along K ("grouped"), and how they lie in memory. With codes of 8 or 4 bits without sign,
+//   weight = scale * (code - zero)       zero 2^(bits - 1), or one number of 8 bits per group; or
+//   weight = scale * code - minimum.
+// Scales and minima are numbers (float, half), or 8-bit factors of a half per `super_size` groups, as in GGUF's
+// K-quants; such a product is exact in float.
+//
+// Packed layout: panels of 64 output columns. In a panel
+//   numbers    [groups]  scales [64], then zeros or minima [64] if there are any
+//   halves     [supers]  of the scales [64], then of the minima [64], where these are factors
+//   codes      8 bits: [K / 4][64][4], a quad of k of one column together, which is what one vpdpbusd lane takes; 16
+//              quads of 16 columns are an AMX tile. 4 bits: [K / 8][64][4], two quads in the low and the high halves of
+//              the bytes
+// with K rounded up to whole groups. A group has at most 65,536 elements: 255 * 127 * 65,536 < 2^31.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+inline constexpr int64_t kPanelWidth = 64;
+
+// How the numbers of groups are stored; the values are part of the Python interface (kernels/cpu.py).
+enum class GroupNumbers : int { none = 0, f32 = 1, f16 = 2, i8 = 3, u8 = 4 };
+
+constexpr int64_t size_of(GroupNumbers numbers) {
+  switch (numbers) {
+    case GroupNumbers::none:
+      return 0;
+    case GroupNumbers::f32:
+      return 4;
+    case GroupNumbers::f16:
+      return 2;
+    case GroupNumbers::i8:
+    case GroupNumbers::u8:
+      return 1;
+  }
+  return 0;
+}
+
+struct GroupedForm {
+  int bits = 0;                               // of a code, 8 or 4; 0: the weight is not grouped
+  int64_t group_size = 0;                     // a multiple of 16
+  GroupNumbers scales = GroupNumbers::f32;    // f32, f16, or i8: factors
+  GroupNumbers offsets = GroupNumbers::none;  // u8: zeros; f32, f16, or i8 (factors): minima
+  int64_t super_size = 1;                     // groups that share the numbers behind factors
+};
+
+// Byte offsets and sizes in a panel of the packed layout.
+struct GroupedLayout {
+  int64_t num_groups, num_supers;
+  int64_t scale_bytes, group_bytes;        // of one group: its scales; all its numbers
+  int64_t super_scale_bytes, super_bytes;  // of one super-group, likewise
+  int64_t supers_at, codes_at, panel_bytes;
+
+  GroupedLayout(const GroupedForm& form, int64_t k)
+      : num_groups((k + form.group_size - 1) / form.group_size),
+        num_supers((num_groups + form.super_size - 1) / form.super_size),
+        scale_bytes(kPanelWidth * size_of(form.scales)),
+        group_bytes(scale_bytes + kPanelWidth * size_of(form.offsets)),
+        super_scale_bytes(form.scales == GroupNumbers::i8 ? kPanelWidth * 2 : 0),
+        super_bytes(super_scale_bytes + (form.offsets == GroupNumbers::i8 ? kPanelWidth * 2 : 0)),
+        supers_at(num_groups * group_bytes),
+        codes_at(supers_at + num_supers * super_bytes),
+        panel_bytes(codes_at + kPanelWidth * num_groups * form.group_size * form.bits / 8) {}
+};
+
+// A weight before it is packed: codes [n, k], rows code_stride bytes apart; numbers of groups [n, groups] and of
+// super-groups [n, supers], nullptr where the form has none.
+struct GroupedSource {
+  const uint8_t* codes;
+  int64_t code_stride;
+  const void *scales, *offsets, *super_scales, *super_minima;
+};
+
+int64_t gemm_grouped_packed_bytes(int64_t n, int64_t k, const GroupedForm& form);
+void gemm_grouped_pack(const GroupedSource& source, int64_t n, int64_t k, const GroupedForm& form, void* packed);
+
+}  // namespace quire

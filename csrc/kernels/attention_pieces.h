@@ -1,0 +1,101 @@
+// Where the keys and values of a unit lie, piece by piece, with the next one being fetched.
+#pragma once
+
+#include <algorithm>
+
+#include "attention_plan.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// The positions of a split, relative to its start, that lie in [first, last], widened to whole steps.
+inline Range range_in_split(int first, int last, int start) {
+  return {std::clamp(first - start, 0, kSplit) / kStep * kStep,
+          round_up(std::clamp(last + 1 - start, 0, kSplit), kStep)};
+}
+
+// The keys or the values of one KV head at the positions of one split that the rows of an item see.
+template <class C>
+class Piece {
+ public:
+  Range range;
+
+  void fill(const AttentionArgs& a, const Item& item, int split, int head, bool values) {
+    const int start = split * kSplit;
+    range = range_in_split(item.first_position, item.last_position, start);
+    if (values) {
+      fill(a, {a.v_cache, a.v_scales, a.v_block_stride, a.v_head_stride}, item, item.kv_head + head, start);
+    } else {
+      fill(a, {a.k_cache, a.k_scales, a.k_block_stride, a.k_head_stride}, item, item.kv_head + head, start);
+    }
+  }
+  Rows<C> rows() const { return {rows_, scales_}; }
+  const void* const* addresses() const { return reinterpret_cast<const void* const*>(rows_); }
+
+ private:
+  struct Source {
+    const void* codes;
+    const float* scales;
+    int64_t block_stride, head_stride;
+  };
+
+  // What lies behind the sequence reads as zeros, since its slots may hold anything.
+  void fill(const AttentionArgs& a, const Source& source, const Item& item, int64_t kv_head, int start) {
+    alignas(64) static const C zeros[kMaxHeadDim] = {};
+    const C* head = static_cast<const C*>(source.codes) + kv_head * source.head_stride;
+    const int end = std::min(range.end, a.seq_lens[item.sequence] - start);
+    const int32_t* block = a.block_tables + item.sequence * a.block_table_stride + (start + range.begin) / a.block_size;
+    int p = range.begin, offset = (start + p) % a.block_size;
+    for (; p < end; ++block, offset = 0) {
+      const int run_end = std::min(p + a.block_size - offset, end);
+      const C* row = head + *block * source.block_stride + static_cast<int64_t>(offset) * a.head_dim;
+      if constexpr (Rows<C>::kHasScales) {
+        const float* scales = source.scales + (int64_t{*block} * a.num_kv_heads + kv_head) * a.block_size + offset;
+        std::copy_n(scales, run_end - p, scales_ + p);
+      }
+      for (; p < run_end; ++p, row += a.head_dim) rows_[p] = row;
+    }
+    if constexpr (Rows<C>::kHasScales) std::fill(scales_ + p, scales_ + range.end, 0.0f);
+    for (; p < range.end; ++p) rows_[p] = zeros;
+  }
+
+  const C* rows_[kSplit];
+  float scales_[Rows<C>::kHasScales ? kSplit : 1];
+};
+
+// The pieces of a unit in the order of their use: for each split the keys of all its KV heads, then their values. While
+// one is worked on, the following one is fetched; behind the last one it is the first of `next`.
+template <class C>
+class Pieces {
+ public:
+  Pieces(const AttentionArgs& a, const Plan& plan, const Unit& unit, const Unit* next)
+      : a_(a), plan_(plan), unit_(unit), next_(next), heads_(plan.items[unit.item].num_heads()) {
+    pieces_[0].fill(a, plan.items[unit.item], unit.first_split, 0, false);
+  }
+
+  const Piece<C>& take(Prefetcher& prefetcher) {
+    const Piece<C>& now = pieces_[index_ % 2];
+    Piece<C>& then = pieces_[++index_ % 2];
+    const int split = index_ / (2 * heads_), part = index_ % (2 * heads_);
+    if (split < unit_.num_splits) {
+      then.fill(a_, plan_.items[unit_.item], unit_.first_split + split, part % heads_, part >= heads_);
+    } else if (next_ != nullptr) {
+      then.fill(a_, plan_.items[next_->item], next_->first_split, 0, false);
+    } else {
+      return now;
+    }
+    prefetcher.start(then.addresses(), then.range, a_.head_dim * static_cast<int>(sizeof(C)));
+    return now;
+  }
+
+ private:
+  const AttentionArgs& a_;
+  const Plan& plan_;
+  const Unit& unit_;
+  const Unit* next_;
+  int heads_, index_ = 0;
+  Piece<C> pieces_[2];
+};
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

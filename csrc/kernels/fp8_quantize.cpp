@@ -1,0 +1,63 @@
+// FP8 weights from float ones, see quire/kernels/gemm_fp8.h.
+#include "quire/kernels/gemm_fp8.h"
+#include "quire/simd.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr float kLargestCode = 448;
+
+// The nearest code of a value within [-448, 448], ties to even. Below 2^-6 codes are multiples of 2^-9, and 8 of them
+// are 2^-6 itself; from there on the bits of the float are rounded to 3 of its mantissa.
+inline uint8_t code_of(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
+  constexpr float kToInteger = 8388608.0f;  // 2^23: adding it rounds to an integer
+  const float steps = std::fabs(value) * 512.0f + kToInteger;
+  const uint32_t subnormal = std::bit_cast<uint32_t>(steps) & 0xfu;
+  return static_cast<uint8_t>((bits >> 24 & 0x80u) | (magnitude < 0x3c800000u ? subnormal : normal));
+}
+
+template <class T>
+void quantize(const T* weight, int64_t count, uint8_t* codes, float* scale) {
+  constexpr int W = F32::kWidth;
+  const auto lanes_at = [&](int64_t i) { return static_cast<int>(count - i < W ? count - i : W); };
+  F32 largest = zero(), check = zero();
+  for (int64_t i = 0; i < count; i += W) {
+    const F32 w = load_n(weight + i, lanes_at(i));
+    largest = max(largest, max(w, zero() - w));
+    check = fma(w, zero(), check);
+  }
+  const float not_finite = reduce_add(check);
+  *scale = reduce_max(largest) / kLargestCode + not_finite;
+  const bool is_usable = *scale > 0;  // not zero, not NaN
+  const F32 divisor = broadcast(is_usable ? *scale : 1), limit = broadcast(is_usable ? kLargestCode : 0);
+  for (int64_t i = 0; i < count; i += W) {
+    const int n = lanes_at(i);
+    float lanes[W];
+    store(lanes, max(min(load_n(weight + i, n) / divisor, limit), zero() - limit));
+    uint8_t rounded[W];
+    for (int lane = 0; lane < W; ++lane) rounded[lane] = code_of(lanes[lane]);
+    std::memcpy(codes + i, rounded, n);
+  }
+}
+
+void quantize_row(const void* weight, DType dtype, int64_t count, uint8_t* codes, float* scale) {
+  switch (dtype) {
+    case DType::f32:
+      return quantize(static_cast<const float*>(weight), count, codes, scale);
+    case DType::bf16:
+      return quantize(static_cast<const bf16*>(weight), count, codes, scale);
+    case DType::f16:
+      return quantize(static_cast<const f16*>(weight), count, codes, scale);
+  }
+}
+
+}  // namespace
+
+extern const Fp8QuantizeKernels fp8_quantize_table;
+const Fp8QuantizeKernels fp8_quantize_table = {quantize_row};
+
+}  // namespace quire::QUIRE_ISA
+
+QUIRE_DEFINE_DISPATCH(Fp8QuantizeKernels, fp8_quantize_kernels, fp8_quantize_table)

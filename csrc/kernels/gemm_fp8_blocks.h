@@ -1,0 +1,283 @@
+// What the matrix product kernels for FP8 weights share: codes to bfloat16, the loop over panels, blocks of K and tiles
+// of rows, and the scaling of finished sums. The layout is in quire/kernels/gemm_fp8.h.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "gemm_blocks.h"
+#include "quire/kernels/gemm_fp8.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int64_t kStepCodes = kBf16KUnit * kPanelWidth;
+constexpr int64_t kStepLines = kStepCodes / kFp8LineCodes;
+constexpr int64_t kPaddedSums = 32;  // rows: tiles write whole tiles
+
+// The upper and the lower byte of a code's bfloat16, by lookups in 16 bytes. With an exponent above 0 the upper byte
+// follows from the exponent alone, and the lower one is the code shifted by 4. Exponent 0 means mantissa * 2^-9, a
+// normal bfloat16: codes 1 to 7 have entries 9 to 15 of two further tables, which other codes miss (their index
+// saturates to above 127, which looks up a zero).
+constexpr std::array<uint8_t, 16> kUpperOfExponent = {0,    0x3c, 0x3d, 0x3d, 0x3e, 0x3e, 0x3f, 0x3f,
+                                                      0x40, 0x40, 0x41, 0x41, 0x42, 0x42, 0x43, 0x43};
+constexpr std::array<uint8_t, 16> kUpperOfSubnormal = {0, 0,    0,    0,    0,    0,    0,    0,
+                                                       0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c};
+constexpr std::array<uint8_t, 16> kLowerOfSubnormal = {0, 0,    0,    0,    0,    0,    0,    0,  // to be xor-ed with
+                                                       0, 0x10, 0xa0, 0xf0, 0x40, 0x70, 0x20, 0x10};  // code << 4
+constexpr uint8_t kFirstSubnormal = 0x78;  // added to a code without sign with saturation: index of the tables above
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+
+inline __m512i table(const std::array<uint8_t, 16>& entries) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(entries.data())));
+}
+
+inline void unpack_line(const uint8_t* from, bf16* to) {
+  const __m512i codes = _mm512_load_si512(from), magnitude_bits = _mm512_set1_epi8(0x7f);
+  const __m512i magnitudes = _mm512_and_si512(codes, magnitude_bits);
+  const __m512i exponents = _mm512_and_si512(_mm512_srli_epi16(magnitudes, 3), _mm512_set1_epi8(0x0f));
+  const __m512i subnormals = _mm512_adds_epu8(magnitudes, _mm512_set1_epi8(kFirstSubnormal));
+  __m512i upper = _mm512_or_si512(_mm512_shuffle_epi8(table(kUpperOfExponent), exponents),
+                                  _mm512_shuffle_epi8(table(kUpperOfSubnormal), subnormals));
+  upper = _mm512_ternarylogic_epi32(upper, codes, magnitude_bits, 0xf4);  // upper | (codes & ~magnitude_bits)
+  const __mmask64 is_nan = _mm512_cmpeq_epi8_mask(magnitudes, magnitude_bits);
+  upper = _mm512_mask_mov_epi8(upper, is_nan, magnitude_bits);
+  const __m512i lower =
+      _mm512_ternarylogic_epi32(_mm512_slli_epi16(codes, 4), _mm512_set1_epi8(static_cast<char>(0xf0)),
+                                _mm512_shuffle_epi8(table(kLowerOfSubnormal), subnormals), 0x6a);
+  _mm512_store_si512(to, _mm512_unpacklo_epi8(lower, upper));
+  _mm512_store_si512(to + 32, _mm512_unpackhi_epi8(lower, upper));
+}
+
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+
+inline __m256i table(const std::array<uint8_t, 16>& entries) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(entries.data())));
+}
+
+inline void unpack_line(const uint8_t* from, bf16* to) {
+  const __m256i magnitude_bits = _mm256_set1_epi8(0x7f), upper_half = _mm256_set1_epi8(static_cast<char>(0xf0));
+  for (int64_t i = 0; i < 2; ++i, from += 32, to += 16) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    const __m256i magnitudes = _mm256_and_si256(codes, magnitude_bits);
+    const __m256i exponents = _mm256_and_si256(_mm256_srli_epi16(magnitudes, 3), _mm256_set1_epi8(0x0f));
+    const __m256i subnormals = _mm256_adds_epu8(magnitudes, _mm256_set1_epi8(kFirstSubnormal));
+    __m256i upper = _mm256_or_si256(_mm256_shuffle_epi8(table(kUpperOfExponent), exponents),
+                                    _mm256_shuffle_epi8(table(kUpperOfSubnormal), subnormals));
+    upper = _mm256_or_si256(upper, _mm256_andnot_si256(magnitude_bits, codes));
+    upper = _mm256_or_si256(upper, _mm256_cmpeq_epi8(magnitudes, magnitude_bits));  // NaN
+    const __m256i lower = _mm256_xor_si256(_mm256_and_si256(_mm256_slli_epi16(codes, 4), upper_half),
+                                           _mm256_shuffle_epi8(table(kLowerOfSubnormal), subnormals));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_unpacklo_epi8(lower, upper));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), _mm256_unpackhi_epi8(lower, upper));
+  }
+}
+
+#else
+
+inline bf16 bf16_of_code(uint8_t code) {
+  const uint8_t magnitude = code & 0x7f, exponent = magnitude >> 3;
+  const uint8_t subnormal = magnitude < 8 ? 8 + magnitude : 0;
+  const uint8_t upper = magnitude == 0x7f ? 0x7f : kUpperOfExponent[exponent] | kUpperOfSubnormal[subnormal];
+  const uint8_t lower = static_cast<uint8_t>(code << 4) ^ kLowerOfSubnormal[subnormal];
+  return std::bit_cast<bf16>(static_cast<uint16_t>((upper | (code & 0x80)) << 8 | lower));
+}
+
+inline void unpack_line(const uint8_t* from, bf16* to) {
+  for (int64_t i = 0; i < kFp8LineCodes; ++i) to[i / 8 % 2 * 32 + i / 16 * 8 + i % 8] = bf16_of_code(from[i]);
+}
+
+#endif
+
+struct Fp8Shape {
+  int64_t num_steps, group_steps, num_groups, panel_bytes;
+
+  explicit Fp8Shape(const GemmArgs& args)
+      : num_steps((args.k + kBf16KUnit - 1) / kBf16KUnit),
+        group_steps(args.fp8_group_size / kBf16KUnit),
+        num_groups((num_steps + group_steps - 1) / group_steps),
+        panel_bytes(kPanelWidth * 4 * num_groups + num_steps * kStepCodes) {}
+};
+
+// Sums [rows][64] of one group and the totals of the groups before it, which the first group does not read.
+struct Fp8Sums {
+  const float* sums;
+  float* totals;
+  int64_t num_rows;
+  const float* scales;  // [64]
+  bool is_first_group;
+
+  F32 scaled(int64_t at, int64_t column) const {
+    return fma(load(sums + at), load(scales + column), is_first_group ? zero() : load(totals + at));
+  }
+};
+
+inline void add_group(const Fp8Sums& s) {
+  for (int64_t r = 0; r < s.num_rows; ++r)
+    for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth)
+      store(s.totals + r * kPanelWidth + c, s.scaled(r * kPanelWidth + c, c));
+}
+
+// The last group: scaled, added, and rounded to the output type.
+template <class T>
+inline void finish_as(const GemmArgs& args, const Fp8Sums& s, int64_t row, int64_t column, const float* bias) {
+  constexpr int W = F32::kWidth;
+  const int64_t count = std::min(kPanelWidth, args.n - column);
+  T* out = static_cast<T*>(args.out) + row * args.out_stride + column;
+  for (int64_t r = 0; r < s.num_rows; ++r, out += args.out_stride) {
+    int64_t c = 0;
+    for (; c + W <= count; c += W) store(out + c, s.scaled(r * kPanelWidth + c, c) + load(bias + c));
+    if (c < count) store_n(out + c, s.scaled(r * kPanelWidth + c, c) + load(bias + c), static_cast<int>(count - c));
+  }
+}
+
+inline void finish(const GemmArgs& args, const Fp8Sums& s, int64_t row, int64_t column, const float* bias) {
+  switch (args.out_dtype) {
+    case DType::f32:
+      return finish_as<float>(args, s, row, column, bias);
+    case DType::bf16:
+      return finish_as<bf16>(args, s, row, column, bias);
+    case DType::f16:
+      return finish_as<f16>(args, s, row, column, bias);
+  }
+}
+
+struct Fp8Blocking {
+  int64_t steps;   // of K that are unpacked at a time
+  int64_t panels;  // that take turns at one block of K, so that rows of x stay in the cache
+};
+
+// The blocks of a product in the order they are multiplied: panels in chunks, in a chunk blocks of K, then panels.
+class Fp8Blocks {
+ public:
+  int64_t begin = 0, end = 0;  // steps
+  int64_t panel;
+
+  Fp8Blocks(const GemmBlock& block, const Fp8Shape& shape, Fp8Blocking blocking)
+      : panel(block.panel_begin),
+        // blocks are whole groups, or parts of one
+        block_steps_(blocking.steps < shape.group_steps ? blocking.steps
+                                                        : blocking.steps / shape.group_steps * shape.group_steps),
+        max_panels_(block_steps_ >= shape.num_steps ? 1
+                                                    : std::min(blocking.panels, block.panel_end - block.panel_begin)),
+        first_panel_(panel),
+        last_panel_(block.panel_end),
+        num_steps_(shape.num_steps),
+        group_steps_(shape.group_steps) {
+    set_end();
+  }
+
+  int64_t max_panels() const { return max_panels_; }
+  int64_t max_lines() const { return block_steps_ * kStepLines; }
+  int64_t num_lines() const { return (end - begin) * kStepLines; }
+  int64_t panel_of_chunk() const { return panel - first_panel_; }
+  // Sums of a group that one block does not finish wait for the next block, others are done with at once.
+  bool sums_wait() const { return block_steps_ < std::min(group_steps_, num_steps_); }
+
+  // False: there is no further block.
+  bool advance() {
+    const int64_t chunk_end = std::min(first_panel_ + max_panels_, last_panel_);
+    if (++panel < chunk_end) return true;
+    begin = end;
+    if (begin == num_steps_) {
+      begin = 0;
+      first_panel_ = chunk_end;
+    }
+    panel = first_panel_;
+    set_end();
+    return panel < last_panel_;
+  }
+
+ private:
+  void set_end() {
+    const int64_t group_end = (begin / group_steps_ + 1) * group_steps_;
+    end = std::min({begin + block_steps_, num_steps_, block_steps_ < group_steps_ ? group_end : num_steps_});
+  }
+
+  int64_t block_steps_, max_panels_, first_panel_, last_panel_, num_steps_, group_steps_;
+};
+
+// Unpacks a block a few lines at a time while another one is multiplied: fetch() is called at even intervals.
+class Unpacking {
+ public:
+  Unpacking(const uint8_t* from, int64_t num_lines, bf16* to, int64_t num_calls)
+      : from_(from), to_(to), lines_left_(num_lines), lines_per_call_((num_lines + num_calls - 1) / num_calls) {}
+
+  void fetch() { unpack(lines_per_call_); }
+  void finish() { unpack(lines_left_); }
+
+ private:
+  static constexpr int64_t kDistance = 8 * 1024;  // in bytes of codes: prefetched ahead of what is unpacked
+
+  void unpack(int64_t max_lines) {
+    const int64_t lines = std::min(max_lines, lines_left_);
+    lines_left_ -= lines;
+    for (const uint8_t* const end = from_ + lines * kFp8LineCodes; from_ < end;
+         from_ += kFp8LineCodes, to_ += kFp8LineCodes) {
+      __builtin_prefetch(from_ + kDistance, 0, 2);
+      unpack_line(from_, to_);
+    }
+  }
+
+  const uint8_t* from_;
+  bf16* to_;
+  int64_t lines_left_, lines_per_call_;
+};
+
+// Rows::num_tiles(rows), Rows::first_row(tile, rows)  how rows are cut into tiles
+// Rows::num_fetches(rows)     calls of unpacking.fetch() per step over all tiles
+// Rows::run(block, row, rows, step, weights, steps, sums, is_first, unpacking)
+//                             sums[rows][64] = (is_first ? 0 : sums) + x[row ...][step ...] * weights[steps][...]
+template <class Rows>
+inline void run_fp8(const GemmBlock& block, Fp8Blocking blocking) {
+  const GemmArgs& args = *block.args;
+  const Fp8Shape shape(args);
+  const int64_t num_rows = block.row_end - block.row_begin, num_tiles = Rows::num_tiles(num_rows);
+  const int64_t panel_sums = (num_rows + kPaddedSums) * kPanelWidth;
+  Fp8Blocks current(block, shape, blocking);
+  const int64_t all_panel_sums = panel_sums * current.max_panels(), max_codes = current.max_lines() * kFp8LineCodes;
+  float* const all_sums =
+      static_cast<float*>(scratch(Scratch::gemm_tiles, 2 * sizeof(float) * all_panel_sums + 2 * 2 * max_codes));
+  float* const all_totals = all_sums + all_panel_sums;
+  bf16* weights = reinterpret_cast<bf16*>(all_totals + all_panel_sums);
+  bf16* next_weights = weights + max_codes;
+  alignas(64) float bias[kPanelWidth];
+  const auto scales_of = [&](const Fp8Blocks& b) {
+    return reinterpret_cast<const float*>(static_cast<const char*>(args.packed) + b.panel * shape.panel_bytes);
+  };
+  const auto codes_of = [&](const Fp8Blocks& b) {
+    return reinterpret_cast<const uint8_t*>(scales_of(b) + shape.num_groups * kPanelWidth) + b.begin * kStepCodes;
+  };
+
+  Unpacking(codes_of(current), current.num_lines(), weights, 1).finish();
+  for (bool has_next = true; has_next; std::swap(weights, next_weights)) {
+    Fp8Blocks next = current;
+    has_next = next.advance();
+    const int64_t begin = current.begin, end = current.end, num_calls = (end - begin) * Rows::num_fetches(num_rows);
+    Unpacking unpacking(has_next ? codes_of(next) : nullptr, has_next ? next.num_lines() : 0, next_weights, num_calls);
+    const float* const scales = scales_of(current);
+    if (end == shape.num_steps) load_bias(args, current.panel, bias);
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      const int64_t row = Rows::first_row(tile, num_rows), rows = Rows::first_row(tile + 1, num_rows) - row;
+      const int64_t slot = current.panel_of_chunk() * panel_sums + row * kPanelWidth;
+      float *const sums = all_sums + (current.sums_wait() ? slot : 0), *const totals = all_totals + slot;
+      for (int64_t step = begin, next_step; step < end; step = next_step) {
+        const int64_t group = step / shape.group_steps, group_end = (group + 1) * shape.group_steps;
+        next_step = std::min(end, group_end);
+        Rows::run(block, row, rows, step, weights + (step - begin) * kStepCodes, next_step - step, sums,
+                  step == group * shape.group_steps, unpacking);
+        const Fp8Sums finished{sums, totals, rows, scales + group * kPanelWidth, group == 0};
+        if (next_step == shape.num_steps)
+          finish(args, finished, block.row_begin + row, current.panel * kPanelWidth, bias);
+        else if (next_step == group_end)
+          add_group(finished);
+      }
+    }
+    unpacking.finish();
+    current = next;
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

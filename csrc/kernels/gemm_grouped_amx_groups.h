@@ -1,0 +1,220 @@
+// Grouped weights on AMX tiles, groups of up to 512: adding a group to the float sums takes as long as its products.
+//
+// 16 columns and one block of K at a time: 4-bit codes become bytes in L1; then, for each 16 rows, the float sums stay
+// in vector registers from group to group, and the integer sums of a group leave the tiles while the next are computed.
+// Groups of 32 or 16 make tiles of as many k.
+#pragma once
+
+#include "amx_tiles.h"
+#include "gemm_grouped_blocks.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int64_t kTileColumns = 16, kTilesPerPanel = kPanelWidth / kTileColumns;
+constexpr int64_t kGroupsBlockQuads =
+    kAmxSmallGroup / kQuad;  // 8 KiB of unpacked codes, in L1 beside rows of the input and numbers
+constexpr int64_t kTileSums = kTileRows * kTileColumns;
+// 4-bit codes are unpacked to the high halves of bytes, which spares shifts: sums are 16 times as large, scales a 16th.
+// That changes no bits unless the product of the scales of a row and a column is below 2^-122.
+constexpr float kHighHalf = 16;
+
+// k of a tile.
+inline int64_t step_of(int64_t group_size) { return group_size % 64 == 0 ? 64 : group_size % 32 == 0 ? 32 : 16; }
+
+// sums += input * weights; kSigned: of the codes of weights. A macro, because tiles are named by literals.
+#define QUIRE_MULTIPLY_TILES(sums, input, weights) \
+  if constexpr (kSigned) {                         \
+    _tile_dpbssd(sums, input, weights);            \
+  } else {                                         \
+    _tile_dpbsud(sums, input, weights);            \
+  }
+
+// Fetches the weights of the next block from memory to L2, a few lines at a time.
+struct Fetcher {
+  const char* next;
+  const char* end;
+
+  inline void fetch(int64_t lines) {
+    for (; lines > 0 && next < end; --lines, next += 64) __builtin_prefetch(next, 0, 2);
+  }
+};
+
+// `quads` quads of 16 columns of 4-bit codes to [quads][16][4] bytes; kSigned: codes less their middle.
+template <bool kSigned>
+void unpack_columns(const uint8_t* from, int64_t quads, uint8_t* to) {
+  constexpr int kAndXor = 0x6a;
+  const __m512i high_half = _mm512_set1_epi8(-16), sign = _mm512_set1_epi8(kSigned ? -128 : 0);
+  for (int64_t pair = 0; pair < quads / 2; ++pair, from += kQuadBytes, to += 2 * kRowBytes) {
+    const __m512i x = _mm512_load_si512(from), low = _mm512_slli_epi16(x, 4);
+    _mm512_store_si512(to, _mm512_ternarylogic_epi32(low, high_half, sign, kAndXor));
+    _mm512_store_si512(to + kRowBytes, _mm512_ternarylogic_epi32(x, high_half, sign, kAndXor));
+  }
+  written_for_tiles();
+}
+
+// 16 columns of one block of K, for any rows.
+struct ColumnBlock {
+  const uint8_t* weights;  // [quads][16][4], quads `pitch` bytes apart
+  int64_t pitch;
+  const DecodedGroup* numbers;  // of the block's groups
+  int64_t column;               // the first one of the panel
+  int64_t first_group, num_groups, group_quads;
+};
+
+// sums[16][16] = codes * weights. A macro, because tiles are named by literals: those of the sums, the input and the
+// weights.
+#define QUIRE_DEFINE_SUM_GROUP(function, in_sums, in_input, in_weights)                                           \
+  template <bool kSigned>                                                                                         \
+  inline void function(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t pitch, int64_t quads, \
+                       int64_t step, int32_t* sums) {                                                             \
+    _tile_zero(in_sums);                                                                                          \
+    for (const int8_t* const end = codes + quads * kQuad; codes < end; codes += step) {                           \
+      _tile_loadd(in_input, codes, stride);                                                                       \
+      _tile_loadd(in_weights, weights, pitch);                                                                    \
+      weights += step / kQuad * pitch;                                                                            \
+      QUIRE_MULTIPLY_TILES(in_sums, in_input, in_weights)                                                         \
+    }                                                                                                             \
+    _tile_stored(in_sums, sums, kRowBytes);                                                                       \
+  }
+QUIRE_DEFINE_SUM_GROUP(sum_even_group, 0, 4, 6)
+QUIRE_DEFINE_SUM_GROUP(sum_odd_group, 1, 5, 7)
+
+// Adds the groups of a block to totals[kRows][64], 16 columns of them. `sums` has room for two tiles.
+template <int kRows, Offset kOffset, bool kSigned>
+void add_groups(const ColumnBlock& block, const QuantizedRows& input, int64_t row, int64_t step, int32_t* sums,
+                float* totals, Fetcher& fetcher, int64_t lines_per_group) {
+  const int64_t group_quads = block.group_quads;
+  const int8_t* const codes = input.codes + row * input.stride + block.first_group * group_quads * kQuad;
+  const auto start = [&](auto sum_group, int64_t g, int32_t* to) __attribute__((always_inline)) {
+    fetcher.fetch(lines_per_group);
+    sum_group(codes + g * group_quads * kQuad, input.stride, block.weights + g * group_quads * block.pitch, block.pitch,
+              group_quads, step, to);
+  };
+  constexpr auto even = sum_even_group<kSigned>, odd = sum_odd_group<kSigned>;
+  int32_t* const odd_sums = sums + kTileSums;
+
+  const int64_t at = input.at(row, block.first_group);
+  const float *row_scales = input.scales + at, *factors = input.offset_factors + at;
+  const int32_t* const zero_sums = input.zero_sums + at;
+  F32 total[kRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) total[r] = block.first_group == 0 ? zero() : load(totals + r * kPanelWidth);
+
+  const auto add = [&](int64_t g, const int32_t* from) __attribute__((always_inline)) {
+    const F32 scale = load(block.numbers[g].scales + block.column);
+    const F32 offset = load(block.numbers[g].offsets + block.column);
+    const float *s = row_scales + g * kTileRows, *f = factors + g * kTileRows;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      __m512i codes_sum = _mm512_load_si512(from + r * kTileColumns);
+      if constexpr (kOffset == Offset::middle && !kSigned)
+        codes_sum = _mm512_sub_epi32(codes_sum, _mm512_set1_epi32(zero_sums[g * kTileRows + r]));
+      F32 sum{_mm512_cvtepi32_ps(codes_sum)};
+      if constexpr (kOffset == Offset::zeros) sum = fma(offset, broadcast(f[r]), sum);
+      total[r] = fma(sum, broadcast(s[r]) * scale, total[r]);
+      if constexpr (kOffset == Offset::minima) total[r] = fma(offset, broadcast(f[r]), total[r]);
+    }
+  };
+  start(even, 0, sums);
+  for (int64_t g = 0; g < block.num_groups; g += 2) {
+    const bool has_second = g + 1 < block.num_groups;
+    if (has_second) start(odd, g + 1, odd_sums);
+    add(g, sums);
+    if (g + 2 < block.num_groups) start(even, g + 2, sums);
+    if (has_second) add(g + 1, odd_sums);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) store(totals + r * kPanelWidth, total[r]);
+}
+
+struct Buffers {
+  uint8_t unpacked[kGroupsBlockQuads * kRowBytes];
+  DecodedGroup numbers[kGroupsBlockQuads / kMinGroupQuads];
+  int32_t sums[2 * kTileSums];
+};
+
+template <int kRows, int kBits, Offset kOffset>
+void run_small_groups(const GemmBlock& block) {
+  constexpr bool kSigned = kBits == 4 && kOffset == Offset::middle;
+  const GemmArgs& args = *block.args;
+  const GroupedForm& form = args.form;
+  const GroupedLayout layout(form, args.k);
+  const QuantizedRows input(args, const_cast<void*>(block.input));
+  const int64_t group_quads = form.group_size / kQuad, num_quads = layout.num_groups * group_quads;
+  const int64_t quad_bytes = kQuadBytes * kBits / 8, step = step_of(form.group_size);
+  const int64_t num_rows = block.row_end - block.row_begin, num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t block_quads = kGroupsBlockQuads / group_quads * group_quads;
+
+  Buffers* const buffers =
+      static_cast<Buffers*>(scratch(Scratch::gemm_tiles, sizeof(Buffers) + 4 * kTileSums * num_tiles * kTilesPerPanel));
+  float* const totals = reinterpret_cast<float*>(buffers + 1);
+  alignas(64) float bias[kPanelWidth];
+
+  for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
+    const char* const packed = static_cast<const char*>(args.packed) + panel * layout.panel_bytes;
+    const char* const codes = packed + layout.codes_at;
+    load_bias(args, panel, bias);
+    prefetch_lines(packed + layout.panel_bytes + layout.supers_at, layout.num_supers * layout.super_bytes);
+    for (int64_t begin = 0, end; begin < num_quads; begin = end) {
+      end = std::min(begin + block_quads, num_quads);
+      const int64_t first_group = begin / group_quads, num_groups = (end - begin) / group_quads;
+      decode_groups(form, layout, packed, first_group, first_group + num_groups, buffers->numbers);
+      if constexpr (kBits == 4) {
+        for (int64_t g = 0; g < num_groups; ++g) buffers->numbers[g].divide_codes(kHighHalf, kOffset);
+      }
+      const bool is_last = end == num_quads;
+      prefetch_lines(is_last ? packed + layout.panel_bytes : packed + end / group_quads * layout.group_bytes,
+                     num_groups * layout.group_bytes);
+      const char* const next = is_last ? codes + layout.panel_bytes : codes + end * quad_bytes;
+      Fetcher fetcher{next, next + (end - begin) * quad_bytes};
+      const int64_t passes = kTilesPerPanel * (num_tiles + (kBits == 4));
+      const int64_t lines_per_pass = (end - begin) * quad_bytes / 64 / passes + 1;
+      const int64_t lines_per_group = (lines_per_pass + num_groups - 1) / num_groups;
+
+      for (int64_t column = 0; column < kPanelWidth; column += kTileColumns) {
+        const uint8_t* const stored = reinterpret_cast<const uint8_t*>(codes + begin * quad_bytes + column * kQuad);
+        if constexpr (kBits == 4) {
+          fetcher.fetch(lines_per_pass);
+          unpack_columns<kSigned>(stored, end - begin, buffers->unpacked);
+        }
+        const ColumnBlock columns{.weights = kBits == 4 ? buffers->unpacked : stored,
+                                  .pitch = kBits == 4 ? kRowBytes : kQuadBytes,
+                                  .numbers = buffers->numbers,
+                                  .column = column,
+                                  .first_group = first_group,
+                                  .num_groups = num_groups,
+                                  .group_quads = group_quads};
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+          add_groups<kRows, kOffset, kSigned>(columns, input, block.row_begin + tile * kTileRows, step, buffers->sums,
+                                              totals + tile * kTileRows * kPanelWidth + column, fetcher,
+                                              lines_per_group);
+        }
+      }
+    }
+    store_finished(args, {totals, kPanelWidth, block.row_begin, num_rows, panel * kPanelWidth, kPanelWidth, bias});
+  }
+}
+
+template <int kRows, int kBits>
+void run_small_groups(const GemmBlock& block) {
+  switch (offset_of(block.args->form)) {
+    case Offset::middle:
+      return run_small_groups<kRows, kBits, Offset::middle>(block);
+    case Offset::zeros:
+      return run_small_groups<kRows, kBits, Offset::zeros>(block);
+    case Offset::minima:
+      return run_small_groups<kRows, kBits, Offset::minima>(block);
+  }
+}
+
+inline void run_small_groups(const GemmBlock& block) {
+  const bool is_half_tile = block.args->m <= kTileRows / 2;
+  if (block.args->form.bits == 8) {
+    return is_half_tile ? run_small_groups<kTileRows / 2, 8>(block) : run_small_groups<kTileRows, 8>(block);
+  }
+  return is_half_tile ? run_small_groups<kTileRows / 2, 4>(block) : run_small_groups<kTileRows, 4>(block);
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,84 @@
+// The numbers of groups, which every form of a grouped weight stores in its own way, brought to floats.
+#pragma once
+
+#include "gemm_grouped_input.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+inline F32 load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline F32 load(const uint8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+inline F32 load(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+inline F32 load(const uint8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+#endif
+
+// 64 numbers to float; factors times their halves.
+template <class T>
+inline void decode_numbers(const char* from, const char* halves, float* to) {
+#pragma GCC unroll 16
+  for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) {
+    const F32 x = load(reinterpret_cast<const T*>(from) + c);
+    if constexpr (std::is_same_v<T, int8_t>) {
+      store(to + c, x * load(reinterpret_cast<const f16*>(halves) + c));
+    } else {
+      store(to + c, x);
+    }
+  }
+}
+
+inline void decode_numbers(GroupNumbers numbers, const char* from, const char* halves, float* to) {
+  switch (numbers) {
+    case GroupNumbers::none:
+      return;
+    case GroupNumbers::f32:
+      return decode_numbers<float>(from, halves, to);
+    case GroupNumbers::f16:
+      return decode_numbers<f16>(from, halves, to);
+    case GroupNumbers::i8:
+      return decode_numbers<int8_t>(from, halves, to);
+    case GroupNumbers::u8:
+      return decode_numbers<uint8_t>(from, halves, to);
+  }
+}
+
+// Of one group and the columns of a panel.
+struct DecodedGroup {
+  alignas(64) float scales[kPanelWidth];
+  float offsets[kPanelWidth];
+
+  // For codes that come as multiples of themselves.
+  void divide_codes(float by, Offset offset) {
+    for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) {
+      store(scales + c, load(scales + c) * broadcast(1 / by));
+      if (offset == Offset::zeros) store(offsets + c, load(offsets + c) * broadcast(by));
+    }
+  }
+};
+
+// Groups [begin, end) of a panel.
+inline void decode_groups(const GroupedForm& form, const GroupedLayout& layout, const char* panel, int64_t begin,
+                          int64_t end, DecodedGroup* to) {
+  for (int64_t group = begin; group < end; ++group, ++to) {
+    const char* const numbers = panel + group * layout.group_bytes;
+    const char* const halves = panel + layout.supers_at + group / form.super_size * layout.super_bytes;
+    decode_numbers(form.scales, numbers, halves, to->scales);
+    decode_numbers(form.offsets, numbers + layout.scale_bytes, halves + layout.super_scale_bytes, to->offsets);
+  }
+}
+
+inline void prefetch_lines(const char* from, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,153 @@
+// Codes of a quantized KV cache: rows of float32 to codes, and codes to vectors, float32 or bfloat16.
+//
+// e4m3 and e5m2 have no scale: what is above their range becomes their largest number, infinities stay infinite where
+// there is an infinity and become NaN where there is none. int8 has one scale per row, its largest magnitude / 127. A
+// row that is not finite gets the scale NaN, so that reading it gives NaN.
+#pragma once
+
+#include <limits>
+
+#include "quire/simd.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// ---- codes to float32 ----
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+
+inline F32 decode(__m128i x, int8_t) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x))}; }
+inline F32 decode(__m128i x, e5m2) { return {_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 8))}; }
+// As a f16 the bits mean 2^-8 of the number: its exponent has the bias 15, that of e4m3 7.
+inline F32 decode(__m128i x, e4m3) {
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(x), 7), _mm256_set1_epi16(~0x4000));
+  const __m512 y = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+  const __m128i ones = _mm_set1_epi8(0x7f);
+  const __mmask16 is_nan = _mm_cmpeq_epi8_mask(_mm_and_si128(x, ones), ones);
+  return {_mm512_mask_mov_ps(y, is_nan, _mm512_set1_ps(kNaN))};
+}
+template <class C>
+  requires(sizeof(C) == 1)
+inline F32 load(const C* p) {
+  return decode(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), C{});
+}
+template <class C>
+  requires(sizeof(C) == 1)
+inline F32 load_n(const C* p, int n) {
+  return decode(_mm_maskz_loadu_epi8(first_lanes(n), p), C{});
+}
+
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+
+inline F32 decode(__m128i x, int8_t) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x))}; }
+inline F32 decode(__m128i x, e5m2) { return {_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(x), 8))}; }
+// As a f16 the bits mean 2^-8 of the number: its exponent has the bias 15, that of e4m3 7.
+inline F32 decode(__m128i x, e4m3) {
+  const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(x), 7), _mm_set1_epi16(~0x4000));
+  const __m256 y = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+  const __m128i ones = _mm_set1_epi8(0x7f);
+  const __m256i is_nan = _mm256_cvtepi8_epi32(_mm_cmpeq_epi8(_mm_and_si128(x, ones), ones));
+  return {_mm256_blendv_ps(y, _mm256_set1_ps(kNaN), _mm256_castsi256_ps(is_nan))};
+}
+template <class C>
+  requires(sizeof(C) == 1)
+inline F32 load(const C* p) {
+  return decode(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), C{});
+}
+
+#endif
+
+// ---- codes to bfloat16 ----
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+
+// 32 numbers. `special` of them are looked up by their lowest 5 bits, the others only move to their place.
+inline __m512i place_bits(__m512i codes, __m512i usual, __mmask32 special, __m512i table) {
+  const __m512i y = _mm512_mask_permutexvar_epi16(usual, special, codes, table);
+  constexpr int kFirstOrBothOthers = 0xf8;
+  return _mm512_ternarylogic_epi32(y, _mm512_slli_epi16(codes, 8), _mm512_set1_epi16(-0x8000), kFirstOrBothOthers);
+}
+
+inline __m512i to_bf16(__m256i x, e4m3, float) {
+  alignas(64) static constexpr uint16_t kTable[32] = {
+      0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60, 0, 0, 0, 0, 0, 0, 0, 0,
+      0, 0,      0,      0,      0,      0,      0,      0,      0, 0, 0, 0, 0, 0, 0, 0x7fc0};
+  const __m512i codes = _mm512_cvtepu8_epi16(x), magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+  const __m512i usual = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+  const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+  const __mmask32 is_nan = _mm512_cmpeq_epu16_mask(magnitude, _mm512_set1_epi16(0x7f));
+  return place_bits(codes, usual, is_small | is_nan, _mm512_load_si512(kTable));
+}
+
+inline __m512i to_bf16(__m256i x, e5m2, float) {
+  alignas(64) static constexpr uint16_t kTable[32] = {0, 0x3780, 0x3800, 0x3840, 0, 0, 0,      0,      0,      0,     0,
+                                                      0, 0,      0,      0,      0, 0, 0,      0,      0,      0,     0,
+                                                      0, 0,      0,      0,      0, 0, 0x7f80, 0x7fc0, 0x7fc0, 0x7fc0};
+  const __m512i codes = _mm512_cvtepu8_epi16(x), magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+  const __m512i usual = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 5), _mm512_set1_epi16(112 << 7));
+  const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(4));
+  const __mmask32 is_infinite_or_nan = _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(0x7c));
+  return place_bits(codes, usual, is_small | is_infinite_or_nan, _mm512_load_si512(kTable));
+}
+
+inline __m512i to_bf16(__m256i x, int8_t, float scale) {
+  const __m512 scales = _mm512_set1_ps(scale);
+  const F32 low = decode(_mm256_castsi256_si128(x), int8_t{}), high = decode(_mm256_extracti128_si256(x, 1), int8_t{});
+  return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_mul_ps(high.v, scales), _mm512_mul_ps(low.v, scales)));
+}
+
+#endif
+
+// ---- float32 to codes ----
+
+// The bits of a float with kMantissa bits of mantissa and an exponent of that bias, to the nearest, ties to even.
+template <int kMantissa, int kBias>
+inline uint32_t small_float_bits(float x, float largest, uint32_t infinity, uint32_t nan) {
+  constexpr int kShift = 23 - kMantissa;
+  // Adding it pushes what is below the smallest step out of the mantissa: for subnormal results.
+  constexpr float kMagic = std::bit_cast<float>(static_cast<uint32_t>(127 + kShift + 1 - kBias) << 23);
+  const uint32_t bits = std::bit_cast<uint32_t>(x), exact = bits & 0x7fffffffu;
+  const uint32_t limit = std::bit_cast<uint32_t>(largest), magnitude = exact < limit ? exact : limit;
+  const uint32_t half = (1u << (kShift - 1)) - 1 + (magnitude >> kShift & 1u);
+  const uint32_t usual = (magnitude + half - (static_cast<uint32_t>(127 - kBias) << 23)) >> kShift;
+  const uint32_t small = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + kMagic) & ((1u << 23) - 1);
+  uint32_t code = magnitude < static_cast<uint32_t>(128 - kBias) << 23 ? small : usual;
+  code = exact == 0x7f800000u ? infinity : code;
+  code = exact > 0x7f800000u ? nan : code;
+  return code | (bits >> 24 & 0x80u);
+}
+
+inline void encode_row(const float* x, int dim, e4m3* out, float*, int64_t) {
+  for (int i = 0; i < dim; ++i) {
+    out[i].bits = static_cast<uint8_t>(small_float_bits<3, 7>(x[i], 448.0f, 0x7f, 0x7f));
+  }
+}
+inline void encode_row(const float* x, int dim, e5m2* out, float*, int64_t) {
+  for (int i = 0; i < dim; ++i) {
+    out[i].bits = static_cast<uint8_t>(small_float_bits<2, 15>(x[i], 57344.0f, 0x7c, 0x7e));
+  }
+}
+// The scale goes to scales[row]. x is read in whole vectors: what follows its end must be zeros.
+inline void encode_row(const float* x, int dim, int8_t* out, float* scales, int64_t row) {
+  constexpr float kSmallestRow = 1e-30f;  // below it 127 / largest could overflow: codes are 0
+  F32 magnitudes = zero(), zeros = zero();
+  for (int i = 0; i < dim; i += F32::kWidth) {
+    const F32 y = load(x + i);
+    magnitudes = max(magnitudes, max(y, zero() - y));
+    zeros = fma(y, zero(), zeros);  // NaN for what is not finite
+  }
+  const float largest = reduce_max(magnitudes), nan_or_zero = reduce_add(zeros);
+  const bool is_finite = nan_or_zero == 0.0f, is_used = is_finite && largest >= kSmallestRow;
+  scales[row] = is_used ? largest / 127.0f : is_finite ? 0.0f : kNaN;
+  const F32 inverse = broadcast(is_used ? 127.0f / largest : 0.0f);
+  for (int i = 0; i < dim; i += F32::kWidth) {
+    // this order of operands makes a number of NaN
+    const F32 y = min(max(round(load(x + i) * inverse), broadcast(-127.0f)), broadcast(127.0f));
+    float codes[F32::kWidth];
+    store(codes, y);
+    for (int j = 0; j < F32::kWidth && i + j < dim; ++j) out[i + j] = static_cast<int8_t>(codes[j]);
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

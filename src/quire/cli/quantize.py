@@ -1,0 +1,85 @@
+"""`quire quantize [MODEL] --to FORMAT OUT`: writes a checkpoint in a standard layout."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from quire.errors import ConfigError
+
+FORMATS = """
+formats:
+  int4  compressed-tensors, 4 bits in groups, rounded to the nearest; activations stay as they are
+  int8  compressed-tensors, 8 bits per output channel; activations are quantized per token while it runs
+  fp8   compressed-tensors, e4m3 per output channel; activations per token where the hardware multiplies e4m3
+  gptq  GPTQ, 4 bits in groups; rounding errors are made up for, on calibration text (arXiv 2210.17323)
+  awq   AutoAWQ, 4 bits in groups with zero points; in-features scaled on calibration text (arXiv 2306.00978)
+
+A run that was interrupted is continued by the same command. docs/quantization.md has measured quality.
+"""
+_METHODS = ("int4", "int8", "fp8", "gptq", "awq")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "quantize",
+        help="write a quantized checkpoint of a model",
+        description="Writes a quantized checkpoint of MODEL to the folder OUT, a layer at a time.",
+        epilog=FORMATS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help="folder or hub id of the model; none: the bundled demo model")
+    add("out", metavar="OUT", help="folder to write")
+    add("--to", required=True, choices=_METHODS, help="the format")
+    add("--group-size", type=int, default=128, metavar="N", help="in-features that share a scale (default: 128)")
+    add("--act-order", action="store_true", help="gptq: round columns with large inputs first; better, read slower")
+    add("--calibration", metavar="FILE", help="UTF-8 text for gptq and awq; none: the model writes its own")
+    add("--calibration-windows", type=int, default=64, metavar="N", help="pieces of it (default: 64)")
+    add("--calibration-length", type=int, default=512, metavar="N", help="tokens of a piece (default: 512)")
+    add("--seed", type=int, default=0, help="of the text the model writes (default: 0)")
+    add("--num-threads", type=int, metavar="N", help="of the CPU kernels; none: physical cores allowed")
+    add("--disable-tqdm", action=argparse.BooleanOptionalAction, default=False, help="no bars")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.group_size not in (32, 64, 128, 256):
+        raise ConfigError(
+            "Illegal group size", value=args.group_size, expected="32, 64, 128 or 256", param="group_size"
+        )
+    for name in ("calibration_windows", "calibration_length"):
+        if getattr(args, name) < 1:
+            raise ConfigError(
+                "Too little calibration text", value=getattr(args, name), expected="1 or more", param=name
+            )
+    from tqdm import tqdm
+
+    from quire.quantize.run import Options, download, quantize
+    from quire.resolve import shown_bytes
+    from quire.start_display import shown_start
+
+    names = (
+        "model",
+        "to",
+        "out",
+        "group_size",
+        "act_order",
+        "calibration",
+        "calibration_windows",
+        "calibration_length",
+    )
+    options = Options(**{name: getattr(args, name) for name in (*names, "seed", "num_threads")})
+    with shown_start(is_quiet=args.disable_tqdm) as progress:
+        download(options, progress)
+    hidden = args.disable_tqdm or None
+    with tqdm(unit="shard", disable=hidden, dynamic_ncols=True) as bar:
+
+        def tick(count: int, total: int) -> None:
+            bar.total = total
+            bar.update(count)
+
+        output = quantize(options, bar.set_postfix_str, tick, use_tqdm=hidden is None)
+    print(f"{output.folder}: {shown_bytes(output.num_bytes())} of weights, {args.to}")
+    return 0

@@ -1,0 +1,45 @@
+"""How many tokens per second to expect, from the two steps that every start measures: what the first screen says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.model_config import ModelConfig
+from quire.resolve import Resolved
+
+
+def put_expectation(
+    resolved: Resolved, model: ModelConfig, token_seconds: Sequence[float], prompt: tuple[int, float]
+) -> None:
+    """Add the two expectations to the settings, with their numbers.
+
+    A step of one token reads all weights; what further requests add to it is arithmetic, at the pace of a prompt, of
+    which only the last token goes through the output layer. What attention reads of long contexts is left out.
+
+    Args:
+        token_seconds: of steps with one token each.
+        prompt: tokens and seconds of a step with a prompt.
+    """
+    fastest, (num_tokens, prompt_seconds), count = min(token_seconds), prompt, resolved.max_num_seqs
+    blocks = model.num_block_parameters()
+    output_factor = 1 + model.vocab_size * model.hidden_size / blocks
+    more = prompt_seconds / num_tokens * output_factor
+    resolved.put(
+        "expected_tokens_per_second",
+        _rounded(1 / fastest),
+        "measured",
+        f"1 / {1e3 * fastest:.2f} ms, the fastest of {len(token_seconds)} steps with one token each",
+    )
+    resolved.put(
+        "expected_total_tokens_per_second",
+        _rounded(count / (fastest + (count - 1) * more)),
+        "formula",
+        f"max_num_seqs {count} / ({1e3 * fastest:.2f} ms for one token + {count - 1} x {1e3 * more:.3f} ms: a prompt "
+        f"of {num_tokens} tokens took {1e3 * prompt_seconds:.1f} ms, x {output_factor:.2f} for the output layer); "
+        "short contexts",
+    )
+
+
+def _rounded(rate: float) -> float:
+    """To three digits: more would promise too much."""
+    return float(f"{rate:.3g}")

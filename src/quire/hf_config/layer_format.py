@@ -1,0 +1,133 @@
+"""How a quantized checkpoint stores its linear layers: one format per layer, chosen by the layer's name. No torch.
+
+Dimensions: N out-features, K in-features.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Layout = Literal["awq", "gptq", "packed", "int8", "fp8"]
+Scales = Literal["tensor", "channel", "group", "block"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFormat:
+    """The tensors that stand for one linear weight.
+
+    Attributes:
+        layout: whose tensors: AutoAWQ's gemm, GPTQ's, compressed-tensors' pack-quantized (packed) and int-quantized
+            (int8), or a weight in float8_e4m3fn with its scales (fp8).
+        bits: of a weight.
+        scales: what shares a scale: everything, an output channel, a group along K, a block of N x K.
+        group_size: elements along K, for groups.
+        block: (rows, columns), for blocks.
+        scale_name: of the tensor with the scales.
+        has_zeros: zero points are stored.
+        has_order: the group of each in-feature is stored (act-order).
+        zero_offset: added to stored zero points (the first version of GPTQ's files).
+        has_input_scale: a scale for activations is stored too.
+    """
+
+    layout: Layout
+    bits: int
+    scales: Scales
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    scale_name: str = "scales"
+    has_zeros: bool = False
+    has_order: bool = False
+    zero_offset: int = 0
+    has_input_scale: bool = False
+
+    def __post_init__(self) -> None:
+        assert (self.scales == "group") == (self.group_size is not None)
+        assert (self.scales == "block") == (self.block is not None)
+
+    def describe(self) -> str:
+        """`4-bit in groups of 128, zero points`: for people."""
+        shared = {
+            "tensor": "one scale",
+            "channel": "a scale per output channel",
+            "group": f"groups of {self.group_size}",
+            "block": "blocks of {}x{}".format(*self.block or (0, 0)),
+        }[self.scales]
+        parts = [f"{'FP8' if self.layout == 'fp8' else f'{self.bits}-bit'}, {shared}"]
+        if self.has_zeros:
+            parts.append("zero points")
+        if self.has_order:
+            parts.append("act-order")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Layers by name, and their format; None: left in floating point.
+
+    Its repr is part of the key of kept weights: no sets among the fields, whose order changes from start to start.
+
+    Attributes:
+        reason: the field of the config that says so.
+        names: whole names.
+        parts: names that stand in a layer's name between dots, as `self_attn` or `layers.0` in `layers.0.self_attn`.
+        patterns: regular expressions that match from the start; they have been compiled once, and take little time.
+        is_rest: every layer.
+    """
+
+    format: LayerFormat | None
+    reason: str
+    names: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    is_rest: bool = False
+
+    @cached_property
+    def _name_set(self) -> frozenset[str]:
+        return frozenset(self.names)
+
+    @cached_property
+    def _part_set(self) -> frozenset[str]:
+        return frozenset(self.parts)
+
+    def covers(self, name: str) -> bool:
+        if self.is_rest or name in self._name_set:
+            return True
+        if self.parts and any(part in self._part_set for part in _parts(name)):
+            return True
+        return any(re.match(pattern, name) for pattern in self.patterns)
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """What config.json says of the weights: the first rule that covers a layer's name decides.
+
+    Args:
+        method: awq, gptq, compressed-tensors or fp8.
+    """
+
+    method: str
+    rules: tuple[Rule, ...]
+
+    def rule_for(self, name: str) -> Rule | None:
+        """None: the config does not speak of the layer, which is in floating point then."""
+        return next((rule for rule in self.rules if rule.covers(name)), None)
+
+    def format_of(self, name: str) -> LayerFormat | None:
+        """The format of the layer `model.layers.0.mlp.down_proj`, `lm_head`, ...; None: floating point."""
+        rule = self.rule_for(name)
+        return None if rule is None else rule.format
+
+    def describe(self) -> str:
+        formats = dict.fromkeys(rule.format.describe() for rule in self.rules if rule.format is not None)
+        return "; ".join(formats) or "no layer is quantized"
+
+
+def _parts(name: str) -> Iterator[str]:
+    words = name.split(".")
+    for begin in range(len(words)):
+        for end in range(begin + 1, len(words) + 1):
+            yield ".".join(words[begin:end])

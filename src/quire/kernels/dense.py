@@ -1,0 +1,102 @@
+"""Products with weights in floating point, packed once: compiled kernels for CPU tensors, plain torch otherwise.
+
+The arithmetic of one row never depends on the other rows of a call nor on the number of threads.
+Dimensions: T tokens, K in-features, N out-features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels import cpu
+
+PANEL_WIDTH = 64  # kPanelWidth of csrc/include/quire/kernels/grouped_layout.h
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A weight in the form `linear` reads. Opaque: the layout belongs to the path that packed it.
+
+    `data` is the kernels' panel layout (uint8) when `is_packed`, else the weight [N, K] itself.
+    """
+
+    data: Tensor
+    N: int
+    K: int
+    dtype: torch.dtype
+    is_packed: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+def pack_linear(weight_NK: Tensor) -> PackedLinear:
+    """Bring a weight [N, K] of dtype float32, bfloat16 or float16 into the form `linear` reads.
+
+    On CPU with the compiled kernels this is a copy (multi-threaded): the caller may free `weight_NK`. Rows may be
+    strided.
+    """
+    assert weight_NK.dim() == 2, f"weight must be [N, K], got shape {tuple(weight_NK.shape)}"
+    assert weight_NK.dtype in cpu.DTYPE_CODES, f"weight dtype {weight_NK.dtype} is not float32, bfloat16 or float16"
+    N, K = weight_NK.shape
+    if not (cpu.available() and weight_NK.device.type == "cpu"):
+        return PackedLinear(weight_NK, N, K, weight_NK.dtype, is_packed=False)
+    if weight_NK.stride(1) != 1:
+        weight_NK = weight_NK.contiguous()
+    return PackedLinear(cpu.gemm_pack(weight_NK), N, K, weight_NK.dtype, is_packed=True)
+
+
+def linear(
+    x_TK: Tensor,
+    packed: PackedLinear,
+    bias_N: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """y_TN = x_TK @ weight.T + bias_N with float32 accumulation, rounded once to the output dtype.
+
+    x has the weight's dtype; the output has x's dtype unless `out_dtype` (or the dtype of `out`) says otherwise. Rows
+    of x and of `out` may be strided. The bias may have any of the three dtypes. Plain torch rounds to its dtype first.
+    """
+    assert x_TK.shape[1:] == (packed.K,), f"x is {tuple(x_TK.shape)}, expected [T, {packed.K}]"
+    assert x_TK.dtype == packed.dtype, f"x is {x_TK.dtype}, the weight is {packed.dtype}"
+    assert bias_N is None or bias_N.shape == (packed.N,), f"bias is not of shape ({packed.N},)"
+    T = x_TK.shape[0]
+    if out is None:
+        out = torch.empty((T, packed.N), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
+    else:
+        assert out.shape == (T, packed.N), f"out is {tuple(out.shape)}, expected [{T}, {packed.N}]"
+        assert out.stride(1) == 1, "the last dimension of out is not contiguous"
+        assert out_dtype is None or out_dtype == out.dtype, f"out is {out.dtype}, out_dtype is {out_dtype}"
+    if packed.is_packed:
+        if x_TK.stride(1) != 1:
+            x_TK = x_TK.contiguous()
+        if bias_N is not None and bias_N.stride(0) != 1:
+            bias_N = bias_N.contiguous()
+        cpu.gemm(x_TK, packed.data, packed.N, bias_N, out)
+        return out
+    bias = None if bias_N is None else bias_N.to(x_TK.dtype)
+    return out.copy_(F.linear(x_TK, packed.data, bias))
+
+
+def packed_rows(packed: PackedLinear, rows_T: Tensor) -> Tensor:
+    """weight[rows_T] -> [T, K] out of the packed form: embedding lookup in a matrix that is also the output projection.
+
+    rows_T int64, each in [0, N).
+    """
+    assert rows_T.dim() == 1, f"rows must be [T], got shape {tuple(rows_T.shape)}"
+    if not packed.is_packed:
+        return F.embedding(rows_T, packed.data)
+    panels_T, columns_T = rows_T // PANEL_WIDTH, rows_T % PANEL_WIDTH
+    num_panels = -(-packed.N // PANEL_WIDTH)
+    if packed.dtype != torch.bfloat16:  # [panel][k][column]
+        return packed.data.view(packed.dtype).view(num_panels, packed.K, PANEL_WIDTH)[panels_T, :, columns_T]
+    # [panel][32 of k][16 of the columns][pair of k][column]; a pair moves as one int32
+    pairs = packed.data.view(torch.int32).view(num_panels, -1, PANEL_WIDTH // 16, 16, 16)
+    pairs_TK = pairs[panels_T, :, columns_T // 16, :, columns_T % 16].flatten(1)
+    return pairs_TK.view(torch.bfloat16)[:, : packed.K]

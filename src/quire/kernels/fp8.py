@@ -1,0 +1,117 @@
+"""Products with FP8 weights (e4m3) and float32 scales: compiled kernels for CPU tensors, plain torch otherwise.
+
+Activations stay as they are ("weight-only"). The arithmetic of one row never depends on the other rows of a call nor on
+the number of threads. Dimensions: T tokens, K in-features, N out-features, G groups along K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels import cpu, reference
+from quire.kernels.dense import PANEL_WIDTH
+from quire.kernels.fp8_weight import Fp8Weight
+
+_K_UNIT = 32  # kBf16KUnit of csrc/include/quire/kernels/gemm.h
+
+
+@dataclass(frozen=True)
+class PackedFp8:
+    """An FP8 weight in the form `fp8_linear` reads. Opaque: the layout belongs to the path that packed it.
+
+    `data` is the kernels' panel layout (uint8), or None where ops run on plain torch: then `weight` is kept.
+    """
+
+    data: Tensor | None
+    weight: Fp8Weight | None
+    N: int
+    K: int
+    group_size: int
+
+    @property
+    def is_packed(self) -> bool:
+        return self.data is not None
+
+    @property
+    def nbytes(self) -> int:
+        if self.data is not None:
+            return self.data.nbytes
+        assert self.weight is not None
+        return self.weight.nbytes
+
+
+def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
+    """The nearest codes (ties to even) with one scale per row: max |w| / 448, so that the largest element becomes 448.
+
+    A row with an element that is not finite gets the scale NaN.
+    """
+    assert weight_NK.dim() == 2, f"weight must be [N, K], got shape {tuple(weight_NK.shape)}"
+    if not cpu.takes(weight_NK):
+        return reference.quantize_fp8(weight_NK)
+    if weight_NK.stride(1) != 1:
+        weight_NK = weight_NK.contiguous()
+    codes_NK, scales_N = cpu.fp8_quantize(weight_NK)
+    return Fp8Weight(codes_NK, scales_N[:, None], _whole_row(weight_NK.shape[1]))
+
+
+def pack_fp8(weight: Fp8Weight) -> PackedFp8:
+    """Bring a weight into the form `fp8_linear` reads; a copy on the kernels."""
+    shape = (*weight.shape, weight.group_size)
+    codes_NK = weight.codes_NK
+    if not (cpu.available() and codes_NK.device.type == "cpu"):
+        return PackedFp8(None, weight, *shape)
+    if codes_NK.stride(1) != 1:
+        codes_NK = codes_NK.contiguous()
+    return PackedFp8(cpu.fp8_pack(codes_NK, weight.scales_NG.contiguous(), weight.group_size), None, *shape)
+
+
+def fp8_linear(
+    x_TK: Tensor, packed: PackedFp8, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """y_TN = x @ weight.T + bias_N. Sums of a group are of x and codes as they are, in float32; then come the scales.
+
+    The output has x's dtype or `out_dtype`, rounded once.
+    """
+    assert x_TK.shape[1:] == (packed.K,), f"x is {tuple(x_TK.shape)}, expected [T, {packed.K}]"
+    assert x_TK.dtype in cpu.DTYPE_CODES, f"x is {x_TK.dtype}"
+    assert bias_N is None or bias_N.shape == (packed.N,), f"bias is not of shape ({packed.N},)"
+    out_dtype = out_dtype or x_TK.dtype
+    if packed.data is None:
+        assert packed.weight is not None
+        return reference.fp8_linear(x_TK, packed.weight, bias_N, out_dtype)
+    out_TN = torch.empty((x_TK.shape[0], packed.N), dtype=out_dtype)
+    if x_TK.stride(1) != 1:
+        x_TK = x_TK.contiguous()
+    if bias_N is not None and bias_N.stride(0) != 1:
+        bias_N = bias_N.contiguous()
+    cpu.gemm(x_TK, packed.data, packed.N, bias_N, out_TN, fp8_group_size=packed.group_size)
+    return out_TN
+
+
+def fp8_rows(packed: PackedFp8, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight[rows_T] -> [T, K]: float32 products of scale and code, rounded to dtype. rows_T int64, each in [0, N)."""
+    assert rows_T.dim() == 1, f"rows must be [T], got shape {tuple(rows_T.shape)}"
+    weight = _unpacked_rows(packed, rows_T) if packed.weight is None else packed.weight.rows(rows_T)
+    return reference.dequantize_fp8(weight).to(dtype)
+
+
+def _whole_row(K: int) -> int:
+    return -(-K // _K_UNIT) * _K_UNIT
+
+
+def _unpacked_rows(packed: PackedFp8, rows_T: Tensor) -> Fp8Weight:
+    assert packed.data is not None
+    num_groups = -(-packed.K // packed.group_size)
+    panels_T, columns_T = rows_T // PANEL_WIDTH, rows_T % PANEL_WIDTH
+    data = packed.data.view(-(-packed.N // PANEL_WIDTH), -1)
+    scale_bytes = 4 * PANEL_WIDTH * num_groups
+    scales_PGW = data[:, :scale_bytes].view(torch.float32).reshape(len(data), num_groups, PANEL_WIDTH)
+    # [panel][32 of k][16 of the columns][two pairs of k][4 of the columns][pair][column][k in the pair]
+    codes = data[:, scale_bytes:].view(len(data), -1, PANEL_WIDTH // 16, 8, 4, 2, 4, 2)
+    codes_TK = codes[panels_T, :, columns_T // 16, :, columns_T % 16 // 4, :, columns_T % 4].flatten(1)
+    return Fp8Weight(
+        codes_TK[:, : packed.K].view(torch.float8_e4m3fn), scales_PGW[panels_T, :, columns_T], packed.group_size
+    )

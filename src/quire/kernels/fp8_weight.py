@@ -1,0 +1,51 @@
+"""An FP8 weight: codes in e4m3 (torch.float8_e4m3fn) and float32 scales per group along K and output column.
+
+Dimensions: N out-features, K in-features, G groups of group_size along K (the last may be cut).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """weight[n, k] = scale of n and of k's group * code[n, k].
+
+    A scale per output channel is one group of the whole row; a scale per tensor is the same one in every row.
+
+    Attributes:
+        codes_NK: float8_e4m3fn; rows may be strided.
+        scales_NG: float32.
+        group_size: elements along K that share a scale: a multiple of 32.
+    """
+
+    codes_NK: Tensor
+    scales_NG: Tensor
+    group_size: int
+
+    def __post_init__(self) -> None:
+        N, K = self.shape
+        assert self.codes_NK.dtype == torch.float8_e4m3fn, f"codes are {self.codes_NK.dtype}"
+        assert self.group_size > 0 and self.group_size % 32 == 0, f"group size {self.group_size}"
+        expected = (N, -(-K // self.group_size))
+        assert self.scales_NG.shape == expected, f"scales are {tuple(self.scales_NG.shape)}, expected {expected}"
+        assert self.scales_NG.dtype == torch.float32, f"scales are {self.scales_NG.dtype}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        N, K = self.codes_NK.shape
+        return N, K
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes_NK.nbytes + self.scales_NG.nbytes
+
+    def rows(self, rows_T: Tensor) -> Fp8Weight:
+        """The weight of some out-features; rows_T int64, each in [0, N)."""
+        codes_TK = self.codes_NK.view(torch.uint8)[rows_T].view(torch.float8_e4m3fn)
+        return Fp8Weight(codes_TK, self.scales_NG[rows_T], self.group_size)

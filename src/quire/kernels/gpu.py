@@ -1,0 +1,26 @@
+"""Which tensors the GPU kernels take. They are imported on first use: without a GPU, Triton need not be installed."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def serves(device: torch.device) -> bool:
+    """True when ops on tensors of this device run on the Triton kernels."""
+    return device.type == "cuda"
+
+
+def takes(x: Tensor) -> bool:
+    """True when ops on this tensor run on the Triton kernels."""
+    return serves(x.device)
+
+
+@cache
+def kernels() -> Any:
+    """The module of all GPU kernels. ImportError where Triton is not installed."""
+    return import_module("quire.kernels.triton.kernels")

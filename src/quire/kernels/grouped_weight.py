@@ -1,0 +1,97 @@
+"""An integer weight in groups along K: the one form that every integer format is brought to before it is packed.
+
+Dimensions: N out-features, K in-features, G groups of group_size along K (the last may be cut), S super-groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.weight_format import GroupedFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedWeight:
+    """weight[n, k] = scale * (code - zero), or scale * code - minimum, with scale, zero and minimum of k's group.
+
+    Scales and minima are numbers, or int8 factors of one number per super-group, as in GGUF's K-quants; they are
+    exact products in float32 either way.
+
+    Attributes:
+        codes_NK: uint8, below 2^bits; rows may be strided.
+        bits: 8 or 4.
+        group_size: elements along K that share a scale: a multiple of 16, at most 65,536.
+        scales_NG: float32 or float16, or int8 factors of `super_scales_NS`.
+        zeros_NG: uint8, the codes of the value 0; None: 2^(bits - 1), unless there are minima.
+        minima_NG: float32 or float16, or int8 factors of `super_minima_NS`; excludes zeros.
+        super_scales_NS: float16.
+        super_minima_NS: float16.
+        super_size: groups per super-group.
+        order_K: int64; column k of the codes belongs to in-feature order[k] (GPTQ's act-order). None: k.
+    """
+
+    codes_NK: Tensor
+    bits: int
+    group_size: int
+    scales_NG: Tensor
+    zeros_NG: Tensor | None = None
+    minima_NG: Tensor | None = None
+    super_scales_NS: Tensor | None = None
+    super_minima_NS: Tensor | None = None
+    super_size: int = 1
+    order_K: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        N, K = self.shape
+        G = -(-K // self.group_size)
+        assert self.codes_NK.dtype == torch.uint8 and self.bits in (4, 8), f"{self.codes_NK.dtype}, {self.bits} bits"
+        assert self.group_size % 16 == 0 and 16 <= self.group_size <= 65_536, f"group size {self.group_size}"
+        for x_NG in (self.scales_NG, self.zeros_NG, self.minima_NG):
+            assert x_NG is None or x_NG.shape == (N, G), f"{tuple(x_NG.shape)} per group, expected {(N, G)}"
+        for x_NS in (self.super_scales_NS, self.super_minima_NS):
+            assert x_NS is None or (x_NS.shape == (N, -(-G // self.super_size)) and x_NS.dtype == torch.float16)
+        for factors_NG, x_NS in ((self.scales_NG, self.super_scales_NS), (self.minima_NG, self.super_minima_NS)):
+            is_factors = factors_NG is not None and factors_NG.dtype == torch.int8
+            assert is_factors == (x_NS is not None), "factors without numbers, or numbers without factors"
+        assert self.zeros_NG is None or (self.minima_NG is None and self.zeros_NG.dtype == torch.uint8), "two offsets"
+        for x_NG in (self.scales_NG, self.minima_NG):
+            assert x_NG is None or x_NG.dtype in (torch.float32, torch.float16, torch.int8), f"{x_NG.dtype} numbers"
+        assert self.order_K is None or self.order_K.shape == (K,), "the order is not one of all columns"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        N, K = self.codes_NK.shape
+        return N, K
+
+    @property
+    def format(self) -> GroupedFormat:
+        """What its packed form looks like."""
+        offsets_NG = self.zeros_NG if self.minima_NG is None else self.minima_NG
+        return GroupedFormat(
+            bits=self.bits,
+            group_size=self.group_size,
+            scales=_name(self.scales_NG),
+            offsets=None if offsets_NG is None else _name(offsets_NG),
+            super_size=self.super_size,
+            is_ordered=self.order_K is not None,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in vars(self).values() if isinstance(x, Tensor))
+
+    def rows(self, rows_T: Tensor) -> GroupedWeight:
+        """The weight of some out-features; rows_T int64, each in [0, N)."""
+        of_rows: dict[str, Any] = {
+            name: x[rows_T] for name, x in vars(self).items() if isinstance(x, Tensor) and name != "order_K"
+        }
+        return replace(self, **of_rows)
+
+
+def _name(numbers: Tensor) -> str:
+    return str(numbers.dtype).removeprefix("torch.")

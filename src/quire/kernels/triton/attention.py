@@ -1,0 +1,280 @@
+"""Causal attention over a paged KV cache for any mix of prompts and decodes, and a split form for few long sequences.
+
+A program takes BLOCK_M rows: BLOCK_Q query tokens of one sequence times the query heads of one KV head, so that keys
+and values are read once for all of them. Softmax is online over tiles of keys (Dao et al., arXiv 2205.14135). In the
+split form a sequence is cut into `SEGMENTS` parts of equal length, each gives its maximum, its sum and its unnormalised
+output, and a second kernel joins them (FlashDecoding). Lengths are read on the device: nothing of the launch depends on
+them, so a launch can be captured in a CUDA graph.
+
+Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, S sequences, M blocks per
+sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import IS_INTERPRETED, next_power_of_2
+
+# Streaming multiprocessors that a launch should give work to; an H100 has 132.
+_PROGRAMS_WANTED = 264
+
+
+@triton.jit
+def _sequence_of(cu_seqlens_ptr, block, num_seqs, BLOCK_Q: tl.constexpr):
+    """The sequence whose query blocks hold `block`: sequence s has its first at cu_seqlens[s] // BLOCK_Q + s."""
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = tl.load(cu_seqlens_ptr + middle) // BLOCK_Q + middle
+        if first <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _attention_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    out_ptr,
+    max_ptr,
+    sum_ptr,
+    num_seqs,
+    scale,
+    soft_cap,
+    q_stride_t,
+    q_stride_h,
+    out_stride_t,
+    out_stride_h,
+    cache_stride_b,
+    cache_stride_g,
+    table_stride,
+    GROUP: tl.constexpr,
+    E: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Without segments: out [T, H, E]. With: float32 out [T, H, SEGMENTS, E], maxima and sums [T, H, SEGMENTS]."""
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    s = _sequence_of(cu_seqlens_ptr, block, num_seqs, BLOCK_Q)
+    first_token = tl.load(cu_seqlens_ptr + s)
+    query_len = tl.load(cu_seqlens_ptr + s + 1) - first_token
+    first_query = (block - (first_token // BLOCK_Q + s)) * BLOCK_Q
+    if first_query >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + s)
+
+    m = tl.arange(0, BLOCK_M)
+    query = first_query + m // GROUP
+    is_row = (m < BLOCK_Q * GROUP) & (query < query_len)
+    head = kv_head * GROUP + m % GROUP
+    token = (first_token + query).to(tl.int64)
+    position = seq_len - query_len + query
+    e = tl.arange(0, BLOCK_E)
+    is_e = e < E
+    q_ptrs = q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_h + e[None, :]
+    q = tl.load(q_ptrs, mask=is_row[:, None] & is_e[None, :], other=0.0)
+
+    last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
+    end = seq_len - query_len + last_query + 1  # keys that the last row sees
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(seq_len - query_len + first_query - WINDOW + 1, 0) // TILE * TILE
+    if SEGMENTS > 1:
+        segment_len = tl.cdiv(tl.cdiv(seq_len, SEGMENTS), TILE) * TILE
+        segment = tl.program_id(2)
+        begin = tl.maximum(begin, segment * segment_len)
+        end = tl.minimum(end, (segment + 1) * segment_len)
+
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    table_ptr = block_tables_ptr + s.to(tl.int64) * table_stride
+    for start in range(begin, end, TILE):
+        key = start + tl.arange(0, TILE)
+        is_key = key < end
+        page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64)
+        at = page * cache_stride_b + kv_head * cache_stride_g + (key % P) * E
+        k = tl.load(k_cache_ptr + at[None, :] + e[:, None], mask=is_key[None, :] & is_e[:, None], other=0.0)
+        v = tl.load(v_cache_ptr + at[:, None] + e[None, :], mask=is_key[:, None] & is_e[None, :], other=0.0)
+        if UPCAST:
+            scores = tl.dot(q.to(tl.float32), k.to(tl.float32)) * scale
+        else:
+            scores = tl.dot(q, k) * scale
+        if HAS_SOFT_CAP:
+            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
+        is_visible = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(is_visible & is_key[None, :], scores * 1.4426950408889634, float("-inf"))  # log2(e)
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        safe_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        p = tl.exp2(scores - safe_maximum[:, None])
+        decay = tl.exp2(maximum - safe_maximum)
+        total = total * decay + tl.sum(p, axis=1)
+        if UPCAST:
+            acc = acc * decay[:, None] + tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
+        maximum = new_maximum
+
+    if SEGMENTS > 1:
+        row = (token * tl.num_programs(1) * GROUP + head) * SEGMENTS + segment
+        tl.store(max_ptr + row, maximum, mask=is_row)
+        tl.store(sum_ptr + row, total, mask=is_row)
+        tl.store(out_ptr + row[:, None] * E + e[None, :], acc, mask=is_row[:, None] & is_e[None, :])
+    else:
+        y = acc / total[:, None]
+        out_ptrs = out_ptr + token[:, None] * out_stride_t + head[:, None] * out_stride_h + e[None, :]
+        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_e[None, :])
+
+
+@triton.jit
+def _join_segments_kernel(
+    partial_ptr,
+    max_ptr,
+    sum_ptr,
+    out_ptr,
+    out_stride_t,
+    out_stride_h,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first = (token * H + head) * SEGMENTS
+    segment = tl.arange(0, SEGMENTS)
+    e = tl.arange(0, BLOCK_E)
+    is_e = e < E
+    maxima = tl.load(max_ptr + first + segment)
+    weights = tl.exp2(maxima - tl.max(maxima, axis=0))
+    total = tl.sum(weights * tl.load(sum_ptr + first + segment), axis=0)
+    partials = tl.load(partial_ptr + (first + segment)[:, None] * E + e[None, :], mask=is_e[None, :], other=0.0)
+    y = tl.sum(partials * weights[:, None], axis=0) / total
+    out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h + e
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_e)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """How a launch is cut: rows and keys of a tile, segments of a sequence, and what the compiler is told."""
+
+    block_m: int
+    tile: int
+    segments: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_shape(num_tokens: int, num_seqs: int, group: int, num_kv_heads: int, head_dim: int) -> AttentionShape:
+    """Tiles for a batch of which only the sizes are known on the host: no length.
+
+    Decodes (one token a sequence) take 16 rows, the smallest that tensor cores multiply; prompts 64 or 128, from which
+    on sm_90 uses wgmma. Decodes of few sequences are split until every multiprocessor has work.
+    """
+    if num_tokens > num_seqs:
+        is_wide = head_dim > 128
+        return AttentionShape(64 if is_wide else 128, 32 if is_wide else 64, 1, 8, 2)
+    block_m = max(16, next_power_of_2(group))
+    segments = min(32, next_power_of_2(max(1, _PROGRAMS_WANTED // (num_seqs * num_kv_heads))))
+    return AttentionShape(block_m, 32 if head_dim > 128 else 64, segments, 4, 3)
+
+
+def paged_attention(
+    q_THE: Tensor,
+    k_cache_BGPE: Tensor,
+    v_cache_BGPE: Tensor,
+    k_scales_BGP: Tensor | None,
+    v_scales_BGP: Tensor | None,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    cu_seqlens_q_S1: Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    out_THE: Tensor,
+    shape: AttentionShape | None = None,
+) -> None:
+    """See ops.paged_attention, without codes in the cache. `shape`: other tiles than those of `choose_shape`."""
+    assert k_scales_BGP is None and v_scales_BGP is None, "a cache of codes"
+    T, H, E = q_THE.shape
+    G, P = k_cache_BGPE.shape[1:3]
+    S, group = seq_lens_S.shape[0], H // G
+    assert k_cache_BGPE.stride() == v_cache_BGPE.stride(), "the caches of K and V differ in strides"
+    shape = shape or choose_shape(T, S, group, G, E)
+    assert group <= shape.block_m, f"{group} query heads per KV head do not fit {shape.block_m} rows"
+    block_q = shape.block_m // group
+    if shape.segments > 1:
+        stats_THK = torch.empty((2, T, H, shape.segments), dtype=torch.float32, device=q_THE.device)
+        maxima_THK, sums_THK = stats_THK
+        partial = torch.empty((T, H, shape.segments, E), dtype=torch.float32, device=q_THE.device)
+    else:
+        maxima_THK = sums_THK = None
+        partial = out_THE
+    block_e = max(16, next_power_of_2(E))  # tensor cores multiply 16 and more
+    _attention_kernel[(T // block_q + S, G, shape.segments)](
+        q_THE,
+        k_cache_BGPE,
+        v_cache_BGPE,
+        block_tables_SM,
+        seq_lens_S,
+        cu_seqlens_q_S1,
+        partial,
+        maxima_THK,
+        sums_THK,
+        S,
+        scale,
+        soft_cap,
+        *q_THE.stride()[:2],
+        *out_THE.stride()[:2],
+        *k_cache_BGPE.stride()[:2],
+        block_tables_SM.stride(0),
+        GROUP=group,
+        E=E,
+        P=P,
+        BLOCK_E=block_e,
+        BLOCK_M=shape.block_m,
+        BLOCK_Q=block_q,
+        TILE=shape.tile,
+        WINDOW=sliding_window,
+        HAS_SOFT_CAP=soft_cap > 0,
+        SEGMENTS=shape.segments,
+        UPCAST=IS_INTERPRETED,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+    if shape.segments > 1:
+        _join_segments_kernel[(T, H)](
+            partial,
+            maxima_THK,
+            sums_THK,
+            out_THE,
+            *out_THE.stride()[:2],
+            H=H,
+            E=E,
+            BLOCK_E=block_e,
+            SEGMENTS=shape.segments,
+            num_warps=4,
+        )

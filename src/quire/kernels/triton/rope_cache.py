@@ -1,0 +1,166 @@
+"""Between the qkv projection and attention: norm per head, rotary embedding, write to the paged KV cache.
+
+Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, R rotary dims, L positions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import next_power_of_2
+
+
+@triton.jit
+def _normed_and_rotated(
+    x_ptr,
+    weight_ptr,
+    cos_sin_ptr,
+    position,
+    eps,
+    weight_offset,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """One head, float32 [BLOCK_E]: the norm, then the rotation (halves of the first R dimensions belong together)."""
+    e = tl.arange(0, BLOCK_E)
+    is_inside = e < E
+    x = tl.load(x_ptr + e, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        inverse = tl.rsqrt(tl.sum(x * x, axis=0) / E + eps)
+        weight = tl.load(weight_ptr + e, mask=is_inside, other=0.0).to(tl.float32) + weight_offset
+        x = x * inverse * weight
+    if R > 0:
+        HALF: tl.constexpr = R // 2
+        is_rotated = e < R
+        is_first = e < HALF
+        partner = tl.where(is_first, e + HALF, e - HALF)
+        y = tl.load(x_ptr + partner, mask=is_rotated, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            partner_weight = tl.load(weight_ptr + partner, mask=is_rotated, other=0.0).to(tl.float32) + weight_offset
+            y = y * inverse * partner_weight
+        angle = tl.where(is_first, e, e - HALF)
+        cos = tl.load(cos_sin_ptr + position * R + angle, mask=is_rotated, other=1.0)
+        sin = tl.load(cos_sin_ptr + position * R + HALF + angle, mask=is_rotated, other=0.0)
+        x = x * cos + tl.where(is_first, -y, y) * sin
+    return x
+
+
+@triton.jit
+def _rope_and_cache_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    slots_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_g,
+    v_stride_t,
+    v_stride_g,
+    cache_stride_b,
+    cache_stride_g,
+    eps,
+    weight_offset,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    E: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr,
+    HAS_K_NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    e = tl.arange(0, BLOCK_E)
+    is_inside = e < E
+    position = 0
+    if R > 0:
+        position = tl.load(positions_ptr + token)
+    if head < H:
+        x_ptr = q_ptr + token * q_stride_t + head * q_stride_h
+        x = _normed_and_rotated(
+            x_ptr, q_weight_ptr, cos_sin_ptr, position, eps, weight_offset, E, R, BLOCK_E, HAS_Q_NORM
+        )
+        tl.store(x_ptr + e, x.to(q_ptr.dtype.element_ty), mask=is_inside)
+    else:
+        group = head - H
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            at = (slot // P) * cache_stride_b + group * cache_stride_g + (slot % P) * E
+            k = _normed_and_rotated(
+                k_ptr + token * k_stride_t + group * k_stride_g,
+                k_weight_ptr,
+                cos_sin_ptr,
+                position,
+                eps,
+                weight_offset,
+                E,
+                R,
+                BLOCK_E,
+                HAS_K_NORM,
+            )
+            v = tl.load(v_ptr + token * v_stride_t + group * v_stride_g + e, mask=is_inside, other=0.0)
+            tl.store(k_cache_ptr + at + e, k.to(k_cache_ptr.dtype.element_ty), mask=is_inside)
+            tl.store(v_cache_ptr + at + e, v, mask=is_inside)
+
+
+def rope_and_cache(
+    q_THE: Tensor,
+    k_TGE: Tensor,
+    v_TGE: Tensor,
+    positions_T: Tensor,
+    cos_sin_LR: Tensor | None,
+    slot_mapping_T: Tensor,
+    k_cache_BGPE: Tensor,
+    v_cache_BGPE: Tensor,
+    q_norm_weight_E: Tensor | None,
+    k_norm_weight_E: Tensor | None,
+    norm_eps: float,
+    norm_weight_offset: float,
+    k_scales_BGP: Tensor | None = None,
+    v_scales_BGP: Tensor | None = None,
+) -> None:
+    """See ops.rope_and_cache, without codes in the cache."""
+    assert k_scales_BGP is None and v_scales_BGP is None, "a cache of codes"
+    T, H, E = q_THE.shape
+    G, P = k_cache_BGPE.shape[1:3]
+    assert k_cache_BGPE.stride() == v_cache_BGPE.stride(), "the caches of K and V differ in strides"
+    # One warp a program: q is changed in place, and only within a warp are all loads done before the first store.
+    _rope_and_cache_kernel[(T, H + G)](
+        q_THE,
+        k_TGE,
+        v_TGE,
+        positions_T,
+        cos_sin_LR,
+        slot_mapping_T,
+        k_cache_BGPE,
+        v_cache_BGPE,
+        q_norm_weight_E,
+        k_norm_weight_E,
+        *q_THE.stride()[:2],
+        *k_TGE.stride()[:2],
+        *v_TGE.stride()[:2],
+        *k_cache_BGPE.stride()[:2],
+        norm_eps,
+        norm_weight_offset,
+        H=H,
+        G=G,
+        E=E,
+        P=P,
+        R=0 if cos_sin_LR is None else cos_sin_LR.shape[1],
+        BLOCK_E=next_power_of_2(E),
+        HAS_Q_NORM=q_norm_weight_E is not None,
+        HAS_K_NORM=k_norm_weight_E is not None,
+        num_warps=1,
+    )

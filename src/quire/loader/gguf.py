@@ -1,0 +1,79 @@
+"""GGUF checkpoints: tensors by Hugging Face's names and in its order of rows, mapped as safetensors are.
+
+Weights in floating point come in their dtype, quantized ones as the bytes of their blocks, uint8 [N, bytes of a row].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.gguf.file import GgufFile, TensorInfo, open_gguf
+from quire.gguf.names import hf_name, is_weight
+from quire.gguf.types import FLOAT_TYPES
+from quire.hf_config.from_gguf import INTERLEAVED_ROPE, NORMS_PLUS_ONE
+from quire.loader.safetensors import TensorEntry, map_tensors
+from quire.messages import Progress
+from quire.model_config import ModelConfig
+from quire.resolve import shown_bytes
+
+
+class GgufCheckpoint:
+    """The validated headers of a model's files.
+
+    Raises:
+        WeightsError: a file is missing or malformed.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._file: GgufFile = open_gguf(Path(config.model))
+        self._config = config
+        self._architecture: str = self._file.metadata["general.architecture"]
+
+    @property
+    def files(self) -> list[Path]:
+        return list(self._file.parts)
+
+    def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) in file order; views of the mapped file as `Checkpoint.tensors` gives them."""
+        total, done = max(self._file.num_bytes, 1), 0
+        for path, infos in self._file.parts.items():
+            entries = [_entry(info) for info in infos]
+            for info, (_, tensor) in zip(infos, map_tensors(path, entries), strict=True):
+                if is_weight(info.name):
+                    yield self._as_hugging_face_has_it(info, tensor)
+                del tensor
+                done += info.end - info.begin
+                if progress:
+                    progress("load", done / total, f"{shown_bytes(done)} of {shown_bytes(total)}")
+
+    def _as_hugging_face_has_it(self, info: TensorInfo, tensor: Tensor) -> tuple[str, Tensor]:
+        part = info.name.rpartition(".")[0].rpartition(".")[2]  # of a name without dots: nothing
+        if self._architecture in INTERLEAVED_ROPE and part in ("attn_q", "attn_k"):
+            num_heads = self._config.num_q_heads if part == "attn_q" else self._config.num_kv_heads
+            tensor = _half_split(tensor, num_heads)
+        if self._architecture in NORMS_PLUS_ONE and part.endswith("norm"):
+            tensor = tensor.float() - 1
+        return hf_name(info.name, self._architecture), tensor
+
+
+def _entry(info: TensorInfo) -> TensorEntry:
+    """Where a tensor lies, as torch is to see it."""
+    if info.type.name in FLOAT_TYPES:
+        return TensorEntry(info.name, getattr(torch, FLOAT_TYPES[info.type.name]), info.shape, info.begin, info.end)
+    row_bytes = info.shape[-1] // info.type.block_size * info.type.block_bytes
+    return TensorEntry(info.name, torch.uint8, (*info.shape[:-1], row_bytes), info.begin, info.end)
+
+
+def _half_split(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of every head from neighbouring pairs, as llama.cpp's llama models rotate, to two halves.
+
+    Left as it is if it does not have such rows: what expects it says so.
+    """
+    if weight.shape[0] % (2 * num_heads):
+        return weight
+    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,152 @@
+"""Which GGUF file a name means: a path, a name in a folder or repository, or `folder:Q4_K_M`. No torch here."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from quire.errors import ConfigError
+from quire.gguf.file import SPLIT_NAME, is_gguf
+from quire.loader.hub import download_files, list_files, local_folder, local_path
+from quire.messages import Progress
+
+# What names of files call types: Q4_K_M, IQ4_XS, Q8_0, BF16, ...
+_TYPE = r"(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32)"
+_TYPE_IN_NAME = re.compile(rf"(?:^|[-._/])({_TYPE})(?=$|[-._/])", re.IGNORECASE)
+_NAME_AND_TYPE = re.compile(rf"(?P<model>.+):(?P<type>{_TYPE})", re.IGNORECASE)
+_NO_MODELS = "*mmproj*"  # vision parts lie beside the models they belong to
+
+
+def find_gguf(
+    model: str | None,
+    gguf_file: str | None,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+) -> Path | None:
+    """The file that `--model` and `--gguf-file` mean, downloaded if need be; None if they mean no GGUF file.
+
+    Args:
+        model: folder, file, hub id, or folder or hub id with a type behind a colon, as `org/model-GGUF:Q4_K_M`.
+        gguf_file: a path, or the name of a file in the model's folder or repository.
+        The others as in `resolve_model`.
+
+    Raises ConfigError listing what there is if nothing, or more than one model, fits.
+    """
+    if gguf_file is not None:
+        path = local_path(gguf_file, "gguf_file")
+        if model is None or path.is_file():
+            return _checked(path, "gguf_file")
+        folder = local_folder(model)
+        if folder is None:
+            folder = download_files(model, revision, download_dir, token, progress, _with_parts(gguf_file))
+        path = folder / gguf_file
+        if not path.is_file():
+            names = _files_in(folder) or _gguf_only(list_files(model, revision, token))
+            raise _no_such_file(f"{model} has no file {gguf_file}", names, "gguf_file")
+        return _checked(path, "gguf_file")
+    if not model:
+        return None
+    path = local_path(model)
+    if path.is_file():
+        return _checked(path, "model")
+    if path.is_dir():
+        is_folder_of_files = not (path / "config.json").exists() and bool(_files_in(path))
+        return _choose(path, None, model, _files_in(path)) if is_folder_of_files else None
+    named = _NAME_AND_TYPE.fullmatch(model)
+    if named is None:
+        return None
+    folder = local_folder(named["model"])
+    if folder is not None:
+        return _choose(folder, named["type"], named["model"], _files_in(folder))
+    source = (revision, download_dir, token, progress)
+    if there := list_files(named["model"], revision, token):
+        name = _chosen(named["type"], named["model"], _gguf_only(name for name in there if name.count("/") <= 1))
+        return _checked(download_files(named["model"], *source, _with_parts(name)) / name, "model")
+    folder = download_files(named["model"], *source, _patterns(named["type"]), [_NO_MODELS])  # what is in the cache
+    return _choose(folder, named["type"], named["model"], _files_in(folder))
+
+
+def _checked(path: Path, param: str) -> Path:
+    if not is_gguf(path):
+        raise ConfigError(
+            "There is no such file" if not path.is_file() else "The file is not a GGUF file",
+            value=str(path),
+            expected="a GGUF file, or the folder that holds config.json and *.safetensors",
+            param=param,
+        )
+    return path
+
+
+def _files_in(folder: Path) -> list[str]:
+    """The models in a folder and the folders in it, the first of their files each."""
+    found = [*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]
+    return _gguf_only(str(path.relative_to(folder)) for path in found)
+
+
+def _gguf_only(names: Iterable[str]) -> list[str]:
+    """Names of models, the first of their files each."""
+    kept = []
+    for name in sorted(names):
+        part = SPLIT_NAME.fullmatch(name)
+        is_first = part is None or int(part["number"]) == 1
+        if name.lower().endswith(".gguf") and "mmproj" not in name.lower() and is_first:
+            kept.append(name)
+    return kept
+
+
+def _type_of(name: str) -> str | None:
+    """`Q4_K_M` of `model-Q4_K_M-00001-of-00002.gguf`, as the name has it."""
+    part = SPLIT_NAME.fullmatch(name)
+    found = _TYPE_IN_NAME.findall(name[: -len(".gguf")] if part is None else part["stem"])
+    return found[-1] if found else None
+
+
+def _matching(names: list[str], wanted: str) -> list[str]:
+    return [name for name in names if (_type_of(name) or "").lower() == wanted.lower()]
+
+
+def _choose(folder: Path, wanted: str | None, model: str, names: list[str]) -> Path:
+    return _checked(folder / _chosen(wanted, model, names), "model")
+
+
+def _chosen(wanted: str | None, model: str, names: list[str]) -> str:
+    """The one model among `names`, of the wanted type if there is one."""
+    found = names if wanted is None else _matching(names, wanted)
+    if len(found) == 1:
+        return found[0]
+    types = sorted({kind for name in names if (kind := _type_of(name)) is not None})
+    if len(found) > 1 and wanted is None and len(types) == len(names):
+        raise ConfigError(
+            f"{model} holds several GGUF models",
+            value=names[:20],
+            expected="one of " + ", ".join(f"{model}:{kind}" for kind in types),
+            param="model",
+        )
+    if found:
+        raise ConfigError(
+            f"{model} holds several GGUF models" + ("" if wanted is None else f" of type {wanted}"),
+            value=found[:20],
+            fix=f"Name one with --gguf-file, as --model {model} --gguf-file {found[0]}",
+            param="model",
+        )
+    raise _no_such_file(f"{model} has no GGUF model of type {wanted}", types or names, "model")
+
+
+def _no_such_file(what: str, there: list[str], param: str) -> ConfigError:
+    return ConfigError(what, expected="one of " + ", ".join(there[:40]) if there else "a GGUF file", param=param)
+
+
+def _with_parts(name: str) -> list[str]:
+    """File patterns for one model by the name of a file."""
+    escaped = glob.escape(name)
+    return [escaped, re.sub(r"-\d{5}-of-", "-?????-of-", escaped)]
+
+
+def _patterns(wanted: str) -> list[str]:
+    """File patterns, which know no "ignore case", for names with a type in them."""
+    spelled = "".join(f"[{char.lower()}{char.upper()}]" if char.isalpha() else char for char in wanted)
+    return [f"{start}{spelled}{end}.gguf" for start in ("", "*[-._/]") for end in ("", "[-._/]*")]

@@ -1,0 +1,295 @@
+"""Packed weights kept in a file, which the next start maps instead of reading, converting and packing the checkpoint.
+
+A file is believed only if it lies in a folder that nobody else can write to, its header is whole, and its key is the
+one expected: identities of the checkpoint's files, the model's config, the format, and the code that packed. Anything
+else is ignored and written anew. One file per model folder and format.
+
+File: 8 bytes magic; length of the header (8 bytes, little endian) and its SHA-256; the header, JSON; from the next
+multiple of HUGE_PAGE on the tensors, each at a multiple of ALIGNMENT from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import stat
+import struct
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from quire import envs
+from quire.errors import ConfigError
+from quire.kernels import extension
+from quire.kernels.dense import PackedLinear
+from quire.kernels.fp8 import PackedFp8
+from quire.kernels.grouped import PackedGrouped
+from quire.loader.safetensors import MAX_HEADER_BYTES
+from quire.logs import get_logger
+from quire.messages import Progress
+from quire.model_config import ModelConfig
+from quire.resolve import shown_bytes
+from quire.weight_format import GroupedFormat
+
+logger = get_logger(__name__)
+
+MAGIC = b"QUIREPK1"
+PREFIX = struct.Struct("<8sQ32s")
+ALIGNMENT = 4096
+HUGE_PAGE = 2 << 20
+MADV_POPULATE_READ = 22  # asm-generic/mman-common.h; not in Python 3.11
+PIECE_BYTES = 64 << 20  # read or written between two reports of progress
+THREAD_NAME = "packed weights"
+FORMS = {form.__name__: form for form in (PackedLinear, PackedGrouped, PackedFp8, GroupedFormat)}
+
+Held = Mapping[str, Mapping[str, Any]]  # by part and attribute: what a model holds after loading
+
+
+class PackedCache:
+    """The file of one model in one format.
+
+    Args:
+        files: of the checkpoint.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, quantization: str | None, files: Iterable[Path]
+    ) -> None:
+        form = f"{dtype} {quantization}"
+        self._key = {
+            "files": [_identity(path) for path in files],
+            "config": _digest(repr(dataclasses.replace(config, max_model_len=0))),
+            "form": form,
+            "code": _code_identity(),
+        }
+        self._path = folder() / f"{_digest(f'{Path(config.model).resolve()} {form}')[:32]}.packed"
+        self.mapped_bytes = 0  # by `read`: memory that the system counts as free, though it is in use
+
+    def read(self, progress: Progress | None = None) -> Held | None:
+        """What was written for this key, mapped; None if there is nothing to be believed."""
+        try:
+            _check_private(self._path.parent)
+            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                header = self._header(file)
+                held = _map(file, header, progress)
+            self.mapped_bytes = header["num_bytes"]
+            return held
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.info("packed weights in %s are not used: %s", self._path, error)
+            return None
+
+    def _header(self, file: BinaryIO) -> dict[str, Any]:
+        """Raises ValueError for a file that is damaged, or of something else."""
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise ValueError("others may have written them")
+        prefix = file.read(PREFIX.size)
+        if len(prefix) < PREFIX.size:
+            raise ValueError("the file is cut")
+        magic, length, digest = PREFIX.unpack(prefix)
+        if magic != MAGIC or length > MAX_HEADER_BYTES:
+            raise ValueError("the file is of another kind")
+        raw = file.read(length)
+        if hashlib.sha256(raw).digest() != digest:
+            raise ValueError("the header is damaged")
+        header: dict[str, Any] = json.loads(raw)
+        if header["key"] != self._key:
+            raise ValueError("the model, its format or this program has changed")
+        header["start"] = _data_start(length)
+        if header["start"] + header["num_bytes"] != status.st_size:
+            raise ValueError("the file is cut")
+        return header
+
+    def write(self, held: Held, progress: Progress | None = None) -> None:
+        """Keep what a model holds for the next start. What goes wrong is logged: the model runs without it.
+
+        The bytes are handed to the system before this returns; the file gets its name when they are on the disk.
+        """
+        tensors: list[Tensor] = []
+        try:
+            parts = {
+                name: {key: _described(value, tensors) for key, value in part.items()} for name, part in held.items()
+            }
+        except TypeError as error:
+            logger.warning("packed weights are not kept: %s", error)
+            return
+        num_bytes = sum(_padded(tensor.nbytes) for tensor in tensors)
+        header = json.dumps({"key": self._key, "parts": parts, "num_bytes": num_bytes}).encode()
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self._path.parent)
+            if shutil.disk_usage(self._path.parent).free < 2 * num_bytes:
+                logger.warning("packed weights are not kept: less than %s are free", shown_bytes(2 * num_bytes))
+                return
+            scratch = self._path.with_suffix(".writing")
+            if (file := _open_locked(scratch)) is None:
+                return  # another process writes the same
+            try:
+                os.ftruncate(file, 0)
+                _write_all(file, PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()) + header, 0)
+                _write_tensors(file, tensors, _data_start(len(header)), progress)
+            except BaseException:
+                scratch.unlink()
+                os.close(file)
+                raise
+        except OSError as error:
+            logger.warning("packed weights are not kept: %s", error)
+            return
+        threading.Thread(target=self._publish, args=(file, scratch, num_bytes), name=THREAD_NAME, daemon=True).start()
+
+    def _publish(self, file: int, scratch: Path, num_bytes: int) -> None:
+        try:
+            os.fsync(file)  # a file with a name is whole, also after a power failure
+            scratch.replace(self._path)
+            logger.info("%s of packed weights are kept for the next start: %s", shown_bytes(num_bytes), self._path)
+        except OSError as error:
+            logger.warning("packed weights are not kept: %s", error)
+        finally:
+            os.close(file)
+
+
+def folder() -> Path:
+    """Where packed weights are kept: QUIRE_CACHE_DIR, else `quire` in the user's cache. ConfigError without either."""
+    given, caches = envs.CACHE_DIR.get(), envs.XDG_CACHE_HOME.get()
+    try:
+        root = Path(given).expanduser() if given else Path(caches or Path.home() / ".cache") / "quire"
+    except RuntimeError as error:
+        raise ConfigError(
+            "There is no home folder to keep packed weights in",
+            fix=f"Set {envs.CACHE_DIR.name} to a folder",
+            param="packed_weights_cache",
+        ) from error
+    return root / "packed-weights"
+
+
+def _check_private(path: Path) -> None:
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(f"others may write to {path}; it has to be this user's, with mode 0700")
+
+
+def _identity(path: Path) -> list[Any]:
+    status = path.stat()
+    return [path.name, status.st_ino, status.st_size, status.st_mtime_ns]
+
+
+def _code_identity() -> str:
+    """Changes whenever Quire does, so that no form of an older version is taken for today's."""
+    root = Path(__file__).parents[1]
+    files = sorted(root.rglob("*.py"))
+    return _digest(repr([_identity(path) for path in [*files, Path(extension.C.__file__)]]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _open_locked(path: Path) -> int | None:
+    """A file that nobody else writes; None if somebody does, or has just given it another name."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file).st_ino == path.stat().st_ino:
+            return file
+    os.close(file)
+    return None
+
+
+def _data_start(header_bytes: int) -> int:
+    return -(-(PREFIX.size + header_bytes) // HUGE_PAGE) * HUGE_PAGE
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _described(value: Any, tensors: list[Tensor]) -> Any:
+    """JSON for one attribute; its tensors are appended in the order in which they are written. Raises TypeError."""
+    if isinstance(value, Tensor):
+        begin = sum(_padded(tensor.nbytes) for tensor in tensors)
+        tensors.append(value.contiguous())
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), begin]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, tuple):
+        return {"tuple": [_described(item, tensors) for item in value]}
+    if (name := type(value).__name__) in FORMS:
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"form": name, "fields": {key: _described(item, tensors) for key, item in fields.items()}}
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise TypeError(f"no file is written of {name}")
+    return value
+
+
+def _restored(description: Any, data: Tensor) -> Any:
+    if not isinstance(description, dict):
+        return description
+    if "dtype" in description:
+        return _dtype(description["dtype"])
+    if "tuple" in description:
+        return tuple(_restored(item, data) for item in description["tuple"])
+    if "form" in description:
+        fields = {key: _restored(item, data) for key, item in description["fields"].items()}
+        return FORMS[description["form"]](**fields)
+    name, shape, begin = description["tensor"]
+    dtype = _dtype(name)
+    end = begin + torch.Size(shape).numel() * dtype.itemsize
+    if not 0 <= begin <= end <= len(data) or begin % ALIGNMENT:
+        raise ValueError("a tensor lies outside the file")
+    return data[begin:end].view(dtype).view(shape)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return dtype
+
+
+def _map(file: BinaryIO, header: dict[str, Any], progress: Progress | None) -> Held:
+    # Private and writable: torch takes the buffer without a warning, and the file cannot be changed through it.
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    for begin in range(0, len(data), PIECE_BYTES):
+        end = min(begin + PIECE_BYTES, len(data))
+        with suppress(OSError):  # before Linux 5.14: pages are mapped when they are first read
+            mapped.madvise(MADV_POPULATE_READ, begin, end - begin)
+        if progress:
+            progress("load", end / len(data), f"{shown_bytes(end)} of {shown_bytes(len(data))}, packed before")
+    return {
+        name: {key: _restored(description, data[header["start"] :]) for key, description in part.items()}
+        for name, part in header["parts"].items()
+    }
+
+
+def _write_tensors(file: int, tensors: list[Tensor], position: int, progress: Progress | None) -> None:
+    total = sum(tensor.nbytes for tensor in tensors)
+    done = 0
+    for tensor in tensors:
+        raw = tensor.view(-1).view(torch.uint8).numpy().data
+        for begin in range(0, len(raw), PIECE_BYTES):
+            _write_all(file, raw[begin : begin + PIECE_BYTES], position + begin)
+        position += _padded(len(raw))
+        done += len(raw)
+        if progress:
+            progress("load", 1.0, f"keeping {shown_bytes(done)} of {shown_bytes(total)} for later starts")
+    os.ftruncate(file, position)
+
+
+def _write_all(file: int, data: bytes | memoryview, position: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, position)
+        view, position = view[written:], position + written

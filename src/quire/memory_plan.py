@@ -1,0 +1,203 @@
+"""How much memory goes to the KV cache, and what is said when it does not suffice: after loading, or as if it were.
+
+The bytes planned here are the bytes the allocator takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire import envs
+from quire.config import EngineConfig
+from quire.errors import MemoryPlanError
+from quire.kv_format import kv_format
+from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.option import Source
+from quire.resolve import GIB, Resolved, kv_bytes_per_token, shown_bytes
+
+# Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
+MAX_USEFUL_CONTEXTS = 2
+RESERVE_SHARE = 0.05  # of total memory, left to the operating system and to allocator slack
+FREE_MEMORY_MARGIN = 0.95  # of measured free memory in advice: it will not be the same at the next start
+MIN_SUGGESTED_BUDGET = 256  # tokens per step; below it prompts become slow
+LOGITS_COPIES = 2  # float32 rows of logits held at once: the model's, and the sampler's scratch
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Bytes at the moment the KV cache is planned: after the weights are loaded, or as if they were."""
+
+    total_bytes: int
+    free_bytes: int  # what can still be taken; the weights are already gone from it
+    weight_bytes: int
+    work_bytes: int  # of a step at the full token budget, logits included
+    logits_bytes: int = 0  # the part of work_bytes that does not shrink with the token budget
+    is_predicted: bool = False  # weights and work are from config.json, not measured
+
+
+def logits_bytes(model: ModelConfig, max_num_seqs: int) -> int:
+    """Bytes of the logits of a full batch."""
+    return max_num_seqs * model.vocab_size * 4 * LOGITS_COPIES
+
+
+def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
+    """Bytes of a step's activations at least: input, output and residual of the widest layer."""
+    widest = 2 * model.intermediate_size + 4 * model.hidden_size
+    return num_tokens * widest * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What may be spent on the KV cache, and why."""
+
+    num_bytes: int  # negative if weights and work take more than is allowed
+    source: Source
+    detail: str
+    is_measured: bool  # moves with what else runs on the machine
+
+
+def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> None:
+    """Adds num_blocks and kv_cache_bytes; with max_model_len -1 cuts it to what fits.
+
+    Raises MemoryPlanError naming the missing bytes and the changes that would fit.
+    """
+    _put_memory(resolved, model, memory)
+    block_bytes = resolved.block_size * kv_bytes_per_token(resolved, model)
+    offer = _offer(config, resolved, memory, block_bytes)
+    num_blocks = max(offer.num_bytes, 0) // block_bytes
+    blocks_needed = -(-resolved.max_model_len // resolved.block_size)
+    if config.max_model_len == -1 and 0 < num_blocks < blocks_needed:
+        detail = f"{num_blocks} blocks x {resolved.block_size} tokens fit; the model allows {model.max_model_len}"
+        resolved.put("max_model_len", num_blocks * resolved.block_size, "formula", detail)
+        blocks_needed = num_blocks
+    if num_blocks < blocks_needed:
+        raise _does_not_fit(config, model, resolved, memory, offer, block_bytes, blocks_needed)
+    resolved.put("num_blocks", num_blocks, offer.source, offer.detail)
+    kv_bytes = num_blocks * block_bytes
+    resolved.put("kv_cache_bytes", kv_bytes, "formula", f"{num_blocks} blocks x {block_bytes:,} bytes")
+    detail = f"{memory.free_bytes:,} free after the weights - {kv_bytes:,} KV cache - {memory.work_bytes:,} work"
+    resolved.put("unplanned_bytes", memory.free_bytes - kv_bytes - memory.work_bytes, "measured", detail)
+
+
+def _put_memory(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> None:
+    weights = f"{model.num_parameters():,} parameters"
+    weights += f" x {DTYPE_BYTES[resolved.dtype]} bytes" if resolved.quantization is None else ", scales included"
+    logits = f"{memory.logits_bytes:,} for the logits of {resolved.max_num_seqs} requests"
+    if memory.is_predicted:
+        resolved.put("weight_bytes", memory.weight_bytes, "formula", weights)
+        detail = f"at least: the widest layer of {resolved.max_num_batched_tokens} tokens, and {logits}"
+        resolved.put("work_bytes", memory.work_bytes, "formula", detail)
+    else:
+        resolved.put("weight_bytes", memory.weight_bytes, "measured", weights)
+        detail = f"a short step, scaled to {resolved.max_num_batched_tokens} tokens, and {logits}"
+        resolved.put("work_bytes", memory.work_bytes, "measured", detail)
+
+
+def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int) -> _Offer:
+    """In vLLM's order: the number of blocks, the bytes, the environment variable, the share of memory, what is free."""
+    if config.num_gpu_blocks_override is not None:
+        source = config.sources["num_gpu_blocks_override"]
+        return _Offer(config.num_gpu_blocks_override * block_bytes, source, "num_gpu_blocks_override", False)
+    per_block = f"{block_bytes:,} bytes per block"
+    if config.kv_cache_memory_bytes is not None:
+        source = config.sources["kv_cache_memory_bytes"]
+        return _Offer(config.kv_cache_memory_bytes, source, f"kv_cache_memory_bytes / {per_block}", False)
+    if (gib := envs.CPU_KVCACHE_SPACE.get()) > 0:
+        detail = f"VLLM_CPU_KVCACHE_SPACE = {gib} GiB / {per_block}"
+        return _Offer(int(gib * GIB), "environment", detail, False)
+    reserve = memory.work_bytes + int(memory.total_bytes * RESERVE_SHARE)
+    free = memory.free_bytes - reserve
+    free_detail = (
+        f"{memory.free_bytes:,} free after the weights - {reserve:,} reserve "
+        f"(work {memory.work_bytes:,} + {RESERVE_SHARE:.0%} of {memory.total_bytes:,}), / {per_block}"
+    )
+    if config.gpu_memory_utilization is not None:
+        share = config.gpu_memory_utilization
+        allowed = int(memory.total_bytes * share) - memory.weight_bytes - memory.work_bytes
+        detail = (
+            f"{share} x {memory.total_bytes:,} total - {memory.weight_bytes:,} weights - {memory.work_bytes:,} work, "
+            f"/ {per_block}"
+        )
+        if allowed <= free:
+            return _Offer(allowed, "formula", detail, True)
+        return _Offer(free, "measured", f"less than --gpu-memory-utilization allows ({detail}): {free_detail}", True)
+    useful = -(-resolved.max_model_len // resolved.block_size) * resolved.max_num_seqs * MAX_USEFUL_CONTEXTS
+    if useful * block_bytes < free:
+        detail = f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; more would fit: {free_detail}"
+        return _Offer(useful * block_bytes, "formula", detail, False)
+    return _Offer(free, "measured", free_detail, True)
+
+
+def _does_not_fit(
+    config: EngineConfig,
+    model: ModelConfig,
+    resolved: Resolved,
+    memory: MemoryFacts,
+    offer: _Offer,
+    block_bytes: int,
+    blocks_needed: int,
+) -> MemoryPlanError:
+    needed = blocks_needed * block_bytes
+    fixes = _fixes(config, model, resolved, memory, offer, block_bytes, blocks_needed)
+    return MemoryPlanError(
+        f"The KV cache for one request of {resolved.max_model_len} tokens does not fit: {shown_bytes(needed)} needed, "
+        f"{shown_bytes(max(offer.num_bytes, 0))} available, {shown_bytes(needed - offer.num_bytes)} missing "
+        f"(weights {shown_bytes(memory.weight_bytes)}, work {shown_bytes(memory.work_bytes)}, "
+        f"free {shown_bytes(memory.free_bytes)} of {shown_bytes(memory.total_bytes)})",
+        fix="Use one of: " + "; ".join(fixes) if fixes else "Free memory, or use a smaller model",
+        param="max_model_len",
+    )
+
+
+def _fixes(
+    config: EngineConfig,
+    model: ModelConfig,
+    resolved: Resolved,
+    memory: MemoryFacts,
+    offer: _Offer,
+    block_bytes: int,
+    blocks_needed: int,
+) -> list[str]:
+    """Single changes, each of which makes the same start succeed."""
+    needed = blocks_needed * block_bytes
+    missing = needed - offer.num_bytes
+    fixes = []
+    available = int(offer.num_bytes * (FREE_MEMORY_MARGIN if offer.is_measured else 1))
+    fitting = available // block_bytes
+    if fitting > 0:
+        fixes.append(f"--max-model-len {fitting * resolved.block_size}")
+    if config.num_gpu_blocks_override is not None:
+        fixes.append(f"--num-gpu-blocks-override {blocks_needed}")
+    elif needed <= memory.free_bytes - memory.work_bytes:
+        fixes.append(f"--kv-cache-memory-bytes {needed}")
+    with_half_weights = offer.num_bytes + (memory.weight_bytes // 2 if offer.is_measured else 0)
+    tokens_needed = blocks_needed * resolved.block_size
+    halved = tokens_needed * model.kv_bytes_per_token(kv_format(resolved.kv_cache_dtype, "bfloat16"))
+    if resolved.dtype == "float32" and config.num_gpu_blocks_override is None and with_half_weights >= halved:
+        what = "weights and KV cache" if halved < needed else "the weights"
+        fixes.append(f"--dtype bfloat16 (halves {what})")
+    codes = tokens_needed * model.kv_bytes_per_token(kv_format("fp8", resolved.dtype))
+    if config.num_gpu_blocks_override is None and codes < needed and codes <= available:
+        fixes.append("--kv-cache-dtype fp8 (shrinks the KV cache, at a cost in quality)")
+    budget, lowest = resolved.max_num_batched_tokens, max(resolved.max_num_seqs, MIN_SUGGESTED_BUDGET)
+    if offer.is_measured and config.enable_chunked_prefill and budget > lowest:
+        saved = (memory.work_bytes - memory.logits_bytes) * (budget - lowest) // budget
+        if saved >= missing:
+            fixes.append(f"--max-num-batched-tokens {lowest} (less work memory, slower prompts)")
+    return fixes
+
+
+def weights_do_not_fit(resolved: Resolved, weight_bytes: int, total_bytes: int) -> MemoryPlanError:
+    """The error for a model whose weights alone are more than the machine has."""
+    fix = "Use a smaller model, or a machine with more memory"
+    if resolved.quantization is None and weight_bytes // 4 < total_bytes:
+        fix = "Use --quantization int8, fp8 or int4 (a half or a quarter of bfloat16), or a smaller model"
+    if resolved.dtype == "float32" and resolved.quantization is None and weight_bytes // 2 < total_bytes:
+        fix = "Use --dtype bfloat16 (halves the weights), or a smaller model"
+    return MemoryPlanError(
+        f"The weights do not fit into memory: they take {shown_bytes(weight_bytes)} in "
+        f"{resolved.quantization or resolved.dtype}, "
+        f"and there are {shown_bytes(total_bytes)}",
+        fix=fix,
+        param="model",
+    )

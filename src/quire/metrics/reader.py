@@ -1,0 +1,68 @@
+"""Metrics as objects, for programs: what `LLM.get_metrics()` returns, in vLLM's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric as Family
+
+PREFIXES = ("vllm:", "quire_")
+
+
+@dataclass
+class Metric:
+    """One series: a family's name, for counters without `_total`, and its labels."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """Only grows."""
+
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    """Goes up and down."""
+
+    value: float
+
+
+@dataclass
+class Histogram(Metric):
+    """`buckets`: observations up to each upper bound, "+Inf" being all of them; `sum` in the metric's unit."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def read(registry: CollectorRegistry) -> list[Metric]:
+    """Every series of the engine's, as they are now."""
+    families = (family for family in registry.collect() if family.name.startswith(PREFIXES))
+    return [metric for family in families for metric in _series(family)]
+
+
+def _series(family: Family) -> Iterator[Metric]:
+    name = family.name
+    histograms: dict[tuple[tuple[str, str], ...], Histogram] = {}
+    for sample in family.samples:
+        if family.type == "gauge":
+            yield Gauge(name, sample.labels, sample.value)
+        elif family.type == "counter":
+            yield Counter(name, sample.labels, int(sample.value))
+        elif family.type == "histogram":
+            labels = {label: value for label, value in sample.labels.items() if label != "le"}
+            histogram = histograms.setdefault(tuple(labels.items()), Histogram(name, labels, 0, 0.0, {}))
+            if sample.name == f"{name}_bucket":
+                histogram.buckets[sample.labels["le"]] = int(sample.value)
+            elif sample.name == f"{name}_count":
+                histogram.count = int(sample.value)
+            elif sample.name == f"{name}_sum":
+                histogram.sum = sample.value
+    yield from histograms.values()

@@ -1,0 +1,54 @@
+"""What is compared at one position of a text: two models' distributions of the next token, and the token that follows.
+
+Dimensions: X positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Positions brought to float64 at once: bounds the scratch to a few [X, V] tensors (8 x 152k x 8 bytes = 10 MB each).
+_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Some positions of a text; every tensor float64 [X], in nats where it is a logarithm."""
+
+    base_nll: Tensor  # -log p(next token) of the base
+    nll: Tensor  # of the model
+    kl: Tensor  # sum over tokens v of p_base(v) (log p_base(v) - log p_model(v))
+    agrees: Tensor  # 1.0 where both models find the same token most likely
+
+    @staticmethod
+    def joined(parts: list[Positions]) -> Positions:
+        """The positions of all parts, in order."""
+        return Positions(*(torch.cat([getattr(part, name) for part in parts]) for name in Positions.__annotations__))
+
+    def __len__(self) -> int:
+        return len(self.nll)
+
+
+def compare(base_XV: Tensor, model_XV: Tensor, next_X: Tensor) -> Positions:
+    """Compare logits of the same positions over the whole vocabulary.
+
+    Computed in float64: a divergence is a difference of sums near 1, and good formats are at 1e-5.
+    """
+    assert base_XV.shape == model_XV.shape, f"{tuple(base_XV.shape)} against {tuple(model_XV.shape)}"
+    parts = []
+    chunks = (torch.split(x, _ROWS) for x in (base_XV, model_XV, next_X))
+    for base, model, next_tokens in zip(*chunks, strict=True):
+        log_p, log_q = (logits.double().log_softmax(-1) for logits in (base, model))
+        column = next_tokens[:, None]
+        parts.append(
+            Positions(
+                base_nll=-log_p.gather(1, column)[:, 0],
+                nll=-log_q.gather(1, column)[:, 0],
+                kl=(log_p.exp() * (log_p - log_q)).sum(-1),
+                agrees=(base.argmax(-1) == model.argmax(-1)).double(),
+            )
+        )
+    return Positions.joined(parts)

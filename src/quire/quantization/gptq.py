@@ -1,0 +1,84 @@
+"""GPTQ's layout: codes of 4 or 8 bits, packed along the in-features.
+
+qweight [K/8, N] and qzeros [G, N/8] are int32 (8 codes of 4 bits in a word, or 4 of 8), scales [G, N], g_idx [K] the
+group of each in-feature; weight = scale * (code - zero). The first version stores zero points less one.
+Dimensions: N out-features, K in-features, G groups along K, P codes in a word.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.hf_config.layer_format import LayerFormat
+from quire.kernels.grouped_weight import GroupedWeight
+from quire.quantization.packed import INT32, order_of, pack, problem_of_order, unpack
+from quire.quantization.scheme import CheckedTensor, LinearLayer, ShardedTensor
+
+
+class GPTQ:
+    """A Layout."""
+
+    def create_weights(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> None:
+        K, P = layer.in_features, 32 // source.bits
+        G = -(-K // group_size)
+        sizes = [size for _, size in layer.shards]
+        layer.tensors["qweight"] = ShardedTensor([(K // P, size) for size in sizes], torch.int32, 1, INT32)
+        layer.tensors["scales"] = ShardedTensor([(G, size) for size in sizes], torch.float32, 1)
+        zeros = [(G, size // P) for size in sizes]
+        if source.has_zeros:
+            layer.tensors["qzeros"] = ShardedTensor(zeros, torch.int32, 1, INT32)
+        else:
+            problem = partial(_problem_of_zeros, bits=source.bits)
+            layer.checked_tensors["qzeros"] = CheckedTensor(tuple(zeros), INT32, problem)
+        if source.has_order:
+            layer.tensors["g_idx"] = ShardedTensor([(K,)], torch.int32, accepts=INT32)
+        else:
+            problem = partial(problem_of_order, group_size=group_size)
+            layer.checked_tensors["g_idx"] = CheckedTensor(tuple((K,) for _ in sizes), INT32, problem)
+
+    def unpack(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> GroupedWeight:
+        codes_NK = unpack(layer.tensors["qweight"].whole.T, source.bits)
+        zeros_NG = order_K = None
+        if source.has_zeros:
+            largest = (1 << source.bits) - 1  # stands for 0 in files of the first version
+            zeros_NG = (unpack(layer.tensors["qzeros"].whole, source.bits) + source.zero_offset & largest).T
+        if source.has_order:
+            order_K = order_of(layer.tensors["g_idx"].whole, group_size)
+            codes_NK = codes_NK[:, order_K]
+        return GroupedWeight(
+            codes_NK=codes_NK,
+            bits=source.bits,
+            group_size=group_size,
+            scales_NG=layer.tensors["scales"].whole.T,
+            zeros_NG=zeros_NG,
+            order_K=order_K,
+        )
+
+
+def _problem_of_zeros(zeros: Tensor, bits: int) -> str | None:
+    """Of a symmetric weight all are in the middle, less one or not: files of both versions name the other."""
+    middle = 1 << (bits - 1)
+    codes = unpack(zeros, bits)
+    if (codes == middle).all() or (codes == middle - 1).all():
+        return None
+    return "holds zero points, and the config says that the weights are symmetric"
+
+
+def gptq_tensors(weight: GroupedWeight) -> dict[str, Tensor]:
+    """The way back, in the first version: the tensors of a symmetric weight, by the last part of their names."""
+    assert weight.zeros_NG is None
+    groups_K = torch.arange(weight.shape[1], dtype=torch.int32) // weight.group_size
+    codes_NK = weight.codes_NK
+    if weight.order_K is not None:
+        place_K = weight.order_K.argsort()
+        groups_K, codes_NK = groups_K[place_K], codes_NK[:, place_K]
+    zeros_GN = torch.full(weight.scales_NG.T.shape, (1 << (weight.bits - 1)) - 1)
+    return {
+        "qweight": pack(codes_NK, weight.bits).T.contiguous(),
+        "qzeros": pack(zeros_GN, weight.bits),
+        "scales": weight.scales_NG.T.half().contiguous(),
+        "g_idx": groups_K,
+    }

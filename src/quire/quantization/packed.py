@@ -1,0 +1,42 @@
+"""Codes packed into 32-bit words, and the order of in-features by their groups: what integer checkpoints share.
+
+Dimensions: K in-features, W words.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.errors import WeightsError
+
+INT32 = (torch.int32,)
+
+
+def unpack(words_W: Tensor, bits: int) -> Tensor:
+    """int32 [..., W] -> uint8 [..., W * 32 / bits], a copy: codes of 4 or 8 bits, the lowest of a word first."""
+    assert words_W.dtype == torch.int32 and bits in (4, 8)
+    codes = words_W.reshape(-1).view(torch.uint8).view(*words_W.shape[:-1], -1)  # of one word, strides may be any
+    return codes.clone() if bits == 8 else torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """The way back: codes [..., W * 32 / bits] below 2^bits -> int32 [..., W]."""
+    places = codes.reshape(*codes.shape[:-1], -1, 32 // bits).to(torch.int64)
+    words_W = (places << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(words_W >= 1 << 31, words_W - (1 << 32), words_W).to(torch.int32)
+
+
+def order_of(groups_K: Tensor, group_size: int) -> Tensor:
+    """The in-features sorted by group, int64. Raises WeightsError unless every group gets what it holds."""
+    order_K = groups_K.argsort(stable=True)
+    if not torch.equal(groups_K[order_K].long(), torch.arange(len(groups_K)) // group_size):
+        raise WeightsError(f"g_idx does not give each group {group_size} in-features")
+    return order_K
+
+
+def problem_of_order(groups_K: Tensor, group_size: int) -> str | None:
+    """What is wrong with the g_idx of a weight whose groups lie side by side; -1 stands for unset."""
+    if torch.equal(groups_K.long(), torch.arange(len(groups_K)) // group_size) or (groups_K == -1).all():
+        return None
+    return "orders the in-features, and the config says that they are not ordered"

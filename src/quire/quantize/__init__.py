@@ -1,0 +1,1 @@
+"""`quire quantize`: writes standard quantized checkpoints, layer by layer."""

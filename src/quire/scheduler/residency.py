@@ -1,0 +1,70 @@
+"""How long KV blocks hold their content, of a sample of the blocks: what vLLM's vllm:kv_block_* histograms show."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+from quire.schedule import EvictedBlock
+
+MAX_ACCESSES = 4  # the last ones of a block give its reuse gaps; as vLLM, so that the histograms can be compared
+
+
+class _Stay:
+    """One block since it was handed out. Times on the caller's clock."""
+
+    __slots__ = ("accesses", "last_time", "start_time")
+
+    def __init__(self, now: float) -> None:
+        self.start_time = self.last_time = now
+        self.accesses: deque[float] = deque(maxlen=MAX_ACCESSES)  # by requests that found it in the prefix cache
+
+
+class BlockResidency:
+    """Follows a sample of the blocks from one allocation to the next.
+
+    Args:
+        sample_rate: share of allocations that are followed, in (0, 1].
+        clock: monotonic seconds.
+        draw: uniform numbers in [0, 1).
+    """
+
+    def __init__(
+        self,
+        sample_rate: float,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._sample_rate, self._clock, self._draw = sample_rate, clock, draw
+        self._stays: dict[int, _Stay] = {}
+        self._evicted: list[EvictedBlock] = []
+
+    def on_allocated(self, blocks: Iterable[int]) -> None:
+        """These blocks are handed out: what they held is gone."""
+        now = self._clock()
+        for block in blocks:
+            if (stay := self._stays.pop(block, None)) is not None:
+                gaps = [later - earlier for earlier, later in pairwise(stay.accesses)]
+                self._evicted.append(EvictedBlock(now - stay.start_time, now - stay.last_time, gaps))
+            if self._draw() < self._sample_rate:
+                self._stays[block] = _Stay(now)
+
+    def on_accessed(self, blocks: Iterable[int]) -> None:
+        """A request found these blocks in the prefix cache, or shares those of its parent."""
+        now = self._clock()
+        for block in blocks:
+            if (stay := self._stays.get(block)) is not None:
+                stay.last_time = now
+                stay.accesses.append(now)
+
+    def forget(self) -> None:
+        """The cache was reset: blocks that lost their content to that say nothing about eviction."""
+        self._stays.clear()
+
+    def take_evicted(self) -> list[EvictedBlock]:
+        """The sampled blocks that were handed out again since the last call."""
+        evicted, self._evicted = self._evicted, []
+        return evicted

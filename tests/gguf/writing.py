@@ -1,0 +1,178 @@
+"""GGUF files of a Hugging Face checkpoint, written and quantized by the `gguf` package as llama.cpp converts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+
+
+def interleave(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of each head from two halves to neighbouring pairs: what llama.cpp's llama models rotate."""
+    head = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+    return head.transpose(1, 2).reshape(weight.shape)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str, vocab_size: int) -> None:
+    """Byte-level BPE from tokenizer.json, as the converter's `_set_vocab_gpt2`."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    vocab: dict[str, int] = dict(content["model"]["vocab"])
+    added = {token["content"]: token for token in content["added_tokens"]}
+    vocab |= {text: token["id"] for text, token in added.items()}
+    by_id = {index: token for token, index in vocab.items()}
+    tokens, kinds = [], []
+    for index in range(vocab_size):
+        token = by_id.get(index)
+        tokens.append(f"[PAD{index}]" if token is None else token)
+        if token is None:
+            kinds.append(UNUSED)
+        elif token in added:
+            kinds.append(CONTROL if added[token]["special"] else USER_DEFINED)
+        else:
+            kinds.append(NORMAL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(
+        [" ".join(merge) if isinstance(merge, list) else merge for merge in content["model"]["merges"]]
+    )
+    for name, add in (("bos_token", writer.add_bos_token_id), ("eos_token", writer.add_eos_token_id)):
+        if isinstance(config.get(name), str):
+            add(vocab[config[name]])
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text())
+
+
+def add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config.get("rope_parameters") or {}
+    writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+
+
+def kind_of(name: str, weight: Tensor, kind: str, overrides: Mapping[str, str]) -> str:
+    """The type of one tensor: `kind`, but for vectors, and for tensors whose names have a part of `overrides`."""
+    if weight.dim() == 1:
+        return "F32"
+    return next((own for part, own in overrides.items() if part in name), kind)
+
+
+# Where a block has its scale and its minimum, and the mean of its codes.
+K_QUANTS = {
+    "Q2_K": (80, 82, 1.5),
+    "Q3_K": (108, None, 0),
+    "Q4_K": (0, 2, 7.5),
+    "Q5_K": (0, 2, 15.5),
+    "Q6_K": (208, None, 0),
+}
+
+
+def encoded(weight: Tensor, kind: str, seed: int) -> np.ndarray:
+    """The bytes of a tensor. The package quantizes no K-quants: these are random blocks with the weight's deviation."""
+    qtype = gguf.GGMLQuantizationType[kind]
+    if kind not in K_QUANTS:
+        return gguf.quants.quantize(weight.float().contiguous().numpy(), qtype)
+    random = np.random.default_rng(seed)
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
+    blocks = random.integers(0, 256, (weight.numel() // block_size, block_bytes), dtype=np.uint8)
+    scales = random.uniform(0.5, 1.5, (len(blocks), 1))
+    scale_at, minimum_at, mean_code = K_QUANTS[kind]
+
+    def put(deviation: float) -> np.ndarray:
+        blocks[:, scale_at : scale_at + 2] = (scales / deviation).astype(np.float16).view(np.uint8)
+        if minimum_at is not None:
+            minima = (scales * mean_code / deviation).astype(np.float16)
+            blocks[:, minimum_at : minimum_at + 2] = minima.view(np.uint8)
+        return blocks.reshape(len(weight), -1)
+
+    return put(float(gguf.quants.dequantize(put(1.0), qtype).std()) / float(weight.std()))
+
+
+def write_gguf(
+    path: Path,
+    folder: Path,
+    kind: str,
+    *,
+    overrides: Mapping[str, str] | None = None,
+    pre: str = "llama-bpe",
+    extra: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, Tensor]:
+    """Write a checkpoint folder as GGUF, matrices in `kind`. Gives what the file holds, by Hugging Face's names.
+
+    Args:
+        overrides: types of tensors whose GGUF names have one of these parts.
+        extra: further values of metadata, keys without the architecture.
+        tensors: further tensors.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    architecture = {"gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(path, architecture)
+    add_config(writer, config)
+    for key, value in (extra or {}).items():
+        full = f"{architecture}.{key}"
+        if isinstance(value, str):
+            writer.add_string(full, value)
+        elif isinstance(value, list):
+            writer.add_array(full, value)
+        elif isinstance(value, float):
+            writer.add_float32(full, value)
+        else:
+            writer.add_uint32(full, value)
+    if (folder / "tokenizer.json").is_file():
+        add_tokenizer(writer, folder, pre, config["vocab_size"])
+    tensor_names = gguf.get_tensor_name_map(
+        next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config["num_hidden_layers"]
+    )
+    for name, numbers in (tensors or {}).items():
+        writer.add_tensor(name, numbers.astype(np.float32))
+    held = {}
+    for seed, (hf_name, weight) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
+        name = tensor_names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        assert name is not None, f"the package has no name for {hf_name}"
+        heads = {"attn_q.": "num_attention_heads", "attn_k.": "num_key_value_heads"}
+        head_key = next((key for part, key in heads.items() if part in name), None)
+        stored = weight.float()
+        is_interleaved = architecture in ("llama", "granite", "smollm3") and head_key is not None
+        if is_interleaved:
+            stored = interleave(stored, config[head_key])
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            stored = stored + 1
+        own = kind_of(name, stored, kind, overrides or {})
+        raw = encoded(stored, own, seed)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[own])
+        found = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[own]).copy())
+        if is_interleaved:
+            found = deinterleave(found, config[head_key])
+        held[hf_name] = found.reshape(weight.shape) - (1 if architecture.startswith("gemma") and "norm" in name else 0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held
+
+
+def deinterleave(weight: Tensor, num_heads: int) -> Tensor:
+    """The inverse of `interleave`."""
+    head = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return head.transpose(1, 2).reshape(weight.shape)

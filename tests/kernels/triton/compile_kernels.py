@@ -1,0 +1,143 @@
+"""Compiles every GPU kernel for sm_80 and sm_90 with the tiles it is launched with; no GPU is needed.
+
+Prints a JSON object: per kernel and architecture, bytes of stack (spilled registers), registers, bytes of shared
+memory, and whether it multiplies with wgmma. Runs in a process of its own: the tests beside it interpret the kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.kernels.triton import activation, attention, norm, rope_cache, sampling
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def signature(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> dict[str, str]:
+    """Pointers to bfloat16 and 32-bit integers, unless `types` says otherwise."""
+    found = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            found[name] = "constexpr"
+        else:
+            found[name] = types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+    return found
+
+
+def attention_case(num_tokens: int, num_seqs: int, group: int, head_dim: int) -> dict[str, Any]:
+    """The kernel with the tiles of such a batch."""
+    shape = attention.choose_shape(num_tokens, num_seqs, group, 8, head_dim)
+    constants = {
+        "GROUP": group,
+        "E": head_dim,
+        "P": 16,
+        "BLOCK_E": head_dim,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_Q": shape.block_m // group,
+        "TILE": shape.tile,
+        "WINDOW": 0,
+        "HAS_SOFT_CAP": False,
+        "SEGMENTS": shape.segments,
+        "UPCAST": False,
+    }
+    types = dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "cu_seqlens_ptr"), "*i32")
+    types |= {"scale": "fp32", "soft_cap": "fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"}
+    if shape.segments > 1:
+        types["out_ptr"] = "*fp32"
+    else:
+        constants |= {"max_ptr": None, "sum_ptr": None}
+    return {
+        "kernel": attention._attention_kernel,
+        "constants": constants,
+        "types": types,
+        "options": {"num_warps": shape.num_warps, "num_stages": shape.num_stages},
+    }
+
+
+SAMPLING_TYPES = {
+    **dict.fromkeys(("logits_ptr", "highest_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"), "*fp32"),
+    **dict.fromkeys(("k_masses_ptr", "p_masses_ptr", "total_ptr", "above_ptr", "ties_ptr", "tie_units_ptr"), "*i64"),
+    **dict.fromkeys(("greedy_ptr", "token_ptr"), "*i64"),
+    "top_k_ptr": "*i32",
+    "uniform_ptr": "*fp64",
+    "smallest_temperature": "fp32",
+}
+
+
+def sampling_case(kernel: Any, **constants: Any) -> dict[str, Any]:
+    return {"kernel": kernel, "constants": {"SLICE": sampling.SLICE, **constants}, "types": SAMPLING_TYPES}
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    join = {"H": 32, "E": 128, "BLOCK_E": 128, "SEGMENTS": 32}
+    rope = {"H": 32, "G": 8, "E": 128, "P": 16, "R": 128, "BLOCK_E": 128, "HAS_Q_NORM": True, "HAS_K_NORM": True}
+    return {
+        "prefill": attention_case(2048, 4, 4, 128),
+        "prefill of wide heads": attention_case(2048, 4, 2, 256),
+        "decode": attention_case(256, 256, 4, 128),
+        "split decode": attention_case(1, 1, 4, 128),
+        "join": {
+            "kernel": attention._join_segments_kernel,
+            "constants": join,
+            "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
+        },
+        "norm": {
+            "kernel": norm._rms_norm_kernel,
+            "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True},
+            "types": {"eps": "fp32", "weight_offset": "fp32"},
+            "options": {"num_warps": 8},
+        },
+        "silu": {"kernel": activation._gated_activation_kernel, "constants": {"NAME": "silu", "BLOCK": 1024}},
+        "rope": {
+            "kernel": rope_cache._rope_and_cache_kernel,
+            "constants": rope,
+            "types": {
+                "positions_ptr": "*i64",
+                "slots_ptr": "*i64",
+                "cos_sin_ptr": "*fp32",
+                "eps": "fp32",
+                "weight_offset": "fp32",
+            },
+            "options": {"num_warps": 1},
+        },
+        "search of top-k": sampling_case(sampling._search_k_kernel, ROUND=7),
+        "search of top-p": sampling_case(sampling._search_p_kernel, ROUND=7),
+        "total": sampling_case(sampling._total_kernel),
+        "slices": sampling_case(sampling._weigh_slices_kernel),
+        "draw": sampling_case(sampling._draw_kernel, BLOCK_B=64),
+    }
+
+
+def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:
+    kernel, constants = case["kernel"], case["constants"]
+    types = signature(kernel, constants, case.get("types", {}))
+    # what a launch finds out of its arguments: addresses and strides are multiples of 16
+    aligned = [i for i, name in enumerate(kernel.arg_names) if types[name].startswith("*") or "_stride" in name]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned if types[kernel.arg_names[i]] != "constexpr"}
+    source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=case.get("options", {}))
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        code = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    words = dict(word.split(":") for word in usage.split() if word.count(":") == 1)
+    return {
+        "stack": int(words["STACK"]),
+        "registers": int(words["REG"]),
+        "shared": binary.metadata.shared,
+        "has_wgmma": "HGMMA" in code,
+    }
+
+
+if __name__ == "__main__":
+    json.dump({f"{name}, sm_{sm}": compiled(case, sm) for name, case in cases().items() for sm in (80, 90)}, sys.stdout)

@@ -1,0 +1,34 @@
+"""Every GPU kernel compiles for sm_80 and sm_90, in the registers and shared memory there are, wgmma where promised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10}  # that one block may have: CUDA C++ programming guide, table 30
+
+
+@pytest.mark.slow
+def test_kernels_compile_without_spills(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len(found) >= 26
+    for name, usage in found.items():
+        assert usage["stack"] == 0, f"{name} spills {usage['stack']} bytes"
+        assert usage["shared"] <= SHARED_BYTES[name.rpartition(", ")[2]], f"{name} needs {usage['shared']} bytes"
+    for name in ("prefill, sm_90", "prefill of wide heads, sm_90"):
+        assert found[name]["has_wgmma"], f"{name} multiplies without wgmma"

@@ -1,0 +1,101 @@
+"""The GPU attention kernel against the plain-torch twin, on a GPU or under Triton's interpreter: mixed batches, split
+sequences.
+
+Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import reference
+from quire.kernels.triton.attention import AttentionShape, choose_shape, paged_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCES = {torch.float32: (5e-6, 1e-5), torch.float16: (2e-3, 2e-3), torch.bfloat16: (1.6e-2, 1.6e-2)}
+
+
+def make(
+    H: int, G: int, E: int, P: int, rows: list[tuple[int, int]], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Arguments for rows of (query tokens, length): q as a view of a fused tensor, unused slots of the cache NaN."""
+    generator = torch.Generator().manual_seed(H * 31 + E)
+    num_blocks = [-(-length // P) for _, length in rows]
+    order = torch.randperm(sum(num_blocks) + 2, generator=generator).int()
+    caches = torch.full((2, len(order), G, P, E), math.nan).to(dtype)
+    tables = torch.full((len(rows), max(num_blocks) + 1), -1, dtype=torch.int32)
+    for s, ((_, length), count) in enumerate(zip(rows, num_blocks, strict=True)):
+        tables[s, :count] = order[sum(num_blocks[:s]) :][:count]
+        blocks, offsets = tables[s].long()[torch.arange(length) // P], torch.arange(length) % P
+        caches[:, blocks, :, offsets] = torch.randn(length, 2, G, E, generator=generator).to(dtype)
+    query_lens = torch.tensor([query_len for query_len, _ in rows])
+    fused = torch.randn(int(query_lens.sum()), (H + 3) * E, generator=generator).to(dtype)
+    caches = caches.to(DEVICE)
+    return (
+        fused.to(DEVICE)[:, : H * E].unflatten(1, (H, E)),
+        caches[0],
+        caches[1],
+        tables.to(DEVICE),
+        torch.tensor([length for _, length in rows], dtype=torch.int32).to(DEVICE),
+        torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int().to(DEVICE),
+    )
+
+
+# H, G, E, block size, window, soft cap, rows of (query tokens, length)
+MIXED = [
+    (4, 2, 64, 16, 0, 0.0, [(5, 5), (1, 80), (20, 57)]),
+    (6, 2, 80, 8, 0, 4.0, [(9, 70), (1, 1)]),
+    (2, 2, 24, 24, 20, 0.0, [(30, 90)]),
+    (3, 1, 128, 32, 0, 0.0, [(1, 64), (1, 65), (33, 33)]),
+    (5, 1, 16, 16, 7, 1.5, [(19, 50), (1, 33)]),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("H", "G", "E", "P", "window", "soft_cap", "rows"), MIXED)
+def test_equals_the_twin(
+    H: int, G: int, E: int, P: int, window: int, soft_cap: float, rows: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    arguments = make(H, G, E, P, rows, dtype)
+    scale = 1.3 / math.sqrt(E)
+    expected = reference.paged_attention(*arguments, scale, window, soft_cap)
+    out = torch.full_like(expected, math.nan)
+    paged_attention(
+        *arguments[:3], None, None, *arguments[3:], scale, window, soft_cap, out, AttentionShape(16, 32, 1, 4, 2)
+    )
+    torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("segments", "window"), [(2, 0), (8, 0), (4, 40)])
+def test_split_sequences_equal_the_twin(dtype: torch.dtype, segments: int, window: int) -> None:
+    """Lengths from less than a tile to several segments; a window that leaves whole segments out."""
+    arguments = make(6, 2, 64, 16, [(1, 3), (1, 200), (1, 33), (1, 129)], dtype)
+    expected = reference.paged_attention(*arguments, 0.2, window, 0.0)
+    out = torch.full_like(expected, math.nan)
+    paged_attention(
+        *arguments[:3], None, None, *arguments[3:], 0.2, window, 0.0, out, AttentionShape(16, 16, segments, 4, 2)
+    )
+    torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
+
+
+def test_prompts_in_blocks_of_the_size_that_prefill_takes() -> None:
+    arguments = make(4, 2, 32, 16, [(70, 70), (1, 10), (65, 100)], torch.float32)
+    shape = choose_shape(136, 3, 2, 2, 32)
+    assert shape.block_m == 128
+    expected = reference.paged_attention(*arguments, 0.3)
+    out = torch.full_like(expected, math.nan)
+    paged_attention(*arguments[:3], None, None, *arguments[3:], 0.3, 0, 0.0, out)
+    torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
+
+
+def test_few_decodes_are_split_and_many_are_not() -> None:
+    assert choose_shape(1, 1, 4, 8, 128).segments == 32
+    assert choose_shape(256, 256, 4, 8, 128).segments == 1

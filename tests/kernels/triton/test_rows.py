@@ -1,0 +1,119 @@
+"""The GPU kernels of norms, activations, rope and KV write against their plain-torch twins, on a GPU or under Triton's
+interpreter.
+
+Dimensions: T tokens, D hidden, I inner, H query heads, G kv heads, E head dim, B cache blocks, P block size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import reference
+from quire.kernels.triton.activation import gated_activation
+from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.rope_cache import rope_and_cache
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Both sides round once from float32 (the interpreter: cut off), so they are neighbours at most.
+TOLERANCES = {torch.float32: (1e-6, 4e-6), torch.float16: (1e-6, 1.1e-3), torch.bfloat16: (1e-6, 8.2e-3)}
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    atol, rtol = TOLERANCES[actual.dtype]
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", [1, 33, 1024, 1100])
+def test_rms_norm(dtype: torch.dtype, D: int) -> None:
+    x_TD = randn(5, D + 5, dtype=dtype)[:, :D]
+    for weight_dtype, offset in ((dtype, 0.0), (torch.float32, 1.0)):
+        weight_D = randn(D, dtype=weight_dtype, seed=1)
+        wide_TD = torch.zeros(5, D + 3, dtype=dtype, device=DEVICE)
+        rms_norm(x_TD, None, weight_D, 1e-5, offset, wide_TD[:, 1 : D + 1])
+        assert_close(wide_TD[:, 1 : D + 1], reference.rms_norm(x_TD, weight_D, 1e-5, offset))
+        assert not wide_TD[:, 0].any()
+        assert not wide_TD[:, D + 1 :].any(), "wrote behind out"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_rms_norm(dtype: torch.dtype) -> None:
+    x_TD, residual_TD = randn(5, 111, dtype=dtype), randn(5, 111, dtype=dtype, seed=1)
+    weight_D = randn(111, dtype=dtype, seed=2)
+    sum_TD = residual_TD + x_TD
+    rms_norm(x_TD, residual_TD, weight_D, 1e-6, 0.0, x_TD)
+    assert_close(residual_TD, sum_TD)  # the interpreter cuts bfloat16 off where a GPU rounds
+    assert_close(x_TD, reference.rms_norm(residual_TD, weight_D, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+def test_gated_activation(name: str, dtype: torch.dtype) -> None:
+    x_T2I = 3 * randn(4, 2 * 1100, dtype=dtype)
+    out_TI = torch.empty(4, 1100, dtype=dtype, device=DEVICE)
+    gated_activation(name, x_T2I, out_TI)
+    atol, rtol = TOLERANCES[dtype]
+    expected_TI = reference.gated_activation(name, x_T2I)
+    torch.testing.assert_close(out_TI, expected_TI, atol=max(atol, 2e-6), rtol=rtol)
+
+
+# H, G, E, rotary dims (0: no rotation), block size, with norm
+ROPE_SHAPES = [
+    (4, 2, 64, 64, 16, True),
+    (7, 1, 24, 24, 8, False),
+    (3, 3, 80, 32, 32, True),
+    (2, 1, 128, 0, 16, True),
+    (2, 2, 10, 6, 16, False),
+]
+
+
+def rope_inputs(shape: tuple[int, int, int, int, int, bool], dtype: torch.dtype) -> dict[str, Any]:
+    H, G, E, R, P, has_norm = shape
+    T, B = 13, 4
+    qkv = randn(T, (H + 2 * G) * E, dtype=dtype)
+    q_THE, k_TGE, v_TGE = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, G * E, G * E], dim=1))
+    generator = torch.Generator().manual_seed(2)
+    angles = torch.rand(50, max(R // 2, 1), generator=generator) * 6.3
+    slots_T = torch.randperm(B * P, generator=generator)[:T]
+    slots_T[::5] = -1
+    caches = randn(2, B, G, P, E, dtype=dtype, seed=3)
+    return {
+        "q_THE": q_THE,
+        "k_TGE": k_TGE,
+        "v_TGE": v_TGE,
+        "positions_T": torch.randint(0, 50, (T,), generator=generator).to(DEVICE),
+        "cos_sin": torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE) if R else None,
+        "slot_mapping_T": slots_T.to(DEVICE),
+        "k_cache_BGPE": caches[0],
+        "v_cache_BGPE": caches[1],
+        "q_norm_weight_E": randn(E, dtype=dtype, seed=5) if has_norm else None,
+        "k_norm_weight_E": randn(E, dtype=dtype, seed=6) if has_norm else None,
+        "norm_eps": 1e-6,
+        "norm_weight_offset": 1.0,
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ROPE_SHAPES, ids=str)
+def test_rope_and_cache(shape: tuple[int, int, int, int, int, bool], dtype: torch.dtype) -> None:
+    inputs, expected = rope_inputs(shape, dtype), rope_inputs(shape, dtype)
+    rope_and_cache(*inputs.values())
+    reference.rope_and_cache(*expected.values())
+    for name in ("q_THE", "k_cache_BGPE"):
+        # a rotation adds two products of opposite sign: the error is relative to the larger one
+        torch.testing.assert_close(
+            inputs[name], expected[name], atol=3e-6 if dtype == torch.float32 else 2e-2, rtol=TOLERANCES[dtype][1]
+        )
+    for name in ("k_TGE", "v_TGE", "v_cache_BGPE"):
+        assert torch.equal(inputs[name], expected[name]), name

@@ -1,0 +1,225 @@
+"""Which file `--model` and `--gguf-file` mean: in folders, on a small local hub, without a network; clear errors."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from quire.errors import ConfigError, WeightsError
+from quire.gguf.file import is_gguf, open_gguf
+from quire.loader.gguf_choice import find_gguf
+from quire.loader.hub import resolve_model
+from tests.loader.local_hub import Hub
+
+GGUF = b"GGUF" + bytes(20)
+NAMES = (
+    "model-Q4_K_M.gguf",
+    "model-Q4_K_S.gguf",
+    "model.q8_0.gguf",
+    "model-F16.gguf",
+    "model-BF16.gguf",
+    "mmproj-model-F16.gguf",
+    "README.md",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in NAMES:
+        (tmp_path / name).write_bytes(GGUF)
+    for part in (1, 2):
+        (tmp_path / "big").mkdir(exist_ok=True)
+        (tmp_path / "big" / f"model-Q6_K-{part:05}-of-00002.gguf").write_bytes(GGUF)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [
+        ("Q4_K_M", "model-Q4_K_M.gguf"),
+        ("q4_k_s", "model-Q4_K_S.gguf"),
+        ("Q8_0", "model.q8_0.gguf"),
+        ("F16", "model-F16.gguf"),
+        ("bf16", "model-BF16.gguf"),
+        ("Q6_K", "big/model-Q6_K-00001-of-00002.gguf"),
+    ],
+)
+def test_a_type_behind_a_folder(wanted: str, name: str, folder: Path) -> None:
+    assert find_gguf(f"{folder}:{wanted}", None) == folder / name
+
+
+def failure(model: str | None, gguf_file: str | None = None, **arguments: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        find_gguf(model, gguf_file, **arguments)
+    return caught.value
+
+
+def test_a_type_that_is_not_there_lists_those_that_are(folder: Path) -> None:
+    message = failure(f"{folder}:Q5_K_M").message
+    assert "no GGUF model of type Q5_K_M" in message
+    assert "BF16, F16, Q4_K_M, Q4_K_S, Q6_K, q8_0" in message
+    assert "no GGUF model of type Q4_K" in failure(f"{folder}:Q4_K").message
+
+
+def test_a_folder_with_several_models(folder: Path) -> None:
+    assert f"{folder}:Q4_K_M" in failure(str(folder)).message
+
+
+def test_a_folder_with_one_model(tmp_path: Path) -> None:
+    (tmp_path / "only.gguf").write_bytes(GGUF)
+    assert find_gguf(str(tmp_path), None) == tmp_path / "only.gguf"
+
+
+def test_a_folder_of_a_checkpoint_stays_one(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    assert find_gguf(str(folder), None) is None
+    assert find_gguf(f"{folder}:Q8_0", None) == folder / "model.q8_0.gguf"
+
+
+def test_two_models_of_one_type(folder: Path) -> None:
+    (folder / "other-Q4_K_M.gguf").write_bytes(GGUF)
+    message = failure(f"{folder}:Q4_K_M").message
+    assert "several GGUF models of type Q4_K_M" in message
+    assert "--gguf-file model-Q4_K_M.gguf" in message
+
+
+def test_files_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "model-F16.gguf"
+    assert find_gguf(str(path), None) == path
+    assert find_gguf(None, str(path)) == path
+    assert find_gguf(str(folder), "model-F16.gguf") == path
+    assert find_gguf("some/hub-id", str(path)) == path, "a path needs no repository"
+    assert find_gguf(str(path.rename(folder / "no-suffix")), None) == folder / "no-suffix", "the suffix does not matter"
+
+
+def test_files_that_are_none(folder: Path) -> None:
+    (folder / "text.gguf").write_text("text")
+    assert "is not a GGUF file" in failure(str(folder / "text.gguf")).message
+    assert "is not a GGUF file" in failure(None, str(folder / "text.gguf")).message
+    assert "no such file" in failure(None, str(folder / "nothing.gguf")).message
+    assert "model-F16.gguf" in failure(str(folder), "nothing.gguf").message
+
+
+@pytest.mark.parametrize("model", [None, "", "org/model", "org/model:latest", "./missing:Q4_K_M_x y"])
+def test_names_that_mean_no_gguf(model: str | None) -> None:
+    assert find_gguf(model, None) is None
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    assert "No such folder" in failure(f"{tmp_path}/none:Q4_K_M").message
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x.gguf", "~nosuchuser/x:Q4_K_M", "x" * 300, "x" * 300 + ":Q4_K_M"])
+def test_paths_that_cannot_be_looked_for(name: str) -> None:
+    assert "cannot be looked for" in failure(name).message
+    assert "cannot be looked for" in failure(None, name).message
+    with pytest.raises(ConfigError, match="cannot be looked for"):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize("refused", ["open", "is_file"])
+def test_a_file_that_cannot_be_read(refused: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "model-F16.gguf"
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, refused, refuse)
+    for read in (is_gguf, open_gguf):
+        with pytest.raises(WeightsError, match="cannot be read: Permission denied"):
+            read(path)
+
+
+def test_a_folder_without_config_names_the_way() -> None:
+    with pytest.raises(ConfigError, match="No such folder"):
+        resolve_model("./none")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    split = {f"big/model-Q6_K-{part:05}-of-00002.gguf": GGUF for part in (1, 2)}
+    with Hub(dict.fromkeys(NAMES, GGUF) | split) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield server
+
+
+def files_below(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*.gguf")}
+
+
+@pytest.mark.parametrize("wanted", ["Q4_K_M", "q4_k_m"])
+def test_only_the_wanted_file_is_downloaded(wanted: str, hub: Hub, tmp_path: Path) -> None:
+    reports: list[tuple[str, float, str]] = []
+    path = find_gguf(
+        f"small/model:{wanted}", None, download_dir=str(tmp_path), progress=lambda *report: reports.append(report)
+    )
+    assert path is not None
+    assert path.read_bytes() == GGUF
+    assert files_below(tmp_path) == {"model-Q4_K_M.gguf"}
+    assert reports[-1][:2] == ("download", 1.0)
+
+
+def test_all_parts_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    path = find_gguf("small/model:Q6_K", None, download_dir=str(tmp_path))
+    assert path is not None
+    assert path.name == "model-Q6_K-00001-of-00002.gguf"
+    assert len(files_below(tmp_path)) == 2
+
+
+def test_two_models_of_one_type_are_noticed_before_the_download(hub: Hub, tmp_path: Path) -> None:
+    hub.files = {**hub.files, "other-Q4_K_M.gguf": GGUF}
+    message = failure("small/model:Q4_K_M", download_dir=str(tmp_path)).message
+    assert "several GGUF models of type Q4_K_M" in message
+    assert not files_below(tmp_path)
+
+
+def test_a_name_with_brackets(hub: Hub, tmp_path: Path) -> None:
+    hub.files = {"[a] model-Q4_0.gguf": GGUF, "a model-Q8_0.gguf": GGUF}
+    path = find_gguf("small/model:Q4_0", None, download_dir=str(tmp_path))
+    assert path is not None
+    assert files_below(tmp_path) == {"[a] model-Q4_0.gguf"}
+
+
+def test_a_hub_that_does_not_answer(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = find_gguf("small/model:Q8_0", None, download_dir=str(tmp_path))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        assert find_gguf("small/model:Q8_0", None, download_dir=str(tmp_path)) == first
+
+
+def test_a_file_of_a_repository(hub: Hub, tmp_path: Path) -> None:
+    path = find_gguf("small/model", "model.q8_0.gguf", download_dir=str(tmp_path))
+    assert path is not None
+    assert files_below(tmp_path) == {"model.q8_0.gguf"}
+    other = find_gguf("small/model", "big/model-Q6_K-00002-of-00002.gguf", download_dir=str(tmp_path))
+    assert other is not None
+    assert len(files_below(tmp_path)) == 3
+
+
+def test_a_repository_without_the_type(hub: Hub, tmp_path: Path) -> None:
+    message = failure("small/model:Q2_K", download_dir=str(tmp_path)).message
+    assert "BF16, F16, Q4_K_M, Q4_K_S, Q6_K, q8_0" in message
+    assert "model-Q4_K_M.gguf" in failure("small/model", "nothing.gguf", download_dir=str(tmp_path)).message
+    assert not files_below(tmp_path)
+
+
+def test_without_a_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = find_gguf("small/model:Q8_0", None, download_dir=str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.paths.clear()
+    assert find_gguf("small/model:Q8_0", None, download_dir=str(tmp_path)) == first
+    assert "F16" not in failure("small/model:F16", download_dir=str(tmp_path)).message.split("Expected")[1]
+    assert not hub.paths
+
+
+def test_an_unknown_repository(hub: Hub, tmp_path: Path) -> None:
+    assert "No folder and no model" in failure("nobody/nothing:Q4_0", download_dir=str(tmp_path)).message

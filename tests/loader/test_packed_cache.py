@@ -1,0 +1,309 @@
+"""Packed weights kept in a file: the same model comes out of it, and only the right file is believed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import quire.demo
+from quire.kernels import cpu
+from quire.kernels.dense import linear, pack_linear
+from quire.kernels.grouped import grouped_linear, pack_grouped
+from quire.kernels.grouped_weight import GroupedWeight
+from quire.loader import packed_cache
+from quire.loader.load import load_model
+from quire.loader.packed_cache import PackedCache
+from quire.model_config import load_model_config
+from quire.models.registry import CausalLM
+from quire.weight_format import ON_LOAD
+from tests.loader.paged_run import PagedRun
+from tests.models.test_quantization_config import GPTQ
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="only packed weights are kept")
+
+PROMPT = [5, 300, 7, 42]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "packed-weights"
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(quire.demo.path("draft"), tmp_path / "draft"))
+
+
+def load(folder: Path, max_model_len: int = 128, **arguments: str) -> CausalLM:
+    config = replace(load_model_config(folder), max_model_len=max_model_len)
+    model = load_model(config, torch.bfloat16, packed_weights_cache=True, **arguments)
+    join()
+    return model
+
+
+def join() -> None:
+    """Wait until what is written has its name."""
+    for thread in threading.enumerate():
+        if thread.name == packed_cache.THREAD_NAME:
+            thread.join()
+
+
+def logits(model: CausalLM) -> torch.Tensor:
+    return PagedRun(model, torch.bfloat16).step({0: PROMPT})[0]
+
+
+def kept(cache: Path) -> Path:
+    (file,) = cache.iterdir()
+    return file
+
+
+@pytest.mark.parametrize("quantization", [None, *ON_LOAD])
+def test_the_second_load_maps_the_same_weights(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    packed = load(model_folder, quantization=quantization)
+    monkeypatch.setattr("quire.loader.safetensors.Checkpoint.tensors", None)
+    mapped = load(model_folder, quantization=quantization)
+    assert packed.mapped_bytes == 0
+    assert mapped.mapped_bytes >= mapped.weight_bytes() == packed.weight_bytes()
+    assert torch.equal(logits(mapped), logits(packed))
+
+
+def test_every_form_comes_back(model_folder: Path) -> None:
+    N, K, bits, group_size = 96, 128, 4, 32
+    weight = GroupedWeight(
+        codes_NK=torch.randint(16, (N, K), dtype=torch.uint8),
+        bits=bits,
+        group_size=group_size,
+        scales_NG=torch.rand(N, K // group_size).half(),
+        zeros_NG=torch.randint(16, (N, K // group_size), dtype=torch.uint8),
+        order_K=torch.randperm(K),
+    )
+    held = {
+        "a": {"weight": pack_grouped(weight), "bias": torch.rand(N)},
+        "b": {"weight": pack_linear(torch.rand(N, K))},
+    }
+    cache = PackedCache(load_model_config(model_folder), torch.float32, None, [])
+    cache.write(held)
+    join()
+    found = cache.read()
+    assert found is not None
+    x_TK = torch.rand(3, K)
+    assert torch.equal(grouped_linear(x_TK, found["a"]["weight"]), grouped_linear(x_TK, held["a"]["weight"]))
+    assert torch.equal(linear(x_TK, found["b"]["weight"]), linear(x_TK, held["b"]["weight"]))
+    assert torch.equal(found["a"]["bias"], held["a"]["bias"])
+
+
+def test_a_form_that_is_not_known_is_not_kept(model_folder: Path, cache: Path) -> None:
+    PackedCache(load_model_config(model_folder), torch.float32, None, []).write({"a": {"weight": object()}})
+    assert not cache.exists()
+
+
+def test_a_mapped_model_does_not_write_to_the_file(model_folder: Path, cache: Path) -> None:
+    load(model_folder)
+    before = kept(cache).read_bytes()
+    mapped = load(model_folder)
+    next(iter(mapped.held().values()))["weight"].data.zero_()
+    assert kept(cache).read_bytes() == before
+
+
+def test_formats_have_files_of_their_own(model_folder: Path, cache: Path) -> None:
+    for quantization in (None, "int8", "int4", None, "int8"):
+        load(model_folder, quantization=quantization)
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_other_lengths_share_a_file_also_across_processes(model_folder: Path, cache: Path) -> None:
+    load(model_folder)
+    script = (
+        "import sys; from tests.loader.test_packed_cache import Path, load; "
+        "print(load(Path(sys.argv[1]), max_model_len=64).mapped_bytes)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script, model_folder], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) < kept(cache).stat().st_size
+
+
+def test_quantized_checkpoints_have_the_same_key_at_every_start(model_folder: Path) -> None:
+    """Python orders sets of texts differently in each process."""
+    path = model_folder / "config.json"
+    quantized = {"quant_method": "fp8", "ignored_layers": ["lm_head", *(f"model.layers.{i}" for i in range(20))]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantized}))
+    script = (
+        "import sys, torch; from tests.loader.test_packed_cache import PackedCache, load_model_config; "
+        "print(PackedCache(load_model_config(sys.argv[1]), torch.bfloat16, None, [])._key)"
+    )
+    keys = set()
+    for seed in (1, 2):
+        environment = os.environ | {"PYTHONHASHSEED": str(seed)}
+        done = subprocess.run(
+            [sys.executable, "-c", script, model_folder],
+            cwd=Path(__file__).parents[2],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        keys.add(done.stdout)
+    assert len(keys) == 1
+
+
+def test_patterns_that_differ_far_behind_have_keys_of_their_own(model_folder: Path) -> None:
+    path, long = model_folder / "config.json", "x" * 200
+    config, keys = json.loads(path.read_text()), []
+    for end in "ab":
+        path.write_text(json.dumps(config | {"quantization_config": GPTQ | {"dynamic": {f"-:{long}{end}": {}}}}))
+        keys.append(PackedCache(load_model_config(model_folder), torch.float32, None, [])._key)
+    assert keys[0] != keys[1]
+
+
+def test_only_this_user_can_read_it(model_folder: Path, cache: Path) -> None:
+    load(model_folder)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert kept(cache).stat().st_mode & 0o777 == 0o600
+
+
+def flip(position: int) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        with file.open("r+b") as opened:
+            opened.seek(position)
+            byte = opened.read(1)[0]
+            opened.seek(position)
+            opened.write(bytes([byte ^ 1]))
+
+    return damage
+
+
+def link(file: Path) -> None:
+    shutil.copy(file, file.parent.parent / "elsewhere")
+    file.unlink()
+    file.symlink_to(file.parent.parent / "elsewhere")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "magic": flip(0),
+    "length": flip(8),
+    "digest": flip(16),
+    "header": flip(200),
+    "empty": lambda file: os.truncate(file, 0),
+    "no header": lambda file: os.truncate(file, 100),
+    "cut": lambda file: os.truncate(file, file.stat().st_size - packed_cache.ALIGNMENT),
+    "longer": lambda file: os.truncate(file, file.stat().st_size + packed_cache.ALIGNMENT),
+    "writable for others": lambda file: file.chmod(0o622),
+    "a link": link,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_cannot_be_believed_is_written_anew(model_folder: Path, cache: Path, damage: str) -> None:
+    expected = logits(load(model_folder))
+    DAMAGES[damage](kept(cache))
+    model = load(model_folder)
+    assert model.mapped_bytes == 0
+    assert torch.equal(logits(model), expected)
+    assert load(model_folder).mapped_bytes > 0, "not written anew"
+
+
+def test_another_checkpoint_in_the_same_folder_is_noticed(model_folder: Path, cache: Path) -> None:
+    load(model_folder)
+    file = model_folder / "model.safetensors"
+    status = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(status.st_size - 4096)
+        opened.write(bytes(4096))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    changed = load(model_folder)
+    assert changed.mapped_bytes == 0
+    assert torch.equal(logits(load(model_folder)), logits(changed))
+    kept(cache)  # the old one is gone
+
+
+def test_another_version_of_the_code_is_noticed(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(model_folder)
+    monkeypatch.setattr(packed_cache, "_code_identity", lambda: "another")
+    assert load(model_folder).mapped_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["weight_format.py", "hf_config/layer_format.py", "kernels/triton/grouped.py"])
+def test_all_code_counts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_cache, "__file__", str(tmp_path / "package" / "loader" / "packed_cache.py"))
+    file = tmp_path / "package" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("before")
+    before = packed_cache._code_identity()
+    file.write_text("after")
+    assert packed_cache._code_identity() != before
+
+
+def test_a_folder_others_can_write_to_is_not_used(model_folder: Path, cache: Path) -> None:
+    load(model_folder)
+    before = kept(cache).stat()
+    cache.chmod(0o777)
+    assert load(model_folder).mapped_bytes == 0
+    assert kept(cache).stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_a_full_disk_is_no_error(model_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
+    assert load(model_folder).mapped_bytes == 0
+    assert list(cache.iterdir()) == []
+
+
+def test_a_disk_that_fills_leaves_nothing(model_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(packed_cache, "_write_tensors", fail)
+    assert load(model_folder).mapped_bytes == 0
+    assert list(cache.iterdir()) == []
+
+
+def test_what_another_process_writes_is_left_alone(model_folder: Path, cache: Path) -> None:
+    load(model_folder)
+    scratch = kept(cache).with_suffix(".writing")
+    kept(cache).unlink()
+    scratch.write_bytes(b"half of it")
+    with scratch.open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        load(model_folder)
+    assert kept(cache).read_bytes() == b"half of it"
+    load(model_folder)
+    assert kept(cache).suffix == ".packed", "what a killed process has left is written over"
+
+
+def test_without_the_setting_nothing_is_written(model_folder: Path, cache: Path) -> None:
+    load_model(load_model_config(model_folder), torch.bfloat16)
+    assert not cache.exists()
+
+
+def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packed_cache.folder() == tmp_path / "cache" / "packed-weights"
+    monkeypatch.delenv("QUIRE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert packed_cache.folder() == tmp_path / "quire" / "packed-weights"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert packed_cache.folder() == tmp_path / "home" / ".cache" / "quire" / "packed-weights"
+
+
+def test_what_is_not_kept_is_said(model_folder: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(model_folder, load_format="dummy")
+    assert "no packed weights are kept" in caplog.text
+    assert not cache.exists()

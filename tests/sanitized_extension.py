@@ -1,0 +1,28 @@
+"""Pytest plugin of `make test-sanitize`: the tests run on the extension in QUIRE_SANITIZED_EXTENSION, which was built
+with AddressSanitizer and UndefinedBehaviorSanitizer. A finding ends the process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+VARIABLE = "QUIRE_SANITIZED_EXTENSION"
+
+
+def load() -> None:
+    """Put the sanitized extension in the place of the usual one, before anything has imported that."""
+    (file,) = Path(os.environ[VARIABLE]).glob("_C.*.so")
+    spec = importlib.util.spec_from_file_location("quire._C", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    import quire
+
+    assert "quire._C" not in sys.modules, "the usual extension is loaded already"
+    sys.modules["quire._C"] = quire._C = module
+
+
+load()

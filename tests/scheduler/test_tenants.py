@@ -1,0 +1,73 @@
+"""What one tenant can learn of another's prompts through the prefix cache: with salts of their own, nothing.
+
+Time to first token is a function of the work that is scheduled, plus noise that knows no prompt. So instead of a
+statistical test of times, which would pass or fail by the machine's mood, the work itself is compared, exactly: every
+batch of every step, and all that a tenant is told. If these are equal whatever the other one's prompts say, no
+statistic over times can tell them apart.
+
+What stays visible is how much others compute and cache, because memory is shared; not what.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.driver import Driver, request
+
+# (whose: 0 the victim, 1 the other one; prompt; output tokens; steps until the next)
+Traffic = list[tuple[int, list[int], int, int]]
+
+# Few tokens and short blocks: prompts of the two tenants often begin alike.
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
+TRAFFIC = st.lists(st.tuples(st.integers(0, 1), PROMPTS, st.integers(1, 6), st.integers(0, 3)), min_size=2, max_size=12)
+
+
+def renamed(prompt: list[int]) -> list[int]:
+    """Another text with the same repetitions: what the victim shares with itself stays, with others nothing does."""
+    return [token + 1000 for token in prompt]
+
+
+def world(traffic: Traffic, salts: tuple[str | None, str | None], num_blocks: int) -> list[Any]:
+    """Everything that takes time, and everything that is answered to the second tenant, in order."""
+    driver = Driver(num_blocks=num_blocks, block_size=2, max_num_batched_tokens=16, max_num_seqs=4)
+    seen: list[Any] = []
+
+    def step() -> None:
+        seen.extend(
+            (delta.num_cached_tokens, delta.num_preemptions, len(delta.token_ids), delta.finish_reason)
+            for delta in driver.step()
+            if delta.request_id.startswith("1-")
+        )
+
+    for index, (tenant, prompt, max_tokens, num_steps) in enumerate(traffic):
+        driver.add(request(f"{tenant}-{index}", prompt, max_tokens, cache_salt=salts[tenant]))
+        for _ in range(num_steps):
+            step()
+    while driver.core.has_work():
+        step()
+    work = [(batch.num_scheduled_tokens, batch.num_computed_tokens, batch.block_copies) for batch in driver.batches]
+    return [seen, work]
+
+
+def changed(traffic: Traffic) -> Traffic:
+    """The same traffic, in which the victim says something else."""
+    return [(t, prompt if t else renamed(prompt), *rest) for t, prompt, *rest in traffic]  # type: ignore[misc]
+
+
+@settings(deadline=None, max_examples=150)
+@given(traffic=TRAFFIC, num_blocks=st.sampled_from([16, 20, 64]))
+def test_with_salts_the_work_does_not_depend_on_what_the_other_tenant_says(traffic: Traffic, num_blocks: int) -> None:
+    salts = ("victim", "other")
+    assert world(traffic, salts, num_blocks) == world(changed(traffic), salts, num_blocks)
+
+
+@pytest.mark.parametrize(("salts", "is_seen"), [((None, None), True), (("a", "a"), True), (("a", "b"), False)])
+def test_a_guess_of_a_prompt_shows_without_salts_only(salts: tuple[str | None, str | None], is_seen: bool) -> None:
+    """The attack: send what the victim may have sent, and look at the cached tokens and the work."""
+    secret = [0, 1, 1, 0, 1, 0, 0, 1, 1]
+    traffic: Traffic = [(0, secret, 2, 3), (1, secret, 2, 3)]
+    assert (world(traffic, salts, 64) != world(changed(traffic), salts, 64)) is is_seen

@@ -1,0 +1,82 @@
+"""Pages of KV blocks are taken ahead of use, in order, up to the lead, and keep what was written."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from quire.cost import devices
+from quire.forward_batch import LayerCache
+from quire.scheduler.block_pool import BlockPool
+from quire.worker import kv_cache
+from quire.worker.prefault import Prefault
+
+MIB = 1 << 20
+NUM_BLOCKS = 8192  # of 4 KiB in each of four tensors: 128 MiB
+BLOCK_BYTES = 4 * 4096
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise with MADV_POPULATE_WRITE")
+
+
+def allocate() -> list[LayerCache]:
+    return kv_cache.allocate(2, NUM_BLOCKS, 2, 16, 64, torch.bfloat16, torch.device("cpu"))
+
+
+def run(prefault: Prefault, num_ever_used: int) -> int:
+    """Steps until nothing is to be done."""
+    steps = 0
+    while prefault.step(num_ever_used):
+        steps += 1
+    return steps
+
+
+def test_the_lead_is_taken_and_no_more() -> None:
+    caches = allocate()
+    prefault = Prefault(caches, lead_bytes=64 * MIB)
+    before = devices.resident_memory_bytes()
+    assert run(prefault, 0) > 10, "in steps that are short"
+    grown = devices.resident_memory_bytes() - before
+    assert 60 * MIB < grown < 76 * MIB  # huge pages are whole
+    assert run(prefault, 0) == 0
+    run(prefault, NUM_BLOCKS)  # everything was in use once
+    assert devices.resident_memory_bytes() - before < grown + 4 * MIB
+
+
+def test_it_goes_on_where_use_has_come_to() -> None:
+    caches = allocate()
+    prefault = Prefault(caches, lead_bytes=16 * MIB)
+    run(prefault, 0)
+    before = devices.resident_memory_bytes()
+    run(prefault, 16 * MIB // BLOCK_BYTES)
+    assert 12 * MIB < devices.resident_memory_bytes() - before < 28 * MIB
+
+
+def test_what_was_written_stays() -> None:
+    caches = allocate()
+    for cache in caches:
+        cache.k_BGPE[:100] = 3.0
+    run(Prefault(caches, lead_bytes=1 << 30, free_bytes=lambda: 1 << 40), 0)
+    assert all(bool((cache.k_BGPE[:100] == 3.0).all()) for cache in caches)
+
+
+def test_it_leaves_memory_to_others() -> None:
+    free = 100 * MIB
+    prefault = Prefault(allocate(), lead_bytes=64 * MIB, free_bytes=lambda: free)
+    assert run(prefault, 0) == 0
+    free = 128 * MIB
+    assert run(prefault, 0) > 0
+
+
+def test_new_blocks_are_handed_out_in_order() -> None:
+    """What the lead is counted from."""
+    pool = BlockPool(8, 16)
+    first = pool.allocate(3)
+    assert pool.num_ever_used == 3
+    pool.register(first[0], b"hash")
+    pool.release(first)
+    pool.allocate(4)
+    assert pool.num_ever_used == 5, "two came back, two are new"
+    pool.allocate(4)
+    assert pool.num_ever_used == 8
