@@ -23,6 +23,7 @@ from quire.cost import devices
 from quire.errors import ConfigError, InvalidRequestError, QuireError
 from quire.first_screen import show_header, show_ready
 from quire.frontend.chat_template import check_template_kwargs
+from quire.interrupt import interrupts_between_steps
 from quire.kernels import extension
 from quire.launch import DEMO_MODEL_NAME, FrontEndParts, open_model, start_async_engine
 from quire.listen import BACKLOG, Listener, allowed_hosts, check_guarded
@@ -55,11 +56,10 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
     api_keys = server_config.api_key or tuple(key for key in [envs.API_KEY.get()] if key)
     check_guarded(server_config, api_keys)
     template_kwargs = _default_template_kwargs(server_config)
-    listener = Listener(server_config)
     device = devices.detect(extension.chosen_isa())
     name = engine_config.model or DEMO_MODEL_NAME
     display = StartDisplay(on_first=partial(show_header, name, device, has_gpu=devices.has_gpu()))
-    _leave_on_interrupt(display, listener)
+    listener = _bind(server_config, display)
     try:
         parts = open_model(engine_config, display.update)
         names = engine_config.served_model_name or (parts.model_name,)
@@ -97,19 +97,24 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
         listener.close()
 
 
-def _leave_on_interrupt(display: StartDisplay, listener: Listener) -> None:
-    """Ctrl-C ends the process at once while it loads: the threads of a download would be waited for."""
+def _bind(config: ServerConfig, display: StartDisplay) -> Listener:
+    """Take the address. Ctrl-C from here on ends the process at once: the threads of a download would be waited for."""
+    listener: Listener | None = None
 
     def leave(number: int, frame: FrameType | None) -> None:
         try:
             display.close()
-            listener.close()
+            if listener is not None:
+                listener.close()
             _clear_line()
             logs.say("interrupted")
         finally:
             os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, leave)
+    with interrupts_between_steps():  # a Unix socket whose listener is not known yet would stay
+        listener = Listener(config)
+    return listener
 
 
 def _clear_line() -> None:

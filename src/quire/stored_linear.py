@@ -13,9 +13,7 @@ from quire.errors import ModelConfigError
 from quire.gguf.types import FLOAT_TYPES, TensorType
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint
-from quire.weight_format import GGUF, Fp8Format, GroupedFormat, WeightFormat
-
-_FP8_UNIT = 32  # columns: groups of the kernels are whole steps
+from quire.weight_format import FP8_UNIT, GGUF, Fp8Format, GroupedFormat, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +132,11 @@ def held_form(source: LayerFormat, K: int) -> WeightFormat:
 
 
 def _check_sizes(source: LayerFormat, name: str, N: int, K: int) -> None:
-    if source.block is not None and source.block[1] < K and source.block[1] % _FP8_UNIT:
+    if source.block is not None and source.block[1] < K and source.block[1] % FP8_UNIT:
         raise ModelConfigError(
             f"{name} has scales per block of columns of a width that is not read",
             value=source.block[1],
-            expected=f"a multiple of {_FP8_UNIT}",
+            expected=f"a multiple of {FP8_UNIT}",
             fix="Use the unquantized checkpoint of the model with --quantization fp8",
         )
     per_word = 32 // source.bits

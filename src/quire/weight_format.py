@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_PANEL_WIDTH = 64  # kPanelWidth of csrc/include/quire/kernels/grouped_layout.h
-_ROW_UNIT = 64  # a row of codes in an AMX tile
-_FP8_STEP = 32  # kBf16KUnit of csrc/include/quire/kernels/gemm.h
+PANEL_WIDTH = 64  # columns that are packed together: kPanelWidth of csrc/include/quire/kernels/grouped_layout.h
+ROW_UNIT = 64  # a row of codes in an AMX tile
+FP8_UNIT = 32  # columns of a step: kBf16KUnit of csrc/include/quire/kernels/gemm.h
 
 _NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 
@@ -36,14 +36,14 @@ class GroupedFormat:
 
     def group_size_of(self, K: int) -> int:
         """Elements per group of a weight with K in-features."""
-        return self.group_size or -(-K // _ROW_UNIT) * _ROW_UNIT
+        return self.group_size or -(-K // ROW_UNIT) * ROW_UNIT
 
     def num_bytes(self, N: int, K: int) -> int:
         """Bytes of a packed weight [N, K], padding and numbers of groups included."""
         group_size = self.group_size_of(K)
         num_groups = -(-K // group_size)
         num_supers = -(-num_groups // self.super_size)
-        num_rows = -(-N // _PANEL_WIDTH) * _PANEL_WIDTH
+        num_rows = -(-N // PANEL_WIDTH) * PANEL_WIDTH
         group_bytes = _NUMBER_BYTES[self.scales] + _NUMBER_BYTES[self.offsets] + group_size * self.bits // 8
         super_bytes = 2 * ((self.scales == "int8") + (self.offsets == "int8"))
         return num_rows * (num_groups * group_bytes + num_supers * super_bytes) + 4 * K * self.is_ordered
@@ -76,12 +76,12 @@ class Fp8Format:
 
     def group_size_of(self, K: int) -> int:
         """Elements per group of a weight with K in-features."""
-        return self.group_size or -(-K // _FP8_STEP) * _FP8_STEP
+        return self.group_size or -(-K // FP8_UNIT) * FP8_UNIT
 
     def num_bytes(self, N: int, K: int) -> int:
         """Bytes of a packed weight [N, K], padding and scales included."""
-        num_rows, num_groups = -(-N // _PANEL_WIDTH) * _PANEL_WIDTH, -(-K // self.group_size_of(K))
-        return num_rows * (_NUMBER_BYTES["float32"] * num_groups + -(-K // _FP8_STEP) * _FP8_STEP)
+        num_rows, num_groups = -(-N // PANEL_WIDTH) * PANEL_WIDTH, -(-K // self.group_size_of(K))
+        return num_rows * (_NUMBER_BYTES["float32"] * num_groups + -(-K // FP8_UNIT) * FP8_UNIT)
 
 
 WeightFormat = GroupedFormat | Fp8Format

@@ -95,6 +95,32 @@ def test_a_unix_socket_is_removed_on_interrupt_while_loading(tmp_path: Path) -> 
     assert not path.exists()
 
 
+INTERRUPTED_WHILE_BINDING = """
+import os, signal, sys
+from quire import listen
+from quire.cli.main import main
+
+bind = listen._bind_path
+
+def bind_path(path):
+    bound = bind(path)
+    os.kill(os.getpid(), signal.SIGINT)
+    return bound
+
+listen._bind_path = bind_path
+sys.exit(main())
+"""
+
+
+def test_a_unix_socket_is_removed_on_interrupt_while_it_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    command = [sys.executable, "-c", INTERRUPTED_WHILE_BINDING, "serve", "--uds", str(path), *SMALL]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (130, ""), result.stderr
+    assert "interrupted" in result.stderr
+    assert not path.exists()
+
+
 def test_whose_path_it_is(tmp_path: Path) -> None:
     """A dead server's socket is replaced, a living one's and other files are left alone."""
     path = str(tmp_path / "s")

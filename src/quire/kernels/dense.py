@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import cpu
-
-PANEL_WIDTH = 64  # kPanelWidth of csrc/include/quire/kernels/grouped_layout.h
+from quire.weight_format import PANEL_WIDTH
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,6 @@ def linear(
         assert out.stride(1) == 1, "the last dimension of out is not contiguous"
         assert out_dtype is None or out_dtype == out.dtype, f"out is {out.dtype}, out_dtype is {out_dtype}"
     if packed.is_packed:
-        if x_TK.stride(1) != 1:
-            x_TK = x_TK.contiguous()
-        if bias_N is not None and bias_N.stride(0) != 1:
-            bias_N = bias_N.contiguous()
         cpu.gemm(x_TK, packed.data, packed.N, bias_N, out)
         return out
     bias = None if bias_N is None else bias_N.to(x_TK.dtype)

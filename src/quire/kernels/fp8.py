@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu, reference
-from quire.kernels.dense import PANEL_WIDTH
 from quire.kernels.fp8_weight import Fp8Weight
-
-_K_UNIT = 32  # kBf16KUnit of csrc/include/quire/kernels/gemm.h
+from quire.weight_format import PANEL_WIDTH, Fp8Format
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
     if weight_NK.stride(1) != 1:
         weight_NK = weight_NK.contiguous()
     codes_NK, scales_N = cpu.fp8_quantize(weight_NK)
-    return Fp8Weight(codes_NK, scales_N[:, None], _whole_row(weight_NK.shape[1]))
+    return Fp8Weight(codes_NK, scales_N[:, None], Fp8Format(None).group_size_of(weight_NK.shape[1]))
 
 
 def pack_fp8(weight: Fp8Weight) -> PackedFp8:
@@ -83,10 +81,6 @@ def fp8_linear(
         assert packed.weight is not None
         return reference.fp8_linear(x_TK, packed.weight, bias_N, out_dtype)
     out_TN = torch.empty((x_TK.shape[0], packed.N), dtype=out_dtype)
-    if x_TK.stride(1) != 1:
-        x_TK = x_TK.contiguous()
-    if bias_N is not None and bias_N.stride(0) != 1:
-        bias_N = bias_N.contiguous()
     cpu.gemm(x_TK, packed.data, packed.N, bias_N, out_TN, fp8_group_size=packed.group_size)
     return out_TN
 
@@ -96,10 +90,6 @@ def fp8_rows(packed: PackedFp8, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
     assert rows_T.dim() == 1, f"rows must be [T], got shape {tuple(rows_T.shape)}"
     weight = _unpacked_rows(packed, rows_T) if packed.weight is None else packed.weight.rows(rows_T)
     return reference.dequantize_fp8(weight).to(dtype)
-
-
-def _whole_row(K: int) -> int:
-    return -(-K // _K_UNIT) * _K_UNIT
 
 
 def _unpacked_rows(packed: PackedFp8, rows_T: Tensor) -> Fp8Weight:

@@ -7,15 +7,15 @@ Dimensions: T tokens, K in-features, N out-features, G groups along K.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels import cpu, reference
-from quire.kernels.dense import PANEL_WIDTH
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.weight_format import GroupedFormat
+from quire.weight_format import PANEL_WIDTH, GroupedFormat
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PackedGrouped:
     """An integer weight in the form `grouped_linear` reads. Opaque: the layout belongs to the path that packed it.
 
     `data` is the kernels' panel layout (uint8), beside it the order of its columns (int32); where ops run on plain
-    torch, `weight` is kept instead. `form` is `format` as the kernels take it.
+    torch, `weight` is kept instead.
     """
 
     data: Tensor | None
@@ -32,7 +32,11 @@ class PackedGrouped:
     N: int
     K: int
     format: GroupedFormat
-    form: tuple[int, ...]
+
+    @cached_property
+    def form(self) -> tuple[int, ...]:
+        """`format` as the kernels take it."""
+        return cpu.grouped_form(self.format)
 
     @property
     def is_packed(self) -> bool:
@@ -63,7 +67,7 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWe
 
 def pack_grouped(weight: GroupedWeight) -> PackedGrouped:
     """Bring a weight into the form `grouped_linear` reads; a copy on the kernels."""
-    shape = (*weight.shape, weight.format, cpu.grouped_form(weight.format))
+    shape = (*weight.shape, weight.format)
     if not (cpu.available() and weight.codes_NK.device.type == "cpu"):
         return PackedGrouped(None, None, weight, *shape)
     contiguous: dict[str, Any] = {
@@ -91,10 +95,6 @@ def grouped_linear(
         assert packed.weight is not None
         return reference.grouped_linear(x_TK, packed.weight, bias_N, out_dtype)
     out_TN = torch.empty((x_TK.shape[0], packed.N), dtype=out_dtype)
-    if x_TK.stride(1) != 1:
-        x_TK = x_TK.contiguous()
-    if bias_N is not None and bias_N.stride(0) != 1:
-        bias_N = bias_N.contiguous()
     cpu.gemm(x_TK, packed.data, packed.N, bias_N, out_TN, packed.form, packed.order_K)
     return out_TN
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels import kv_codes
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import GroupedWeight
+from quire.weight_format import Fp8Format
 
 # Below this the reciprocal overflows float32 and sampling is greedy.
 SMALLEST_TEMPERATURE = 2.0**-128
@@ -35,7 +36,7 @@ def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
     scale_N1 = weight_NK.abs().amax(1, keepdim=True) / torch.tensor(448.0)
     scale_N1 = torch.where(weight_NK.isfinite().all(1, keepdim=True), scale_N1, math.nan)
     scaled_NK = torch.where(scale_N1 > 0, weight_NK / scale_N1, 0).clamp(-448, 448)
-    return Fp8Weight(scaled_NK.to(torch.float8_e4m3fn), scale_N1, -(-weight_NK.shape[1] // 32) * 32)
+    return Fp8Weight(scaled_NK.to(torch.float8_e4m3fn), scale_N1, Fp8Format(None).group_size_of(weight_NK.shape[1]))
 
 
 def dequantize_fp8(weight: Fp8Weight) -> Tensor:

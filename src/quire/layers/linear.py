@@ -90,8 +90,7 @@ class Linear:
         if not all(tensor.is_complete for tensor in self.tensors.values()) or not (bias is None or bias.is_complete):
             return
         if bias is not None:
-            assert bias.data is not None
-            self.bias = bias.data.clone() if bias.is_borrowed else bias.data
+            self.bias = bias.owned
         arrived = [*self.tensors.values(), *([bias] if bias is not None else [])]
         self.scheme.finalize(self)
         for tensor in arrived:  # the slots live as long as the model: without this they hold every weight a second time

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.hf_config.layer_format import LayerFormat
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.quantization.packed import INT32, order_of, pack, problem_of_order, unpack
+from quire.quantization.packed import INT32, add_order, ordered, pack, unpack
 from quire.quantization.scheme import CheckedTensor, LinearLayer, ShardedTensor
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -33,22 +33,16 @@ class PackQuantized:
         if source.has_zeros:
             zeros = [(size // P, G) for size in sizes]
             layer.tensors["weight_zero_point"] = ShardedTensor(zeros, torch.int32, 0, INT32)
-        if source.has_order:
-            layer.tensors["weight_g_idx"] = ShardedTensor([(K,)], torch.int32, accepts=_INTEGERS)
-        else:
-            problem = partial(problem_of_order, group_size=group_size)
-            layer.checked_tensors["weight_g_idx"] = CheckedTensor(tuple((K,) for _ in sizes), _INTEGERS, problem)
+        add_order(layer, "weight_g_idx", source, group_size, _INTEGERS)
         problem = partial(_problem_of_shape, sizes=sizes, K=K)
         layer.checked_tensors["weight_shape"] = CheckedTensor(tuple((2,) for _ in sizes), _INTEGERS, problem)
 
     def unpack(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> GroupedWeight:
         codes_NK = unpack(layer.tensors["weight_packed"].whole, source.bits)[:, : layer.in_features]
-        zeros_NG = order_K = None
+        zeros_NG = None
         if source.has_zeros:
             zeros_NG = unpack(layer.tensors["weight_zero_point"].whole.T, source.bits).T
-        if source.has_order:
-            order_K = order_of(layer.tensors["weight_g_idx"].whole, group_size)
-            codes_NK = codes_NK[:, order_K]
+        codes_NK, order_K = ordered(codes_NK, layer.tensors.get("weight_g_idx"), group_size)
         return GroupedWeight(
             codes_NK=codes_NK,
             bits=source.bits,

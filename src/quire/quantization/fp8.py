@@ -15,7 +15,7 @@ from quire.errors import WeightsError
 from quire.hf_config.layer_format import LayerFormat
 from quire.kernels.fp8 import fp8_linear, fp8_rows, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
-from quire.quantization.scheme import FLOATS, CheckedTensor, LinearLayer, ShardedTensor, plain_weight
+from quire.quantization.scheme import FLOATS, CheckedTensor, LinearLayer, ShardedTensor, check_finite, plain_weight
 from quire.weight_format import Fp8Format
 
 
@@ -61,16 +61,15 @@ class Fp8Checkpoint(_Fp8):
         layer.checked_tensors["input_scale"] = CheckedTensor(scalars, FLOATS, lambda _: None, also=((),))
 
     def finalize(self, layer: LinearLayer) -> None:
-        codes, scales_NG = layer.tensors["weight"], layer.tensors[self._source.scale_name].whole
+        codes, scales = layer.tensors["weight"], layer.tensors[self._source.scale_name]
         layer.tensors.clear()
-        if not scales_NG.isfinite().all():
-            raise WeightsError("a scale is not a finite number")
-        if (scales_NG < 0).any():
+        check_finite(scales.whole)
+        if (scales.whole < 0).any():
             raise WeightsError("a scale is negative")
         group_size = self._held.group_size_of(layer.in_features)
-        layer.weight = pack_fp8(Fp8Weight(codes.whole, scales_NG, group_size))
-        if codes.is_borrowed and not layer.weight.is_packed:  # kept as it came: nothing may hold the checkpoint's file
-            layer.weight = pack_fp8(Fp8Weight(codes.whole.clone(), scales_NG.clone(), group_size))
+        layer.weight = pack_fp8(Fp8Weight(codes.whole, scales.whole, group_size))
+        if not layer.weight.is_packed:
+            layer.weight = pack_fp8(Fp8Weight(codes.owned, scales.owned, group_size))
 
 
 class _ChannelScales(ShardedTensor):

@@ -12,7 +12,7 @@ from quire.gguf.types import TensorType
 from quire.kernels.grouped import pack_grouped
 from quire.quantization.gguf_blocks import unpack_blocks
 from quire.quantization.grouped import Grouped
-from quire.quantization.scheme import LinearLayer, ShardedTensor
+from quire.quantization.scheme import LinearLayer, ShardedTensor, check_finite
 
 
 class GgufBlocks(Grouped):
@@ -36,6 +36,7 @@ class GgufBlocks(Grouped):
             )
         numbers = weight.scales_NG if weight.super_scales_NS is None else weight.super_scales_NS
         offsets = weight.minima_NG if weight.super_minima_NS is None else weight.super_minima_NS
-        if not numbers.isfinite().all() or not (offsets is None or offsets.isfinite().all()):
-            raise WeightsError("a scale is not a finite number")
+        check_finite(numbers)
+        if offsets is not None:
+            check_finite(offsets)
         layer.weight = pack_grouped(weight)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.hf_config.layer_format import LayerFormat
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.quantization.packed import INT32, order_of, pack, problem_of_order, unpack
+from quire.quantization.packed import INT32, add_order, ordered, pack, unpack
 from quire.quantization.scheme import CheckedTensor, LinearLayer, ShardedTensor
 
 
@@ -33,21 +33,15 @@ class GPTQ:
         else:
             problem = partial(_problem_of_zeros, bits=source.bits)
             layer.checked_tensors["qzeros"] = CheckedTensor(tuple(zeros), INT32, problem)
-        if source.has_order:
-            layer.tensors["g_idx"] = ShardedTensor([(K,)], torch.int32, accepts=INT32)
-        else:
-            problem = partial(problem_of_order, group_size=group_size)
-            layer.checked_tensors["g_idx"] = CheckedTensor(tuple((K,) for _ in sizes), INT32, problem)
+        add_order(layer, "g_idx", source, group_size, INT32)
 
     def unpack(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> GroupedWeight:
         codes_NK = unpack(layer.tensors["qweight"].whole.T, source.bits)
-        zeros_NG = order_K = None
+        zeros_NG = None
         if source.has_zeros:
             largest = (1 << source.bits) - 1  # stands for 0 in files of the first version
             zeros_NG = (unpack(layer.tensors["qzeros"].whole, source.bits) + source.zero_offset & largest).T
-        if source.has_order:
-            order_K = order_of(layer.tensors["g_idx"].whole, group_size)
-            codes_NK = codes_NK[:, order_K]
+        codes_NK, order_K = ordered(codes_NK, layer.tensors.get("g_idx"), group_size)
         return GroupedWeight(
             codes_NK=codes_NK,
             bits=source.bits,

@@ -12,12 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.errors import WeightsError
 from quire.hf_config.layer_format import LayerFormat
 from quire.kernels.grouped import grouped_linear, grouped_rows, pack_grouped, quantize_grouped
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.logs import get_logger
-from quire.quantization.scheme import LinearLayer, plain_weight
+from quire.quantization.scheme import LinearLayer, check_finite, plain_weight
 from quire.weight_format import GroupedFormat
 
 logger = get_logger(__name__)
@@ -87,8 +86,7 @@ class GroupedCheckpoint(Grouped):
     def finalize(self, layer: LinearLayer) -> None:
         weight = self._layout.unpack(layer, self._source, self._held.group_size_of(layer.in_features))
         layer.tensors.clear()
-        if not weight.scales_NG.isfinite().all():
-            raise WeightsError("a scale is not a finite number")
+        check_finite(weight.scales_NG)
         layer.weight = pack_grouped(self._with_held_scales(weight))
 
     def _with_held_scales(self, weight: GroupedWeight) -> GroupedWeight:

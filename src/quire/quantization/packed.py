@@ -1,14 +1,18 @@
 """Codes packed into 32-bit words, and the order of in-features by their groups: what integer checkpoints share.
 
-Dimensions: K in-features, W words.
+Dimensions: N out-features, K in-features, W words.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire.errors import WeightsError
+from quire.hf_config.layer_format import LayerFormat
+from quire.quantization.scheme import CheckedTensor, LinearLayer, ShardedTensor
 
 INT32 = (torch.int32,)
 
@@ -27,15 +31,33 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return torch.where(words_W >= 1 << 31, words_W - (1 << 32), words_W).to(torch.int32)
 
 
-def order_of(groups_K: Tensor, group_size: int) -> Tensor:
-    """The in-features sorted by group, int64. Raises WeightsError unless every group gets what it holds."""
+def add_order(
+    layer: LinearLayer, name: str, source: LayerFormat, group_size: int, accepts: tuple[torch.dtype, ...]
+) -> None:
+    """Expect the g_idx [K] of a checkpoint as `layer.tensors[name]`, or check that one which comes says nothing."""
+    K = layer.in_features
+    if source.has_order:
+        layer.tensors[name] = ShardedTensor([(K,)], torch.int32, accepts=accepts)
+    else:
+        problem = partial(_problem_of_order, group_size=group_size)
+        layer.checked_tensors[name] = CheckedTensor(tuple((K,) for _ in layer.shards), accepts, problem)
+
+
+def ordered(codes_NK: Tensor, groups: ShardedTensor | None, group_size: int) -> tuple[Tensor, Tensor | None]:
+    """Codes with their columns sorted by group, and that order as int64.
+
+    Raises WeightsError unless every group gets what it holds.
+    """
+    if groups is None:
+        return codes_NK, None
+    groups_K = groups.whole
     order_K = groups_K.argsort(stable=True)
     if not torch.equal(groups_K[order_K].long(), torch.arange(len(groups_K)) // group_size):
         raise WeightsError(f"g_idx does not give each group {group_size} in-features")
-    return order_K
+    return codes_NK[:, order_K], order_K
 
 
-def problem_of_order(groups_K: Tensor, group_size: int) -> str | None:
+def _problem_of_order(groups_K: Tensor, group_size: int) -> str | None:
     """What is wrong with the g_idx of a weight whose groups lie side by side; -1 stands for unset."""
     if torch.equal(groups_K.long(), torch.arange(len(groups_K)) // group_size) or (groups_K == -1).all():
         return None

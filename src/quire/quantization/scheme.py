@@ -74,6 +74,11 @@ class ShardedTensor:
         assert self.data is not None and self.is_complete
         return self.data
 
+    @property
+    def owned(self) -> Tensor:
+        """The same, copied if the memory is somebody else's: what is kept must not hold the checkpoint's file."""
+        return self.whole.clone() if self.is_borrowed else self.whole
+
 
 @dataclass(frozen=True)
 class CheckedTensor:
@@ -143,6 +148,12 @@ class QuantScheme(Protocol):
     def weight_bytes(self, layer: LinearLayer) -> int:
         """Bytes that `layer.weight` takes."""
         ...
+
+
+def check_finite(scales: Tensor) -> None:
+    """Raises WeightsError."""
+    if not scales.isfinite().all():
+        raise WeightsError("a scale is not a finite number")
 
 
 def plain_weight(layer: LinearLayer) -> ShardedTensor:

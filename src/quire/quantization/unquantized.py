@@ -20,11 +20,9 @@ class Unquantized:
 
     def finalize(self, layer: LinearLayer) -> None:
         tensor = layer.tensors.pop("weight")
-        weight_NK = tensor.whole
-        packed = pack_linear(weight_NK)
-        if tensor.is_borrowed and packed.data.data_ptr() == weight_NK.data_ptr():
-            packed = pack_linear(weight_NK.clone())
-        layer.weight = packed
+        layer.weight = pack_linear(tensor.whole)
+        if not layer.weight.is_packed:
+            layer.weight = pack_linear(tensor.owned)
 
     def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         return linear(x_TK, layer.weight, layer.bias, out_dtype=out_dtype)
