@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.errors import ModelConfigError
+
 PANEL_WIDTH = 64  # columns that are packed together: kPanelWidth of csrc/include/quire/kernels/grouped_layout.h
 ROW_UNIT = 64  # a row of codes in an AMX tile
 FP8_UNIT = 32  # columns of a step: kBf16KUnit of csrc/include/quire/kernels/gemm.h
+MAX_GROUP_SIZE = 65_536  # integer sums of more products of 8 bits could overflow 32 bits
 
 _NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 
@@ -35,7 +38,17 @@ class GroupedFormat:
     is_ordered: bool = False
 
     def group_size_of(self, K: int) -> int:
-        """Elements per group of a weight with K in-features."""
+        """Elements per group of a weight with K in-features.
+
+        Raises ModelConfigError for rows that are too long for one scale.
+        """
+        if self.group_size is None and K > MAX_GROUP_SIZE:
+            raise ModelConfigError(
+                "A layer has more in-features than one scale of integer weights can serve",
+                value=K,
+                expected=f"at most {MAX_GROUP_SIZE:,}",
+                fix="Use weights with groups along the in-features, as of --quantization int4, or --quantization fp8",
+            )
         return self.group_size or -(-K // ROW_UNIT) * ROW_UNIT
 
     def num_bytes(self, N: int, K: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import quire.demo
 from quire import LLM, SamplingParams
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelConfigError
 from quire.kernels import cpu
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
@@ -27,6 +28,15 @@ def test_planned_bytes_are_held(quantization: str) -> None:
     assert model.weight_bytes() < {"int8": 0.56, "int4": 0.45, "fp8": 0.56}[quantization] * config.weight_bytes(
         "bfloat16"
     )
+
+
+def test_rows_too_long_for_one_scale_are_refused_by_the_plan() -> None:
+    config = replace(load_model_config(quire.demo.path()), intermediate_size=65_552)
+    with pytest.raises(ModelConfigError, match="more in-features than one scale") as caught:
+        config.weight_bytes("bfloat16", "int8")
+    assert "65552" in str(caught.value)
+    assert "int4" in str(caught.value)
+    assert config.weight_bytes("bfloat16", "fp8") > config.weight_bytes("bfloat16", "int4")
 
 
 @pytest.mark.parametrize("quantization", ON_LOAD)

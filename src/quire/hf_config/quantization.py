@@ -13,6 +13,7 @@ from typing import Any
 from quire.errors import ModelConfigError
 from quire.hf_config.fields import Fields
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint, Rule
+from quire.weight_format import MAX_GROUP_SIZE
 
 # Of checkpoints made before config.json described them: AutoGPTQ's and AutoAWQ's.
 SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -30,7 +31,6 @@ QUANTIZATION_NAMES = {
     "gguf": "gguf",
 }
 
-_MAX_GROUP_SIZE = 65_536
 _GROUP_UNIT = 32
 _MAX_NAMES = 65_536
 _MAX_PATTERNS = 64
@@ -256,13 +256,13 @@ def _group_size(fields: Fields, name: str) -> dict[str, Any]:
     size = fields.integer(name, -1, minimum=-1)
     if size == -1:
         return {"group_size": None, "scales": "channel"}
-    if size % _GROUP_UNIT or not 0 < size <= _MAX_GROUP_SIZE:
-        raise fields.illegal(name, f"-1, or a multiple of {_GROUP_UNIT} up to {_MAX_GROUP_SIZE:,}")
+    if size % _GROUP_UNIT or not 0 < size <= MAX_GROUP_SIZE:
+        raise fields.illegal(name, f"-1, or a multiple of {_GROUP_UNIT} up to {MAX_GROUP_SIZE:,}")
     return {"group_size": size, "scales": "group"}
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int]:
-    rows, columns = (int(size) for size in fields.numbers(name, 2, 1, _MAX_GROUP_SIZE))
+    rows, columns = (int(size) for size in fields.numbers(name, 2, 1, MAX_GROUP_SIZE))
     return rows, columns
 
 
