@@ -95,25 +95,17 @@ void add_groups(const ColumnBlock& block, const QuantizedRows& input, int64_t ro
   int32_t* const odd_sums = sums + kTileSums;
 
   const int64_t at = input.at(row, block.first_group);
-  const float *row_scales = input.scales + at, *factors = input.offset_factors + at;
-  const int32_t* const zero_sums = input.zero_sums + at;
   F32 total[kRows];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) total[r] = block.first_group == 0 ? zero() : load(totals + r * kPanelWidth);
 
   const auto add = [&](int64_t g, const int32_t* from) __attribute__((always_inline)) {
-    const F32 scale = load(block.numbers[g].scales + block.column);
-    const F32 offset = load(block.numbers[g].offsets + block.column);
-    const float *s = row_scales + g * kTileRows, *f = factors + g * kTileRows;
+    const F32 scales = load(block.numbers[g].scales + block.column);
+    const F32 offsets = load(block.numbers[g].offsets + block.column);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      __m512i codes_sum = _mm512_load_si512(from + r * kTileColumns);
-      if constexpr (kOffset == Offset::middle && !kSigned)
-        codes_sum = _mm512_sub_epi32(codes_sum, _mm512_set1_epi32(zero_sums[g * kTileRows + r]));
-      F32 sum{_mm512_cvtepi32_ps(codes_sum)};
-      if constexpr (kOffset == Offset::zeros) sum = fma(offset, broadcast(f[r]), sum);
-      total[r] = fma(sum, broadcast(s[r]) * scale, total[r]);
-      if constexpr (kOffset == Offset::minima) total[r] = fma(offset, broadcast(f[r]), total[r]);
+      const RowNumbers of_row(input, at + g * kTileRows + r);
+      total[r] = add_group<kOffset, kSigned>(total[r], load_i32(from + r * kTileColumns), of_row, scales, offsets);
     }
   };
   start(even, 0, sums);
