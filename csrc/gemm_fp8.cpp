@@ -10,8 +10,6 @@
 namespace quire {
 namespace {
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t panel_bytes(int64_t k, int64_t group_size) {
   return kPanelWidth *
          (ceil_div(k, group_size) * static_cast<int64_t>(sizeof(float)) + ceil_div(k, kBf16KUnit) * kBf16KUnit);

@@ -38,13 +38,13 @@ void pack_numbers(const void* numbers, int64_t size, int64_t columns, int64_t co
 }  // namespace
 
 int64_t gemm_grouped_packed_bytes(int64_t n, int64_t k, const GroupedForm& form) {
-  return (n + kPanelWidth - 1) / kPanelWidth * GroupedLayout(form, k).panel_bytes;
+  return ceil_div(n, kPanelWidth) * GroupedLayout(form, k).panel_bytes;
 }
 
 void gemm_grouped_pack(const GroupedSource& source, int64_t n, int64_t k, const GroupedForm& form, void* packed) {
   const GroupedLayout layout(form, k);
   advise_huge_pages(packed, gemm_grouped_packed_bytes(n, k, form));
-  parallel_for(static_cast<int>((n + kPanelWidth - 1) / kPanelWidth), [&](int panel, int) {
+  parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
     const int64_t first = panel * kPanelWidth, columns = std::min(kPanelWidth, n - first);
     char* const to = static_cast<char*>(packed) + panel * layout.panel_bytes;
     std::memset(to, 0, layout.panel_bytes);

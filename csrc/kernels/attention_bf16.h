@@ -229,7 +229,7 @@ class Bf16Path {
   // values at a time stay in the first-level cache for all row tiles.
   void weighted_values(Rows<C> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
-    const int row_tiles = (num_rows_ + kLanes - 1) / kLanes, stride = width(head_dim_);
+    const int row_tiles = ceil_div(num_rows_, kLanes), stride = width(head_dim_);
     const int panels = stride / kTile, most_panels = row_tiles > 1 ? 2 : 4;
     for (int panel = 0; panel < panels; panel += most_panels) {
       const int count = panels - panel < most_panels ? panels - panel : most_panels;

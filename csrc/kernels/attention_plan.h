@@ -60,7 +60,7 @@ inline int choose_rows(const AttentionArgs& a, int max_rows, int wanted_items) {
   for (; rows > 16; rows /= 2) {
     int64_t items = 0;
     for (int s = 0; s < a.num_seqs; ++s) {
-      items += (static_cast<int64_t>(a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s]) * group + rows - 1) / rows;
+      items += ceil_div(static_cast<int64_t>(a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s]) * group, rows);
     }
     if (items * a.num_kv_heads >= wanted_items) break;
   }
@@ -83,7 +83,7 @@ inline int choose_heads(const AttentionArgs& a, int wanted_units) {
       if (tokens == 0) continue;
       const int heads = heads_together(a, tokens * group, most), offset = first_query_position(a, s);
       const int splits = a.seq_lens[s] / kSplit + 1 - first_visible(a, offset) / kSplit;
-      units += static_cast<int64_t>(splits) * ((a.num_kv_heads + heads - 1) / heads);
+      units += static_cast<int64_t>(splits) * ceil_div(a.num_kv_heads, heads);
     }
     if (units >= wanted_units) break;
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "quire/kernels/gemm.h"
+#include "quire/round_up.h"
 #include "quire/scratch.h"
 #include "quire/simd.h"
 
@@ -39,7 +40,7 @@ struct PrefetchPlan {
   int num_passes;
 
   Prefetch of_pass(int pass) const {
-    const int share = (lines_per_call + num_passes - 1) / num_passes;
+    const int share = ceil_div(lines_per_call, num_passes);
     const int first = std::min(pass * share, lines_per_call);
     return {begin + 64 * calls * first, std::min(share, lines_per_call - first)};
   }

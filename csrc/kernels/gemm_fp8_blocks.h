@@ -94,9 +94,9 @@ struct Fp8Shape {
   int64_t num_steps, group_steps, num_groups, panel_bytes;
 
   explicit Fp8Shape(const GemmArgs& args)
-      : num_steps((args.k + kBf16KUnit - 1) / kBf16KUnit),
+      : num_steps(ceil_div(args.k, kBf16KUnit)),
         group_steps(args.fp8_group_size / kBf16KUnit),
-        num_groups((num_steps + group_steps - 1) / group_steps),
+        num_groups(ceil_div(num_steps, group_steps)),
         panel_bytes(kPanelWidth * 4 * num_groups + num_steps * kStepCodes) {}
 };
 
@@ -202,7 +202,7 @@ class Fp8Blocks {
 class Unpacking {
  public:
   Unpacking(const uint8_t* from, int64_t num_lines, bf16* to, int64_t num_calls)
-      : from_(from), to_(to), lines_left_(num_lines), lines_per_call_((num_lines + num_calls - 1) / num_calls) {}
+      : from_(from), to_(to), lines_left_(num_lines), lines_per_call_(ceil_div(num_lines, num_calls)) {}
 
   void fetch() { unpack(lines_per_call_); }
   void finish() { unpack(lines_left_); }

@@ -135,7 +135,7 @@ void run_small_groups(const GemmBlock& block) {
   const QuantizedRows input(args, const_cast<void*>(block.input));
   const int64_t group_quads = form.group_size / kQuad, num_quads = layout.num_groups * group_quads;
   const int64_t quad_bytes = kQuadBytes * kBits / 8, step = step_of(form.group_size);
-  const int64_t num_rows = block.row_end - block.row_begin, num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t num_rows = block.row_end - block.row_begin, num_tiles = ceil_div(num_rows, kTileRows);
   const int64_t block_quads = kGroupsBlockQuads / group_quads * group_quads;
 
   Buffers* const buffers =
@@ -162,7 +162,7 @@ void run_small_groups(const GemmBlock& block) {
       Fetcher fetcher{next, next + (end - begin) * quad_bytes};
       const int64_t passes = kTilesPerPanel * (num_tiles + (kBits == 4));
       const int64_t lines_per_pass = (end - begin) * quad_bytes / 64 / passes + 1;
-      const int64_t lines_per_group = (lines_per_pass + num_groups - 1) / num_groups;
+      const int64_t lines_per_group = ceil_div(lines_per_pass, num_groups);
 
       for (int64_t column = 0; column < kPanelWidth; column += kTileColumns) {
         const uint8_t* const stored = reinterpret_cast<const uint8_t*>(codes + begin * quad_bytes + column * kQuad);

@@ -92,10 +92,9 @@ inline void run_form(const GemmBlock& block) {
   const int64_t group_quads = args.form.group_size / kQuad, num_quads = layout.num_groups * group_quads;
   const int64_t stored_quad_bytes = kQuadBytes * args.form.bits / 8;
   const int64_t num_rows = block.row_end - block.row_begin;
-  const int64_t num_tiles = (num_rows + Tile::kMaxRows - 1) / Tile::kMaxRows;
+  const int64_t num_tiles = ceil_div(num_rows, Tile::kMaxRows);
   // nearly equal heights: 7 rows are 4 + 3
-  const int64_t tile_rows =
-      ((num_rows + num_tiles - 1) / num_tiles + Tile::kRowUnit - 1) / Tile::kRowUnit * Tile::kRowUnit;
+  const int64_t tile_rows = round_up(ceil_div(num_rows, num_tiles), Tile::kRowUnit);
   const int64_t sums_rows = num_rows + kPaddedRows;
   constexpr int64_t kNumbersBytes = kMaxQuads / kMinGroupQuads * sizeof(DecodedGroup);
   uint8_t* const unpacked = static_cast<uint8_t*>(
@@ -121,7 +120,7 @@ inline void run_form(const GemmBlock& block) {
       const uint8_t* const next_codes = is_last ? codes + layout.panel_bytes : codes + end * stored_quad_bytes;
       const PrefetchPlan plan{reinterpret_cast<const char*>(next_codes), static_cast<int>(stored_quad_bytes / 64),
                               end - begin, static_cast<int>(num_tiles) + kUnpacks};
-      decode_groups(args.form, layout, packed, first_group, (end + group_quads - 1) / group_quads, numbers);
+      decode_groups(args.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);
       prefetch_lines(is_last ? packed + layout.panel_bytes : packed + end / group_quads * layout.group_bytes,
                      block_groups * layout.group_bytes);
       if constexpr (kUnpacks) {

@@ -33,7 +33,7 @@ struct QuantizedRows {
   QuantizedRows(const GemmArgs& args, void* input) {
     const GroupedLayout layout(args.form, args.k);
     num_groups = layout.num_groups;
-    stride = ((num_groups * args.form.group_size + 63) / 64 | 1) * 64;
+    stride = (ceil_div(num_groups * args.form.group_size, 64) | 1) * 64;
     codes = static_cast<int8_t*>(input);
     scales = reinterpret_cast<float*>(codes + padded_rows(args.m) * stride);
     offset_factors = scales + padded_rows(args.m) * num_groups;
@@ -42,7 +42,7 @@ struct QuantizedRows {
 
   // [rows / 16][groups][16]
   int64_t at(int64_t row, int64_t group) const { return ((row >> 4) * num_groups + group) * 16 + (row & 15); }
-  static int64_t padded_rows(int64_t m) { return (m + kPaddedRows - 1) / kPaddedRows * kPaddedRows; }
+  static int64_t padded_rows(int64_t m) { return round_up(m, kPaddedRows); }
   int64_t bytes(int64_t m) const { return padded_rows(m) * (stride + 8 * num_groups); }
 };
 

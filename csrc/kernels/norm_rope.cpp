@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kv_codes.h"
+#include "quire/round_up.h"
 #include "quire/simd.h"
 #include "quire/thread_pool.h"
 
@@ -19,7 +20,7 @@ constexpr int64_t kElementsPerTask = 16384;
 template <class Fn>
 void for_rows(int64_t rows, int64_t elements_per_row, const Fn& row) {
   const int64_t rows_per_task = std::max<int64_t>(kElementsPerTask / elements_per_row, 1);
-  const auto tasks = static_cast<int>((rows + rows_per_task - 1) / rows_per_task);
+  const auto tasks = static_cast<int>(ceil_div(rows, rows_per_task));
   if (tasks <= 1) {
     for (int64_t i = 0; i < rows; ++i) row(i);
     return;

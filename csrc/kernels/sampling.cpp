@@ -32,7 +32,7 @@ class Row {
   void scan(const float* logits, int64_t size) {
     logits_ = logits;
     size_ = size;
-    const int64_t blocks = (size + kBlock - 1) / kBlock;
+    const int64_t blocks = ceil_div(size, kBlock);
     block_max_.resize(blocks);
     range_nan_.assign(num_ranges(), 0);
     for_ranges([&](int64_t range, int64_t begin, int64_t end) {
@@ -66,7 +66,7 @@ class Row {
       const uint64_t needed = needed_units(static_cast<double>(top_p), total);
       kept = threshold(units, {floor, max_}, needed, total);
       tied_units = units_of(units, kept.value);
-      num_tied = (needed - kept.above + tied_units - 1) / tied_units;  // the lowest ids of those with this value
+      num_tied = ceil_div(needed - kept.above, tied_units);  // the lowest ids of those with this value
     }
     return draw(units, kept, num_tied, tied_units, uniform);
   }
@@ -111,7 +111,7 @@ class Row {
   }
 
  private:
-  int64_t num_ranges() const { return (size_ + kRange - 1) / kRange; }
+  int64_t num_ranges() const { return ceil_div(size_, kRange); }
 
   // fn(range, begin, end) for each range of the row; threads share them unless the rows are dealt to threads already.
   template <class Fn>
