@@ -107,14 +107,21 @@ inline void make_plan(const AttentionArgs& a, Plan& plan) {
     for (int row = 0; row < query_rows; row += max_rows) {
       const int head_rows = std::min(max_rows, query_rows - row);
       const int heads = row == 0 ? heads_together(a, query_rows, most_heads) : 1;
+      const int first_position = first_visible(a, offset + row / group);
+      const int last_position = offset + (row + head_rows - 1) / group;
+      const int first_split = first_position / kSplit, num_splits = last_position / kSplit + 1 - first_split;
       for (int g = 0; g < a.num_kv_heads; g += heads) {
-        Item item{s, g, row, head_rows * std::min(heads, a.num_kv_heads - g), head_rows, 0, 0, 0, 0, -1};
-        item.first_position = first_visible(a, offset + row / group);
-        item.last_position = offset + (row + head_rows - 1) / group;
-        item.first_split = item.first_position / kSplit;
-        item.num_splits = item.last_position / kSplit + 1 - item.first_split;
-        total_splits += item.num_splits;
-        plan.items.push_back(item);
+        total_splits += num_splits;
+        plan.items.push_back({.sequence = s,
+                              .kv_head = g,
+                              .first_row = row,
+                              .num_rows = head_rows * std::min(heads, a.num_kv_heads - g),
+                              .head_rows = head_rows,
+                              .first_position = first_position,
+                              .last_position = last_position,
+                              .first_split = first_split,
+                              .num_splits = num_splits,
+                              .partials = -1});
       }
     }
   }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "quire/simd.h"
@@ -80,9 +81,7 @@ class Row {
       for (int64_t i = begin; i < end; i += kLanes) sum = sum + exp(load_part(logits_ + i, end - i) - top);
       sums_[range] = reduce_add(sum);
     });
-    double sum = 0;
-    for (const float x : sums_) sum += static_cast<double>(x);
-    return std::log(sum);
+    return std::log(std::accumulate(sums_.begin(), sums_.end(), 0.0));
   }
 
   int64_t count_above(float x) {
@@ -94,9 +93,7 @@ class Row {
       }
       counts_[range] = count;
     });
-    uint64_t sum = 0;
-    for (const uint64_t count : counts_) sum += count;
-    return static_cast<int64_t>(sum);
+    return static_cast<int64_t>(std::accumulate(counts_.begin(), counts_.end(), uint64_t{0}));
   }
 
   // The k tokens with the highest logits, descending, ties by ascending id.
@@ -161,9 +158,7 @@ class Row {
       }
       above_[range] = sum.total();
     });
-    uint64_t total = 0;
-    for (const uint64_t x : above_) total += x;
-    return total;
+    return std::accumulate(above_.begin(), above_.end(), uint64_t{0});
   }
 
   // Splits the row into above_ (weights) and inside_ (logits), both per range. Returns the weight above.
@@ -183,9 +178,7 @@ class Row {
       above_[range] = sum.total();
       inside_size_[range] = inside_end - inside;
     });
-    uint64_t sum = 0;
-    for (const uint64_t x : above_) sum += x;
-    return sum;
+    return std::accumulate(above_.begin(), above_.end(), uint64_t{0});
   }
 
   // Copies what is inside to open_, returns how much that is.
