@@ -11,7 +11,7 @@ namespace {
 
 // Columns are taken in bands of 16, so that writes fill cache lines.
 void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k, int bits, uint8_t* panel) {
-  constexpr int64_t kBand = 16, kQuad = 4;
+  constexpr int64_t kBand = 16;
   for (int64_t band = 0; band < columns; band += kBand) {
     for (int64_t first = 0; first < k; first += kQuad) {
       const int64_t count = std::min(kQuad, k - first), quad = first / kQuad;

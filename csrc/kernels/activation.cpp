@@ -82,14 +82,7 @@ void gated_of(const ActivationArgs& a) {
 }
 
 void gated(const ActivationArgs& a) {
-  switch (a.dtype) {
-    case DType::f32:
-      return gated_of<float>(a);
-    case DType::bf16:
-      return gated_of<bf16>(a);
-    case DType::f16:
-      return gated_of<f16>(a);
-  }
+  with_type_of(a.dtype, [&]<class T>(T) { gated_of<T>(a); });
 }
 
 }  // namespace

@@ -84,19 +84,6 @@ struct Rows {
 #endif
 };
 
-// Calls fn with a value of the C++ type of `dtype`.
-template <class Fn>
-inline void with_type_of(DType dtype, const Fn& fn) {
-  switch (dtype) {
-    case DType::f32:
-      return fn(float{});
-    case DType::bf16:
-      return fn(bf16{});
-    case DType::f16:
-      return fn(f16{});
-  }
-}
-
 // Cuts a scratch buffer into 64-byte aligned arrays.
 class Carver {
  public:

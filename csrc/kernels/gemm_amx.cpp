@@ -21,7 +21,7 @@ void stream_panels(const GemmBlock& block) {
     load_bias(args, panel, bias);
     Prefetch prefetch{b + kStreamDistance, static_cast<int>(kStepBytes / 64)};
     run_1x4(a, a_step, b, steps, sums, true, prefetch);
-    store_finished(args, {sums, kPanelWidth, block.row_begin, num_rows, panel * kPanelWidth, kPanelWidth, bias});
+    store_finished(args, {block.row_begin, num_rows, panel, bias}, sums);
   }
 }
 
@@ -75,9 +75,7 @@ void multiply_panels(const GemmBlock& block) {
         Prefetch prefetch = plan.of_pass(pass);
         run_1x4(input + (row * num_steps + step * kTileRows) * kRowBytes, kTileRows * kRowBytes, b, steps, sums,
                 is_first, prefetch);
-        if (is_last)
-          store_finished(
-              args, {sums, kPanelWidth, block.row_begin + row, num_rows - row, panel * kPanelWidth, kPanelWidth, bias});
+        if (is_last) store_finished(args, {block.row_begin + row, num_rows - row, panel, bias}, sums);
         ++buffer;
       }
     }

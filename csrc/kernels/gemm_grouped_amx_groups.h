@@ -184,7 +184,7 @@ void run_small_groups(const GemmBlock& block) {
         }
       }
     }
-    store_finished(args, {totals, kPanelWidth, block.row_begin, num_rows, panel * kPanelWidth, kPanelWidth, bias});
+    store_finished(args, {block.row_begin, num_rows, panel, bias}, totals);
   }
 }
 

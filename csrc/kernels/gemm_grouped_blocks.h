@@ -157,7 +157,7 @@ inline void run_form(const GemmBlock& block) {
         }
       }
     }
-    store_finished(args, {totals, kPanelWidth, block.row_begin, num_rows, panel * kPanelWidth, kPanelWidth, bias});
+    store_finished(args, {block.row_begin, num_rows, panel, bias}, totals);
   }
 }
 

@@ -9,7 +9,6 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int64_t kQuad = 4;
 constexpr int64_t kPaddedRows = 16;  // tiles read whole tiles
 
 // What a weight's form asks of a sum: a zero in the middle of the codes, a zero per group, or a minimum per group.
@@ -128,14 +127,7 @@ inline void quantize_rows(const GemmArgs& args, int64_t row_begin, int64_t row_e
 }
 
 inline void grouped_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
-  switch (args.dtype) {
-    case DType::f32:
-      return quantize_rows<float>(args, row_begin, row_end, input);
-    case DType::bf16:
-      return quantize_rows<bf16>(args, row_begin, row_end, input);
-    case DType::f16:
-      return quantize_rows<f16>(args, row_begin, row_end, input);
-  }
+  with_type_of(args.dtype, [&]<class T>(T) { quantize_rows<T>(args, row_begin, row_end, input); });
 }
 
 }  // namespace

@@ -61,9 +61,7 @@ inline void run_row_tiles(const GemmBlock& block) {
         Prefetch prefetch = plan.of_pass(static_cast<int>(tile));
         kRun[rows - 1](a + row * a_stride + step * Tile::kStepK, a_stride, b + step * kStepElements, steps, tile_sums,
                        step == 0, prefetch);
-        if (step + steps == num_steps)
-          store_finished(args,
-                         {tile_sums, kPanelWidth, block.row_begin + row, rows, panel * kPanelWidth, kPanelWidth, bias});
+        if (step + steps == num_steps) store_finished(args, {block.row_begin + row, rows, panel, bias}, tile_sums);
         row += rows;
       }
     }

@@ -97,14 +97,7 @@ void rms_norm_of(const RmsNormArgs& a) {
 }
 
 void rms_norm(const RmsNormArgs& a) {
-  switch (a.dtype) {
-    case DType::f32:
-      return rms_norm_of<float>(a);
-    case DType::bf16:
-      return rms_norm_of<bf16>(a);
-    case DType::f16:
-      return rms_norm_of<f16>(a);
-  }
+  with_type_of(a.dtype, [&]<class T>(T) { rms_norm_of<T>(a); });
 }
 
 // One head in float32, zeros from its end to the next whole vector.
@@ -207,14 +200,7 @@ void rope_and_cache_of(const RopeCacheArgs& a) {
 }
 
 void rope_and_cache(const RopeCacheArgs& a) {
-  switch (a.dtype) {
-    case DType::f32:
-      return rope_and_cache_of<float>(a);
-    case DType::bf16:
-      return rope_and_cache_of<bf16>(a);
-    case DType::f16:
-      return rope_and_cache_of<f16>(a);
-  }
+  with_type_of(a.dtype, [&]<class T>(T) { rope_and_cache_of<T>(a); });
 }
 
 }  // namespace

@@ -20,6 +20,7 @@
 namespace quire {
 
 inline constexpr int64_t kPanelWidth = 64;
+inline constexpr int64_t kQuad = 4;  // neighbours in K whose codes lie together
 
 // How the numbers of groups are stored; the values are part of the Python interface (kernels/cpu.py).
 enum class GroupNumbers : int { none = 0, f32 = 1, f16 = 2, i8 = 3, u8 = 4 };
