@@ -1,6 +1,7 @@
 // How many threads this process should use: physical cores of its CPU affinity, limited by the cgroup CPU quota.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <fstream>
 #include <set>
 #include <string>

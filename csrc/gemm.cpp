@@ -7,6 +7,7 @@
 
 #include "quire/huge_pages.h"
 #include "quire/kernels/gemm_fp8.h"
+#include "quire/round_up.h"
 #include "quire/scratch.h"
 #include "quire/thread_pool.h"
 
@@ -19,9 +20,7 @@ constexpr int64_t kMinTaskMacs = 64 * 1024;  // multiply-adds worth a wake-up of
 constexpr int64_t kMinPrepareElements = 64 * 1024;
 constexpr int64_t kMinQuantizeElements = 16 * 1024;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int64_t padded_k(DType dtype, int64_t k) { return dtype == DType::bf16 ? ceil_div(k, kBf16KUnit) * kBf16KUnit : k; }
+int64_t padded_k(DType dtype, int64_t k) { return dtype == DType::bf16 ? round_up(k, kBf16KUnit) : k; }
 
 int64_t panel_bytes(DType dtype, int64_t k) {
   return kPanelWidth * padded_k(dtype, k) * static_cast<int64_t>(size_of(dtype));
@@ -109,7 +108,7 @@ void run_chunk(const GemmArgs& args, const GemmKernels& kernels) {
 
   const int64_t panels = ceil_div(args.n, kPanelWidth);
   const int64_t row_blocks = ceil_div(args.m, kernels.rows_per_block(args.k));
-  const int64_t rows_per_block = ceil_div(ceil_div(args.m, row_blocks), kernels.row_unit) * kernels.row_unit;
+  const int64_t rows_per_block = round_up(ceil_div(args.m, row_blocks), kernels.row_unit);
   const int64_t worth = std::max<int64_t>(1, args.m * args.n * args.k / kMinTaskMacs);
   const int64_t column_blocks = std::min({panels, worth, kTasksPerThread * num_threads()});
   parallel_for(static_cast<int>(row_blocks * column_blocks), [&](int task, int) {

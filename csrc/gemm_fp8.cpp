@@ -10,13 +10,6 @@
 namespace quire {
 namespace {
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int64_t panel_bytes(int64_t k, int64_t group_size) {
-  return kPanelWidth *
-         (ceil_div(k, group_size) * static_cast<int64_t>(sizeof(float)) + ceil_div(k, kBf16KUnit) * kBf16KUnit);
-}
-
 // Pairs of k of one column go to tiles [step][4][16 pairs][16 columns][2], then lines of two such rows are interleaved.
 void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k, uint8_t* panel) {
   constexpr int64_t kRowCodes = 2 * kBf16TileColumns, kPiece = 8;
@@ -35,22 +28,23 @@ void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k
 }  // namespace
 
 int64_t gemm_fp8_packed_bytes(int64_t n, int64_t k, int64_t group_size) {
-  return ceil_div(n, kPanelWidth) * panel_bytes(k, group_size);
+  return ceil_div(n, kPanelWidth) * Fp8Layout(k, group_size).panel_bytes;
 }
 
 void gemm_fp8_pack(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t n, int64_t k,
                    int64_t group_size, void* packed) {
-  const int64_t groups = ceil_div(k, group_size), bytes = panel_bytes(k, group_size);
+  const Fp8Layout layout(k, group_size);
   advise_huge_pages(packed, gemm_fp8_packed_bytes(n, k, group_size));
   parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
     const int64_t first = panel * kPanelWidth, columns = std::min(kPanelWidth, n - first);
-    char* const to = static_cast<char*>(packed) + panel * bytes;
-    std::memset(to, 0, bytes);
+    char* const to = static_cast<char*>(packed) + panel * layout.panel_bytes;
+    std::memset(to, 0, layout.panel_bytes);
     float* const panel_scales = reinterpret_cast<float*>(to);
     for (int64_t c = 0; c < columns; ++c)
-      for (int64_t g = 0; g < groups; ++g) panel_scales[g * kPanelWidth + c] = scales[(first + c) * groups + g];
+      for (int64_t g = 0; g < layout.num_groups; ++g)
+        panel_scales[g * kPanelWidth + c] = scales[(first + c) * layout.num_groups + g];
     pack_codes(codes + first * code_stride, code_stride, columns, k,
-               reinterpret_cast<uint8_t*>(panel_scales + groups * kPanelWidth));
+               reinterpret_cast<uint8_t*>(to + layout.scale_bytes));
   });
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 // Columns are taken in bands of 16, so that writes fill cache lines.
 void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k, int bits, uint8_t* panel) {
-  constexpr int64_t kBand = 16, kQuad = 4;
+  constexpr int64_t kBand = 16;
   for (int64_t band = 0; band < columns; band += kBand) {
     for (int64_t first = 0; first < k; first += kQuad) {
       const int64_t count = std::min(kQuad, k - first), quad = first / kQuad;
@@ -38,13 +38,13 @@ void pack_numbers(const void* numbers, int64_t size, int64_t columns, int64_t co
 }  // namespace
 
 int64_t gemm_grouped_packed_bytes(int64_t n, int64_t k, const GroupedForm& form) {
-  return (n + kPanelWidth - 1) / kPanelWidth * GroupedLayout(form, k).panel_bytes;
+  return ceil_div(n, kPanelWidth) * GroupedLayout(form, k).panel_bytes;
 }
 
 void gemm_grouped_pack(const GroupedSource& source, int64_t n, int64_t k, const GroupedForm& form, void* packed) {
   const GroupedLayout layout(form, k);
   advise_huge_pages(packed, gemm_grouped_packed_bytes(n, k, form));
-  parallel_for(static_cast<int>((n + kPanelWidth - 1) / kPanelWidth), [&](int panel, int) {
+  parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
     const int64_t first = panel * kPanelWidth, columns = std::min(kPanelWidth, n - first);
     char* const to = static_cast<char*>(packed) + panel * layout.panel_bytes;
     std::memset(to, 0, layout.panel_bytes);

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "quire/huge_pages.h"
+#include "quire/round_up.h"
 
 namespace quire {
 namespace {
@@ -20,7 +21,7 @@ struct Buffer {
       const size_t granule = bytes >= kHugePageBytes ? kHugePageBytes : 4096;
       std::free(data);
       capacity = 0;
-      const size_t wanted = (bytes + granule - 1) / granule * granule;
+      const size_t wanted = round_up(bytes, granule);
       data = std::aligned_alloc(granule, wanted);
       if (data == nullptr) throw std::bad_alloc();
       capacity = wanted;

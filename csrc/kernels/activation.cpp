@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "quire/round_up.h"
 #include "quire/simd.h"
 #include "quire/thread_pool.h"
 
@@ -54,7 +55,7 @@ void gated_range(const T* x, int64_t inner, T* out, int64_t begin, int64_t end) 
 template <class T, class Function>
 void gated_rows(const ActivationArgs& a) {
   // Ranges of a row start at multiples of the task size: the lanes an element falls into do not change its value.
-  const int64_t size = std::min(a.inner, kElementsPerTask), per_row = (a.inner + size - 1) / size;
+  const int64_t size = std::min(a.inner, kElementsPerTask), per_row = ceil_div(a.inner, size);
   const int64_t rows_per_task = std::max<int64_t>(kElementsPerTask / size, 1);
   const auto run = [&](int64_t task) {
     const int64_t first_row = task / per_row * rows_per_task, begin = task % per_row * size;
@@ -63,7 +64,7 @@ void gated_rows(const ActivationArgs& a) {
                                static_cast<T*>(a.out) + row * a.out_stride, begin, std::min(a.inner, begin + size));
     }
   };
-  const int64_t tasks = (a.rows + rows_per_task - 1) / rows_per_task * per_row;
+  const int64_t tasks = ceil_div(a.rows, rows_per_task) * per_row;
   if (tasks == 1) return run(0);
   parallel_for(static_cast<int>(tasks), [&](int task, int) { run(task); });
 }
@@ -81,14 +82,7 @@ void gated_of(const ActivationArgs& a) {
 }
 
 void gated(const ActivationArgs& a) {
-  switch (a.dtype) {
-    case DType::f32:
-      return gated_of<float>(a);
-    case DType::bf16:
-      return gated_of<bf16>(a);
-    case DType::f16:
-      return gated_of<f16>(a);
-  }
+  with_type_of(a.dtype, [&]<class T>(T) { gated_of<T>(a); });
 }
 
 }  // namespace

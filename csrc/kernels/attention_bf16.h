@@ -8,6 +8,8 @@
 // and values.
 #pragma once
 
+#include <algorithm>
+
 #include "attention_amx.h"
 #include "attention_rows.h"
 #include "attention_tile.h"
@@ -178,7 +180,7 @@ class Bf16Path {
     constexpr int kGroup = 4 * kTile;
     const int pairs = query_pairs(head_dim_);
     for (int p = range.begin; p < range.end; p += kGroup) {
-      const int count = (range.end - p < kGroup ? range.end - p : kGroup) / kTile;
+      const int count = std::min(range.end - p, kGroup) / kTile;
       TileOperand keys[4];
       key_tiles(key_rows.from(p), count, keys);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
@@ -201,7 +203,7 @@ class Bf16Path {
     const __mmask16 mask = static_cast<__mmask16>(first_lanes(lanes.count) << lanes.first);
     float* const out[4] = {block_, block_ + kTile * kLanes, block_ + 2 * kTile * kLanes, block_ + 3 * kTile * kLanes};
     for (int p = range.begin; p < range.end; p += kGroup) {
-      const int count = (range.end - p < kGroup ? range.end - p : kGroup) / kTile;
+      const int count = std::min(range.end - p, kGroup) / kTile;
       TileOperand keys[4];
       key_tiles(key_rows.from(p), count, keys);
       if (count == 4) {
@@ -229,10 +231,10 @@ class Bf16Path {
   // values at a time stay in the first-level cache for all row tiles.
   void weighted_values(Rows<C> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
-    const int row_tiles = (num_rows_ + kLanes - 1) / kLanes, stride = width(head_dim_);
+    const int row_tiles = ceil_div(num_rows_, kLanes), stride = width(head_dim_);
     const int panels = stride / kTile, most_panels = row_tiles > 1 ? 2 : 4;
     for (int panel = 0; panel < panels; panel += most_panels) {
-      const int count = panels - panel < most_panels ? panels - panel : most_panels;
+      const int count = std::min(panels - panel, most_panels);
       load_values(value_rows, range, panel * kTile, count, prefetcher);
       float* columns = out + panel * kTile;
       for (int t = 0; t < row_tiles; t += 2) {
@@ -249,7 +251,7 @@ class Bf16Path {
     constexpr int kMostPanels = 4;
     const int stride = width(head_dim_), panels = stride / kTile;
     for (int panel = 0; panel < panels; panel += kMostPanels) {
-      const int count = panels - panel < kMostPanels ? panels - panel : kMostPanels;
+      const int count = std::min(panels - panel, kMostPanels);
       load_values(value_rows, range, panel * kTile, count, prefetcher);
       multiply(probabilities, range, count, false, block_, kMostPanels * kTile);
       for (int r = lanes.first; r < lanes.first + lanes.count; ++r) {
@@ -285,7 +287,7 @@ class Bf16Path {
     const int stride = width(head_dim_), panels = stride / kTile;
     constexpr int kMostPanels = 2;  // a cache line of the values
     for (int panel = 0; panel < panels; panel += kMostPanels) {
-      const int count = panels - panel < kMostPanels ? panels - panel : kMostPanels;
+      const int count = std::min(panels - panel, kMostPanels);
       load_values(value_rows, range, panel * kTile, count, prefetcher);
       for (int t = 0; t * kLanes < num_rows_; ++t) {
         const Range seen = tile_ranges[t];

@@ -60,7 +60,7 @@ inline int choose_rows(const AttentionArgs& a, int max_rows, int wanted_items) {
   for (; rows > 16; rows /= 2) {
     int64_t items = 0;
     for (int s = 0; s < a.num_seqs; ++s) {
-      items += (static_cast<int64_t>(a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s]) * group + rows - 1) / rows;
+      items += ceil_div(static_cast<int64_t>(a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s]) * group, rows);
     }
     if (items * a.num_kv_heads >= wanted_items) break;
   }
@@ -83,7 +83,7 @@ inline int choose_heads(const AttentionArgs& a, int wanted_units) {
       if (tokens == 0) continue;
       const int heads = heads_together(a, tokens * group, most), offset = first_query_position(a, s);
       const int splits = a.seq_lens[s] / kSplit + 1 - first_visible(a, offset) / kSplit;
-      units += static_cast<int64_t>(splits) * ((a.num_kv_heads + heads - 1) / heads);
+      units += static_cast<int64_t>(splits) * ceil_div(a.num_kv_heads, heads);
     }
     if (units >= wanted_units) break;
   }
@@ -107,14 +107,21 @@ inline void make_plan(const AttentionArgs& a, Plan& plan) {
     for (int row = 0; row < query_rows; row += max_rows) {
       const int head_rows = std::min(max_rows, query_rows - row);
       const int heads = row == 0 ? heads_together(a, query_rows, most_heads) : 1;
+      const int first_position = first_visible(a, offset + row / group);
+      const int last_position = offset + (row + head_rows - 1) / group;
+      const int first_split = first_position / kSplit, num_splits = last_position / kSplit + 1 - first_split;
       for (int g = 0; g < a.num_kv_heads; g += heads) {
-        Item item{s, g, row, head_rows * std::min(heads, a.num_kv_heads - g), head_rows, 0, 0, 0, 0, -1};
-        item.first_position = first_visible(a, offset + row / group);
-        item.last_position = offset + (row + head_rows - 1) / group;
-        item.first_split = item.first_position / kSplit;
-        item.num_splits = item.last_position / kSplit + 1 - item.first_split;
-        total_splits += item.num_splits;
-        plan.items.push_back(item);
+        total_splits += num_splits;
+        plan.items.push_back({.sequence = s,
+                              .kv_head = g,
+                              .first_row = row,
+                              .num_rows = head_rows * std::min(heads, a.num_kv_heads - g),
+                              .head_rows = head_rows,
+                              .first_position = first_position,
+                              .last_position = last_position,
+                              .first_split = first_split,
+                              .num_splits = num_splits,
+                              .partials = -1});
       }
     }
   }

@@ -17,7 +17,7 @@ template <class Path>
 void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const Unit* next, float* partials) {
   using C = typename Path::Cache;
   const Item& item = plan.items[unit.item];
-  const int width = Path::width(a.head_dim), row_tiles = (item.num_rows + kLanes - 1) / kLanes;
+  const int width = Path::width(a.head_dim), row_tiles = ceil_div(item.num_rows, kLanes);
   const int rows = row_tiles * kLanes, num_heads = item.num_heads();
   const bool by_lanes = num_heads > 1 || (Path::wants_lanes(item.num_rows) && Path::has_lanes(a.head_dim));
   const size_t own_bytes = sizeof(float) * static_cast<size_t>(rows) * (kSplit + 2 * width + 2) + 512;
@@ -130,7 +130,7 @@ void run_all(const AttentionArgs& a) {
   constexpr int kTasksPerThread = 8, kMostUnitsPerTask = 8;
   const int num_units = static_cast<int>(plan.units.size()), threads = num_threads();
   const int per_task = std::clamp(num_units / (threads * kTasksPerThread), 1, kMostUnitsPerTask);
-  parallel_for((num_units + per_task - 1) / per_task, [&](int task, int) {
+  parallel_for(ceil_div(num_units, per_task), [&](int task, int) {
     [[maybe_unused]] const typename Path::Session session;
     const int begin = task * per_task, end = std::min(begin + per_task, num_units);
     for (int i = begin; i < end; ++i) {

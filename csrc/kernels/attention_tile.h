@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "kv_codes.h"
+#include "quire/round_up.h"
 #include "quire/scratch.h"
 #include "quire/simd.h"
 
@@ -25,8 +26,6 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kMostRows = 256;  // of the kMaxRows of all paths
 constexpr int kMaxRowTiles = kMostRows / kLanes;
 static_assert(kSplit % kStep == 0 && kStep % kTile == 0 && kMostRows % kLanes == 0);
-
-inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 struct Range {
   int begin, end;  // multiples of kStep
@@ -85,19 +84,6 @@ struct Rows {
 #endif
 };
 
-// Calls fn with a value of the C++ type of `dtype`.
-template <class Fn>
-inline void with_type_of(DType dtype, const Fn& fn) {
-  switch (dtype) {
-    case DType::f32:
-      return fn(float{});
-    case DType::bf16:
-      return fn(bf16{});
-    case DType::f16:
-      return fn(f16{});
-  }
-}
-
 // Cuts a scratch buffer into 64-byte aligned arrays.
 class Carver {
  public:
@@ -105,7 +91,7 @@ class Carver {
   template <class T>
   T* take(size_t count) {
     T* p = reinterpret_cast<T*>(next_);
-    next_ += (count * sizeof(T) + 63) / 64 * 64;
+    next_ += round_up(count * sizeof(T), 64);
     return p;
   }
 
@@ -129,7 +115,7 @@ class Prefetcher {
     }
   }
   // Asks for as many bytes as have just been used.
-  void follow(int64_t bytes) { advance(static_cast<int>((bytes + 63) / 64)); }
+  void follow(int64_t bytes) { advance(static_cast<int>(ceil_div(bytes, 64))); }
   void finish() { advance(1 << 30); }
 
  private:

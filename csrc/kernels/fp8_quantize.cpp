@@ -1,4 +1,6 @@
 // FP8 weights from float ones, see quire/kernels/gemm_fp8.h.
+#include <algorithm>
+
 #include "quire/kernels/gemm_fp8.h"
 #include "quire/simd.h"
 
@@ -21,7 +23,7 @@ inline uint8_t code_of(float value) {
 template <class T>
 void quantize(const T* weight, int64_t count, uint8_t* codes, float* scale) {
   constexpr int W = F32::kWidth;
-  const auto lanes_at = [&](int64_t i) { return static_cast<int>(count - i < W ? count - i : W); };
+  const auto lanes_at = [&](int64_t i) { return static_cast<int>(std::min<int64_t>(count - i, W)); };
   F32 largest = zero(), check = zero();
   for (int64_t i = 0; i < count; i += W) {
     const F32 w = load_n(weight + i, lanes_at(i));
@@ -43,14 +45,7 @@ void quantize(const T* weight, int64_t count, uint8_t* codes, float* scale) {
 }
 
 void quantize_row(const void* weight, DType dtype, int64_t count, uint8_t* codes, float* scale) {
-  switch (dtype) {
-    case DType::f32:
-      return quantize(static_cast<const float*>(weight), count, codes, scale);
-    case DType::bf16:
-      return quantize(static_cast<const bf16*>(weight), count, codes, scale);
-    case DType::f16:
-      return quantize(static_cast<const f16*>(weight), count, codes, scale);
-  }
+  with_type_of(dtype, [&]<class T>(T) { quantize(static_cast<const T*>(weight), count, codes, scale); });
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ void stream_panels(const GemmBlock& block) {
     load_bias(args, panel, bias);
     Prefetch prefetch{b + kStreamDistance, static_cast<int>(kStepBytes / 64)};
     run_1x4(a, a_step, b, steps, sums, true, prefetch);
-    store_finished(args, {sums, kPanelWidth, block.row_begin, num_rows, panel * kPanelWidth, kPanelWidth, bias});
+    store_finished(args, {block.row_begin, num_rows, panel, bias}, sums);
   }
 }
 
@@ -33,7 +33,7 @@ void multiply_panels(const GemmBlock& block) {
   const int64_t num_rows = block.row_end - block.row_begin, num_panels = block.panel_end - block.panel_begin;
   const int64_t rest = num_rows % kGroupRows;
   const bool has_half_group = rest != 0 && rest <= kTileRows;
-  const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows, num_full = num_groups - has_half_group;
+  const int64_t num_groups = ceil_div(num_rows, kGroupRows), num_full = num_groups - has_half_group;
   const int num_passes = static_cast<int>(2 * num_full + has_half_group);
   // One K block: two buffers, one of them pending. More: every group, half and panel has its own.
   const int64_t num_buffers = max_steps == num_steps ? 2 : 2 * num_groups * num_panels;
@@ -75,9 +75,7 @@ void multiply_panels(const GemmBlock& block) {
         Prefetch prefetch = plan.of_pass(pass);
         run_1x4(input + (row * num_steps + step * kTileRows) * kRowBytes, kTileRows * kRowBytes, b, steps, sums,
                 is_first, prefetch);
-        if (is_last)
-          store_finished(
-              args, {sums, kPanelWidth, block.row_begin + row, num_rows - row, panel * kPanelWidth, kPanelWidth, bias});
+        if (is_last) store_finished(args, {block.row_begin + row, num_rows - row, panel, bias}, sums);
         ++buffer;
       }
     }

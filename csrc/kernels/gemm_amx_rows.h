@@ -25,7 +25,7 @@ constexpr int64_t kMaxStepsPerBlock = 64;   // 2048 k: half a panel of weights i
 constexpr int64_t kInputBytes = 1 << 20;    // of L2 for the input of a block
 constexpr int64_t kMaxPanelsPerBlock = 16;  // bounds the scratch for sums between K blocks
 
-inline int64_t num_k_steps(int64_t k) { return (k + kBf16KUnit - 1) / kBf16KUnit; }
+inline int64_t num_k_steps(int64_t k) { return ceil_div(k, kBf16KUnit); }
 inline int64_t tile_rows(int64_t m) { return std::min(m, kTileRows); }
 
 // Columns [0, 64) of a panel for one input tile; sums[rows][64].
@@ -107,7 +107,7 @@ inline void run_2x2(const char* a, const char* b, int64_t steps, float* sums, in
   float* sums_low = sums + kTileRows * pitch;
   const SumTiles tiles{sums, sums + 16, sums_low, sums_low + 16, pitch * static_cast<int64_t>(sizeof(float))};
   start_sums(tiles, is_first);
-  const int64_t pending_per_step = (pending.rows_left() + steps - 1) / steps;
+  const int64_t pending_per_step = ceil_div(pending.rows_left(), steps);
   for (int64_t step = 0; step < steps; ++step, a += kGroupRows * kRowBytes, b += kStepBytes) {
     prefetch.fetch();
     _tile_stream_loadd(6, b, kRowBytes);
@@ -124,7 +124,7 @@ inline void run_2x2(const char* a, const char* b, int64_t steps, float* sums, in
 }
 
 inline int64_t amx_input_bytes(const GemmArgs& args) {
-  const int64_t padded = args.m < kTileRows ? args.m : (args.m + kTileRows - 1) / kTileRows * kTileRows;
+  const int64_t padded = args.m < kTileRows ? args.m : round_up(args.m, kTileRows);
   return padded * num_k_steps(args.k) * kRowBytes;
 }
 
@@ -156,8 +156,7 @@ inline void amx_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end
 
 // K is cut evenly into blocks of at most kMaxStepsPerBlock steps.
 inline int64_t steps_per_block(int64_t num_steps) {
-  const int64_t blocks = (num_steps + kMaxStepsPerBlock - 1) / kMaxStepsPerBlock;
-  return (num_steps + blocks - 1) / blocks;
+  return ceil_div(num_steps, ceil_div(num_steps, kMaxStepsPerBlock));
 }
 
 inline int64_t amx_rows_per_block(int64_t k) {

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 
 #include "quire/kernels/gemm.h"
+#include "quire/round_up.h"
 #include "quire/scratch.h"
 #include "quire/simd.h"
 
@@ -39,7 +41,7 @@ struct PrefetchPlan {
   int num_passes;
 
   Prefetch of_pass(int pass) const {
-    const int share = (lines_per_call + num_passes - 1) / num_passes;
+    const int share = ceil_div(lines_per_call, num_passes);
     const int first = std::min(pass * share, lines_per_call);
     return {begin + 64 * calls * first, std::min(share, lines_per_call - first)};
   }
@@ -49,52 +51,37 @@ struct PrefetchPlan {
 inline void load_bias(const GemmArgs& args, int64_t panel, float* bias_64) {
   const int64_t first = panel * kPanelWidth;
   const int64_t count = args.bias == nullptr ? 0 : std::min(kPanelWidth, args.n - first);
-  for (int64_t i = 0; i < kPanelWidth; ++i) {
-    if (i >= count) {
-      bias_64[i] = 0;
-    } else if (args.bias_dtype == DType::f32) {
-      bias_64[i] = static_cast<const float*>(args.bias)[first + i];
-    } else if (args.bias_dtype == DType::bf16) {
-      bias_64[i] = to_f32(static_cast<const bf16*>(args.bias)[first + i]);
-    } else {
-      bias_64[i] = to_f32(static_cast<const f16*>(args.bias)[first + i]);
-    }
-  }
+  with_type_of(args.bias_dtype, [&]<class T>(T) {
+    for (int64_t i = 0; i < count; ++i) bias_64[i] = to_f32(static_cast<const T*>(args.bias)[first + i]);
+  });
+  std::fill(bias_64 + count, bias_64 + kPanelWidth, 0.0f);
 }
 
-// A rectangle of finished sums [rows][columns], rows `pitch` floats apart, and its place in the output. Columns past N
-// are cut off.
+// The place of finished rows of a panel in the output, and the panel's bias [64].
 struct Finished {
-  const float* sums;
-  int64_t pitch;
-  int64_t row, num_rows;
-  int64_t column, num_columns;
-  const float* bias;  // of the first column
+  int64_t row, num_rows, panel;
+  const float* bias;
 };
 
-template <class T>
-inline void store_as(const GemmArgs& args, const Finished& f) {
+// sums(row, column) plus bias, rounded to the output type; sums gives a vector, rows count from f.row, columns from the
+// panel's first. Those past N are cut off.
+template <std::invocable<int64_t, int64_t> Sums>
+inline void store_finished(const GemmArgs& args, const Finished& f, const Sums& sums) {
   constexpr int W = F32::kWidth;
-  const int count = static_cast<int>(std::min(f.num_columns, args.n - f.column));
-  const float* sums = f.sums;
-  T* out = static_cast<T*>(args.out) + f.row * args.out_stride + f.column;
-  for (int64_t r = 0; r < f.num_rows; ++r, sums += f.pitch, out += args.out_stride) {
-    int i = 0;
-    for (; i + W <= count; i += W) store(out + i, load(sums + i) + load(f.bias + i));
-    if (i < count) store_n(out + i, load(sums + i) + load(f.bias + i), count - i);
-  }
+  const int64_t first = f.panel * kPanelWidth, count = std::min(kPanelWidth, args.n - first);
+  with_type_of(args.out_dtype, [&]<class T>(T) {
+    T* out = static_cast<T*>(args.out) + f.row * args.out_stride + first;
+    for (int64_t r = 0; r < f.num_rows; ++r, out += args.out_stride) {
+      int64_t c = 0;
+      for (; c + W <= count; c += W) store(out + c, sums(r, c) + load(f.bias + c));
+      if (c < count) store_n(out + c, sums(r, c) + load(f.bias + c), static_cast<int>(count - c));
+    }
+  });
 }
 
-// Sums plus bias, rounded to the output type.
-inline void store_finished(const GemmArgs& args, const Finished& f) {
-  switch (args.out_dtype) {
-    case DType::f32:
-      return store_as<float>(args, f);
-    case DType::bf16:
-      return store_as<bf16>(args, f);
-    case DType::f16:
-      return store_as<f16>(args, f);
-  }
+// The same for sums [rows][64].
+inline void store_finished(const GemmArgs& args, const Finished& f, const float* sums) {
+  store_finished(args, f, [&](int64_t row, int64_t column) { return load(sums + row * kPanelWidth + column); });
 }
 
 }  // namespace

@@ -125,15 +125,7 @@ inline void convert_rows(const GemmArgs& args, int64_t row_begin, int64_t row_en
 }
 
 inline void float_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
-  float* rows = static_cast<float*>(input);
-  switch (args.dtype) {
-    case DType::f32:
-      return convert_rows<float>(args, row_begin, row_end, rows);
-    case DType::bf16:
-      return convert_rows<bf16>(args, row_begin, row_end, rows);
-    case DType::f16:
-      return convert_rows<f16>(args, row_begin, row_end, rows);
-  }
+  with_type_of(args.dtype, [&]<class T>(T) { convert_rows<T>(args, row_begin, row_end, static_cast<float*>(input)); });
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace {
 template <class Tile>
 struct VectorRows {
   using Input = typename Tile::Input;
-  static int64_t num_tiles(int64_t rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+  static int64_t num_tiles(int64_t rows) { return ceil_div(rows, kMaxRows); }
   static int64_t first_row(int64_t tile, int64_t rows) { return rows * tile / num_tiles(rows); }
   static int64_t num_fetches(int64_t rows) { return num_tiles(rows) * Tile::kFetches; }
 

@@ -8,7 +8,7 @@ namespace {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 
 struct AmxRows {
-  static int64_t num_tiles(int64_t rows) { return (rows + kGroupRows - 1) / kGroupRows; }
+  static int64_t num_tiles(int64_t rows) { return ceil_div(rows, kGroupRows); }
   static int64_t first_row(int64_t tile, int64_t rows) { return std::min(tile * kGroupRows, rows); }
   static int64_t num_fetches(int64_t rows) {
     const int64_t rest = rows % kGroupRows;

@@ -90,16 +90,6 @@ inline void unpack_line(const uint8_t* from, bf16* to) {
 
 #endif
 
-struct Fp8Shape {
-  int64_t num_steps, group_steps, num_groups, panel_bytes;
-
-  explicit Fp8Shape(const GemmArgs& args)
-      : num_steps((args.k + kBf16KUnit - 1) / kBf16KUnit),
-        group_steps(args.fp8_group_size / kBf16KUnit),
-        num_groups((num_steps + group_steps - 1) / group_steps),
-        panel_bytes(kPanelWidth * 4 * num_groups + num_steps * kStepCodes) {}
-};
-
 // Sums [rows][64] of one group and the totals of the groups before it, which the first group does not read.
 struct Fp8Sums {
   const float* sums;
@@ -108,39 +98,16 @@ struct Fp8Sums {
   const float* scales;  // [64]
   bool is_first_group;
 
-  F32 scaled(int64_t at, int64_t column) const {
+  // The totals with the sums of this group, scaled.
+  F32 total(int64_t row, int64_t column) const {
+    const int64_t at = row * kPanelWidth + column;
     return fma(load(sums + at), load(scales + column), is_first_group ? zero() : load(totals + at));
   }
 };
 
 inline void add_group(const Fp8Sums& s) {
   for (int64_t r = 0; r < s.num_rows; ++r)
-    for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth)
-      store(s.totals + r * kPanelWidth + c, s.scaled(r * kPanelWidth + c, c));
-}
-
-// The last group: scaled, added, and rounded to the output type.
-template <class T>
-inline void finish_as(const GemmArgs& args, const Fp8Sums& s, int64_t row, int64_t column, const float* bias) {
-  constexpr int W = F32::kWidth;
-  const int64_t count = std::min(kPanelWidth, args.n - column);
-  T* out = static_cast<T*>(args.out) + row * args.out_stride + column;
-  for (int64_t r = 0; r < s.num_rows; ++r, out += args.out_stride) {
-    int64_t c = 0;
-    for (; c + W <= count; c += W) store(out + c, s.scaled(r * kPanelWidth + c, c) + load(bias + c));
-    if (c < count) store_n(out + c, s.scaled(r * kPanelWidth + c, c) + load(bias + c), static_cast<int>(count - c));
-  }
-}
-
-inline void finish(const GemmArgs& args, const Fp8Sums& s, int64_t row, int64_t column, const float* bias) {
-  switch (args.out_dtype) {
-    case DType::f32:
-      return finish_as<float>(args, s, row, column, bias);
-    case DType::bf16:
-      return finish_as<bf16>(args, s, row, column, bias);
-    case DType::f16:
-      return finish_as<f16>(args, s, row, column, bias);
-  }
+    for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) store(s.totals + r * kPanelWidth + c, s.total(r, c));
 }
 
 struct Fp8Blocking {
@@ -154,17 +121,17 @@ class Fp8Blocks {
   int64_t begin = 0, end = 0;  // steps
   int64_t panel;
 
-  Fp8Blocks(const GemmBlock& block, const Fp8Shape& shape, Fp8Blocking blocking)
+  Fp8Blocks(const GemmBlock& block, const Fp8Layout& layout, Fp8Blocking blocking)
       : panel(block.panel_begin),
         // blocks are whole groups, or parts of one
-        block_steps_(blocking.steps < shape.group_steps ? blocking.steps
-                                                        : blocking.steps / shape.group_steps * shape.group_steps),
-        max_panels_(block_steps_ >= shape.num_steps ? 1
-                                                    : std::min(blocking.panels, block.panel_end - block.panel_begin)),
+        block_steps_(blocking.steps < layout.group_steps ? blocking.steps
+                                                         : blocking.steps / layout.group_steps * layout.group_steps),
+        max_panels_(block_steps_ >= layout.num_steps ? 1
+                                                     : std::min(blocking.panels, block.panel_end - block.panel_begin)),
         first_panel_(panel),
         last_panel_(block.panel_end),
-        num_steps_(shape.num_steps),
-        group_steps_(shape.group_steps) {
+        num_steps_(layout.num_steps),
+        group_steps_(layout.group_steps) {
     set_end();
   }
 
@@ -202,7 +169,7 @@ class Fp8Blocks {
 class Unpacking {
  public:
   Unpacking(const uint8_t* from, int64_t num_lines, bf16* to, int64_t num_calls)
-      : from_(from), to_(to), lines_left_(num_lines), lines_per_call_((num_lines + num_calls - 1) / num_calls) {}
+      : from_(from), to_(to), lines_left_(num_lines), lines_per_call_(ceil_div(num_lines, num_calls)) {}
 
   void fetch() { unpack(lines_per_call_); }
   void finish() { unpack(lines_left_); }
@@ -232,10 +199,10 @@ class Unpacking {
 template <class Rows>
 inline void run_fp8(const GemmBlock& block, Fp8Blocking blocking) {
   const GemmArgs& args = *block.args;
-  const Fp8Shape shape(args);
+  const Fp8Layout layout(args.k, args.fp8_group_size);
   const int64_t num_rows = block.row_end - block.row_begin, num_tiles = Rows::num_tiles(num_rows);
   const int64_t panel_sums = (num_rows + kPaddedSums) * kPanelWidth;
-  Fp8Blocks current(block, shape, blocking);
+  Fp8Blocks current(block, layout, blocking);
   const int64_t all_panel_sums = panel_sums * current.max_panels(), max_codes = current.max_lines() * kFp8LineCodes;
   float* const all_sums =
       static_cast<float*>(scratch(Scratch::gemm_tiles, 2 * sizeof(float) * all_panel_sums + 2 * 2 * max_codes));
@@ -244,10 +211,10 @@ inline void run_fp8(const GemmBlock& block, Fp8Blocking blocking) {
   bf16* next_weights = weights + max_codes;
   alignas(64) float bias[kPanelWidth];
   const auto scales_of = [&](const Fp8Blocks& b) {
-    return reinterpret_cast<const float*>(static_cast<const char*>(args.packed) + b.panel * shape.panel_bytes);
+    return reinterpret_cast<const float*>(static_cast<const char*>(args.packed) + b.panel * layout.panel_bytes);
   };
   const auto codes_of = [&](const Fp8Blocks& b) {
-    return reinterpret_cast<const uint8_t*>(scales_of(b) + shape.num_groups * kPanelWidth) + b.begin * kStepCodes;
+    return reinterpret_cast<const uint8_t*>(scales_of(b) + layout.num_groups * kPanelWidth) + b.begin * kStepCodes;
   };
 
   Unpacking(codes_of(current), current.num_lines(), weights, 1).finish();
@@ -257,19 +224,20 @@ inline void run_fp8(const GemmBlock& block, Fp8Blocking blocking) {
     const int64_t begin = current.begin, end = current.end, num_calls = (end - begin) * Rows::num_fetches(num_rows);
     Unpacking unpacking(has_next ? codes_of(next) : nullptr, has_next ? next.num_lines() : 0, next_weights, num_calls);
     const float* const scales = scales_of(current);
-    if (end == shape.num_steps) load_bias(args, current.panel, bias);
+    if (end == layout.num_steps) load_bias(args, current.panel, bias);
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int64_t row = Rows::first_row(tile, num_rows), rows = Rows::first_row(tile + 1, num_rows) - row;
       const int64_t slot = current.panel_of_chunk() * panel_sums + row * kPanelWidth;
       float *const sums = all_sums + (current.sums_wait() ? slot : 0), *const totals = all_totals + slot;
       for (int64_t step = begin, next_step; step < end; step = next_step) {
-        const int64_t group = step / shape.group_steps, group_end = (group + 1) * shape.group_steps;
+        const int64_t group = step / layout.group_steps, group_end = (group + 1) * layout.group_steps;
         next_step = std::min(end, group_end);
         Rows::run(block, row, rows, step, weights + (step - begin) * kStepCodes, next_step - step, sums,
-                  step == group * shape.group_steps, unpacking);
+                  step == group * layout.group_steps, unpacking);
         const Fp8Sums finished{sums, totals, rows, scales + group * kPanelWidth, group == 0};
-        if (next_step == shape.num_steps)
-          finish(args, finished, block.row_begin + row, current.panel * kPanelWidth, bias);
+        if (next_step == layout.num_steps)
+          store_finished(args, {block.row_begin + row, rows, current.panel, bias},
+                         [&](int64_t r, int64_t c) { return finished.total(r, c); });
         else if (next_step == group_end)
           add_group(finished);
       }

@@ -10,8 +10,6 @@ enum class Half { none, low, high };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 
-using I32 = __m512i;
-inline I32 load_i32(const void* p) { return _mm512_loadu_si512(p); }
 template <Half kHalf>
 inline I32 load_codes(const uint8_t* p) {
   const I32 x = load_i32(p), low_half = _mm512_set1_epi8(0x0f);
@@ -21,8 +19,6 @@ inline I32 load_codes(const uint8_t* p) {
 inline void store_i32(void* p, I32 x) { _mm512_storeu_si512(p, x); }
 inline I32 zero_i32() { return _mm512_setzero_si512(); }
 inline I32 broadcast_i32(int x) { return _mm512_set1_epi32(x); }
-inline F32 to_float(I32 x, int offset) { return {_mm512_cvtepi32_ps(_mm512_sub_epi32(x, broadcast_i32(offset)))}; }
-inline F32 to_float(I32 x) { return {_mm512_cvtepi32_ps(x)}; }
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
 constexpr int kVectors = 4;
@@ -52,12 +48,10 @@ inline I32 dot(I32 sum, Quads w, Quads x) {
 
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 
-using I32 = __m256i;
 constexpr int kVectors = 1;
 struct Quads {
   I32 even, odd;
 };
-inline I32 load_i32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 template <Half kHalf>
 inline I32 load_codes(const uint8_t* p) {
   const I32 x = load_i32(p), low_half = _mm256_set1_epi8(0x0f);
@@ -66,8 +60,6 @@ inline I32 load_codes(const uint8_t* p) {
 }
 inline void store_i32(void* p, I32 x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 inline I32 zero_i32() { return _mm256_setzero_si256(); }
-inline F32 to_float(I32 x, int offset) { return {_mm256_cvtepi32_ps(_mm256_sub_epi32(x, _mm256_set1_epi32(offset)))}; }
-inline F32 to_float(I32 x) { return {_mm256_cvtepi32_ps(x)}; }
 inline Quads weight_quads(I32 codes) {
   return {_mm256_and_si256(codes, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(codes, 8)};
 }
@@ -174,22 +166,12 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const int64_t i = at[r] + g * 16;
-        const F32 row_scale = broadcast(input.scales[i]);
+        const RowNumbers of_row(input, at[r] + g * kPaddedRows);
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
-          const F32 offset = load(run.numbers[g].offsets + column + v * kLanes);
-          F32 sum;
-          if constexpr (kOffset == Offset::middle) {
-            sum = to_float(sums[r][v], input.zero_sums[i]);
-          } else {
-            sum = to_float(sums[r][v]);
-          }
-          const F32 scale = row_scale * load(run.numbers[g].scales + column + v * kLanes);
-          if constexpr (kOffset == Offset::zeros) sum = fma(offset, broadcast(input.offset_factors[i]), sum);
-          totals[r][v] = fma(sum, scale, totals[r][v]);
-          if constexpr (kOffset == Offset::minima)
-            totals[r][v] = fma(offset, broadcast(input.offset_factors[i]), totals[r][v]);
+          const F32 scales = load(run.numbers[g].scales + column + v * kLanes);
+          const F32 offsets = load(run.numbers[g].offsets + column + v * kLanes);
+          totals[r][v] = add_group<kOffset, false>(totals[r][v], sums[r][v], of_row, scales, offsets);
         }
       }
     }

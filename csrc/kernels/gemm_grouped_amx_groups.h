@@ -95,25 +95,17 @@ void add_groups(const ColumnBlock& block, const QuantizedRows& input, int64_t ro
   int32_t* const odd_sums = sums + kTileSums;
 
   const int64_t at = input.at(row, block.first_group);
-  const float *row_scales = input.scales + at, *factors = input.offset_factors + at;
-  const int32_t* const zero_sums = input.zero_sums + at;
   F32 total[kRows];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) total[r] = block.first_group == 0 ? zero() : load(totals + r * kPanelWidth);
 
   const auto add = [&](int64_t g, const int32_t* from) __attribute__((always_inline)) {
-    const F32 scale = load(block.numbers[g].scales + block.column);
-    const F32 offset = load(block.numbers[g].offsets + block.column);
-    const float *s = row_scales + g * kTileRows, *f = factors + g * kTileRows;
+    const F32 scales = load(block.numbers[g].scales + block.column);
+    const F32 offsets = load(block.numbers[g].offsets + block.column);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      __m512i codes_sum = _mm512_load_si512(from + r * kTileColumns);
-      if constexpr (kOffset == Offset::middle && !kSigned)
-        codes_sum = _mm512_sub_epi32(codes_sum, _mm512_set1_epi32(zero_sums[g * kTileRows + r]));
-      F32 sum{_mm512_cvtepi32_ps(codes_sum)};
-      if constexpr (kOffset == Offset::zeros) sum = fma(offset, broadcast(f[r]), sum);
-      total[r] = fma(sum, broadcast(s[r]) * scale, total[r]);
-      if constexpr (kOffset == Offset::minima) total[r] = fma(offset, broadcast(f[r]), total[r]);
+      const RowNumbers of_row(input, at + g * kTileRows + r);
+      total[r] = add_group<kOffset, kSigned>(total[r], load_i32(from + r * kTileColumns), of_row, scales, offsets);
     }
   };
   start(even, 0, sums);
@@ -143,7 +135,7 @@ void run_small_groups(const GemmBlock& block) {
   const QuantizedRows input(args, const_cast<void*>(block.input));
   const int64_t group_quads = form.group_size / kQuad, num_quads = layout.num_groups * group_quads;
   const int64_t quad_bytes = kQuadBytes * kBits / 8, step = step_of(form.group_size);
-  const int64_t num_rows = block.row_end - block.row_begin, num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t num_rows = block.row_end - block.row_begin, num_tiles = ceil_div(num_rows, kTileRows);
   const int64_t block_quads = kGroupsBlockQuads / group_quads * group_quads;
 
   Buffers* const buffers =
@@ -170,7 +162,7 @@ void run_small_groups(const GemmBlock& block) {
       Fetcher fetcher{next, next + (end - begin) * quad_bytes};
       const int64_t passes = kTilesPerPanel * (num_tiles + (kBits == 4));
       const int64_t lines_per_pass = (end - begin) * quad_bytes / 64 / passes + 1;
-      const int64_t lines_per_group = (lines_per_pass + num_groups - 1) / num_groups;
+      const int64_t lines_per_group = ceil_div(lines_per_pass, num_groups);
 
       for (int64_t column = 0; column < kPanelWidth; column += kTileColumns) {
         const uint8_t* const stored = reinterpret_cast<const uint8_t*>(codes + begin * quad_bytes + column * kQuad);
@@ -192,7 +184,7 @@ void run_small_groups(const GemmBlock& block) {
         }
       }
     }
-    store_finished(args, {totals, kPanelWidth, block.row_begin, num_rows, panel * kPanelWidth, kPanelWidth, bias});
+    store_finished(args, {block.row_begin, num_rows, panel, bias}, totals);
   }
 }
 

@@ -1,5 +1,5 @@
-// What the matrix product kernels for grouped integer weights share: the loop over panels, blocks of K and row tiles,
-// and the step from exact integer sums to float. The layouts are in quire/kernels/grouped_layout.h.
+// What the matrix product kernels for grouped integer weights share: the loop over panels, blocks of K and row tiles.
+// The layouts are in quire/kernels/grouped_layout.h.
 #pragma once
 
 #include "gemm_grouped_numbers.h"
@@ -11,28 +11,6 @@ constexpr int64_t kQuadBytes = kQuad * kPanelWidth;  // of 8-bit codes of one pa
 constexpr int64_t kBlockQuads = 128;                 // 32 KiB of 8-bit codes, in L1 or L2 while row tiles take turns
 constexpr int64_t kUnpackedQuads = 64;               // 16 KiB, in L1 beside sums and rows of the input
 constexpr int64_t kMinGroupQuads = 4;
-
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-inline F32 to_float(const int32_t* sums) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(sums))}; }
-inline F32 to_float(const int32_t* sums, int32_t offset) {
-  return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi32(offset)))};
-}
-#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
-inline F32 to_float(const int32_t* sums) {
-  return {_mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums)))};
-}
-inline F32 to_float(const int32_t* sums, int32_t offset) {
-  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums));
-  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(x, _mm256_set1_epi32(offset)))};
-}
-#else
-inline F32 to_float(const int32_t* sums, int32_t offset) {
-  float lanes[F32::kWidth];
-  for (int i = 0; i < F32::kWidth; ++i) lanes[i] = static_cast<float>(sums[i] - offset);
-  return load(lanes);
-}
-inline F32 to_float(const int32_t* sums) { return to_float(sums, 0); }
-#endif
 
 // 4-bit codes of `quads` quads (an even number) to one code per byte, from 0 to 15, or from -8 to 7 when kSigned.
 template <bool kSigned>
@@ -59,34 +37,23 @@ inline void unpack_4bit(const uint8_t* from, int64_t quads, uint8_t* to, Prefetc
   }
 }
 
-// sums[rows][64] of one group, finished, are scaled and added to float[rows][64]. kSigned: the codes had a sign, so
-// that no share of the zero is in the sums.
+// The finished sums[rows][64] of one group are added to totals[rows][64].
 template <Offset kOffset, bool kSigned>
-inline void add_group(const QuantizedRows& input, int64_t row, int64_t num_rows, int64_t group,
-                      const DecodedGroup& numbers, const int32_t* sums, float* totals) {
+inline void add_group_of_rows(const QuantizedRows& input, int64_t row, int64_t num_rows, int64_t group,
+                              const DecodedGroup& numbers, const int32_t* sums, float* totals) {
   constexpr int W = F32::kWidth, kVectors = kPanelWidth / W;
   F32 scales[kVectors], offsets[kVectors];
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     scales[v] = load(numbers.scales + v * W);
-    if constexpr (kOffset != Offset::middle) offsets[v] = load(numbers.offsets + v * W);
+    offsets[v] = load(numbers.offsets + v * W);
   }
   for (int64_t r = 0; r < num_rows; ++r, sums += kPanelWidth, totals += kPanelWidth) {
-    const int64_t at = input.at(row + r, group);
-    const F32 row_scale = broadcast(input.scales[at]), factor = broadcast(input.offset_factors[at]);
+    const RowNumbers of_row(input, input.at(row + r, group));
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
-      const int32_t* const from = sums + v * W;
-      F32 sum;
-      if constexpr (kOffset == Offset::middle && !kSigned) {
-        sum = to_float(from, input.zero_sums[at]);
-      } else {
-        sum = to_float(from);
-      }
-      if constexpr (kOffset == Offset::zeros) sum = fma(offsets[v], factor, sum);
-      F32 total = fma(sum, row_scale * scales[v], group == 0 ? zero() : load(totals + v * W));
-      if constexpr (kOffset == Offset::minima) total = fma(offsets[v], factor, total);
-      store(totals + v * W, total);
+      const F32 total = group == 0 ? zero() : load(totals + v * W);
+      store(totals + v * W, add_group<kOffset, kSigned>(total, load_i32(sums + v * W), of_row, scales[v], offsets[v]));
     }
   }
 }
@@ -125,10 +92,9 @@ inline void run_form(const GemmBlock& block) {
   const int64_t group_quads = args.form.group_size / kQuad, num_quads = layout.num_groups * group_quads;
   const int64_t stored_quad_bytes = kQuadBytes * args.form.bits / 8;
   const int64_t num_rows = block.row_end - block.row_begin;
-  const int64_t num_tiles = (num_rows + Tile::kMaxRows - 1) / Tile::kMaxRows;
+  const int64_t num_tiles = ceil_div(num_rows, Tile::kMaxRows);
   // nearly equal heights: 7 rows are 4 + 3
-  const int64_t tile_rows =
-      ((num_rows + num_tiles - 1) / num_tiles + Tile::kRowUnit - 1) / Tile::kRowUnit * Tile::kRowUnit;
+  const int64_t tile_rows = round_up(ceil_div(num_rows, num_tiles), Tile::kRowUnit);
   const int64_t sums_rows = num_rows + kPaddedRows;
   constexpr int64_t kNumbersBytes = kMaxQuads / kMinGroupQuads * sizeof(DecodedGroup);
   uint8_t* const unpacked = static_cast<uint8_t*>(
@@ -154,7 +120,7 @@ inline void run_form(const GemmBlock& block) {
       const uint8_t* const next_codes = is_last ? codes + layout.panel_bytes : codes + end * stored_quad_bytes;
       const PrefetchPlan plan{reinterpret_cast<const char*>(next_codes), static_cast<int>(stored_quad_bytes / 64),
                               end - begin, static_cast<int>(num_tiles) + kUnpacks};
-      decode_groups(args.form, layout, packed, first_group, (end + group_quads - 1) / group_quads, numbers);
+      decode_groups(args.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);
       prefetch_lines(is_last ? packed + layout.panel_bytes : packed + end / group_quads * layout.group_bytes,
                      block_groups * layout.group_bytes);
       if constexpr (kUnpacks) {
@@ -186,12 +152,12 @@ inline void run_form(const GemmBlock& block) {
               static_cast<int>(rows), input.codes + (block.row_begin + row) * input.stride + quad * kQuad, input.stride,
               weights + (quad - begin) * kWeightBytes, next - quad, tile_sums, quad == group * group_quads, prefetch);
           if (next == (group + 1) * group_quads)
-            add_group<kOffset, kSigned>(input, block.row_begin + row, rows, group, numbers[group - first_group],
-                                        tile_sums, totals + row * kPanelWidth);
+            add_group_of_rows<kOffset, kSigned>(input, block.row_begin + row, rows, group, numbers[group - first_group],
+                                                tile_sums, totals + row * kPanelWidth);
         }
       }
     }
-    store_finished(args, {totals, kPanelWidth, block.row_begin, num_rows, panel * kPanelWidth, kPanelWidth, bias});
+    store_finished(args, {block.row_begin, num_rows, panel, bias}, totals);
   }
 }
 

@@ -9,7 +9,6 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int64_t kQuad = 4;
 constexpr int64_t kPaddedRows = 16;  // tiles read whole tiles
 
 // What a weight's form asks of a sum: a zero in the middle of the codes, a zero per group, or a minimum per group.
@@ -33,7 +32,7 @@ struct QuantizedRows {
   QuantizedRows(const GemmArgs& args, void* input) {
     const GroupedLayout layout(args.form, args.k);
     num_groups = layout.num_groups;
-    stride = ((num_groups * args.form.group_size + 63) / 64 | 1) * 64;
+    stride = (ceil_div(num_groups * args.form.group_size, 64) | 1) * 64;
     codes = static_cast<int8_t*>(input);
     scales = reinterpret_cast<float*>(codes + padded_rows(args.m) * stride);
     offset_factors = scales + padded_rows(args.m) * num_groups;
@@ -42,7 +41,7 @@ struct QuantizedRows {
 
   // [rows / 16][groups][16]
   int64_t at(int64_t row, int64_t group) const { return ((row >> 4) * num_groups + group) * 16 + (row & 15); }
-  static int64_t padded_rows(int64_t m) { return (m + kPaddedRows - 1) / kPaddedRows * kPaddedRows; }
+  static int64_t padded_rows(int64_t m) { return round_up(m, kPaddedRows); }
   int64_t bytes(int64_t m) const { return padded_rows(m) * (stride + 8 * num_groups); }
 };
 
@@ -128,14 +127,7 @@ inline void quantize_rows(const GemmArgs& args, int64_t row_begin, int64_t row_e
 }
 
 inline void grouped_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
-  switch (args.dtype) {
-    case DType::f32:
-      return quantize_rows<float>(args, row_begin, row_end, input);
-    case DType::bf16:
-      return quantize_rows<bf16>(args, row_begin, row_end, input);
-    case DType::f16:
-      return quantize_rows<f16>(args, row_begin, row_end, input);
-  }
+  with_type_of(args.dtype, [&]<class T>(T) { quantize_rows<T>(args, row_begin, row_end, input); });
 }
 
 }  // namespace

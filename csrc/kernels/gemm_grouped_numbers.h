@@ -1,4 +1,5 @@
-// The numbers of groups, which every form of a grouped weight stores in its own way, brought to floats.
+// The numbers of groups, which every form of a grouped weight stores in its own way, brought to floats, and the step
+// from the exact integer sums of a group to its share of the float sums.
 #pragma once
 
 #include "gemm_grouped_input.h"
@@ -74,6 +75,51 @@ inline void decode_groups(const GroupedForm& form, const GroupedLayout& layout, 
     decode_numbers(form.scales, numbers, halves, to->scales);
     decode_numbers(form.offsets, numbers + layout.scale_bytes, halves + layout.super_scale_bytes, to->offsets);
   }
+}
+
+// As many integer sums as F32 has lanes.
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+using I32 = __m512i;
+inline I32 load_i32(const void* p) { return _mm512_loadu_si512(p); }
+inline I32 subtract(I32 x, int32_t y) { return _mm512_sub_epi32(x, _mm512_set1_epi32(y)); }
+inline F32 to_float(I32 x) { return {_mm512_cvtepi32_ps(x)}; }
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+using I32 = __m256i;
+inline I32 load_i32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline I32 subtract(I32 x, int32_t y) { return _mm256_sub_epi32(x, _mm256_set1_epi32(y)); }
+inline F32 to_float(I32 x) { return {_mm256_cvtepi32_ps(x)}; }
+#else
+using I32 = Vector4i;
+inline I32 load_i32(const void* p) {
+  I32 x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+inline I32 subtract(I32 x, int32_t y) { return x - y; }
+inline F32 to_float(I32 x) { return {__builtin_convertvector(x, Vector4f)}; }
+#endif
+
+// What a row of the input has for a group of the weight, see QuantizedRows.
+struct RowNumbers {
+  F32 scale, offset_factor;
+  int32_t zero_sum;
+
+  RowNumbers(const QuantizedRows& input, int64_t at)
+      : scale(broadcast(input.scales[at])),
+        offset_factor(broadcast(input.offset_factors[at])),
+        zero_sum(input.zero_sums[at]) {}
+};
+
+// The float sums of a row with one more group: `sums` are its codes times those of the weight, `scales` and `offsets`
+// the group's. kSigned: the codes of the weight had a sign, so that no share of the zero is in the sums.
+template <Offset kOffset, bool kSigned>
+inline F32 add_group(F32 total, I32 sums, const RowNumbers& row, F32 scales, F32 offsets) {
+  if constexpr (kOffset == Offset::middle && !kSigned) sums = subtract(sums, row.zero_sum);
+  F32 sum = to_float(sums);
+  if constexpr (kOffset == Offset::zeros) sum = fma(offsets, row.offset_factor, sum);
+  total = fma(sum, row.scale * scales, total);
+  if constexpr (kOffset == Offset::minima) total = fma(offsets, row.offset_factor, total);
+  return total;
 }
 
 inline void prefetch_lines(const char* from, int64_t bytes) {

@@ -18,7 +18,7 @@ inline constexpr int64_t kBlockBytes = 32 * 1024;
 template <class A>
 inline int64_t input_stride(int64_t k) {
   constexpr int64_t kPerLine = 64 / sizeof(A);
-  return ((k + kBf16KUnit - 1) / kBf16KUnit * kBf16KUnit / kPerLine | 1) * kPerLine;
+  return (round_up(k, kBf16KUnit) / kPerLine | 1) * kPerLine;
 }
 
 // Tile::Input       element of the prepared rows
@@ -40,8 +40,8 @@ inline void run_row_tiles(const GemmBlock& block) {
                                          Tile::template run<5, Prefetch>, Tile::template run<6, Prefetch>};
 
   const int64_t num_rows = block.row_end - block.row_begin;
-  const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
-  const int64_t num_steps = (args.k + Tile::kStepK - 1) / Tile::kStepK;
+  const int64_t num_tiles = ceil_div(num_rows, kMaxRows);
+  const int64_t num_steps = ceil_div(args.k, Tile::kStepK);
   const int64_t a_stride = input_stride<Input>(args.k);
   const Input* a = static_cast<const Input*>(block.input) + block.row_begin * a_stride;
   float* sums = static_cast<float*>(scratch(Scratch::gemm_tiles, sizeof(float) * kPanelWidth * num_rows));
@@ -61,9 +61,7 @@ inline void run_row_tiles(const GemmBlock& block) {
         Prefetch prefetch = plan.of_pass(static_cast<int>(tile));
         kRun[rows - 1](a + row * a_stride + step * Tile::kStepK, a_stride, b + step * kStepElements, steps, tile_sums,
                        step == 0, prefetch);
-        if (step + steps == num_steps)
-          store_finished(args,
-                         {tile_sums, kPanelWidth, block.row_begin + row, rows, panel * kPanelWidth, kPanelWidth, bias});
+        if (step + steps == num_steps) store_finished(args, {block.row_begin + row, rows, panel, bias}, tile_sums);
         row += rows;
       }
     }

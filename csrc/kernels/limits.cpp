@@ -3,6 +3,10 @@
 
 #include "quire/simd.h"
 
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+#include "amx_tiles.h"
+#endif
+
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -49,13 +53,7 @@ int64_t multiply_f32(int64_t rounds) {
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 int64_t multiply_bf16(int64_t rounds) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } config;
-  __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read 8 bytes only
-  _tile_loadconfig(&config);
+  configure_tiles(kTileRows);
   for (int64_t round = 0; round < rounds; ++round) {
     _tile_dpbf16ps(0, 6, 7);
     _tile_dpbf16ps(1, 6, 7);

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kv_codes.h"
+#include "quire/round_up.h"
 #include "quire/simd.h"
 #include "quire/thread_pool.h"
 
@@ -19,7 +20,7 @@ constexpr int64_t kElementsPerTask = 16384;
 template <class Fn>
 void for_rows(int64_t rows, int64_t elements_per_row, const Fn& row) {
   const int64_t rows_per_task = std::max<int64_t>(kElementsPerTask / elements_per_row, 1);
-  const auto tasks = static_cast<int>((rows + rows_per_task - 1) / rows_per_task);
+  const auto tasks = static_cast<int>(ceil_div(rows, rows_per_task));
   if (tasks <= 1) {
     for (int64_t i = 0; i < rows; ++i) row(i);
     return;
@@ -96,14 +97,7 @@ void rms_norm_of(const RmsNormArgs& a) {
 }
 
 void rms_norm(const RmsNormArgs& a) {
-  switch (a.dtype) {
-    case DType::f32:
-      return rms_norm_of<float>(a);
-    case DType::bf16:
-      return rms_norm_of<bf16>(a);
-    case DType::f16:
-      return rms_norm_of<f16>(a);
-  }
+  with_type_of(a.dtype, [&]<class T>(T) { rms_norm_of<T>(a); });
 }
 
 // One head in float32, zeros from its end to the next whole vector.
@@ -206,14 +200,7 @@ void rope_and_cache_of(const RopeCacheArgs& a) {
 }
 
 void rope_and_cache(const RopeCacheArgs& a) {
-  switch (a.dtype) {
-    case DType::f32:
-      return rope_and_cache_of<float>(a);
-    case DType::bf16:
-      return rope_and_cache_of<bf16>(a);
-    case DType::f16:
-      return rope_and_cache_of<f16>(a);
-  }
+  with_type_of(a.dtype, [&]<class T>(T) { rope_and_cache_of<T>(a); });
 }
 
 }  // namespace

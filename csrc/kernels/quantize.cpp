@@ -1,4 +1,6 @@
 // Grouped integer weights from float ones, see quire/kernels/gemm.h.
+#include <algorithm>
+
 #include "quire/kernels/gemm.h"
 #include "quire/simd.h"
 
@@ -8,9 +10,10 @@ namespace {
 template <class T>
 void quantize(const T* weight, int64_t count, int bits, uint8_t* codes, float* scale) {
   constexpr int W = F32::kWidth;
+  const auto lanes_at = [&](int64_t i) { return static_cast<int>(std::min<int64_t>(count - i, W)); };
   F32 highest = zero(), lowest = zero();
   for (int64_t i = 0; i < count; i += W) {
-    const F32 w = load_n(weight + i, static_cast<int>(count - i < W ? count - i : W));
+    const F32 w = load_n(weight + i, lanes_at(i));
     highest = max(highest, w);
     lowest = min(lowest, w);
   }
@@ -22,7 +25,7 @@ void quantize(const T* weight, int64_t count, int bits, uint8_t* codes, float* s
   *scale = step;
   const F32 middle = broadcast(zero_code), limit = broadcast(2 * zero_code - 1);
   for (int64_t i = 0; i < count; i += W) {
-    const int n = static_cast<int>(count - i < W ? count - i : W);
+    const int n = lanes_at(i);
     float lanes[W];
     store(lanes, min(max(round(load_n(weight + i, n) * broadcast(inverse)) + middle, zero()), limit));
     for (int lane = 0; lane < n; ++lane) codes[i + lane] = static_cast<uint8_t>(lanes[lane]);
@@ -30,14 +33,7 @@ void quantize(const T* weight, int64_t count, int bits, uint8_t* codes, float* s
 }
 
 void quantize_group(const void* weight, DType dtype, int64_t count, int bits, uint8_t* codes, float* scale) {
-  switch (dtype) {
-    case DType::f32:
-      return quantize(static_cast<const float*>(weight), count, bits, codes, scale);
-    case DType::bf16:
-      return quantize(static_cast<const bf16*>(weight), count, bits, codes, scale);
-    case DType::f16:
-      return quantize(static_cast<const f16*>(weight), count, bits, codes, scale);
-  }
+  with_type_of(dtype, [&]<class T>(T) { quantize(static_cast<const T*>(weight), count, bits, codes, scale); });
 }
 
 }  // namespace

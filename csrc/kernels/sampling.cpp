@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "quire/simd.h"
@@ -32,7 +33,7 @@ class Row {
   void scan(const float* logits, int64_t size) {
     logits_ = logits;
     size_ = size;
-    const int64_t blocks = (size + kBlock - 1) / kBlock;
+    const int64_t blocks = ceil_div(size, kBlock);
     block_max_.resize(blocks);
     range_nan_.assign(num_ranges(), 0);
     for_ranges([&](int64_t range, int64_t begin, int64_t end) {
@@ -66,7 +67,7 @@ class Row {
       const uint64_t needed = needed_units(static_cast<double>(top_p), total);
       kept = threshold(units, {floor, max_}, needed, total);
       tied_units = units_of(units, kept.value);
-      num_tied = (needed - kept.above + tied_units - 1) / tied_units;  // the lowest ids of those with this value
+      num_tied = ceil_div(needed - kept.above, tied_units);  // the lowest ids of those with this value
     }
     return draw(units, kept, num_tied, tied_units, uniform);
   }
@@ -80,9 +81,7 @@ class Row {
       for (int64_t i = begin; i < end; i += kLanes) sum = sum + exp(load_part(logits_ + i, end - i) - top);
       sums_[range] = reduce_add(sum);
     });
-    double sum = 0;
-    for (const float x : sums_) sum += static_cast<double>(x);
-    return std::log(sum);
+    return std::log(std::accumulate(sums_.begin(), sums_.end(), 0.0));
   }
 
   int64_t count_above(float x) {
@@ -94,9 +93,7 @@ class Row {
       }
       counts_[range] = count;
     });
-    uint64_t sum = 0;
-    for (const uint64_t count : counts_) sum += count;
-    return static_cast<int64_t>(sum);
+    return static_cast<int64_t>(std::accumulate(counts_.begin(), counts_.end(), uint64_t{0}));
   }
 
   // The k tokens with the highest logits, descending, ties by ascending id.
@@ -111,7 +108,7 @@ class Row {
   }
 
  private:
-  int64_t num_ranges() const { return (size_ + kRange - 1) / kRange; }
+  int64_t num_ranges() const { return ceil_div(size_, kRange); }
 
   // fn(range, begin, end) for each range of the row; threads share them unless the rows are dealt to threads already.
   template <class Fn>
@@ -161,9 +158,7 @@ class Row {
       }
       above_[range] = sum.total();
     });
-    uint64_t total = 0;
-    for (const uint64_t x : above_) total += x;
-    return total;
+    return std::accumulate(above_.begin(), above_.end(), uint64_t{0});
   }
 
   // Splits the row into above_ (weights) and inside_ (logits), both per range. Returns the weight above.
@@ -183,9 +178,7 @@ class Row {
       above_[range] = sum.total();
       inside_size_[range] = inside_end - inside;
     });
-    uint64_t sum = 0;
-    for (const uint64_t x : above_) sum += x;
-    return sum;
+    return std::accumulate(above_.begin(), above_.end(), uint64_t{0});
   }
 
   // Copies what is inside to open_, returns how much that is.

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "quire/round_up.h"
 #include "quire/simd.h"
 
 namespace quire::QUIRE_ISA {
@@ -126,7 +127,7 @@ inline uint64_t count_equal(const float* values, int64_t n, float x) {
     const F32 y = load_part(values + i, n - i);
     different += static_cast<uint64_t>(__builtin_popcount(mask_less(y, broadcast(x)) | mask_less(broadcast(x), y)));
   }
-  return static_cast<uint64_t>((n + kLanes - 1) / kLanes * kLanes) - different;
+  return static_cast<uint64_t>(round_up(n, kLanes)) - different;
 }
 
 // Both ends belong to it; no end is infinite.
@@ -168,7 +169,7 @@ template <class Weight>
 inline Interval estimate(const Weight& weight, const float* values, int64_t n, Interval bounds, uint64_t below,
                          bool is_point) {
   float sample[kSample], weights[kSample + kLanes];
-  const int64_t step = std::max<int64_t>((n + kSample - 1) / kSample, std::min<int64_t>(n / 32, 16));
+  const int64_t step = std::max<int64_t>(ceil_div(n, kSample), std::min<int64_t>(n / 32, 16));
   int64_t size = 0;
   for (int64_t i = step / 2; i < n; i += step) {
     sample[size] = values[i];

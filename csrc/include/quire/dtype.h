@@ -89,5 +89,18 @@ template <>
   return {static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13))};
 }
 
+// Calls fn with a value of the C++ type of `dtype`.
+template <class Fn>
+inline void with_type_of(DType dtype, const Fn& fn) {
+  switch (dtype) {
+    case DType::f32:
+      return fn(float{});
+    case DType::bf16:
+      return fn(bf16{});
+    case DType::f16:
+      return fn(f16{});
+  }
+}
+
 }  // namespace
 }  // namespace quire

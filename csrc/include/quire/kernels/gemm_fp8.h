@@ -19,6 +19,19 @@ namespace quire {
 
 inline constexpr int64_t kFp8LineCodes = 64;
 
+// Steps of 32 k, and sizes in the packed layout.
+struct Fp8Layout {
+  int64_t num_steps, group_steps, num_groups;
+  int64_t scale_bytes, panel_bytes;  // of a panel: its scales; all of it
+
+  Fp8Layout(int64_t k, int64_t group_size)
+      : num_steps(ceil_div(k, kBf16KUnit)),
+        group_steps(group_size / kBf16KUnit),
+        num_groups(ceil_div(num_steps, group_steps)),
+        scale_bytes(kPanelWidth * 4 * num_groups),
+        panel_bytes(scale_bytes + kPanelWidth * kBf16KUnit * num_steps) {}
+};
+
 int64_t gemm_fp8_packed_bytes(int64_t n, int64_t k, int64_t group_size);
 // codes [n, k], rows code_stride bytes apart; scales [n, ceil(k / group_size)].
 void gemm_fp8_pack(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t n, int64_t k,
@@ -28,9 +41,8 @@ void gemm_fp8_pack(const uint8_t* codes, int64_t code_stride, const float* scale
 void gemm_fp8_quantize(const void* weight, DType dtype, int64_t weight_stride, int64_t n, int64_t k, uint8_t* codes,
                        float* scales);
 
-const GemmKernels& gemm_fp8_kernels();  // every dtype of x
-const GemmKernels&
-gemm_fp8_amx_kernels();  // x in bfloat16 on AMX tiles; run == nullptr where the active ISA lacks them
+const GemmKernels& gemm_fp8_kernels();      // every dtype of x
+const GemmKernels& gemm_fp8_amx_kernels();  // x in bfloat16 on AMX tiles; run == nullptr where the active ISA has none
 
 struct Fp8QuantizeKernels {
   void (*row)(const void* weight, DType dtype, int64_t count, uint8_t* codes, float* scale);

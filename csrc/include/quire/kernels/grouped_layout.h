@@ -15,9 +15,12 @@
 
 #include <cstdint>
 
+#include "quire/round_up.h"
+
 namespace quire {
 
 inline constexpr int64_t kPanelWidth = 64;
+inline constexpr int64_t kQuad = 4;  // neighbours in K whose codes lie together
 
 // How the numbers of groups are stored; the values are part of the Python interface (kernels/cpu.py).
 enum class GroupNumbers : int { none = 0, f32 = 1, f16 = 2, i8 = 3, u8 = 4 };
@@ -53,8 +56,8 @@ struct GroupedLayout {
   int64_t supers_at, codes_at, panel_bytes;
 
   GroupedLayout(const GroupedForm& form, int64_t k)
-      : num_groups((k + form.group_size - 1) / form.group_size),
-        num_supers((num_groups + form.super_size - 1) / form.super_size),
+      : num_groups(ceil_div(k, form.group_size)),
+        num_supers(ceil_div(num_groups, form.super_size)),
         scale_bytes(kPanelWidth * size_of(form.scales)),
         group_bytes(scale_bytes + kPanelWidth * size_of(form.offsets)),
         super_scale_bytes(form.scales == GroupNumbers::i8 ? kPanelWidth * 2 : 0),
