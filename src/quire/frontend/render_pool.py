@@ -31,7 +31,8 @@ class _RenderProcess:
         with theirs:
             # -P: a module of the current folder must not stand in for one of ours or of the standard library.
             command = [sys.executable, "-P", "-m", "quire.frontend.render_process"]
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+            # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can ignore it.
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0)
         self._socket = ours
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         try:
