@@ -30,7 +30,7 @@ $(STAMP): $(SOURCES)
 	fi
 	touch $(STAMP)
 
-test: setup  ## what CI runs: about 12 minutes on 2 cores
+test: setup  ## what CI runs: about 7 minutes on 2 cores
 	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
 
 test-full: setup  ## also the slow suites

@@ -105,6 +105,18 @@ def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype, builds: 
     }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sizes of a model's attention, and what runs it."""
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--isa", default="", help="instruction set; default: the best present")
+    parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
+    parser.add_argument("--json", default="", help="write the rows to this file")
+
+
 def print_row(row: dict[str, Any]) -> None:
     cells = [
         f"{name} {us:9.1f} us {row['flops'] / us / 1e3:6.0f} GFLOP/s {row['kv_bytes'] / us / 1e3:5.1f} GB/s "
@@ -121,17 +133,10 @@ def print_row(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=DEFAULT_CASES)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--isa", default="", help="instruction set; default: the best present")
-    parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
+    add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=0.5, help="per case and engine")
     parser.add_argument("--against", default="", help="file of another build of quire._C to take turns with")
     parser.add_argument("--no-peers", action="store_true", help="only Quire")
-    parser.add_argument("--json", default="", help="write the rows to this file")
     args = parser.parse_args()
     if args.isa:
         cpu.set_isa(args.isa)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attention import COLD_BYTES, median_seconds
+from attention import COLD_BYTES, add_arguments, median_seconds
 
 from quire.kernels import cpu, kv_codes, ops
 from quire.kv_format import KV_FORMATS
@@ -80,16 +80,9 @@ def bench_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="1x1@1024,1x1@8192,16x1@1024,4x1@8192,1x512@4096")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--isa", default="", help="instruction set; default: the best present")
-    parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
+    add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="per case and cache")
-    parser.add_argument("--json", default="", help="write the rows to this file")
     args = parser.parse_args()
     if args.isa:
         cpu.set_isa(args.isa)

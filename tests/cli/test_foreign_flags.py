@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ OWN = {f.name for config in (EngineConfig, ServerConfig) for f in options(config
 EVERY = sorted(FOREIGN.values(), key=lambda entry: entry.name)
 
 
+@cache
 def _actions() -> dict[str, object]:
     from quire.cli.main import build_parser
 

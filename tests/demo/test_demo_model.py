@@ -13,7 +13,7 @@ import quire.demo
 from quire.demo.data import render
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
-from tests.loader.paged_run import greedy
+from tests.models.paged_run import greedy
 
 END_OF_TURN = 2
 

@@ -265,10 +265,9 @@ def test_download(tmp_path: Path) -> None:
         environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
         with Terminal("serve", "--port", "0", *flags, environment=environment) as terminal:
             terminal.read_until("ETA")
-            began = time.monotonic()
+            hub.chunk_seconds = 1000.0  # who waits for the file waits longer than this test does
             terminal.press_ctrl_c()
             assert terminal.read_to_end() == 130
-        assert time.monotonic() - began < 1.0, "the download went on"
         assert "Traceback" not in terminal.written
         running = re.compile(r"  download  \[#+ +\]  \d\d%  ETA \d s  \d+\.\d of 7\d\.\d MB, \d+\.\d MB/s")
         assert running.search(SGR.sub("", terminal.written)), terminal.written

@@ -228,7 +228,7 @@ def test_a_server_that_is_suspended_itself_does_not_blame_the_engine(server: Sab
 
 def test_a_long_prefill_is_healthy(server: SabotagedServe) -> None:
     """A step that takes longer than the limit of short ones, and was predicted to."""
-    prompt = [5] * (LONG_PROMPT + 1)
+    prompt = [5] * LONG_PROMPT
     with server.counting({"vllm:request_success_total/length": 1.0}), ThreadPoolExecutor() as pool:
         started = time.monotonic()
         answer = pool.submit(server.text, {"prompt": prompt, "max_tokens": 1, "ignore_eos": True})

@@ -92,7 +92,7 @@ def test_demo_ids_and_text(odd: str, demo_gguf: Tokenizer) -> None:
         assert demo_gguf.decode(ids, skip_special_tokens=skip) == demo().decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=60) | st.lists(st.sampled_from(ODD), max_size=4).map("".join))
 def test_demo_ids_of_any_text(demo_gguf: Tokenizer, any_text: str) -> None:
     assert demo_gguf.encode(any_text) == demo().encode(any_text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ContextLengthError, QuireError
@@ -323,7 +323,6 @@ def test_aborted_requests_are_counted():
     assert (finished.finish_reason, finished.num_output_tokens, finished.queued_seconds) == ("abort", 0, None)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), kind=st.sampled_from([CUMULATIVE, DELTA]), num=st.integers(1, 3))
 def test_merged_outputs_lose_nothing(data, kind, num):
     """A reader that is slow at any places sees the same request in fewer pieces."""

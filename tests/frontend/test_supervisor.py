@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,10 +23,10 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from tests.frontend.test_async_engine import ANSWER, TOKENIZER
 
 LIMITS = RecoveryLimits()
-# The same rules, faster.
-QUICK = RecoveryLimits(
-    min_step_seconds=0.2, silence_seconds=0.2, check_seconds=0.01, max_failures=4, max_delay_seconds=0.01
-)
+# What has failed is replaced at once; nothing counts as stuck or silent because the machine is busy.
+PATIENT = RecoveryLimits(check_seconds=0.01, max_failures=4, max_delay_seconds=0.01)
+# For tests of what is stuck or silent.
+QUICK = replace(PATIENT, min_step_seconds=0.2, silence_seconds=0.2)
 
 
 # The watch
@@ -146,7 +148,7 @@ class Recorder(NoMetrics):
 class Recovering:
     """`async with Recovering() as running`: an engine, ready, with a starter of further EchoClients."""
 
-    def __init__(self, *, limits: RecoveryLimits = QUICK, is_ready: bool = True, **options: Any) -> None:
+    def __init__(self, *, limits: RecoveryLimits = PATIENT, is_ready: bool = True, **options: Any) -> None:
         self.options = {"answer": ANSWER} | options
         self.clients: list[EchoClient] = []
         self.next_is_ready = True
@@ -186,9 +188,11 @@ class Recovering:
         await self.engine.shutdown()
 
     async def wait_for_client(self, number: int) -> None:
-        async with asyncio.timeout(10):
-            while len(self.clients) < number or not self.engine.is_ready:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self.clients) >= number and self.engine.is_ready)
+
+    async def wait_until_sent(self, number: int) -> None:
+        """Requests, to the engine that runs now."""
+        await until(lambda: len(sent(self.client, AddRequest)) == number)
 
     async def read(self, request_id: str, kind: RequestOutputKind = RequestOutputKind.DELTA, **fields: Any) -> str:
         params = SamplingParams(**{"max_tokens": 50, "output_kind": kind} | fields)
@@ -197,6 +201,12 @@ class Recovering:
             for part in output.outputs:
                 texts[part.index] = texts.get(part.index, "") * (kind is RequestOutputKind.DELTA) + part.text
         return " | ".join(texts.values())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def sent(client: EchoClient, kind: type) -> list[Any]:
@@ -212,7 +222,7 @@ async def test_what_was_not_streamed_is_sent_again_and_the_rest_ends() -> None:
         await anext(streaming)
         running.client.is_paused = True
         waiting = [asyncio.ensure_future(running.read(f"waiting-{index}")) for index in range(3)]
-        await asyncio.sleep(0.02)
+        await running.wait_until_sent(4)
         running.client.die("killed")
         with pytest.raises(EngineRestartedError, match="Send it again") as caught:
             async for _ in streaming:
@@ -235,9 +245,7 @@ async def test_an_answer_that_is_given_whole_is_computed_again_and_counted_once(
         running.client.step_seconds = 0.002
         kind = RequestOutputKind.FINAL_ONLY
         whole = asyncio.ensure_future(running.read("whole", kind, n=2, logprobs=1))
-        async with asyncio.timeout(10):
-            while running.metrics.counts["tokens"] < 6:
-                await asyncio.sleep(0.001)
+        await until(lambda: running.metrics.counts["tokens"] >= 6)
         running.client.die("killed")
         assert await whole == "the quick fox | the quick fox"
         num_tokens = len(ANSWER) + 1
@@ -249,13 +257,11 @@ async def test_a_continuation_that_was_complete_is_not_computed_again() -> None:
     async with Recovering() as running:
         running.client.is_paused = True
         whole = asyncio.ensure_future(running.read("whole", RequestOutputKind.FINAL_ONLY, n=2, stop=["quick"]))
-        await asyncio.sleep(0.01)
+        await running.wait_until_sent(2)
         running.clients[0]._running.pop("whole-0")  # the other one ends first
         running.client.is_paused = False
         running.clients[0]._wake.set()
-        async with asyncio.timeout(10):
-            while running.metrics.counts["stop"] < 1:
-                await asyncio.sleep(0.001)
+        await until(lambda: running.metrics.counts["stop"] >= 1)
         running.client.die("killed")
         assert await whole == "the  | the "
         (again,) = sent(running.client, AddRequest)
@@ -267,12 +273,10 @@ async def test_a_request_is_retried_once() -> None:
     async with Recovering() as running:
         running.client.is_paused = True
         reading = asyncio.ensure_future(running.read("poison"))
-        await asyncio.sleep(0.01)
+        await running.wait_until_sent(1)
         running.next_is_ready = False
         running.client.die("killed")
-        async with asyncio.timeout(10):
-            while len(running.clients) < 2:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(running.clients) == 2)
         running.client.is_paused = True
         running.client.make_ready()
         await running.wait_for_client(2)
@@ -286,13 +290,11 @@ async def test_failed_starts_do_not_use_up_the_retry() -> None:
     async with Recovering() as running:
         running.client.is_paused = True
         reading = asyncio.ensure_future(running.read("patient"))
-        await asyncio.sleep(0.01)
+        await running.wait_until_sent(1)
         running.failing_launches = 1
         running.next_is_ready = False
         running.client.die("killed")
-        async with asyncio.timeout(10):
-            while len(running.clients) < 2:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(running.clients) == 2)
         running.next_is_ready = True
         running.client.push(EngineFailed("No memory", ConfigError.code))
         assert await reading == "the quick fox"
@@ -304,7 +306,7 @@ async def test_it_gives_up() -> None:
     async with Recovering() as running:
         running.client.is_paused = True
         reading = asyncio.ensure_future(running.read("hopeless"))
-        await asyncio.sleep(0.01)
+        await running.wait_until_sent(1)
         running.failing_launches = 100
         running.client.die("killed")
         with pytest.raises(EngineDeadError, match=r"failed 4 times.*Cannot allocate memory.*SIGTEST"):
@@ -325,7 +327,7 @@ async def test_the_first_start_is_not_repeated() -> None:
 
 
 async def test_a_stuck_engine_is_replaced() -> None:
-    async with Recovering() as running:
+    async with Recovering(limits=QUICK) as running:
         running.client.is_paused = True
         assert await running.read("stuck") == "the quick fox"
         assert running.metrics.counts["restart stuck"] == 1
@@ -333,7 +335,7 @@ async def test_a_stuck_engine_is_replaced() -> None:
 
 
 async def test_a_long_step_is_not_replaced() -> None:
-    async with Recovering() as running:
+    async with Recovering(limits=QUICK) as running:
         running.client.is_paused = True
         reading = asyncio.ensure_future(running.read("long"))
         for _ in range(50):  # a second in all: five times the limit of a step that is predicted to be short
@@ -347,7 +349,7 @@ async def test_a_long_step_is_not_replaced() -> None:
 
 
 async def test_an_idle_engine_that_falls_silent_is_replaced() -> None:
-    async with Recovering() as running:
+    async with Recovering(limits=QUICK) as running:
         running.client.push(EngineBeat(0.0))
         await running.wait_for_client(2)
         assert running.metrics.counts["restart silent"] == 1
@@ -359,9 +361,7 @@ async def test_requests_while_it_starts_again() -> None:
         running.client.is_paused = True
         stream = await running.engine.add_request("ab", SamplingParams(max_tokens=9), "leaves")
         running.client.die("killed")
-        async with asyncio.timeout(10):
-            while len(running.clients) < 2:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(running.clients) == 2)
         assert running.engine.is_restarting
         assert not running.engine.is_healthy
         assert running.engine.progress is not None
@@ -389,14 +389,14 @@ async def test_moved_limits_stay_moved() -> None:
 
     async with Recovering() as running:
         running.client.push(ready())
-        await asyncio.sleep(0.01)
+        await until(
+            lambda: running.engine.ready is not None and bool(running.engine.ready.resolved.get("max_num_seqs"))
+        )
         move_limits(running.engine, {"max_num_seqs": 3})
         move_limits(running.engine, {"max_num_queued_reqs": 5})
         running.next_is_ready = False
         running.client.die("killed")
-        async with asyncio.timeout(10):
-            while len(running.clients) < 2:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(running.clients) == 2)
         running.client.push(ready())
         await running.wait_for_client(2)
         assert running.client.sent == [SetLimits(max_num_seqs=3, max_num_queued_reqs=5)]
@@ -412,11 +412,9 @@ async def test_shutdown_while_it_starts_again() -> None:
         running.next_is_ready = False
         running.client.is_paused = True
         reading = asyncio.ensure_future(running.read("waits"))
-        await asyncio.sleep(0.01)
+        await running.wait_until_sent(1)
         running.client.die("killed")
-        async with asyncio.timeout(10):
-            while not running.engine.is_restarting:
-                await asyncio.sleep(0.001)
+        await until(lambda: running.engine.is_restarting)
         await running.engine.shutdown()
         with pytest.raises(EngineDeadError, match="shutting down"):
             await reading

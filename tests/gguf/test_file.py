@@ -44,6 +44,7 @@ from tests.gguf.raw import (
 
 def write(folder: Path, data: bytes, name: str = "model.gguf") -> Path:
     path = folder / name
+    path.unlink(missing_ok=True)  # file systems flush a file that is cut and written again: 20 times slower
     path.write_bytes(data)
     return path
 
@@ -248,7 +249,7 @@ def test_flipped_bytes(seed: int, tmp_path: Path) -> None:
     assert 300 < refused < 1500
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(st.sampled_from([0, 4, 8, 16, 24]), st.integers(0, 2**64 - 1)) | st.binary(max_size=64), max_size=12
@@ -257,8 +258,10 @@ def test_flipped_bytes(seed: int, tmp_path: Path) -> None:
 def test_random_words(pieces: list[tuple[int, int] | bytes]) -> None:
     """Headers made of arbitrary counts and bytes."""
     body = b"".join(struct.pack("<Q", piece[1]) if isinstance(piece, tuple) else piece for piece in pieces)
+    start = time.process_time()
     with tempfile.TemporaryDirectory() as folder, suppress(WeightsError):
         assert consistent(open_gguf(write(Path(folder), b"GGUF" + struct.pack("<I", 3) + body)))
+    assert time.process_time() - start < 1
 
 
 def split(folder: Path, count: int = 2, **changes: object) -> list[Path]:

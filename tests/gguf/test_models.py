@@ -31,23 +31,10 @@ from quire.resolve import DeviceFacts
 from quire.weight_format import GGUF
 from tests.gguf.raw import F32_TENSOR, STRING, Raw, pair, tensor, text
 from tests.gguf.writing import write_gguf
-from tests.loader.paged_run import PagedRun, greedy
+from tests.models.paged_run import PagedRun, greedy
+from tests.models.tiny_models import SIZES, hf_logits
 
 TOLERANCE = 1e-4  # float32 logits, summed in another order
-COMMON = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attn_implementation": "eager",
-}
 PROMPT = [3, 77, 12, 130, 5, 5, 64, 9, 101, 33, 2, 18, 90, 41, 7]
 
 
@@ -171,7 +158,7 @@ CASES = {
 def make(folder: Path, config_class: str, settings: Mapping[str, Any], scale: float = 1.0) -> torch.nn.Module:
     """A tiny random model, saved to the folder."""
     torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**(COMMON | dict(settings)))
+    config = getattr(transformers, config_class)(**(SIZES | dict(settings)))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -181,12 +168,6 @@ def make(folder: Path, config_class: str, settings: Mapping[str, Any], scale: fl
                 weight.normal_(0, scale / math.sqrt(weight.shape[1]))
     model.save_pretrained(folder)
     return model
-
-
-@torch.inference_mode()
-def expected_logits(model: torch.nn.Module, tokens: list[int]) -> Tensor:
-    logits: Tensor = model(torch.tensor([tokens])).logits[0].float()
-    return logits
 
 
 def found_logits(path: Path, dtype: torch.dtype = torch.float32) -> tuple[CausalLM, Tensor]:
@@ -207,7 +188,7 @@ def test_family(name: str, tmp_path: Path) -> None:
     write_gguf(path, tmp_path, "F32", extra=case.extra, tensors=case.tensors)
     loaded, logits = found_logits(path)
     assert loaded.config.dtype == "float32"
-    torch.testing.assert_close(logits, expected_logits(model, PROMPT), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(logits, hf_logits(model, PROMPT), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
@@ -217,7 +198,7 @@ def test_half_precision_files_hold_what_they_say(kind: str, tmp_path: Path) -> N
     model.load_state_dict(held)
     loaded, logits = found_logits(tmp_path / "m.gguf")
     assert loaded.config.dtype == {"F16": "float16", "BF16": "bfloat16"}[kind]
-    torch.testing.assert_close(logits, expected_logits(model, PROMPT), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(logits, hf_logits(model, PROMPT), rtol=0, atol=TOLERANCE)
 
 
 WIDE = {
@@ -246,10 +227,10 @@ def test_quantized(mixture: str, family: str, tmp_path: Path) -> None:
     held = write_gguf(tmp_path / "m.gguf", tmp_path, kind, overrides=overrides)
     model.load_state_dict(held | ({"lm_head.weight": held["model.embed_tokens.weight"]} if tied else {}))
     loaded, logits = found_logits(tmp_path / "m.gguf")
-    expected = expected_logits(model, PROMPT)
+    expected = hf_logits(model, PROMPT)
     assert (logits - expected).norm() < 0.04 * expected.norm()
     tokens = greedy(loaded, torch.float32, PROMPT, 24)
-    after = expected_logits(model, PROMPT + tokens)[len(PROMPT) - 1 : -1]
+    after = hf_logits(model, PROMPT + tokens)[len(PROMPT) - 1 : -1]
     margins = after.amax(1) - after.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert (margins == 0).sum() >= 20, f"other tokens than transformers', by {margins.tolist()}"
     assert margins.max() < 0.1 * after.std()

@@ -17,7 +17,7 @@ from quire.errors import ConfigError, ModelConfigError, WeightsError
 from quire.loader.load import load_model
 from quire.loader.safetensors import INDEX_NAME
 from quire.model_config import load_model_config
-from tests.loader.paged_run import PagedRun
+from tests.models.paged_run import PagedRun
 
 PROMPT = [5, 300, 7, 42]
 

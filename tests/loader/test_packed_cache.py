@@ -28,7 +28,7 @@ from quire.loader.packed_cache import PackedCache
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
 from quire.weight_format import ON_LOAD
-from tests.loader.paged_run import PagedRun
+from tests.models.paged_run import PagedRun
 from tests.models.test_quantization_config import GPTQ
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="only packed weights are kept")

@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +19,23 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quire.forward_batch import ForwardBatch, LayerCache
 from quire.hf_config.families import FAMILIES as HF_FAMILIES
 from quire.hf_config.families import NATIVE_ARCHITECTURES
 from quire.kernels import cpu, gpu, reference
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import FAMILIES, CausalLM, build_model
 from quire.weight_format import ON_LOAD, Fp8Format
+from tests.models.paged_run import PagedRun
+from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, SIZES, hf_logits
 
 # float32 logits of magnitude 1 to 10 through three layers; the sums run in another order than torch's.
 TOLERANCE = 1e-4
 # bfloat16 has 8 bits of mantissa; three layers of rounding at other places than transformers' leave about this much.
 BF16_TOLERANCE = 0.15
-# Relative error of the logits when activations have 8 bits with one scale per row: up to 0.08 on these random weights.
-QUANTIZED_ACTIVATIONS_TOLERANCE = 0.1
-BLOCK_SIZE = 8
 # norms per head, windows with a cap on scores, layers without rotation: what the GPU kernels tell apart
 INTERPRETED = ("qwen3", "gemma2", "smollm3")
 NUM_DECODE = 12
 
-COMMON = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attn_implementation": "eager",
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -176,20 +161,13 @@ class Expected:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
     """Builds a case once: a checkpoint folder written by transformers, and its answers."""
-    built: dict[str, Expected] = {}
-
-    def get(name: str) -> Expected:
-        if name not in built:
-            built[name] = make_expected(CASES[name], tmp_path_factory.mktemp(name))
-        return built[name]
-
-    return get
+    return cache(lambda name: make_expected(CASES[name], tmp_path_factory.mktemp(name)))
 
 
 def random_hf_model(case: Case) -> Any:
     """Weights wide enough that logits differ by whole numbers: the defaults' 0.02 would hide almost any mistake."""
     torch.manual_seed(11)
-    config = getattr(transformers, case.config_class)(**{**COMMON, **case.settings})
+    config = getattr(transformers, case.config_class)(**{**SIZES, **case.settings})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -205,18 +183,13 @@ def make_expected(case: Case, folder: Path) -> Expected:
     model.save_pretrained(folder)
     tokens, logits = [], []
     for length in case.prompt_lens:
-        sequence = torch.randint(3, COMMON["vocab_size"], (length,)).tolist()
+        sequence = torch.randint(3, SIZES["vocab_size"], (length,)).tolist()
         for _ in range(NUM_DECODE):
             sequence.append(int(hf_logits(model, sequence)[-1].argmax()))
         tokens.append(sequence)
         logits.append(hf_logits(model, sequence))
     assert logits[0].abs().max() > 0.5, "the logits are too small for the tolerance to mean anything"
     return Expected(folder, tokens, logits)
-
-
-def hf_logits(model: Any, tokens: list[int]) -> Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
 def load(
@@ -244,48 +217,6 @@ def round_weight(name: str, weight_NK: Tensor, config: ModelConfig, quantization
         return reference.dequantize_fp8(reference.quantize_fp8(weight_NK))
     size = weight_format.group_size_of(weight_NK.shape[1])
     return reference.dequantize_grouped(reference.quantize_grouped(weight_NK, weight_format.bits, size))
-
-
-class Sequences:
-    """Runs sequences in any chunks on a paged cache whose blocks are handed out in a scattered order."""
-
-    NUM_BLOCKS = 40
-
-    def __init__(self, model: CausalLM, dtype: torch.dtype) -> None:
-        config = model.config
-        shape = (self.NUM_BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-        self.caches = [
-            LayerCache(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))) for _ in range(config.num_layers)
-        ]
-        self.model = model
-        order = torch.randperm(self.NUM_BLOCKS, generator=torch.Generator().manual_seed(5)).to(torch.int32)
-        self.tables = order.view(2, -1)
-        self.computed = [0, 0]
-
-    def step(self, chunks: dict[int, list[int]]) -> Tensor:
-        """Logits of every new token: chunks holds the next tokens by sequence."""
-        starts = [self.computed[s] for s in chunks]
-        lens = [len(tokens) for tokens in chunks.values()]
-        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lens, strict=True)])
-        tables = torch.stack([self.tables[s] for s in chunks])
-        rows = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
-        blocks = tables[rows, positions // BLOCK_SIZE].long()
-        ends = [start + length for start, length in zip(starts, lens, strict=True)]
-        batch = ForwardBatch(
-            token_ids_T=torch.tensor([token for tokens in chunks.values() for token in tokens]),
-            positions_T=positions,
-            slot_mapping_T=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
-            cu_seqlens_q_S1=torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32),
-            seq_lens_S=torch.tensor(ends, dtype=torch.int32),
-            block_tables_SM=tables,
-            logits_indices_R=torch.arange(sum(lens)),
-            caches=self.caches,
-        )
-        with torch.inference_mode():
-            logits = self.model.compute_logits(self.model.forward(batch)[batch.logits_indices_R])
-        for s, end in zip(chunks, ends, strict=True):
-            self.computed[s] = end
-        return logits
 
 
 @pytest.fixture(params=["reference", "cpu"])
@@ -317,14 +248,13 @@ def test_gpu_kernels_give_the_same_logits_and_tokens(name, path, expected):
 def check_logits_and_greedy_tokens(name: str, expected: Callable[[str], Expected]) -> None:
     """One sequence in chunks 1, 7, rest, the other whole beside its last chunk, then both decode together."""
     case, want = CASES[name], expected(name)
-    sequences = Sequences(load(case, want.folder, torch.float32), torch.float32)
+    sequences = PagedRun(load(case, want.folder, torch.float32), torch.float32)
     (first_len, second_len), (first, second) = case.prompt_lens, want.tokens
     steps = [{0: first[:1]}, {0: first[1:8]}, {0: first[8:first_len], 1: second[:second_len]}]
     logits: dict[int, list[Tensor]] = {0: [], 1: []}
 
     def run(chunks: dict[int, list[int]]) -> None:
-        parts = sequences.step(chunks).split([len(tokens) for tokens in chunks.values()])
-        for s, part in zip(chunks, parts, strict=True):
+        for s, part in sequences.step(chunks).items():
             logits[s].append(part)
 
     for chunks in steps:
@@ -343,8 +273,8 @@ def check_logits_and_greedy_tokens(name: str, expected: Callable[[str], Expected
 def test_whole_prompt_equals_chunks(name, path, expected):
     """Without any cache in between; transformers' logits again."""
     want = expected(name)
-    sequences = Sequences(load(CASES[name], want.folder, torch.float32), torch.float32)
-    torch.testing.assert_close(sequences.step({0: want.tokens[0]}), want.logits[0], atol=TOLERANCE, rtol=0)
+    sequences = PagedRun(load(CASES[name], want.folder, torch.float32), torch.float32)
+    torch.testing.assert_close(sequences.step({0: want.tokens[0]})[0], want.logits[0], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -356,12 +286,12 @@ def test_kernels_give_the_same_bits_for_any_chunks_and_mates(name, dtype, expect
     case, want = CASES[name], expected(name)
     model = load(case, want.folder, dtype)
     first, second = want.tokens
-    whole = Sequences(model, dtype).step({0: first})
-    sequences = Sequences(model, dtype)
-    pieces = [sequences.step({0: first[:1]})]
-    pieces.append(sequences.step({1: second[:5], 0: first[1:8]})[5:])
-    pieces.append(sequences.step({0: first[8:25], 1: second[5:]})[:17])
-    pieces += [sequences.step({0: [token]}) for token in first[25:]]
+    whole = PagedRun(model, dtype).step({0: first})[0]
+    sequences = PagedRun(model, dtype)
+    pieces = [sequences.step({0: first[:1]})[0]]
+    pieces.append(sequences.step({1: second[:5], 0: first[1:8]})[0])
+    pieces.append(sequences.step({0: first[8:25], 1: second[5:]})[0])
+    pieces += [sequences.step({0: [token]})[0] for token in first[25:]]
     assert torch.equal(torch.cat(pieces), whole)
 
 
@@ -369,8 +299,8 @@ def test_kernels_give_the_same_bits_for_any_chunks_and_mates(name, dtype, expect
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3-longrope-long", "olmo2", "granite"])
 def test_half_precision_stays_close(name, dtype, path, expected):
     want = expected(name)
-    sequences = Sequences(load(CASES[name], want.folder, dtype), dtype)
-    logits = sequences.step({0: want.tokens[0]})
+    model = load(CASES[name], want.folder, dtype)
+    logits = PagedRun(model, dtype).step({0: want.tokens[0]})[0]
     assert logits.dtype == torch.float32
     assert torch.isfinite(logits).all()
     error = (logits - want.logits[0]).abs().mean() / want.logits[0].abs().mean()
@@ -383,11 +313,11 @@ def test_quantized_logits_are_those_of_the_rounded_weights(name, quantization, p
     """What is left is the rounding of activations to 8 bits: well under the error of the weights themselves."""
     case, want = CASES[name], expected(name)
     chunks = {0: want.tokens[0][:20], 1: want.tokens[1][:9]}
-    logits = [
-        Sequences(load(case, want.folder, torch.float32, *arguments), torch.float32).step(chunks)
-        for arguments in [(quantization,), (None, quantization), ()]
+    models = [
+        load(case, want.folder, torch.float32, *arguments) for arguments in [(quantization,), (None, quantization), ()]
     ]
-    quantized, rounded, exact = logits
+    runs = [PagedRun(model, torch.float32) for model in models]
+    quantized, rounded, exact = (torch.cat([*run.step(chunks).values()]) for run in runs)
     error = (quantized - rounded).norm() / rounded.norm()
     assert error < QUANTIZED_ACTIVATIONS_TOLERANCE
     assert (rounded - exact).norm() > 0, "nothing was rounded"
@@ -418,7 +348,7 @@ def test_parameters_and_bytes_are_those_of_the_config(name, path, expected):
 def test_aligned_sizes_have_no_padding(tmp_path, path):
     """Sizes as real models have them (multiples of 64): packed weights take exactly the planned bytes."""
     raw = {
-        **COMMON,
+        **SIZES,
         "hidden_size": 128,
         "intermediate_size": 192,
         "vocab_size": 256,
@@ -460,7 +390,7 @@ def test_gemma3_with_vision_tower_runs_its_text_part(prefixes, expected, tmp_pat
     }
     weights["vision_tower.vision_model.embeddings.weight"] = torch.zeros(3)
     model.load_weights(weights.items())
-    logits = Sequences(model, torch.float32).step({0: want.tokens[0]})
+    logits = PagedRun(model, torch.float32).step({0: want.tokens[0]})[0]
     torch.testing.assert_close(logits, want.logits[0], atol=TOLERANCE, rtol=0)
 
 

@@ -21,7 +21,7 @@ from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.models import transformers_attention
 from quire.models.registry import CausalLM
-from tests.loader.paged_run import PagedRun, greedy
+from tests.models.paged_run import PagedRun, greedy
 
 # float32 sums in another order, logits of size 5 to 10
 TOLERANCE = 1e-4

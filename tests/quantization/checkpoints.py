@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,10 @@ def write_quantized(source: Path, folder: Path, form: Format) -> None:
     for name, tensor in load_file(source / "model.safetensors").items():
         if name.endswith("proj.weight"):
             parts = tensors_of(nearest(tensor, form), form)
-            tensors |= {f"{name.removesuffix('.weight')}.{part}": value.contiguous() for part, value in parts.items()}
+            tensors |= {f"{name.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
         else:
             tensors[name] = tensor
-    save_file(tensors, folder / "model.safetensors")
+    save_tensors(folder, tensors)
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": form.describe()}
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -193,19 +194,43 @@ class Written:
     tensors: dict[str, Tensor]
     model: Any  # of transformers, in float32, with the weights the codes stand for
 
+    def write_changed(self, folder: Path, changes: Mapping[str, Tensor | None]) -> None:
+        """A copy with other tensors; None: without one."""
+        (folder / "config.json").write_bytes((self.folder / "config.json").read_bytes())
+        save_tensors(folder, {name: t for name, t in (self.tensors | dict(changes)).items() if t is not None})
 
-def write(
+
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def write(folder: Path, model_config: Any, form: Format, plain: tuple[str, ...] = ()) -> Written:
+    """A random model whose linear layers, but those with a name that ends in one of `plain`, are in the format."""
+    rng = np.random.default_rng(5)
+
+    def make(N: int, K: int) -> tuple[Tensor, dict[str, Tensor]]:
+        numbers = draw(rng, N, K, form)
+        return numbers.weight(), tensors_of(numbers, form)
+
+    return write_model(folder, model_config, form.describe(), make, plain)
+
+
+def write_model(
     folder: Path,
     model_config: Any,  # of transformers
-    form: Format,
+    description: dict[str, Any],
+    make: Callable[[int, int], tuple[Tensor, dict[str, Tensor]]],
     plain: tuple[str, ...] = (),
-    seed: int = 5,
 ) -> Written:
-    """A random model whose linear layers, but those with a name that ends in one of `plain`, are quantized."""
+    """A random model whose linear layers, but those with a name that ends in one of `plain`, are quantized.
+
+    Args:
+        description: what stands under quantization_config.
+        make: (N, K) -> a layer's weight [N, K] in float32, and the tensors that stand for it.
+    """
     import transformers  # takes seconds, and users of the other functions do without it
 
-    rng = np.random.default_rng(seed)
-    torch.manual_seed(seed)
+    torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(model_config, attn_implementation="eager").eval()
     tensors: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -215,9 +240,9 @@ def write(
             if name.endswith(("lm_head", *plain)):
                 module.weight.normal_(0.0, module.in_features**-0.5)
                 continue
-            numbers = draw(rng, module.out_features, module.in_features, form)
-            module.weight.copy_(numbers.weight())
-            tensors |= {f"{name}.{part}": tensor for part, tensor in tensors_of(numbers, form).items()}
+            weight_NK, parts = make(module.out_features, module.in_features)
+            module.weight.copy_(weight_NK)
+            tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         model.get_input_embeddings().weight.normal_()
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
@@ -229,11 +254,11 @@ def write(
     if model_config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     folder.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_tensors(folder, tensors)
     config = model_config.to_dict() | {
         "architectures": [type(model).__name__],
         "torch_dtype": "float32",
-        "quantization_config": form.describe(),
+        "quantization_config": description,
     }
     (folder / "config.json").write_text(json.dumps(config))
     return Written(folder, tensors, model)

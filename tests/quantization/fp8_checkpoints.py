@@ -5,16 +5,14 @@ Dimensions: N out-features, K in-features.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.quantization.checkpoints import Written
+from tests.quantization.checkpoints import Written, write_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,35 +105,11 @@ def tensors_of(numbers: Fp8Numbers, form: Fp8Form) -> dict[str, Tensor]:
 
 
 def write(folder: Path, model_config: Any, form: Fp8Form, plain: tuple[str, ...] = ()) -> Written:
-    """A random model whose linear layers, but those with a name that ends in one of `plain`, are quantized."""
-    import transformers
-
+    """A random model whose linear layers, but those with a name that ends in one of `plain`, are in the form."""
     generator = torch.Generator().manual_seed(5)
-    torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(model_config, attn_implementation="eager").eval()
-    tensors: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if not isinstance(module, torch.nn.Linear):
-                continue
-            if name.endswith(("lm_head", *plain)):
-                module.weight.normal_(0.0, module.in_features**-0.5)
-                continue
-            numbers = draw(module.out_features, module.in_features, form, generator)
-            module.weight.copy_(numbers.weight())
-            tensors |= {f"{name}.{part}": tensor for part, tensor in tensors_of(numbers, form).items()}
-        model.get_input_embeddings().weight.normal_()
-    for name, parameter in model.named_parameters():
-        if name not in tensors:
-            tensors[name] = parameter.detach().clone()
-    if model_config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    folder.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    config = model_config.to_dict() | {
-        "architectures": [type(model).__name__],
-        "torch_dtype": "float32",
-        "quantization_config": form.describe(),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return Written(folder, tensors, model)
+
+    def make(N: int, K: int) -> tuple[Tensor, dict[str, Tensor]]:
+        numbers = draw(N, K, form, generator)
+        return numbers.weight(), tensors_of(numbers, form)
+
+    return write_model(folder, model_config, form.describe(), make, plain)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quire.demo
@@ -27,10 +27,10 @@ from quire.kernels import cpu, reference
 from quire.layers.linear import Linear, make_linear
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
-from quire.models.registry import build_model
 from quire.stored_linear import LinearShape, stored_from
-from tests.models.test_families import QUANTIZED_ACTIVATIONS_TOLERANCE, Sequences, hf_logits
+from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, hf_logits
 from tests.quantization.checkpoints import Format, Numbers, Written, draw, tensors_of, write, write_quantized
+from tests.quantization.logits import error_of_logits
 
 FORMATS = {
     "awq": Format(method="awq", group_size=64, has_zeros=True),
@@ -75,28 +75,12 @@ OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 24, "num_threads": 1, "
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The plain-torch path, and the compiled kernels."""
-    if request.param == "cpu" and not cpu.available():
-        pytest.skip("the compiled kernels are not in use")
-    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", request.param)
-    monkeypatch.setattr(cpu, "_available", request.param == "cpu")
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Written]:
     """A checkpoint of a family in a format, written once."""
-    made: dict[tuple[str, str], Written] = {}
-
-    def get(family: str, name: str) -> Written:
-        if (family, name) not in made:
-            folder = tmp_path_factory.mktemp(f"{family}-{name}")
-            made[family, name] = write(folder, FAMILIES[family](), FORMATS[name])
-        return made[family, name]
-
-    return get
+    return cache(
+        lambda family, name: write(tmp_path_factory.mktemp(f"{family}-{name}"), FAMILIES[family](), FORMATS[name])
+    )
 
 
 def make_layer(form: Format, shards: tuple[tuple[str, int], ...], K: int) -> tuple[Any, dict[str, Numbers]]:
@@ -157,16 +141,7 @@ def test_packed_as_the_compressed_tensors_package_does() -> None:
 def test_logits(family: str, name: str, path: str, written: Callable[[str, str], Written]) -> None:
     """Close to transformers' with the weights in floating point: only the rounding of activations lies between."""
     checkpoint = written(family, name)
-    config = load_model_config(checkpoint.folder)
-    model = build_model(config, torch.float32)
-    model.load_weights(load_file(checkpoint.folder / "model.safetensors").items())
-    model.finalize()
-    tokens = torch.randint(3, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    want = hf_logits(checkpoint.model, tokens)
-    assert want.std() > 0.3, "the logits are too small to mean anything"
-    sequences = Sequences(model, torch.float32)
-    got = torch.cat([sequences.step({0: tokens[:33]}), sequences.step({0: tokens[33:]})])
-    assert (got - want).norm() / want.norm() < QUANTIZED_ACTIVATIONS_TOLERANCE
+    assert error_of_logits(checkpoint.folder, checkpoint.model) < QUANTIZED_ACTIVATIONS_TOLERANCE
 
 
 @needs_kernels
@@ -211,9 +186,7 @@ def test_scales_that_float16_cannot_hold(
     """They stay as they are, and more memory than planned is taken."""
     checkpoint = written("llama", "w4a16")
     name = f"{Q_PROJ}.weight_scale"
-    (tmp_path / "config.json").write_bytes((checkpoint.folder / "config.json").read_bytes())
-    tiny = checkpoint.tensors | {name: checkpoint.tensors[name] * 2.0**-20}
-    save_file(tiny, tmp_path / "model.safetensors")
+    checkpoint.write_changed(tmp_path, {name: checkpoint.tensors[name] * 2.0**-20})
     config = load_model_config(tmp_path)
     model = load_model(config, torch.bfloat16)
     assert "float16 cannot hold" in caplog.text
@@ -245,9 +218,7 @@ def test_layers_left_in_floating_point(path: str, tmp_path: Path) -> None:
     form = replace(FORMATS["w4a16"], config={"ignore": ignore})
     plain = ("k_proj", "layers.1.mlp.down_proj")
     checkpoint = write(tmp_path, FAMILIES["llama"](), form, plain)
-    config = load_model_config(tmp_path)
-    model = load_model(config, torch.float32)
-    stored = [s for s in config.stored_linears() if s.source is None]
+    stored = [s for s in load_model_config(tmp_path).stored_linears() if s.source is None]
     names = [name for s in stored for name in s.shape.names]
     assert names == [
         "model.layers.0.self_attn.k_proj",
@@ -256,18 +227,15 @@ def test_layers_left_in_floating_point(path: str, tmp_path: Path) -> None:
         "lm_head",
     ]
     assert {s.reason for s in stored} == {"not quantized in the checkpoint: ignore"}
-    tokens = list(range(3, 43))
-    got, want = Sequences(model, torch.float32).step({0: tokens}), hf_logits(checkpoint.model, tokens)
-    assert (got - want).norm() / want.norm() < QUANTIZED_ACTIVATIONS_TOLERANCE
+    assert error_of_logits(tmp_path, checkpoint.model) < QUANTIZED_ACTIVATIONS_TOLERANCE
 
 
 def test_biases_of_zeros_are_passed_over(written: Callable[[str, str], Written], tmp_path: Path) -> None:
     """Old quantizers wrote one for every layer."""
     checkpoint = written("llama", "gptq")
-    (tmp_path / "config.json").write_bytes((checkpoint.folder / "config.json").read_bytes())
-    save_file(checkpoint.tensors | {f"{UP_PROJ}.bias": torch.zeros(256)}, tmp_path / "model.safetensors")
+    checkpoint.write_changed(tmp_path, {f"{UP_PROJ}.bias": torch.zeros(256)})
     load_model(load_model_config(tmp_path), torch.float32)
-    save_file(checkpoint.tensors | {f"{UP_PROJ}.bias": torch.ones(256)}, tmp_path / "model.safetensors")
+    checkpoint.write_changed(tmp_path, {f"{UP_PROJ}.bias": torch.ones(256)})
     with pytest.raises(WeightsError, match=r"1 unexpected \(model.layers.0.mlp.up_proj.bias\)"):
         load_model(load_model_config(tmp_path), torch.float32)
 
@@ -297,23 +265,20 @@ HOSTILE: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tensors(name: str, path: str, written: Callable[[str, str], Written], tmp_path: Path) -> None:
     """A sentence that names the tensor, and nothing is indexed with what the file says."""
-    form, tensor, change, message = HOSTILE[name]
+    form, part, change, message = HOSTILE[name]
     checkpoint = written("llama", form)
-    changed = dict(checkpoint.tensors)
-    changed[f"{Q_PROJ}.{tensor}"] = change(changed[f"{Q_PROJ}.{tensor}"])
-    (tmp_path / "config.json").write_bytes((checkpoint.folder / "config.json").read_bytes())
-    save_file(changed, tmp_path / "model.safetensors")
+    tensor = f"{Q_PROJ}.{part}"
+    checkpoint.write_changed(tmp_path, {tensor: change(checkpoint.tensors[tensor])})
     with pytest.raises(WeightsError, match=message) as caught:
         load_model(load_model_config(tmp_path), torch.float32)
-    assert "model.layers.0.self_attn." in str(caught.value)
+    assert PREFIX in str(caught.value)
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq", "w4a16", "w8a8"])
 def test_a_missing_tensor_is_named(form: str, written: Callable[[str, str], Written], tmp_path: Path) -> None:
     checkpoint = written("llama", form)
     missing = next(name for name in checkpoint.tensors if name.startswith(Q_PROJ))
-    (tmp_path / "config.json").write_bytes((checkpoint.folder / "config.json").read_bytes())
-    save_file({n: t for n, t in checkpoint.tensors.items() if n != missing}, tmp_path / "model.safetensors")
+    checkpoint.write_changed(tmp_path, {missing: None})
     with pytest.raises(WeightsError, match=f"1 missing .{missing}"):
         load_model(load_model_config(tmp_path), torch.float32)
 

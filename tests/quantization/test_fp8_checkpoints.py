@@ -9,13 +9,13 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
@@ -27,11 +27,11 @@ from quire.kernels.fp8 import fp8_rows
 from quire.layers.linear import make_linear
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
-from quire.models.registry import build_model
 from quire.stored_linear import LinearShape, stored_from
-from tests.models.test_families import Sequences, hf_logits
+from tests.models.tiny_models import hf_logits
 from tests.quantization.checkpoints import Written
 from tests.quantization.fp8_checkpoints import Fp8Form, draw, tensors_of, write
+from tests.quantization.logits import error_of_logits
 
 FORMS = {
     "tensor": Fp8Form(),
@@ -71,34 +71,12 @@ TOLERANCE = 1e-5
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason="the twin does not pad")
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The plain-torch path, and the compiled kernels."""
-    if request.param == "cpu" and not cpu.available():
-        pytest.skip("the compiled kernels are not in use")
-    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", request.param)
-    monkeypatch.setattr(cpu, "_available", request.param == "cpu")
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Written]:
     """A checkpoint of a family in a form, written once."""
-    made: dict[tuple[str, str], Written] = {}
-
-    def get(family: str, name: str) -> Written:
-        if (family, name) not in made:
-            made[family, name] = write(tmp_path_factory.mktemp(f"{family}-{name}"), FAMILIES[family](), FORMS[name])
-        return made[family, name]
-
-    return get
-
-
-def changed_copy(checkpoint: Written, folder: Path, changes: dict[str, Tensor | None]) -> None:
-    """The checkpoint with other tensors; None: without one."""
-    (folder / "config.json").write_bytes((checkpoint.folder / "config.json").read_bytes())
-    tensors = {name: tensor for name, tensor in (checkpoint.tensors | changes).items() if tensor is not None}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return cache(
+        lambda family, name: write(tmp_path_factory.mktemp(f"{family}-{name}"), FAMILIES[family](), FORMS[name])
+    )
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -124,15 +102,7 @@ def test_weights_are_exact(name: str, K: int, path: str) -> None:
 def test_logits(family: str, name: str, path: str, written: Callable[[str, str], Written]) -> None:
     """Those of transformers with dequantized weights."""
     checkpoint = written(family, name)
-    model = build_model(load_model_config(checkpoint.folder), torch.float32)
-    model.load_weights(load_file(checkpoint.folder / "model.safetensors").items())
-    model.finalize()
-    tokens = torch.randint(3, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    want = hf_logits(checkpoint.model, tokens)
-    assert want.std() > 0.3, "the logits are too small to mean anything"
-    sequences = Sequences(model, torch.float32)
-    got = torch.cat([sequences.step({0: tokens[:33]}), sequences.step({0: tokens[33:]})])
-    assert (got - want).norm() / want.norm() < TOLERANCE
+    assert error_of_logits(checkpoint.folder, checkpoint.model) < TOLERANCE
 
 
 @needs_kernels
@@ -160,10 +130,8 @@ def test_greedy_tokens(family: str, written: Callable[[str, str], Written]) -> N
 def test_half_precision(dtype: torch.dtype, written: Callable[[str, str], Written]) -> None:
     """Codes are as exact as in float32: the difference is that of the activations' dtype."""
     checkpoint = written("qwen3", "block")
-    model = load_model(load_model_config(checkpoint.folder), dtype)
-    tokens = list(range(3, 43))
-    got, want = Sequences(model, dtype).step({0: tokens}), hf_logits(checkpoint.model, tokens)
-    assert (got - want).norm() / want.norm() < (0.02 if dtype == torch.bfloat16 else 0.003)
+    tolerance = 0.02 if dtype == torch.bfloat16 else 0.003
+    assert error_of_logits(checkpoint.folder, checkpoint.model, dtype) < tolerance
 
 
 def test_layers_left_in_floating_point(path: str, tmp_path: Path) -> None:
@@ -171,13 +139,9 @@ def test_layers_left_in_floating_point(path: str, tmp_path: Path) -> None:
     plain = ("layers.0.self_attn.k_proj", "layers.1.mlp.down_proj")
     form = replace(FORMS["block"], config={"modules_to_not_convert": [f"model.{name}" for name in plain]})
     checkpoint = write(tmp_path, FAMILIES["llama"](), form, plain)
-    config = load_model_config(tmp_path)
-    names = [name for s in config.stored_linears() if s.source is None for name in s.shape.names]
+    names = [name for s in load_model_config(tmp_path).stored_linears() if s.source is None for name in s.shape.names]
     assert names == [*(f"model.{name}" for name in plain), "lm_head"]
-    tokens = list(range(3, 43))
-    got = Sequences(load_model(config, torch.float32), torch.float32).step({0: tokens})
-    want = hf_logits(checkpoint.model, tokens)
-    assert (got - want).norm() / want.norm() < TOLERANCE
+    assert error_of_logits(tmp_path, checkpoint.model) < TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "num_notices"), [("tensor", 0), ("tensor-static", 1), ("compressed-tensor", 1)])
@@ -194,11 +158,8 @@ def test_shapes_of_scales(shape: tuple[int, ...], written: Callable[[str, str], 
     """What files of one scale per tensor and per channel hold."""
     checkpoint = written("llama", "tensor")
     name = f"{Q_PROJ}.weight_scale"
-    changed_copy(checkpoint, tmp_path, {name: checkpoint.tensors[name].expand(shape).clone()})
-    model = load_model(load_model_config(tmp_path), torch.float32)
-    tokens = list(range(3, 43))
-    got, want = Sequences(model, torch.float32).step({0: tokens}), hf_logits(checkpoint.model, tokens)
-    assert (got - want).norm() / want.norm() < TOLERANCE
+    checkpoint.write_changed(tmp_path, {name: checkpoint.tensors[name].expand(shape).clone()})
+    assert error_of_logits(tmp_path, checkpoint.model) < TOLERANCE
 
 
 HOSTILE: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
@@ -227,7 +188,7 @@ def test_hostile_tensors(name: str, path: str, written: Callable[[str, str], Wri
     form, part, change, message = HOSTILE[name]
     checkpoint = written("llama", form)
     tensor = f"{Q_PROJ}.{part}"
-    changed_copy(checkpoint, tmp_path, {tensor: change(checkpoint.tensors[tensor])})
+    checkpoint.write_changed(tmp_path, {tensor: change(checkpoint.tensors[tensor])})
     with pytest.raises(WeightsError, match=message) as caught:
         load_model(load_model_config(tmp_path), torch.float32)
     assert PREFIX in str(caught.value)

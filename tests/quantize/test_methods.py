@@ -23,7 +23,7 @@ from quire.quantize.gptq import DAMPING, gptq
 from quire.quantize.layerwise import Layerwise
 from quire.quantize.methods import AWQ, Layer
 from quire.quantize.rounding import choose_grid, round_to_nearest
-from tests.models.test_families import COMMON
+from tests.models.tiny_models import SIZES
 from tests.quantization.checkpoints import Format, draw, tensors_of
 
 
@@ -148,7 +148,7 @@ def test_awq_scales_in_one_place_what_it_scales_back_in_another(family: str, tmp
     name, settings = FAMILIES[family]
     sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 16}
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**COMMON | sizes | settings))
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES | sizes | settings))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(tmp_path)

@@ -52,7 +52,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)  # float32 against float64: ties at a limit may differ
+@settings(max_examples=300, derandomize=True)  # float32 against float64: ties at a limit may differ
 @given(
     params=requests,
     seed=st.integers(0, 1000),
@@ -78,7 +78,7 @@ def test_any_parameters_match_the_dense_definition(
     assert probabilities(logits_1V[0], params, **history)[sampled.token_ids[0]] > 0
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     seed=st.integers(0, 1000),
     temperature=st.sampled_from([0.3, 1.0, 1.7]),

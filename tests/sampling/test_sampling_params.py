@@ -405,7 +405,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
 def test_any_json_is_accepted_or_refused(fields: dict[str, Any]) -> None:
     try:

@@ -6,7 +6,7 @@ import hashlib
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.request import Request
@@ -92,7 +92,6 @@ def test_of_equal_contents_the_first_block_is_found() -> None:
     pool.check([])
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), max_size=60))
 def test_any_history_adds_up(history: list[tuple[int, int]]) -> None:
     """Against a plain list of owners: allocate, share, release, register, revive."""

@@ -40,12 +40,24 @@ def _server(ready: EngineReady, **settings: Any) -> RunningServer:
     return RunningServer(client, **settings)
 
 
-@pytest.fixture
-def running() -> Iterator[RunningServer]:
+def _configured() -> RunningServer:
     server_record = resolve_server(ServerConfig(port=0, api_key=("do-not-show",), chat_template="/a/b/c.jinja"))
     ready = demo_ready(download_dir="/home/somebody/models", hf_token="do-not-show")
-    with _server(ready, resolved=server_record.as_dict()) as server:
+    return _server(ready, resolved=server_record.as_dict())
+
+
+@pytest.fixture
+def running() -> Iterator[RunningServer]:
+    with _configured() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def unmoved() -> Iterator[RunningServer]:
+    """For what is refused: every test sees that nothing has moved."""
+    with _configured() as server:
+        yield server
+        assert not _moves(server)
 
 
 def _moves(server: RunningServer) -> list[SetLimits]:
@@ -138,22 +150,22 @@ def test_the_engine_obeys(running: RunningServer) -> None:
         (7, None, "not a JSON object"),
     ],
 )
-def test_refused(running: RunningServer, body: Any, param: str | None, part: str) -> None:
-    before = running.http.get("/v1/config").json()
-    response = running.http.post("/v1/config", json=body)
+def test_refused(unmoved: RunningServer, body: Any, param: str | None, part: str) -> None:
+    before = unmoved.http.get("/v1/config").json()
+    response = unmoved.http.post("/v1/config", json=body)
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert part in error["message"]
-    assert not _moves(running)
-    assert running.http.get("/v1/config").json() == before, "nothing moves if one limit is refused"
+    assert not _moves(unmoved)
+    assert unmoved.http.get("/v1/config").json() == before, "nothing moves if one limit is refused"
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b'{"max_num_seqs": 1e999}', b"\xff\xfe", b"[" * 100])
-def test_malformed(running: RunningServer, text: bytes) -> None:
-    response = running.http.post("/v1/config", content=text, headers={"content-type": "application/json"})
+def test_malformed(unmoved: RunningServer, text: bytes) -> None:
+    response = unmoved.http.post("/v1/config", content=text, headers={"content-type": "application/json"})
     assert response.status_code == 400
-    assert not _moves(running)
+    assert not _moves(unmoved)
 
 
 def test_without_chunks_a_step_holds_the_longest_prompt() -> None:

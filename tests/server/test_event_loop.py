@@ -22,7 +22,7 @@ LONG_PROMPT = {"prompt": "a " * 300}
 LONG_CHAT = {"messages": [{"role": "user", "content": "a " * 300}]}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def large() -> Iterator[RunningServer]:
     with RunningServer(answer=None) as server:
         yield server

@@ -81,7 +81,7 @@ def poisoned() -> Iterator[RunningServer]:
 def stream(server: RunningServer, path: str) -> list[Any]:
     """What a streamed answer says, without what differs between any two: ids and times."""
     base: dict[str, Any] = {"messages": MESSAGES} if path == "/v1/chat/completions" else {"prompt": "Hi"}
-    return [event["choices"] for event in server.events(path, **base, max_tokens=300, ignore_eos=True)]
+    return [event["choices"] for event in server.events(path, **base, max_tokens=100, ignore_eos=True)]
 
 
 @contextmanager

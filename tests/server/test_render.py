@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
+import sys
 import threading
 
 import psutil
@@ -12,7 +15,7 @@ from quire.errors import ConfigError
 from quire.frontend import render_pool
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.render_pool import RenderPool
-from quire.frontend.render_process import Render
+from quire.frontend.render_process import Render, Templates, send
 from tests.server.serving import RunningServer
 from tests.server.test_errors import error_of
 
@@ -135,6 +138,18 @@ def test_a_killed_process_is_replaced():
             pool.close()
 
     asyncio.run(run())
+
+
+def test_a_server_that_is_gone_is_no_error():
+    """Nobody sees a traceback of a process whose server was interrupted while it started."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "quire.frontend.render_process"]
+    with theirs, subprocess.Popen(command, stdin=theirs.fileno(), stderr=subprocess.PIPE) as process:
+        theirs.close()
+        send(ours, Templates({"default": "{{ 1 }}"}, {}, None, "The model", 1.0))
+        ours.close()
+        assert process.communicate(timeout=60)[1] == b""
+    assert process.returncode == 0
 
 
 def test_a_template_that_does_not_compile_in_time(monkeypatch):

@@ -134,6 +134,18 @@ def test_unusual_decoders_forget_old_tokens():
     assert len(detokenizer._window) <= MAX_WINDOW
 
 
+@pytest.mark.parametrize("character", ["é", "你", "😀"])
+@pytest.mark.parametrize("num_prompt", [0, 7, 20])
+def test_a_window_does_not_begin_inside_a_character(character, num_prompt):
+    """A run of byte tokens that is longer than the window; the library makes U+FFFD of one that begins elsewhere."""
+    tokenizer = tokenizer_of("regex_replace")
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in f"a{character * 5 * MAX_WINDOW}".encode()]
+    start = 1 + num_prompt * len(character.encode())
+    detokenizer = tokenizer.new_detokenizer(ids[:start])
+    text = "".join(detokenizer.push([token_id]) for token_id in ids[start:]) + detokenizer.flush()
+    assert text == character * (5 * MAX_WINDOW - num_prompt)
+
+
 def test_usual_decoders_take_the_byte_path():
     for kind in BYTE_KINDS:
         assert isinstance(tokenizer_of(kind).new_detokenizer(), ByteDetokenizer), kind

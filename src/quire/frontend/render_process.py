@@ -117,7 +117,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    with socket.socket(fileno=0) as connection:
+    with socket.socket(fileno=0) as connection, suppress(ConnectionError):  # the server may be gone at any moment
         if (first := receive(connection)) is None:
             return
         given = msgspec.json.decode(first, type=Templates)

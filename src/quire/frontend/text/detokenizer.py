@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-MAX_WINDOW = 32  # tokens kept by WindowDetokenizer before old ones are dropped
+MAX_WINDOW = 32  # tokens kept by WindowDetokenizer before old ones are dropped; twice as many if the text is not valid
 CONTEXT = 8  # tokens kept then, and taken from the prompt: no known decoder looks further back
 
 
@@ -198,7 +198,7 @@ class WindowDetokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = list(prompt_token_ids[-CONTEXT:])
+        self._window = self._end_of(list(prompt_token_ids))
         self._num_out = len(decode(self._window))  # characters of the window's text that are out
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -220,10 +220,20 @@ class WindowDetokenizer:
     def _shorten(self, text: str) -> None:
         """Forget old tokens, if the text that is not out yet stays the same without them."""
         rest = text[self._num_out :]
-        window = self._window[-CONTEXT:]
+        window = self._end_of(self._window)
         shorter = self._decode(window)
-        if shorter.endswith(rest):
+        is_valid = REPLACEMENT not in shorter or len(self._window) > 2 * MAX_WINDOW
+        if is_valid and shorter.endswith(rest):
             self._window, self._num_out = window, len(shorter) - len(rest)
+
+    def _end_of(self, token_ids: list[int]) -> list[int]:
+        """The last tokens, from a place that is not inside a character.
+
+        The tokenizers library turns a whole run of byte tokens into U+FFFD if it begins inside a character, and what is
+        still to come of the run too. In valid text one of four tokens in a row begins a character.
+        """
+        ends = [token_ids[-count:] for count in range(CONTEXT, CONTEXT + 4)]
+        return next((end for end in ends if REPLACEMENT not in self._decode(end)), ends[0])
 
     def flush(self) -> str:
         """The text still held back, at the end of the output."""

@@ -14,7 +14,7 @@ from quire.models.registry import CausalLM
 class PagedRun:
     """Sequences by number; each call of `step` gives some of them some more tokens."""
 
-    def __init__(self, model: CausalLM, dtype: torch.dtype, num_blocks: int = 64, block_size: int = 4) -> None:
+    def __init__(self, model: CausalLM, dtype: torch.dtype, num_blocks: int = 64, block_size: int = 8) -> None:
         config = model.config
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
         # NaN where nothing was written: reading a foreign slot shows at once

@@ -1,0 +1,17 @@
+"""Both paths that read quantized weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.kernels import cpu
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The plain-torch path, and the compiled kernels."""
+    if request.param == "cpu" and not cpu.available():
+        pytest.skip("the compiled kernels are not in use")
+    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", request.param)
+    monkeypatch.setattr(cpu, "_available", request.param == "cpu")
+    return str(request.param)
