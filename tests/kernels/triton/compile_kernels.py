@@ -13,11 +13,13 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.kernels.triton import activation, attention, norm, rope_cache, sampling
+from quire.kernels.triton import activation, attention, grouped, norm, parts, rope_cache, sampling
+from quire.weight_format import GGUF, GroupedFormat
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -61,6 +63,83 @@ def attention_case(num_tokens: int, num_seqs: int, group: int, head_dim: int) ->
         "types": types,
         "options": {"num_warps": shape.num_warps, "num_stages": shape.num_stages},
     }
+
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+
+
+def grouped_case(
+    weight_format: GroupedFormat, M: int, is_split: bool, dtype: torch.dtype, wgmma: bool
+) -> dict[str, Any]:
+    """The product of M rows with a weight of even columns and K, cut into parts."""
+    assert weight_format.group_size is not None
+    tile = parts.choose_tile(M, 4096, dtype, wgmma)
+    scales = getattr(torch, weight_format.scales)
+    offsets = getattr(torch, weight_format.offsets or "", None)
+    types = {"x_ptr": POINTERS[dtype], "words_ptr": "*i32", "scales_ptr": POINTERS[scales], "halves_ptr": "*fp16"}
+    types |= {"offsets_ptr": POINTERS.get(offsets, ""), "out_ptr": "*fp32" if is_split else POINTERS[dtype]}
+    constants = {
+        **({} if weight_format.offsets else {"offsets_ptr": None}),
+        "bias_ptr": None,
+        "BITS": weight_format.bits,
+        "ROWS": max(tile.block_k // weight_format.group_size, 1),
+        "SCALE_BYTES": scales.itemsize,
+        "OFFSETS": {None: "none", "uint8": "zeros"}.get(weight_format.offsets, "minima"),
+        "OFFSET_BYTES": offsets.itemsize if offsets else 1,
+        "PARTS": 8,
+        "IS_SPLIT": is_split,
+        "HAS_BIAS": False,
+        "EVEN_K": True,
+        "UPCAST": False,
+    }
+    return tiled_case(grouped._grouped_kernel, constants, types, tile)
+
+
+def tiled_case(kernel: Any, constants: dict[str, Any], types: dict[str, str], tile: parts.Tile) -> dict[str, Any]:
+    """Sizes and bytes of sections are multiples of 16, as in weights that models have."""
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    return {
+        "kernel": kernel,
+        "constants": {**constants, **blocks},
+        "types": types,
+        "options": {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        "multiples": (
+            "N",
+            "K",
+            "group_size",
+            "part_len",
+            *(x for x in kernel.arg_names if x.endswith(("_bytes", "_at"))),
+        ),
+    }
+
+
+def product_cases(sm: int) -> dict[str, dict[str, Any]]:
+    """Products with quantized weights, with the tiles of this architecture."""
+    forms = {
+        "AWQ": GroupedFormat(4, 128, "float16", "uint8"),
+        "Q4_K": GGUF["Q4_K"],
+        "Q2_K": GGUF["Q2_K"],
+        "8 bits": GroupedFormat(8, 4096),
+    }
+    found = {
+        f"{name}, {M} rows": grouped_case(form, M, is_split, torch.bfloat16, sm == 90)
+        for name, form in forms.items()
+        for M, is_split in ((1, True), (64, True), (2048, False))
+    }
+    found["AWQ, float32"] = grouped_case(forms["AWQ"], 1, True, torch.float32, sm == 90)
+    found["AWQ, float16"] = grouped_case(forms["AWQ"], 2048, False, torch.float16, sm == 90)
+    found["join parts"] = {
+        "kernel": parts._join_kernel,
+        "constants": {"PARTS": 8, "HAS_BIAS": True, "BLOCK_N": parts._JOINED},
+        "types": {"partial_ptr": "*fp32"},
+    }
+    return found
 
 
 SAMPLING_TYPES = {
@@ -121,7 +200,12 @@ def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:
     kernel, constants = case["kernel"], case["constants"]
     types = signature(kernel, constants, case.get("types", {}))
     # what a launch finds out of its arguments: addresses and strides are multiples of 16
-    aligned = [i for i, name in enumerate(kernel.arg_names) if types[name].startswith("*") or "_stride" in name]
+    multiples = case.get("multiples", ())
+    aligned = [
+        i
+        for i, name in enumerate(kernel.arg_names)
+        if types[name].startswith("*") or "_stride" in name or name in multiples
+    ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned if types[kernel.arg_names[i]] != "constexpr"}
     source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=case.get("options", {}))
@@ -140,4 +224,11 @@ def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    json.dump({f"{name}, sm_{sm}": compiled(case, sm) for name, case in cases().items() for sm in (80, 90)}, sys.stdout)
+    json.dump(
+        {
+            f"{name}, sm_{sm}": compiled(case, sm)
+            for sm in (80, 90)
+            for name, case in {**cases(), **product_cases(sm)}.items()
+        },
+        sys.stdout,
+    )
