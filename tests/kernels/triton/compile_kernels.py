@@ -35,9 +35,11 @@ def signature(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> 
     return found
 
 
-def attention_case(num_tokens: int, num_seqs: int, group: int, head_dim: int) -> dict[str, Any]:
+def attention_case(
+    num_tokens: int, num_seqs: int, group: int, head_dim: int, codes: str = "none", sm: int = 80
+) -> dict[str, Any]:
     """The kernel with the tiles of such a batch."""
-    shape = attention.choose_shape(num_tokens, num_seqs, group, 8, head_dim)
+    shape = attention.choose_shape(num_tokens, num_seqs, group, 8, head_dim, codes != "none", sm == 90)
     constants = {
         "GROUP": group,
         "E": head_dim,
@@ -49,10 +51,17 @@ def attention_case(num_tokens: int, num_seqs: int, group: int, head_dim: int) ->
         "WINDOW": 0,
         "HAS_SOFT_CAP": False,
         "SEGMENTS": shape.segments,
+        "CODES": codes,
         "UPCAST": False,
     }
     types = dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "cu_seqlens_ptr"), "*i32")
     types |= {"scale": "fp32", "soft_cap": "fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"}
+    if codes != "none":
+        types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8"}
+    if codes == "int8":
+        types |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    else:
+        constants |= {"k_scales_ptr": None, "v_scales_ptr": None}
     if shape.segments > 1:
         types["out_ptr"] = "*fp32"
     else:
@@ -119,6 +128,22 @@ def tiled_case(kernel: Any, constants: dict[str, Any], types: dict[str, str], ti
     }
 
 
+def code_cases(sm: int) -> dict[str, dict[str, Any]]:
+    """Attention over caches of codes, with the tiles of this architecture."""
+    sizes = {
+        "prefill": (2048, 4, 4, 128),
+        "prefill of wide heads": (2048, 4, 2, 256),
+        "decode": (256, 256, 4, 128),
+        "decode of wide heads": (256, 256, 2, 256),
+        "split decode": (1, 1, 4, 128),
+    }
+    return {
+        f"{name} of {codes}": attention_case(*of_name, codes, sm)
+        for name, of_name in sizes.items()
+        for codes in ("e4m3", "e5m2", "int8")
+    }
+
+
 def product_cases(sm: int) -> dict[str, dict[str, Any]]:
     """Products with quantized weights, with the tiles of this architecture."""
     forms = {
@@ -156,10 +181,35 @@ def sampling_case(kernel: Any, **constants: Any) -> dict[str, Any]:
     return {"kernel": kernel, "constants": {"SLICE": sampling.SLICE, **constants}, "types": SAMPLING_TYPES}
 
 
+def rope_case(codes: str) -> dict[str, Any]:
+    constants = {"H": 32, "G": 8, "E": 128, "P": 16, "R": 128, "BLOCK_E": 128, "HAS_Q_NORM": True, "HAS_K_NORM": True}
+    types = {
+        "positions_ptr": "*i64",
+        "slots_ptr": "*i64",
+        "cos_sin_ptr": "*fp32",
+        "eps": "fp32",
+        "weight_offset": "fp32",
+    }
+    if codes != "none":
+        types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8"}
+    scales = {"k_scales_ptr": None, "v_scales_ptr": None}
+    if codes == "int8":
+        types |= dict.fromkeys(scales, "*fp32")
+    return {
+        "kernel": rope_cache._rope_and_cache_kernel,
+        "constants": {**constants, "CODES": codes, **({} if codes == "int8" else scales)},
+        "types": types,
+        "options": {"num_warps": 1, "enable_fp_fusion": False},
+    }
+
+
 def cases() -> dict[str, dict[str, Any]]:
     join = {"H": 32, "E": 128, "BLOCK_E": 128, "SEGMENTS": 32}
-    rope = {"H": 32, "G": 8, "E": 128, "P": 16, "R": 128, "BLOCK_E": 128, "HAS_Q_NORM": True, "HAS_K_NORM": True}
     return {
+        "rope": rope_case("none"),
+        "rope to e4m3": rope_case("e4m3"),
+        "rope to e5m2": rope_case("e5m2"),
+        "rope to int8": rope_case("int8"),
         "prefill": attention_case(2048, 4, 4, 128),
         "prefill of wide heads": attention_case(2048, 4, 2, 256),
         "decode": attention_case(256, 256, 4, 128),
@@ -176,18 +226,6 @@ def cases() -> dict[str, dict[str, Any]]:
             "options": {"num_warps": 8},
         },
         "silu": {"kernel": activation._gated_activation_kernel, "constants": {"NAME": "silu", "BLOCK": 1024}},
-        "rope": {
-            "kernel": rope_cache._rope_and_cache_kernel,
-            "constants": rope,
-            "types": {
-                "positions_ptr": "*i64",
-                "slots_ptr": "*i64",
-                "cos_sin_ptr": "*fp32",
-                "eps": "fp32",
-                "weight_offset": "fp32",
-            },
-            "options": {"num_warps": 1},
-        },
         "search of top-k": sampling_case(sampling._search_k_kernel, ROUND=7),
         "search of top-p": sampling_case(sampling._search_p_kernel, ROUND=7),
         "total": sampling_case(sampling._total_kernel),
@@ -228,7 +266,7 @@ if __name__ == "__main__":
         {
             f"{name}, sm_{sm}": compiled(case, sm)
             for sm in (80, 90)
-            for name, case in {**cases(), **product_cases(sm)}.items()
+            for name, case in {**cases(), **code_cases(sm), **product_cases(sm)}.items()
         },
         sys.stdout,
     )

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div
-from quire.kernels.triton.parts import choose_tile, has_wgmma, is_split, join_parts, part_length
+from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma
+from quire.kernels.triton.parts import choose_tile, is_split, join_parts, part_length
 from quire.weight_format import GroupedFormat
 
 _PANEL_WIDTH = 64  # kPanelWidth of grouped_layout.h

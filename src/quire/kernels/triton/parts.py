@@ -9,14 +9,13 @@ Dimensions: M rows, K in-features, N out-features, P parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div
+from quire.kernels.triton.launch import ceil_div
 
 # Programs that a launch should have: four for each multiprocessor of an H100, which hide each other's waits.
 _PROGRAMS_WANTED = 528
@@ -37,14 +36,8 @@ class Tile:
     num_stages: int
 
 
-@cache
-def has_wgmma(device: torch.device) -> bool:
-    """Whether tiles of 64 rows multiply with wgmma there, and smaller ones with another instruction."""
-    return not IS_INTERPRETED and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def choose_tile(M: int, N: int, dtype: torch.dtype, is_wgmma: bool) -> Tile:
-    """Tiles for M rows of activations of this dtype. `is_wgmma`: see `has_wgmma`."""
+    """Tiles for M rows of activations of this dtype. `is_wgmma`: see launch.has_wgmma."""
     if dtype == torch.float32:  # without tensor cores
         return Tile(16, 64, 32, 4, 2)
     if M > 64:
