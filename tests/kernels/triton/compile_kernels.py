@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.kernels.triton import activation, attention, grouped, norm, parts, rope_cache, sampling
+from quire.kernels.triton import activation, attention, fp8, grouped, norm, parts, rope_cache, sampling
 from quire.weight_format import GGUF, GroupedFormat
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -84,11 +84,11 @@ POINTERS = {
 
 
 def grouped_case(
-    weight_format: GroupedFormat, M: int, is_split: bool, dtype: torch.dtype, wgmma: bool
+    weight_format: GroupedFormat, M: int, is_split: bool, dtype: torch.dtype, wgmma: bool, is_even: bool = True
 ) -> dict[str, Any]:
-    """The product of M rows with a weight of even columns and K, cut into parts."""
+    """The product of M rows with a weight cut into parts; `is_even`: of whole tiles of K, and panels in pairs."""
     assert weight_format.group_size is not None
-    tile = parts.choose_tile(M, 4096, dtype, wgmma)
+    tile = parts.choose_tile(M, 4096 if is_even else 64, dtype, wgmma)
     scales = getattr(torch, weight_format.scales)
     offsets = getattr(torch, weight_format.offsets or "", None)
     types = {"x_ptr": POINTERS[dtype], "words_ptr": "*i32", "scales_ptr": POINTERS[scales], "halves_ptr": "*fp16"}
@@ -104,10 +104,27 @@ def grouped_case(
         "PARTS": 8,
         "IS_SPLIT": is_split,
         "HAS_BIAS": False,
-        "EVEN_K": True,
+        "EVEN_K": is_even,
         "UPCAST": False,
     }
     return tiled_case(grouped._grouped_kernel, constants, types, tile)
+
+
+def fp8_case(M: int, is_split: bool, is_grouped: bool, wgmma: bool) -> dict[str, Any]:
+    """The product of M rows with an FP8 weight cut into parts."""
+    constants = {
+        "bias_ptr": None,
+        "IS_GROUPED": is_grouped,
+        "PARTS": 8,
+        "IS_SPLIT": is_split,
+        "HAS_BIAS": False,
+        "EVEN_K": True,
+        "UPCAST": False,
+    }
+    types = {"codes_ptr": "*i8", "scales_ptr": "*fp32", "out_ptr": "*fp32" if is_split else "*bf16"}
+    case = tiled_case(fp8._fp8_kernel, constants, types, parts.choose_tile(M, 4096, torch.bfloat16, wgmma))
+    case["options"]["enable_fp_fusion"] = False
+    return case
 
 
 def tiled_case(kernel: Any, constants: dict[str, Any], types: dict[str, str], tile: parts.Tile) -> dict[str, Any]:
@@ -159,6 +176,17 @@ def product_cases(sm: int) -> dict[str, dict[str, Any]]:
     }
     found["AWQ, float32"] = grouped_case(forms["AWQ"], 1, True, torch.float32, sm == 90)
     found["AWQ, float16"] = grouped_case(forms["AWQ"], 2048, False, torch.float16, sm == 90)
+    found["AWQ, uneven"] = grouped_case(forms["AWQ"], 2048, False, torch.bfloat16, sm == 90, is_even=False)
+    found["8 bits, uneven"] = grouped_case(forms["8 bits"], 64, True, torch.bfloat16, sm == 90, is_even=False)
+    for M, is_split in ((1, True), (64, True), (2048, False)):
+        found[f"FP8, {M} rows"] = fp8_case(M, is_split, False, sm == 90)
+        found[f"FP8 in blocks, {M} rows"] = fp8_case(M, is_split, True, sm == 90)
+    found["rows to FP8"] = {
+        "kernel": fp8._quantize_rows_kernel,
+        "constants": {"BLOCK_K": 16384},
+        "types": {"codes_ptr": "*i8", "scales_ptr": "*fp32"},
+        "options": {"num_warps": 16},
+    }
     found["join parts"] = {
         "kernel": parts._join_kernel,
         "constants": {"PARTS": 8, "HAS_BIAS": True, "BLOCK_N": parts._JOINED},

@@ -223,7 +223,7 @@ def choose_shape(
         return AttentionShape(block_m // 2 if has_codes and not is_wgmma else block_m, tile, 1, 8, 2)
     block_m = max(16, next_power_of_2(group))
     segments = min(32, next_power_of_2(max(1, _PROGRAMS_WANTED // (num_seqs * num_kv_heads))))
-    return AttentionShape(block_m, 64 >> (is_wide + has_codes), segments, 4, 2 if has_codes else 3)
+    return AttentionShape(block_m, 64 >> (is_wide + has_codes), segments, 4, 2 if has_codes and not is_wide else 3)
 
 
 def paged_attention(
