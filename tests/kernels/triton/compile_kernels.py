@@ -122,7 +122,9 @@ def fp8_case(M: int, is_split: bool, is_grouped: bool, wgmma: bool) -> dict[str,
         "UPCAST": False,
     }
     types = {"codes_ptr": "*i8", "scales_ptr": "*fp32", "out_ptr": "*fp32" if is_split else "*bf16"}
-    case = tiled_case(fp8._fp8_kernel, constants, types, parts.choose_tile(M, 4096, torch.bfloat16, wgmma))
+    tile = parts.choose_tile(M, 4096, torch.bfloat16, wgmma)
+    tile = fp8.in_groups(tile, 128) if is_grouped else tile
+    case = tiled_case(fp8._fp8_kernel, constants, types, tile)
     case["options"]["enable_fp_fusion"] = False
     return case
 
@@ -247,9 +249,21 @@ def cases() -> dict[str, dict[str, Any]]:
             "constants": join,
             "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
         },
+        "norm to FP8": {
+            "kernel": norm._rms_norm_kernel,
+            "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True, "IS_QUANTIZED": True},
+            "types": {"eps": "fp32", "weight_offset": "fp32", "out_ptr": "*i8", "scales_ptr": "*fp32"},
+            "options": {"num_warps": 8},
+        },
+        "silu to FP8": {
+            "kernel": activation._quantized_activation_kernel,
+            "constants": {"NAME": "silu", "BLOCK": 16384},
+            "types": {"codes_ptr": "*i8", "scales_ptr": "*fp32"},
+            "options": {"num_warps": 16},
+        },
         "norm": {
             "kernel": norm._rms_norm_kernel,
-            "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True},
+            "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True, "IS_QUANTIZED": False, "scales_ptr": None},
             "types": {"eps": "fp32", "weight_offset": "fp32"},
             "options": {"num_warps": 8},
         },

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import kv_codes, reference
-from quire.kernels.triton.activation import gated_activation
-from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.activation import gated_activation, gated_activation_to_fp8
+from quire.kernels.triton.norm import rms_norm, rms_norm_to_fp8
 from quire.kernels.triton.rope_cache import rope_and_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
@@ -66,6 +66,31 @@ def test_gated_activation(name: str, dtype: torch.dtype) -> None:
     atol, rtol = TOLERANCES[dtype]
     expected_TI = reference.gated_activation(name, x_T2I)
     torch.testing.assert_close(out_TI, expected_TI, atol=max(atol, 2e-6), rtol=rtol)
+
+
+def assert_quantized(actual: tuple[Tensor, Tensor], y_TD: Tensor) -> None:
+    """Codes and scales of float32 rows; the last bit of a row may move a code to its neighbour."""
+    expected = reference.quantize_fp8(y_TD)
+    torch.testing.assert_close(actual[1], expected.scales_NG, atol=0, rtol=1e-6)
+    codes, expected_codes = actual[0].view(torch.uint8).int(), expected.codes_NK.view(torch.uint8).int()
+    differs = codes != expected_codes
+    assert differs.float().mean() < 0.01
+    assert ((codes - expected_codes).abs()[differs] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_and_activation_to_fp8(dtype: torch.dtype) -> None:
+    x_TD, residual_TD = randn(5, 666, dtype=dtype), randn(5, 666, dtype=dtype, seed=1)
+    weight_D = randn(666, dtype=torch.float32, seed=2)
+    assert_quantized(
+        rms_norm_to_fp8(x_TD, None, weight_D, 1e-6, 1.0), reference.rms_norm(x_TD.float(), weight_D, 1e-6, 1.0)
+    )
+    quantized = rms_norm_to_fp8(x_TD, residual_TD, weight_D, 1e-6, 0.0)
+    assert_close(residual_TD, randn(5, 666, dtype=dtype, seed=1) + x_TD)
+    assert_quantized(quantized, reference.rms_norm(residual_TD.float(), weight_D, 1e-6))
+    for name in ("silu", "gelu", "gelu_tanh"):
+        y_TI = reference.gated_activation(name, x_TD.float())
+        assert_quantized(gated_activation_to_fp8(name, x_TD), y_TI)
 
 
 # H, G, E, rotary dims (0: no rotation), block size, with norm

@@ -66,3 +66,15 @@ def encode_int8(x):
     rounded = (tl.where(is_finite, x, 0.0) * inverse + 12582912.0) - 12582912.0
     scale = tl.where(is_finite, tl.where(is_used, tl.math.div_rn(largest, 127.0), 0.0), float("nan"))
     return rounded.to(tl.int8), scale
+
+
+@triton.jit
+def store_row(codes_ptr, scale_ptr, y, columns, is_inside):
+    """A float32 row as e4m3 codes and their scale: largest magnitude / 448, NaN if the row is not finite."""
+    largest = tl.max(tl.where(tl.abs(y) < float("inf"), tl.abs(y), 0.0), axis=0)
+    is_finite = tl.min((tl.abs(y) < float("inf")).to(tl.int32), axis=0) > 0
+    scale = tl.math.div_rn(largest, 448.0)
+    # a scale that rounds to zero, or a row of zeros: codes of zero
+    scaled = tl.where(scale > 0, tl.math.div_rn(y, tl.where(scale > 0, scale, 1.0)), 0.0)
+    tl.store(codes_ptr + columns, encode_e4m3(scaled), mask=is_inside)
+    tl.store(scale_ptr, tl.where(is_finite, scale, float("nan")))

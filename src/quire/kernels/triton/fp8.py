@@ -8,6 +8,8 @@ Dimensions: M rows, K in-features, N out-features, G groups along K.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2
-from quire.kernels.triton.parts import choose_tile, is_split, join_parts, part_length
+from quire.kernels.triton.parts import Tile, choose_tile, is_split, join_parts, part_length
 
 
 @triton.jit
@@ -85,15 +87,20 @@ def _fp8_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
 
 
+def in_groups(tile: Tile, group_size: int) -> Tile:
+    """A tile whose sums are multiplied by a scale each: within a group, and of fewer columns, for the registers."""
+    return replace(tile, block_n=64, block_k=min(tile.block_k, group_size & -group_size))
+
+
 def fp8_linear(
     x_MK: Tensor, codes_NK: Tensor, scales_NG: Tensor, group_size: int, bias_N: Tensor | None, out_MN: Tensor
 ) -> None:
     """out = x @ weight.T + bias. See kernels.fp8. The last dimension of every tensor is contiguous."""
     M, K = x_MK.shape
     N = codes_NK.shape[0]
-    tile = choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device))
     is_grouped = scales_NG.shape[1] > 1
-    block_k = min(tile.block_k, group_size & -group_size) if is_grouped else tile.block_k
+    tile = choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device))
+    tile = in_groups(tile, group_size) if is_grouped else tile
     part_len = part_length(N, K)
     parts = ceil_div(K, part_len)
     splits = parts > 1 and is_split(tile, M, N)
@@ -117,10 +124,10 @@ def fp8_linear(
         PARTS=parts,
         IS_SPLIT=splits,
         HAS_BIAS=bias_N is not None and not splits,
-        EVEN_K=K % block_k == 0,
+        EVEN_K=K % tile.block_k == 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=tile.block_k,
         UPCAST=IS_INTERPRETED,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -131,24 +138,12 @@ def fp8_linear(
 
 
 @triton.jit
-def store_row(codes_ptr, scale_ptr, y, columns, is_inside):
-    """A float32 row as e4m3 codes and their scale: largest magnitude / 448, NaN if the row is not finite."""
-    largest = tl.max(tl.where(tl.abs(y) < float("inf"), tl.abs(y), 0.0), axis=0)
-    is_finite = tl.min((tl.abs(y) < float("inf")).to(tl.int32), axis=0) > 0
-    scale = tl.math.div_rn(largest, 448.0)
-    # a scale that rounds to zero, or a row of zeros: codes of zero
-    scaled = tl.where(scale > 0, tl.math.div_rn(y, tl.where(scale > 0, scale, 1.0)), 0.0)
-    tl.store(codes_ptr + columns, codes.encode_e4m3(scaled), mask=is_inside)
-    tl.store(scale_ptr, tl.where(is_finite, scale, float("nan")))
-
-
-@triton.jit
 def _quantize_rows_kernel(x_ptr, codes_ptr, scales_ptr, x_stride, K, BLOCK_K: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_K)
     is_inside = columns < K
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
-    store_row(codes_ptr + row * K, scales_ptr + row, x, columns, is_inside)
+    codes.store_row(codes_ptr + row * K, scales_ptr + row, x, columns, is_inside)
 
 
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
