@@ -30,13 +30,18 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def order_of(groups_K: Tensor, group_size: int) -> Tensor:
     """The in-features sorted by group, int64. Raises WeightsError unless every group gets what it holds."""
     order_K = groups_K.argsort(stable=True)
-    if not torch.equal(groups_K[order_K].long(), torch.arange(len(groups_K)) // group_size):
+    if not torch.equal(groups_K[order_K].long(), _side_by_side(groups_K, group_size)):
         raise WeightsError(f"g_idx does not give each group {group_size} in-features")
     return order_K
 
 
 def problem_of_order(groups_K: Tensor, group_size: int) -> str | None:
     """What is wrong with the g_idx of a weight whose groups lie side by side; -1 stands for unset."""
-    if torch.equal(groups_K.long(), torch.arange(len(groups_K)) // group_size) or (groups_K == -1).all():
+    if torch.equal(groups_K.long(), _side_by_side(groups_K, group_size)) or (groups_K == -1).all():
         return None
     return "orders the in-features, and the config says that they are not ordered"
+
+
+def _side_by_side(groups_K: Tensor, group_size: int) -> Tensor:
+    """The groups of in-features in their own order."""
+    return torch.arange(len(groups_K), device=groups_K.device) // group_size

@@ -20,7 +20,7 @@ from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, nex
 from quire.kernels.triton.parts import Tile, choose_tile, is_split, join_parts, part_length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _fp8_kernel(
     x_ptr,
     codes_ptr,

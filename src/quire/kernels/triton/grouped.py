@@ -24,7 +24,7 @@ from quire.weight_format import GroupedFormat
 _PANEL_WIDTH = 64  # kPanelWidth of grouped_layout.h
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _grouped_kernel(
     x_ptr,
     words_ptr,

@@ -58,7 +58,7 @@ def is_split(tile: Tile, M: int, N: int) -> bool:
     return num_programs < _PROGRAMS_WANTED
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _join_kernel(
     partial_ptr, bias_ptr, out_ptr, M, N, out_stride, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
