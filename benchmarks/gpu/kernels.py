@@ -5,7 +5,8 @@
 Each case runs over copies of its inputs that together exceed the L2 cache, captured in a CUDA graph, so that neither
 launches nor the cache are measured. Times are medians of 20 replays. Needs an NVIDIA GPU.
 
-Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, S sequences, V vocabulary.
+Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, S sequences, V vocabulary;
+of products M rows, K in-features, N out-features, G groups along K.
 """
 
 from __future__ import annotations
@@ -22,12 +23,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.bench import report
+from quire.kernels.fp8 import fp8_linear, pack_fp8, quantize_fp8
+from quire.kernels.fp8_weight import Fp8Weight
+from quire.kernels.grouped import grouped_linear, pack_grouped
+from quire.kernels.grouped_weight import GroupedWeight
+from quire.kernels.kv_codes import CODE_DTYPES
 from quire.kernels.triton import activation, attention, norm, rope_cache, sampling
+from quire.weight_format import GGUF, GroupedFormat
 
 REPLAYS = 20
 COLD_BYTES = 256 << 20  # of copies: five times the L2 cache of an H100
 BLOCK_SIZE = 16
 VOCABULARY = 151_936
+# Of the products: what AWQ has, a K-quant, what --quantization int8 makes.
+FORMS = {
+    "int4 g128": GroupedFormat(4, 128, "float16", "uint8"),
+    "Q4_K": GGUF["Q4_K"],
+    "int8": GroupedFormat(8, None),
+}
 
 
 @dataclass(frozen=True)
@@ -84,23 +97,29 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
-def attention_case(model: Model, query_len: int, seq_len: int, num_seqs: int) -> Case:
+def attention_case(
+    model: Model, query_len: int, seq_len: int, num_seqs: int, kv_dtype: torch.dtype = torch.bfloat16
+) -> Case:
     H, G, E = model.num_q_heads, model.num_kv_heads, model.head_dim
     blocks = -(-seq_len // BLOCK_SIZE)
-    kv_bytes = 2 * num_seqs * seq_len * G * E * 2
+    kv_bytes = 2 * num_seqs * seq_len * G * (E * kv_dtype.itemsize + 4 * (kv_dtype == torch.int8))
     calls = []
     cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * query_len
     seq_lens = torch.full((num_seqs,), seq_len, dtype=torch.int32, device="cuda")
     for _ in range(num_copies(kv_bytes)):
-        caches = randn(2, num_seqs * blocks, G, BLOCK_SIZE, E)
+        caches = randn(2, num_seqs * blocks, G, BLOCK_SIZE, E).to(kv_dtype)
+        scales = (None, None)
+        if kv_dtype == torch.int8:
+            scales = torch.rand(2, num_seqs * blocks, G, BLOCK_SIZE, device="cuda")
         tables = torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
         q_THE = randn(num_seqs * query_len, H, E)
         out_THE = torch.empty_like(q_THE)
-        arguments = (q_THE, caches[0], caches[1], None, None, tables, seq_lens, cu_seqlens, E**-0.5, 0, 0.0, out_THE)
+        arguments = (q_THE, *caches, *scales, tables, seq_lens, cu_seqlens, E**-0.5, 0, 0.0, out_THE)
         calls.append(lambda arguments=arguments: attention.paged_attention(*arguments))
     keys = query_len * (seq_len - query_len) + query_len * (query_len + 1) / 2
     kind = "decode" if query_len == 1 else "prefill"
-    return Case(f"{kind} {model.name} {num_seqs} x {seq_len}", calls, kv_bytes, 4 * num_seqs * H * E * keys)
+    codes = "" if kv_dtype == torch.bfloat16 else f" {str(kv_dtype).removeprefix('torch.')}"
+    return Case(f"{kind}{codes} {model.name} {num_seqs} x {seq_len}", calls, kv_bytes, 4 * num_seqs * H * E * keys)
 
 
 def row_cases(model: Model, T: int) -> list[Case]:
@@ -153,6 +172,56 @@ def linear_case(M: int, N: int, K: int) -> Case:
     return Case(f"cuBLAS {M} x {K} -> {N}", calls, 2.0 * (N * K + M * K + M * N), 2.0 * M * N * K)
 
 
+def random_weight(form: GroupedFormat, N: int, K: int) -> GroupedWeight:
+    """A weight of such a form with elements of any size."""
+    group_size = form.group_size_of(K)
+    G = -(-K // group_size)
+
+    def numbers(name: str | None, count: int) -> Tensor | None:
+        if name is None:
+            return None
+        if name in ("int8", "uint8"):
+            return torch.randint(1, 1 << min(form.bits, 6), (N, count), dtype=getattr(torch, name), device="cuda")
+        return torch.rand(N, count, device="cuda").to(getattr(torch, name)) / 64
+
+    has_zeros, num_supers = form.offsets == "uint8", -(-G // form.super_size)
+    scales_NG = numbers(form.scales, G)
+    assert scales_NG is not None
+    return GroupedWeight(
+        codes_NK=torch.randint(0, 1 << form.bits, (N, K), dtype=torch.uint8, device="cuda"),
+        bits=form.bits,
+        group_size=group_size,
+        scales_NG=scales_NG,
+        zeros_NG=numbers(form.offsets, G) if has_zeros else None,
+        minima_NG=None if has_zeros else numbers(form.offsets, G),
+        super_scales_NS=numbers("float16", num_supers) if form.scales == "int8" else None,
+        super_minima_NS=numbers("float16", num_supers) if form.offsets == "int8" else None,
+        super_size=form.super_size,
+    )
+
+
+def grouped_case(name: str, form: GroupedFormat, M: int, N: int, K: int) -> Case:
+    weights = [pack_grouped(random_weight(form, N, K)) for _ in range(num_copies(form.num_bytes(N, K)))]
+    x_MK = randn(M, K)
+    calls: list[Callable[[], Any]] = [lambda w=w: grouped_linear(x_MK, w) for w in weights]
+    num_bytes = form.num_bytes(N, K) + 2.0 * (M * K + M * N)
+    return Case(f"{name} {M} x {K} -> {N}", calls, num_bytes, 2.0 * M * N * K)
+
+
+def fp8_case(M: int, N: int, K: int, group_size: int) -> Case:
+    """`group_size` 0: a scale per output channel, with which many rows are multiplied by torch._scaled_mm."""
+    weights = []
+    for _ in range(num_copies(float(N * K))):
+        weight = quantize_fp8(randn(N, K))
+        if group_size:
+            weight = Fp8Weight(weight.codes_NK, weight.scales_NG.repeat(1, -(-K // group_size)), group_size)
+        weights.append(pack_fp8(weight))
+    x_MK = randn(M, K)
+    calls: list[Callable[[], Any]] = [lambda w=w: fp8_linear(x_MK, w) for w in weights]
+    name = "FP8 in blocks" if group_size else "FP8"
+    return Case(f"{name} {M} x {K} -> {N}", calls, N * K + 2.0 * (M * K + M * N), 2.0 * M * N * K)
+
+
 def limits() -> tuple[float, float]:
     """Bytes per second of a copy, and FLOP/s of a large product in bfloat16."""
     pairs = [(randn(1 << 27), torch.empty(1 << 27, dtype=torch.bfloat16, device="cuda")) for _ in range(4)]
@@ -170,8 +239,17 @@ def cases() -> Iterator[Case]:
             yield attention_case(model, query_len, query_len, num_seqs)
         for T in (1, 32, 256, 2048):
             yield from row_cases(model, T)
+        for kv_dtype in CODE_DTYPES:
+            for num_seqs, seq_len in ((1, 8192), (32, 1024), (256, 1024)):
+                yield attention_case(model, 1, seq_len, num_seqs, kv_dtype)
+            yield attention_case(model, 2048, 2048, 1, kv_dtype)
         for M in (1, 8, 32, 128, 256, 2048):
-            yield linear_case(M, 2 * model.inner, model.hidden)
+            for N, K in ((2 * model.inner, model.hidden), (model.hidden, model.inner)):  # many columns, and few
+                yield linear_case(M, N, K)
+                for name, form in FORMS.items():
+                    yield grouped_case(name, form, M, N, K)
+                yield fp8_case(M, N, K, 0)
+                yield fp8_case(M, N, K, 128)
     for R in (1, 32, 256):
         yield from sampling_cases(R)
 

@@ -123,6 +123,21 @@ def test_weights_are_exact(name: str, K: int, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(held, torch.cat([numbers[shard].weight() for shard, _ in shards]))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_tensors_stay_on_their_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a weight is made on torch's default device, here one without data: weights may arrive on a GPU."""
+    monkeypatch.setattr(cpu, "_available", False)
+    form = FORMATS[name]
+    layer, numbers = make_layer(form, (("q_proj", 64), ("k_proj", 8)), 192)
+    slots = dict(layer.slots())
+    pieces = {f"{shard}.{part}": x for shard in numbers for part, x in tensors_of(numbers[shard], form).items()}
+    with torch.device("meta"):
+        for piece, tensor in pieces.items():
+            slots[piece].load(tensor)
+    held = torch.cat([held_weight(part) for part in getattr(layer, "parts", (layer,))])
+    assert torch.equal(held, torch.cat([of_shard.weight() for of_shard in numbers.values()]))
+
+
 def test_packed_as_the_compressed_tensors_package_does() -> None:
     """The tests' own writer against an independent one, so that both cannot be wrong together."""
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")

@@ -13,7 +13,7 @@ from quire.kernels.ops import paged_attention
 
 
 class TritonAttention(PagedAttention):
-    """The kernels of kernels/triton/attention.py; a cache of codes is read by plain torch."""
+    """The kernels of kernels/triton/attention.py."""
 
     name = "triton"
     attend = staticmethod(paged_attention)

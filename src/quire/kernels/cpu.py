@@ -107,16 +107,12 @@ def gemm(
     order_K: Tensor | None = None,
     fp8_group_size: int = 0,
 ) -> None:
-    """out = x @ weight.T + bias; rows of out may be strided, its last dimension is contiguous.
+    """out = x @ weight.T + bias; rows of x and out may be strided, the last dimension is contiguous.
 
     `form` (of `grouped_form`) and `order_K` (int32) of a grouped integer weight, `fp8_group_size` of
     an FP8 one; without: the weight has x's dtype.
     """
     M, K = x_MK.shape
-    if x_MK.stride(1) != 1:
-        x_MK = x_MK.contiguous()
-    if bias_N is not None and bias_N.stride(0) != 1:
-        bias_N = bias_N.contiguous()
     bias_address, bias_code = (0, 0) if bias_N is None else (bias_N.data_ptr(), DTYPE_CODES[bias_N.dtype])
     _C.gemm(
         x_MK.data_ptr(),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import cpu
+from quire.kernels.strides import contiguous_rows
 from quire.weight_format import PANEL_WIDTH
 
 
@@ -45,9 +46,7 @@ def pack_linear(weight_NK: Tensor) -> PackedLinear:
     N, K = weight_NK.shape
     if not (cpu.available() and weight_NK.device.type == "cpu"):
         return PackedLinear(weight_NK, N, K, weight_NK.dtype, is_packed=False)
-    if weight_NK.stride(1) != 1:
-        weight_NK = weight_NK.contiguous()
-    return PackedLinear(cpu.gemm_pack(weight_NK), N, K, weight_NK.dtype, is_packed=True)
+    return PackedLinear(cpu.gemm_pack(contiguous_rows(weight_NK)), N, K, weight_NK.dtype, is_packed=True)
 
 
 def linear(
@@ -73,7 +72,8 @@ def linear(
         assert out.stride(1) == 1, "the last dimension of out is not contiguous"
         assert out_dtype is None or out_dtype == out.dtype, f"out is {out.dtype}, out_dtype is {out_dtype}"
     if packed.is_packed:
-        cpu.gemm(x_TK, packed.data, packed.N, bias_N, out)
+        bias_N = None if bias_N is None else contiguous_rows(bias_N)
+        cpu.gemm(contiguous_rows(x_TK), packed.data, packed.N, bias_N, out)
         return out
     bias = None if bias_N is None else bias_N.to(x_TK.dtype)
     return out.copy_(F.linear(x_TK, packed.data, bias))

@@ -1,26 +1,33 @@
-"""Products with FP8 weights (e4m3) and float32 scales: compiled kernels for CPU tensors, plain torch otherwise.
+"""Products with FP8 weights (e4m3) and float32 scales: compiled kernels on CPU, Triton and cuBLAS on GPU, plain torch
+otherwise.
 
-Activations stay as they are ("weight-only"). The arithmetic of one row never depends on the other rows of a call nor on
-the number of threads. Dimensions: T tokens, K in-features, N out-features, G groups along K.
+Activations stay as they are ("weight-only") but where `quantizes_activations` says otherwise. The arithmetic of one row
+never depends on the other rows of a call nor on the number of threads, but by that choice.
+Dimensions: T tokens, K in-features, N out-features, G groups along K.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu, reference
+from quire.kernels import cpu, gpu, reference
 from quire.kernels.fp8_weight import Fp8Weight
+from quire.kernels.strides import contiguous_rows
 from quire.weight_format import PANEL_WIDTH, Fp8Format
+
+# Below so many rows, reading the weight takes longer than multiplying: activations need not be FP8 as well.
+_FEWEST_QUANTIZED_ROWS = 64
 
 
 @dataclass(frozen=True)
 class PackedFp8:
     """An FP8 weight in the form `fp8_linear` reads. Opaque: the layout belongs to the path that packed it.
 
-    `data` is the kernels' panel layout (uint8), or None where ops run on plain torch: then `weight` is kept.
+    `data` is the CPU kernels' panel layout (uint8), or None where others compute: then `weight` is kept.
     """
 
     data: Tensor | None
@@ -47,22 +54,27 @@ def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
     A row with an element that is not finite gets the scale NaN.
     """
     assert weight_NK.dim() == 2, f"weight must be [N, K], got shape {tuple(weight_NK.shape)}"
-    if not cpu.takes(weight_NK):
+    on_gpu = gpu.takes(weight_NK)
+    if not (on_gpu or cpu.takes(weight_NK)):
         return reference.quantize_fp8(weight_NK)
-    if weight_NK.stride(1) != 1:
-        weight_NK = weight_NK.contiguous()
+    weight_NK, group_size = contiguous_rows(weight_NK), Fp8Format(None).group_size_of(weight_NK.shape[1])
+    if on_gpu:
+        codes_NK, scales_N1 = gpu.kernels().quantize_rows(weight_NK)
+        return Fp8Weight(codes_NK, scales_N1, group_size)
     codes_NK, scales_N = cpu.fp8_quantize(weight_NK)
-    return Fp8Weight(codes_NK, scales_N[:, None], Fp8Format(None).group_size_of(weight_NK.shape[1]))
+    return Fp8Weight(codes_NK, scales_N[:, None], group_size)
 
 
 def pack_fp8(weight: Fp8Weight) -> PackedFp8:
     """Bring a weight into the form `fp8_linear` reads; a copy on the kernels."""
     shape = (*weight.shape, weight.group_size)
     codes_NK = weight.codes_NK
-    if not (cpu.available() and codes_NK.device.type == "cpu"):
+    on_gpu = gpu.serves(codes_NK.device)
+    if not (on_gpu or (cpu.available() and codes_NK.device.type == "cpu")):
         return PackedFp8(None, weight, *shape)
-    if codes_NK.stride(1) != 1:
-        codes_NK = codes_NK.contiguous()
+    codes_NK = contiguous_rows(codes_NK)
+    if on_gpu:
+        return PackedFp8(None, Fp8Weight(codes_NK, weight.scales_NG.contiguous(), weight.group_size), *shape)
     return PackedFp8(cpu.fp8_pack(codes_NK, weight.scales_NG.contiguous(), weight.group_size), None, *shape)
 
 
@@ -71,18 +83,65 @@ def fp8_linear(
 ) -> Tensor:
     """y_TN = x @ weight.T + bias_N. Sums of a group are of x and codes as they are, in float32; then come the scales.
 
-    The output has x's dtype or `out_dtype`, rounded once.
+    Where `quantizes_activations` says so, x is quantized first, with a scale per row. The output has x's dtype or
+    `out_dtype`, rounded once.
     """
     assert x_TK.shape[1:] == (packed.K,), f"x is {tuple(x_TK.shape)}, expected [T, {packed.K}]"
     assert x_TK.dtype in cpu.DTYPE_CODES, f"x is {x_TK.dtype}"
     assert bias_N is None or bias_N.shape == (packed.N,), f"bias is not of shape ({packed.N},)"
     out_dtype = out_dtype or x_TK.dtype
-    if packed.data is None:
+    on_gpu = gpu.takes(x_TK)
+    if packed.data is None and not on_gpu:
         assert packed.weight is not None
         return reference.fp8_linear(x_TK, packed.weight, bias_N, out_dtype)
-    out_TN = torch.empty((x_TK.shape[0], packed.N), dtype=out_dtype)
+    x_TK = contiguous_rows(x_TK)
+    bias_N = None if bias_N is None else contiguous_rows(bias_N)
+    if on_gpu and quantizes_activations(x_TK, packed, out_dtype):
+        return _product_of_codes(x_TK, packed, bias_N, out_dtype)
+    out_TN = torch.empty((x_TK.shape[0], packed.N), dtype=out_dtype, device=x_TK.device)
+    if on_gpu:
+        assert packed.weight is not None
+        codes_NK, scales_NG = packed.weight.codes_NK, packed.weight.scales_NG
+        gpu.kernels().fp8_linear(x_TK, codes_NK, scales_NG, packed.group_size, bias_N, out_TN)
+        return out_TN
+    assert packed.data is not None
     cpu.gemm(x_TK, packed.data, packed.N, bias_N, out_TN, fp8_group_size=packed.group_size)
     return out_TN
+
+
+def quantizes_activations(x_TK: Tensor, packed: PackedFp8, out_dtype: torch.dtype) -> bool:
+    """Whether `fp8_linear` on a GPU rounds rows of x to FP8 as well and multiplies codes with codes.
+
+    That takes tensor cores with FP8 (sm_89 and later), a scale per output channel (torch._scaled_mm has no others that
+    our checkpoints have), a result in bfloat16, sizes in multiples of 16, and rows enough that arithmetic counts.
+    """
+    return (
+        x_TK.shape[0] >= _FEWEST_QUANTIZED_ROWS
+        and packed.group_size >= packed.K
+        and out_dtype == torch.bfloat16
+        and packed.N % 16 == packed.K % 16 == 0
+        and _multiplies_fp8(x_TK.device)
+    )
+
+
+@cache
+def _multiplies_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _product_of_codes(x_TK: Tensor, packed: PackedFp8, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    assert packed.weight is not None
+    codes_TK, scales_T1 = gpu.kernels().quantize_rows(x_TK)
+    bias_N = None if bias_N is None else bias_N.to(out_dtype)
+    return torch._scaled_mm(
+        codes_TK,
+        packed.weight.codes_NK.T,
+        scale_a=scales_T1,
+        scale_b=packed.weight.scales_NG.T,
+        bias=bias_N,
+        out_dtype=out_dtype,
+        use_fast_accum=True,
+    )
 
 
 def fp8_rows(packed: PackedFp8, rows_T: Tensor, dtype: torch.dtype) -> Tensor:

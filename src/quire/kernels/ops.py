@@ -24,11 +24,11 @@ def _kernels(x: Tensor) -> Any:
     return gpu.kernels() if gpu.takes(x) else None
 
 
-def _attention_kernels(q_THE: Tensor, k_cache_BGPE: Tensor) -> Any:
-    """The same for attention, which not every module has for every shape and dtype."""
-    if gpu.takes(q_THE):
-        return gpu.kernels() if k_cache_BGPE.dtype == q_THE.dtype else None
-    return cpu if cpu.takes(q_THE) and q_THE.shape[2] <= cpu.MAX_HEAD_DIM else None
+def _attention_kernels(q_THE: Tensor) -> Any:
+    """The same for attention, which not every module has for every shape."""
+    if cpu.takes(q_THE) and q_THE.shape[2] > cpu.MAX_HEAD_DIM:
+        return None
+    return _kernels(q_THE)
 
 
 def rms_norm(
@@ -154,7 +154,7 @@ def rope_and_cache(
         *(q_THE, k_TGE, v_TGE, positions_T, cos_sin_PR, slot_mapping_T, k_cache_BGPE, v_cache_BGPE),
         *(q_norm_weight_E, k_norm_weight_E, norm_eps, norm_weight_offset, k_scales_BGP, v_scales_BGP),
     )
-    if (kernels := _attention_kernels(q_THE, k_cache_BGPE)) is None:
+    if (kernels := _attention_kernels(q_THE)) is None:
         reference.rope_and_cache(*arguments)
         return
     assert q_THE.stride(2) == k_TGE.stride(2) == v_TGE.stride(2) == 1, "the last dimension of q, k, v is not contiguous"
@@ -200,7 +200,7 @@ def paged_attention(
     )
     assert out_THE is None or (out_THE.shape == q_THE.shape and out_THE.dtype == q_THE.dtype), "out is not like q"
     tables = (block_tables_SM, seq_lens_S, cu_seqlens_q_S1)
-    if (kernels := _attention_kernels(q_THE, k_cache_BGPE)) is None:
+    if (kernels := _attention_kernels(q_THE)) is None:
         y_THE = reference.paged_attention(
             *(q_THE, k_cache_BGPE, v_cache_BGPE, *tables, scale, sliding_window, soft_cap, k_scales_BGP, v_scales_BGP)
         )

@@ -40,7 +40,7 @@ class AWQ:
 def _by_output(words: Tensor) -> Tensor:
     """[rows, N/8] -> [N, rows]. Words are transposed before they are taken apart: there are eight times fewer."""
     bytes_of_words = words.T.reshape(-1).view(torch.uint8).view(words.shape[1], words.shape[0], 4)
-    codes = torch.empty((words.shape[1], 8, words.shape[0]), dtype=torch.uint8)
+    codes = torch.empty((words.shape[1], 8, words.shape[0]), dtype=torch.uint8, device=words.device)
     for i in range(4):
         torch.bitwise_and(bytes_of_words[:, :, i], 15, out=codes[:, _ORDER[2 * i]])
         torch.bitwise_right_shift(bytes_of_words[:, :, i], 4, out=codes[:, _ORDER[2 * i + 1]])

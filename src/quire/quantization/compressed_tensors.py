@@ -66,7 +66,8 @@ class Int8:
     def unpack(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> GroupedWeight:
         scales_N1 = layer.tensors["weight_scale"].whole
         if source.scales == "tensor":
-            scales_N1 = scales_N1.repeat_interleave(torch.tensor([size for _, size in layer.shards])).unsqueeze(1)
+            sizes = torch.tensor([size for _, size in layer.shards], device=scales_N1.device)
+            scales_N1 = scales_N1.repeat_interleave(sizes).unsqueeze(1)
         return GroupedWeight(
             codes_NK=layer.tensors["weight"].whole.view(torch.uint8) ^ 128,
             bits=8,

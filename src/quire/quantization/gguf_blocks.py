@@ -39,10 +39,10 @@ def unpack_blocks(raw_NR: Tensor, tensor_type: TensorType) -> GroupedWeight:
     K = R // tensor_type.block_bytes * tensor_type.block_size
     G = K // form.group_size_of(K)
     is_two_level, has_minima = form.scales == "int8", form.offsets is not None
-    codes_NK = torch.empty((N, K), dtype=torch.uint8)
-    scales_NG = torch.empty((N, G), dtype=torch.int8 if is_two_level else torch.float16)
+    codes_NK = raw_NR.new_empty((N, K))
+    scales_NG = raw_NR.new_empty((N, G), dtype=torch.int8 if is_two_level else torch.float16)
     minima_NG = torch.empty_like(scales_NG) if has_minima else None
-    super_scales_NS = torch.empty((N, G // form.super_size), dtype=torch.float16) if is_two_level else None
+    super_scales_NS = raw_NR.new_empty((N, G // form.super_size), dtype=torch.float16) if is_two_level else None
     super_minima_NS = torch.empty_like(super_scales_NS) if super_scales_NS is not None and has_minima else None
     rows = max(_CHUNK_BYTES // K, 1)
     for begin in range(0, N, rows):

@@ -52,13 +52,18 @@ def ordered(codes_NK: Tensor, groups: ShardedTensor | None, group_size: int) -> 
         return codes_NK, None
     groups_K = groups.whole
     order_K = groups_K.argsort(stable=True)
-    if not torch.equal(groups_K[order_K].long(), torch.arange(len(groups_K)) // group_size):
+    if not torch.equal(groups_K[order_K].long(), _side_by_side(groups_K, group_size)):
         raise WeightsError(f"g_idx does not give each group {group_size} in-features")
     return codes_NK[:, order_K], order_K
 
 
 def _problem_of_order(groups_K: Tensor, group_size: int) -> str | None:
     """What is wrong with the g_idx of a weight whose groups lie side by side; -1 stands for unset."""
-    if torch.equal(groups_K.long(), torch.arange(len(groups_K)) // group_size) or (groups_K == -1).all():
+    if torch.equal(groups_K.long(), _side_by_side(groups_K, group_size)) or (groups_K == -1).all():
         return None
     return "orders the in-features, and the config says that they are not ordered"
+
+
+def _side_by_side(groups_K: Tensor, group_size: int) -> Tensor:
+    """The groups of in-features in their own order."""
+    return torch.arange(len(groups_K), device=groups_K.device) // group_size

@@ -13,11 +13,13 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.kernels.triton import activation, attention, norm, rope_cache, sampling
+from quire.kernels.triton import activation, attention, fp8, grouped, norm, parts, rope_cache, sampling
+from quire.weight_format import GGUF, GroupedFormat
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -33,9 +35,11 @@ def signature(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> 
     return found
 
 
-def attention_case(num_tokens: int, num_seqs: int, group: int, head_dim: int) -> dict[str, Any]:
+def attention_case(
+    num_tokens: int, num_seqs: int, group: int, head_dim: int, codes: str = "none", sm: int = 80
+) -> dict[str, Any]:
     """The kernel with the tiles of such a batch."""
-    shape = attention.choose_shape(num_tokens, num_seqs, group, 8, head_dim)
+    shape = attention.choose_shape(num_tokens, num_seqs, group, 8, head_dim, codes != "none", sm == 90)
     constants = {
         "GROUP": group,
         "E": head_dim,
@@ -47,10 +51,17 @@ def attention_case(num_tokens: int, num_seqs: int, group: int, head_dim: int) ->
         "WINDOW": 0,
         "HAS_SOFT_CAP": False,
         "SEGMENTS": shape.segments,
+        "CODES": codes,
         "UPCAST": False,
     }
     types = dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "cu_seqlens_ptr"), "*i32")
     types |= {"scale": "fp32", "soft_cap": "fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"}
+    if codes != "none":
+        types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8"}
+    if codes == "int8":
+        types |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    else:
+        constants |= {"k_scales_ptr": None, "v_scales_ptr": None}
     if shape.segments > 1:
         types["out_ptr"] = "*fp32"
     else:
@@ -61,6 +72,129 @@ def attention_case(num_tokens: int, num_seqs: int, group: int, head_dim: int) ->
         "types": types,
         "options": {"num_warps": shape.num_warps, "num_stages": shape.num_stages},
     }
+
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+
+
+def grouped_case(
+    weight_format: GroupedFormat, M: int, is_split: bool, dtype: torch.dtype, wgmma: bool, is_even: bool = True
+) -> dict[str, Any]:
+    """The product of M rows with a weight cut into parts; `is_even`: of whole tiles of K, and panels in pairs."""
+    assert weight_format.group_size is not None
+    tile = parts.choose_tile(M, 4096 if is_even else 64, dtype, wgmma)
+    scales = getattr(torch, weight_format.scales)
+    offsets = getattr(torch, weight_format.offsets or "", None)
+    types = {"x_ptr": POINTERS[dtype], "words_ptr": "*i32", "scales_ptr": POINTERS[scales], "halves_ptr": "*fp16"}
+    types |= {"offsets_ptr": POINTERS.get(offsets, ""), "out_ptr": "*fp32" if is_split else POINTERS[dtype]}
+    constants = {
+        **({} if weight_format.offsets else {"offsets_ptr": None}),
+        "bias_ptr": None,
+        "BITS": weight_format.bits,
+        "ROWS": max(tile.block_k // weight_format.group_size, 1),
+        "SCALE_BYTES": scales.itemsize,
+        "OFFSETS": {None: "none", "uint8": "zeros"}.get(weight_format.offsets, "minima"),
+        "OFFSET_BYTES": offsets.itemsize if offsets else 1,
+        "PARTS": 8,
+        "IS_SPLIT": is_split,
+        "HAS_BIAS": False,
+        "EVEN_K": is_even,
+        "UPCAST": False,
+    }
+    return tiled_case(grouped._grouped_kernel, constants, types, tile)
+
+
+def fp8_case(M: int, is_split: bool, is_grouped: bool, wgmma: bool) -> dict[str, Any]:
+    """The product of M rows with an FP8 weight cut into parts."""
+    constants = {
+        "bias_ptr": None,
+        "IS_GROUPED": is_grouped,
+        "PARTS": 8,
+        "IS_SPLIT": is_split,
+        "HAS_BIAS": False,
+        "EVEN_K": True,
+        "UPCAST": False,
+    }
+    types = {"codes_ptr": "*i8", "scales_ptr": "*fp32", "out_ptr": "*fp32" if is_split else "*bf16"}
+    tile = parts.choose_tile(M, 4096, torch.bfloat16, wgmma)
+    tile = fp8.in_groups(tile, 128) if is_grouped else tile
+    case = tiled_case(fp8._fp8_kernel, constants, types, tile)
+    case["options"]["enable_fp_fusion"] = False
+    return case
+
+
+def tiled_case(kernel: Any, constants: dict[str, Any], types: dict[str, str], tile: parts.Tile) -> dict[str, Any]:
+    """Sizes and bytes of sections are multiples of 16, as in weights that models have."""
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    return {
+        "kernel": kernel,
+        "constants": {**constants, **blocks},
+        "types": types,
+        "options": {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        "multiples": (
+            "N",
+            "K",
+            "group_size",
+            "part_len",
+            *(x for x in kernel.arg_names if x.endswith(("_bytes", "_at"))),
+        ),
+    }
+
+
+def code_cases(sm: int) -> dict[str, dict[str, Any]]:
+    """Attention over caches of codes, with the tiles of this architecture."""
+    sizes = {
+        "prefill": (2048, 4, 4, 128),
+        "prefill of wide heads": (2048, 4, 2, 256),
+        "decode": (256, 256, 4, 128),
+        "decode of wide heads": (256, 256, 2, 256),
+        "split decode": (1, 1, 4, 128),
+    }
+    return {
+        f"{name} of {codes}": attention_case(*of_name, codes, sm)
+        for name, of_name in sizes.items()
+        for codes in ("e4m3", "e5m2", "int8")
+    }
+
+
+def product_cases(sm: int) -> dict[str, dict[str, Any]]:
+    """Products with quantized weights, with the tiles of this architecture."""
+    forms = {
+        "AWQ": GroupedFormat(4, 128, "float16", "uint8"),
+        "Q4_K": GGUF["Q4_K"],
+        "Q2_K": GGUF["Q2_K"],
+        "8 bits": GroupedFormat(8, 4096),
+    }
+    found = {
+        f"{name}, {M} rows": grouped_case(form, M, is_split, torch.bfloat16, sm == 90)
+        for name, form in forms.items()
+        for M, is_split in ((1, True), (64, True), (2048, False))
+    }
+    found["AWQ, float32"] = grouped_case(forms["AWQ"], 1, True, torch.float32, sm == 90)
+    found["AWQ, float16"] = grouped_case(forms["AWQ"], 2048, False, torch.float16, sm == 90)
+    found["AWQ, uneven"] = grouped_case(forms["AWQ"], 2048, False, torch.bfloat16, sm == 90, is_even=False)
+    found["8 bits, uneven"] = grouped_case(forms["8 bits"], 64, True, torch.bfloat16, sm == 90, is_even=False)
+    for M, is_split in ((1, True), (64, True), (2048, False)):
+        found[f"FP8, {M} rows"] = fp8_case(M, is_split, False, sm == 90)
+        found[f"FP8 in blocks, {M} rows"] = fp8_case(M, is_split, True, sm == 90)
+    found["rows to FP8"] = {
+        "kernel": fp8._quantize_rows_kernel,
+        "constants": {"BLOCK_K": 16384},
+        "types": {"codes_ptr": "*i8", "scales_ptr": "*fp32"},
+        "options": {"num_warps": 16},
+    }
+    found["join parts"] = {
+        "kernel": parts._join_kernel,
+        "constants": {"PARTS": 8, "HAS_BIAS": True, "BLOCK_N": parts._JOINED},
+        "types": {"partial_ptr": "*fp32"},
+    }
+    return found
 
 
 SAMPLING_TYPES = {
@@ -77,10 +211,35 @@ def sampling_case(kernel: Any, **constants: Any) -> dict[str, Any]:
     return {"kernel": kernel, "constants": {"SLICE": sampling.SLICE, **constants}, "types": SAMPLING_TYPES}
 
 
+def rope_case(codes: str) -> dict[str, Any]:
+    constants = {"H": 32, "G": 8, "E": 128, "P": 16, "R": 128, "BLOCK_E": 128, "HAS_Q_NORM": True, "HAS_K_NORM": True}
+    types = {
+        "positions_ptr": "*i64",
+        "slots_ptr": "*i64",
+        "cos_sin_ptr": "*fp32",
+        "eps": "fp32",
+        "weight_offset": "fp32",
+    }
+    if codes != "none":
+        types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8"}
+    scales = {"k_scales_ptr": None, "v_scales_ptr": None}
+    if codes == "int8":
+        types |= dict.fromkeys(scales, "*fp32")
+    return {
+        "kernel": rope_cache._rope_and_cache_kernel,
+        "constants": {**constants, "CODES": codes, **({} if codes == "int8" else scales)},
+        "types": types,
+        "options": {"num_warps": 1, "enable_fp_fusion": False},
+    }
+
+
 def cases() -> dict[str, dict[str, Any]]:
     join = {"H": 32, "E": 128, "BLOCK_E": 128, "SEGMENTS": 32}
-    rope = {"H": 32, "G": 8, "E": 128, "P": 16, "R": 128, "BLOCK_E": 128, "HAS_Q_NORM": True, "HAS_K_NORM": True}
     return {
+        "rope": rope_case("none"),
+        "rope to e4m3": rope_case("e4m3"),
+        "rope to e5m2": rope_case("e5m2"),
+        "rope to int8": rope_case("int8"),
         "prefill": attention_case(2048, 4, 4, 128),
         "prefill of wide heads": attention_case(2048, 4, 2, 256),
         "decode": attention_case(256, 256, 4, 128),
@@ -90,25 +249,25 @@ def cases() -> dict[str, dict[str, Any]]:
             "constants": join,
             "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
         },
+        "norm to FP8": {
+            "kernel": norm._rms_norm_kernel,
+            "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True, "IS_QUANTIZED": True},
+            "types": {"eps": "fp32", "weight_offset": "fp32", "out_ptr": "*i8", "scales_ptr": "*fp32"},
+            "options": {"num_warps": 8},
+        },
+        "silu to FP8": {
+            "kernel": activation._quantized_activation_kernel,
+            "constants": {"NAME": "silu", "BLOCK": 16384},
+            "types": {"codes_ptr": "*i8", "scales_ptr": "*fp32"},
+            "options": {"num_warps": 16},
+        },
         "norm": {
             "kernel": norm._rms_norm_kernel,
-            "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True},
+            "constants": {"D": 4096, "BLOCK_D": 4096, "HAS_RESIDUAL": True, "IS_QUANTIZED": False, "scales_ptr": None},
             "types": {"eps": "fp32", "weight_offset": "fp32"},
             "options": {"num_warps": 8},
         },
         "silu": {"kernel": activation._gated_activation_kernel, "constants": {"NAME": "silu", "BLOCK": 1024}},
-        "rope": {
-            "kernel": rope_cache._rope_and_cache_kernel,
-            "constants": rope,
-            "types": {
-                "positions_ptr": "*i64",
-                "slots_ptr": "*i64",
-                "cos_sin_ptr": "*fp32",
-                "eps": "fp32",
-                "weight_offset": "fp32",
-            },
-            "options": {"num_warps": 1},
-        },
         "search of top-k": sampling_case(sampling._search_k_kernel, ROUND=7),
         "search of top-p": sampling_case(sampling._search_p_kernel, ROUND=7),
         "total": sampling_case(sampling._total_kernel),
@@ -121,7 +280,12 @@ def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:
     kernel, constants = case["kernel"], case["constants"]
     types = signature(kernel, constants, case.get("types", {}))
     # what a launch finds out of its arguments: addresses and strides are multiples of 16
-    aligned = [i for i, name in enumerate(kernel.arg_names) if types[name].startswith("*") or "_stride" in name]
+    multiples = case.get("multiples", ())
+    aligned = [
+        i
+        for i, name in enumerate(kernel.arg_names)
+        if types[name].startswith("*") or "_stride" in name or name in multiples
+    ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned if types[kernel.arg_names[i]] != "constexpr"}
     source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=case.get("options", {}))
@@ -140,4 +304,11 @@ def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    json.dump({f"{name}, sm_{sm}": compiled(case, sm) for name, case in cases().items() for sm in (80, 90)}, sys.stdout)
+    json.dump(
+        {
+            f"{name}, sm_{sm}": compiled(case, sm)
+            for sm in (80, 90)
+            for name, case in {**cases(), **code_cases(sm), **product_cases(sm)}.items()
+        },
+        sys.stdout,
+    )

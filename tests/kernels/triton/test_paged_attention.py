@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels import kv_codes, reference
 from quire.kernels.triton.attention import AttentionShape, choose_shape, paged_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
@@ -84,6 +84,37 @@ def test_split_sequences_equal_the_twin(dtype: torch.dtype, segments: int, windo
         *arguments[:3], None, None, *arguments[3:], 0.2, window, 0.0, out, AttentionShape(16, 16, segments, 4, 2)
     )
     torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
+
+
+# The kernel rounds probabilities (of int8: times the scale of the value) to q's dtype; codes themselves are exact.
+@pytest.mark.parametrize("codes", kv_codes.CODE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_caches_of_codes(codes: torch.dtype, dtype: torch.dtype) -> None:
+    """Mixed batches and split sequences; unused slots hold NaN, and int8 ones a scale that is none."""
+    for rows, segments in ((MIXED[0][-1], 1), ([(1, 3), (1, 100)], 4)):
+        q_THE, k_BGPE, v_BGPE, *tables = make(4, 2, 40, 16, rows, dtype)
+        (k_codes, k_scales), (v_codes, v_scales) = (kv_codes.encode(x.float(), codes) for x in (k_BGPE, v_BGPE))
+        caches = (k_codes, v_codes, k_scales, v_scales)
+        expected = reference.paged_attention(q_THE, *caches[:2], *tables, 0.2, 0, 0.0, *caches[2:])
+        assert expected.isfinite().all()
+        out = torch.full_like(expected, math.nan)
+        paged_attention(q_THE, *caches, *tables, 0.2, 0, 0.0, out, AttentionShape(16, 32, segments, 4, 2))
+        torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_code_is_decoded(codes: torch.dtype) -> None:
+    """A sequence of one token for each value: its attention is that value. NaN and infinities stay what they are."""
+    v_codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(codes).view(16, 1, 1, 16)
+    k_codes = torch.zeros_like(v_codes)
+    tables_S1 = torch.arange(16, dtype=torch.int32, device=DEVICE)[:, None]
+    lens_S = torch.ones(16, dtype=torch.int32, device=DEVICE)
+    starts_S1 = torch.arange(17, dtype=torch.int32, device=DEVICE)
+    q_THE = torch.zeros(16, 1, 16, device=DEVICE)
+    out_THE = torch.empty_like(q_THE)
+    tables = (tables_S1, lens_S, starts_S1)
+    paged_attention(q_THE, k_codes, v_codes, None, None, *tables, 1.0, 0, 0.0, out_THE, AttentionShape(16, 16, 1, 4, 1))
+    torch.testing.assert_close(out_THE.flatten(), v_codes.float().flatten(), atol=0, rtol=0, equal_nan=True)
 
 
 def test_prompts_in_blocks_of_the_size_that_prefill_takes() -> None:

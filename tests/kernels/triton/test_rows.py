@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
-from quire.kernels.triton.activation import gated_activation
-from quire.kernels.triton.norm import rms_norm
+from quire.kernels import kv_codes, reference
+from quire.kernels.triton.activation import gated_activation, gated_activation_to_fp8
+from quire.kernels.triton.norm import rms_norm, rms_norm_to_fp8
 from quire.kernels.triton.rope_cache import rope_and_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
@@ -68,6 +68,31 @@ def test_gated_activation(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out_TI, expected_TI, atol=max(atol, 2e-6), rtol=rtol)
 
 
+def assert_quantized(actual: tuple[Tensor, Tensor], y_TD: Tensor) -> None:
+    """Codes and scales of float32 rows; the last bit of a row may move a code to its neighbour."""
+    expected = reference.quantize_fp8(y_TD)
+    torch.testing.assert_close(actual[1], expected.scales_NG, atol=0, rtol=1e-6)
+    codes, expected_codes = actual[0].view(torch.uint8).int(), expected.codes_NK.view(torch.uint8).int()
+    differs = codes != expected_codes
+    assert differs.float().mean() < 0.01
+    assert ((codes - expected_codes).abs()[differs] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_and_activation_to_fp8(dtype: torch.dtype) -> None:
+    x_TD, residual_TD = randn(5, 666, dtype=dtype), randn(5, 666, dtype=dtype, seed=1)
+    weight_D = randn(666, dtype=torch.float32, seed=2)
+    assert_quantized(
+        rms_norm_to_fp8(x_TD, None, weight_D, 1e-6, 1.0), reference.rms_norm(x_TD.float(), weight_D, 1e-6, 1.0)
+    )
+    quantized = rms_norm_to_fp8(x_TD, residual_TD, weight_D, 1e-6, 0.0)
+    assert_close(residual_TD, randn(5, 666, dtype=dtype, seed=1) + x_TD)
+    assert_quantized(quantized, reference.rms_norm(residual_TD.float(), weight_D, 1e-6))
+    for name in ("silu", "gelu", "gelu_tanh"):
+        y_TI = reference.gated_activation(name, x_TD.float())
+        assert_quantized(gated_activation_to_fp8(name, x_TD), y_TI)
+
+
 # H, G, E, rotary dims (0: no rotation), block size, with norm
 ROPE_SHAPES = [
     (4, 2, 64, 64, 16, True),
@@ -117,3 +142,55 @@ def test_rope_and_cache(shape: tuple[int, int, int, int, int, bool], dtype: torc
         )
     for name in ("k_TGE", "v_TGE", "v_cache_BGPE"):
         assert torch.equal(inputs[name], expected[name]), name
+
+
+def special_rows(E: int) -> Tensor:
+    """float32 rows with every code's neighbours: ties and both sides of them, zeros, what is too large, not finite."""
+    halves = [torch.arange(0x7F, dtype=torch.uint8).view(dtype).float() for dtype in kv_codes.CODE_DTYPES[:2]]
+    codes = torch.cat([x[x.isfinite()] for x in halves])
+    ties = (codes[1:] + codes[:-1]) / 2
+    values = torch.cat([codes, ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(1e9))])
+    values = torch.cat([values, torch.tensor([1e-42, 449.0, 470.0, 57345.0, 1e38])])
+    values = torch.cat([values, -values])
+    rows = torch.nn.functional.pad(values, (0, -len(values) % E)).view(-1, E)
+    tiny, zeros, bad = rows[-1:] * 0 + 1e-31, rows[-1:] * 0, rows[-1:].repeat(3, 1)
+    bad[torch.arange(3), [3, 7, 0]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    return torch.cat([rows, tiny, zeros, bad])
+
+
+@pytest.mark.parametrize("codes", kv_codes.CODE_DTYPES, ids=str)
+def test_codes_in_the_cache_are_the_twin_s_bit_for_bit(codes: torch.dtype) -> None:
+    """Without norm and rotation; K and V alike. The twin on a CPU: on a GPU, torch's division by 127 rounds twice."""
+    x_TGE = special_rows(24)[:, None]
+    T, _, E = x_TGE.shape
+    slots_T = torch.randperm(T + 3, generator=torch.Generator().manual_seed(1))[:T]
+    slots_T[4] = -1
+    found = []
+    for function, device in ((rope_and_cache, DEVICE), (reference.rope_and_cache, "cpu")):
+        caches = torch.zeros(2, -(-(T + 3) // 16), 1, 16, E, device=device).to(codes)
+        scales = torch.zeros(2, len(caches[0]), 1, 16, device=device)
+        of_int8 = tuple(scales) if codes == torch.int8 else (None, None)
+        x, slots = x_TGE.to(device), slots_T.to(device)
+        function(x.clone(), x, x, slots, None, slots, caches[0], caches[1], None, None, 0.0, 0.0, *of_int8)
+        found.append((caches.cpu(), scales.cpu()))
+    (caches, scales), (expected_caches, expected_scales) = found
+    torch.testing.assert_close(caches.float(), expected_caches.float(), atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(scales, expected_scales, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("codes", kv_codes.CODE_DTYPES, ids=str)
+def test_rope_into_a_cache_of_codes(codes: torch.dtype) -> None:
+    """Rotated keys differ by the last bit at most, so codes do by one step at most, and hardly ever."""
+    inputs, expected = rope_inputs(ROPE_SHAPES[0], torch.float16), rope_inputs(ROPE_SHAPES[0], torch.float16)
+    for arguments, function in ((inputs, rope_and_cache), (expected, reference.rope_and_cache)):
+        for name in "kv":
+            cache = arguments[f"{name}_cache_BGPE"] = torch.zeros_like(arguments[f"{name}_cache_BGPE"]).to(codes)
+            arguments[f"{name}_scales_BGP"] = (
+                torch.zeros(cache.shape[:3], device=DEVICE) if codes == torch.int8 else None
+            )
+        function(*arguments.values())
+    assert torch.equal(inputs["v_cache_BGPE"].view(torch.uint8), expected["v_cache_BGPE"].view(torch.uint8))
+    k, expected_k = inputs["k_cache_BGPE"].view(torch.uint8), expected["k_cache_BGPE"].view(torch.uint8)
+    differs = k != expected_k
+    assert differs.float().mean() < 0.01
+    assert ((k.int() - expected_k.int()).abs()[differs] == 1).all()

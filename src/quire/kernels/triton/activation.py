@@ -1,17 +1,30 @@
-"""Gated activations: f(first half of a row) * second half.
+"""Gated activations: f(first half of a row) * second half; also with rows quantized to FP8.
 
 Dimensions: T tokens, I inner.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import ceil_div
+from quire.kernels.triton import codes
+from quire.kernels.triton.launch import ceil_div, next_power_of_2
 
 _BLOCK = 1024
+
+
+@triton.jit
+def _gated(gate, up, NAME: tl.constexpr):
+    if NAME == "silu":
+        gate = gate * tl.sigmoid(gate)
+    elif NAME == "gelu":
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))  # sqrt(1/2)
+    else:  # gelu_tanh; tanh(u) = 2 * sigmoid(2 * u) - 1, and 0.7978845608 = sqrt(2 / pi)
+        gate = gate * tl.sigmoid(2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
+    return gate * up
 
 
 @triton.jit
@@ -21,13 +34,8 @@ def _gated_activation_kernel(x_ptr, out_ptr, x_stride, out_stride, inner, NAME: 
     is_inside = columns < inner
     gate = tl.load(x_ptr + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + inner + columns, mask=is_inside, other=0.0).to(tl.float32)
-    if NAME == "silu":
-        gate = gate * tl.sigmoid(gate)
-    elif NAME == "gelu":
-        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))  # sqrt(1/2)
-    else:  # gelu_tanh; tanh(u) = 2 * sigmoid(2 * u) - 1, and 0.7978845608 = sqrt(2 / pi)
-        gate = gate * tl.sigmoid(2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
-    tl.store(out_ptr + row * out_stride + columns, (gate * up).to(out_ptr.dtype.element_ty), mask=is_inside)
+    y = _gated(gate, up, NAME)
+    tl.store(out_ptr + row * out_stride + columns, y.to(out_ptr.dtype.element_ty), mask=is_inside)
 
 
 def gated_activation(name: str, x_T2I: Tensor, out_TI: Tensor) -> None:
@@ -36,3 +44,31 @@ def gated_activation(name: str, x_T2I: Tensor, out_TI: Tensor) -> None:
     _gated_activation_kernel[(T, ceil_div(inner, _BLOCK))](
         x_T2I, out_TI, x_T2I.stride(0), out_TI.stride(0), inner, NAME=name, BLOCK=_BLOCK, num_warps=4
     )
+
+
+@triton.jit
+def _quantized_activation_kernel(
+    x_ptr, codes_ptr, scales_ptr, x_stride, inner, NAME: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A whole row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_inside = columns < inner
+    gate = tl.load(x_ptr + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_stride + inner + columns, mask=is_inside, other=0.0).to(tl.float32)
+    codes.store_row(codes_ptr + row * inner, scales_ptr + row, _gated(gate, up, NAME), columns, is_inside)
+
+
+def gated_activation_to_fp8(name: str, x_T2I: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of float32 results as codes [T, I] in e4m3 and scales [T, 1], as fp8.quantize_fp8 gives them."""
+    T, inner = x_T2I.shape[0], x_T2I.shape[1] // 2
+    codes_TI = torch.empty((T, inner), dtype=torch.int8, device=x_T2I.device)
+    scales_T1 = torch.empty((T, 1), dtype=torch.float32, device=x_T2I.device)
+    block = next_power_of_2(inner)
+    _quantized_activation_kernel[(T,)](
+        *(x_T2I, codes_TI, scales_T1, x_T2I.stride(0), inner),
+        NAME=name,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return codes_TI.view(torch.float8_e4m3fn), scales_T1

@@ -4,7 +4,8 @@ A program takes BLOCK_M rows: BLOCK_Q query tokens of one sequence times the que
 and values are read once for all of them. Softmax is online over tiles of keys (Dao et al., arXiv 2205.14135). In the
 split form a sequence is cut into `SEGMENTS` parts of equal length, each gives its maximum, its sum and its unnormalised
 output, and a second kernel joins them (FlashDecoding). Lengths are read on the device: nothing of the launch depends on
-them, so a launch can be captured in a CUDA graph.
+them, so a launch can be captured in a CUDA graph. Of a cache of 8-bit codes, tiles are decoded to q's dtype, exactly;
+scales of int8 rows multiply scores and probabilities.
 
 Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, S sequences, M blocks per
 sequence.
@@ -19,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import IS_INTERPRETED, next_power_of_2
+from quire.kernels.triton import codes
+from quire.kernels.triton.launch import IS_INTERPRETED, has_wgmma, next_power_of_2
 
 # Streaming multiprocessors that a launch should give work to; an H100 has 132.
 _PROGRAMS_WANTED = 264
@@ -51,6 +53,8 @@ def _attention_kernel(
     out_ptr,
     max_ptr,
     sum_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     num_seqs,
     scale,
     soft_cap,
@@ -71,6 +75,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    CODES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Without segments: out [T, H, E]. With: float32 out [T, H, SEGMENTS, E], maxima and sums [T, H, SEGMENTS]."""
@@ -115,12 +120,18 @@ def _attention_kernel(
         is_key = key < end
         page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64)
         at = page * cache_stride_b + kv_head * cache_stride_g + (key % P) * E
-        k = tl.load(k_cache_ptr + at[None, :] + e[:, None], mask=is_key[None, :] & is_e[:, None], other=0.0)
-        v = tl.load(v_cache_ptr + at[:, None] + e[None, :], mask=is_key[:, None] & is_e[None, :], other=0.0)
+        k = tl.load(k_cache_ptr + at[None, :] + e[:, None], mask=is_key[None, :] & is_e[:, None], other=0)
+        v = tl.load(v_cache_ptr + at[:, None] + e[None, :], mask=is_key[:, None] & is_e[None, :], other=0)
+        if CODES != "none":
+            k = codes.decode(k, CODES).to(q.dtype)
+            v = codes.decode(v, CODES).to(q.dtype)
         if UPCAST:
             scores = tl.dot(q.to(tl.float32), k.to(tl.float32)) * scale
         else:
-            scores = tl.dot(q, k) * scale
+            scores = tl.dot(q, k, input_precision="ieee") * scale
+        if CODES == "int8":
+            scale_at = (page * tl.num_programs(1) + kv_head) * P + key % P
+            scores *= tl.load(k_scales_ptr + scale_at, mask=is_key, other=0.0)[None, :]
         if HAS_SOFT_CAP:
             scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
         is_visible = key[None, :] <= position[:, None]
@@ -132,10 +143,12 @@ def _attention_kernel(
         p = tl.exp2(scores - safe_maximum[:, None])
         decay = tl.exp2(maximum - safe_maximum)
         total = total * decay + tl.sum(p, axis=1)
+        if CODES == "int8":
+            p *= tl.load(v_scales_ptr + scale_at, mask=is_key, other=0.0)[None, :]
         if UPCAST:
             acc = acc * decay[:, None] + tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
         else:
-            acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
+            acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         maximum = new_maximum
 
     if SEGMENTS > 1:
@@ -188,18 +201,29 @@ class AttentionShape:
     num_stages: int
 
 
-def choose_shape(num_tokens: int, num_seqs: int, group: int, num_kv_heads: int, head_dim: int) -> AttentionShape:
+def choose_shape(
+    num_tokens: int,
+    num_seqs: int,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    has_codes: bool = False,
+    is_wgmma: bool = False,
+) -> AttentionShape:
     """Tiles for a batch of which only the sizes are known on the host: no length.
 
     Decodes (one token a sequence) take 16 rows, the smallest that tensor cores multiply; prompts 64 or 128, from which
-    on sm_90 uses wgmma. Decodes of few sequences are split until every multiprocessor has work.
+    on sm_90 uses wgmma. Decodes of few sequences are split until every multiprocessor has work. Tiles of codes are
+    smaller, as they are decoded in registers. `is_wgmma`: see launch.has_wgmma.
     """
+    is_wide = head_dim > 128
     if num_tokens > num_seqs:
-        is_wide = head_dim > 128
-        return AttentionShape(64 if is_wide else 128, 32 if is_wide else 64, 1, 8, 2)
+        block_m = 64 if is_wide else 128
+        tile = 32 if is_wide or has_codes else 64
+        return AttentionShape(block_m // 2 if has_codes and not is_wgmma else block_m, tile, 1, 8, 2)
     block_m = max(16, next_power_of_2(group))
     segments = min(32, next_power_of_2(max(1, _PROGRAMS_WANTED // (num_seqs * num_kv_heads))))
-    return AttentionShape(block_m, 32 if head_dim > 128 else 64, segments, 4, 3)
+    return AttentionShape(block_m, 64 >> (is_wide + has_codes), segments, 4, 2 if has_codes and not is_wide else 3)
 
 
 def paged_attention(
@@ -217,13 +241,15 @@ def paged_attention(
     out_THE: Tensor,
     shape: AttentionShape | None = None,
 ) -> None:
-    """See ops.paged_attention, without codes in the cache. `shape`: other tiles than those of `choose_shape`."""
-    assert k_scales_BGP is None and v_scales_BGP is None, "a cache of codes"
+    """See ops.paged_attention. `shape`: other tiles than those of `choose_shape`."""
     T, H, E = q_THE.shape
     G, P = k_cache_BGPE.shape[1:3]
     S, group = seq_lens_S.shape[0], H // G
     assert k_cache_BGPE.stride() == v_cache_BGPE.stride(), "the caches of K and V differ in strides"
-    shape = shape or choose_shape(T, S, group, G, E)
+    name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
+    if name != "none":
+        k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
+    shape = shape or choose_shape(T, S, group, G, E, name != "none", has_wgmma(q_THE.device))
     assert group <= shape.block_m, f"{group} query heads per KV head do not fit {shape.block_m} rows"
     block_q = shape.block_m // group
     if shape.segments > 1:
@@ -244,6 +270,8 @@ def paged_attention(
         partial,
         maxima_THK,
         sums_THK,
+        k_scales_BGP,
+        v_scales_BGP,
         S,
         scale,
         soft_cap,
@@ -261,6 +289,7 @@ def paged_attention(
         WINDOW=sliding_window,
         HAS_SOFT_CAP=soft_cap > 0,
         SEGMENTS=shape.segments,
+        CODES=name,
         UPCAST=IS_INTERPRETED,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from quire.kernels.triton.activation import gated_activation
+from quire.kernels.triton.activation import gated_activation, gated_activation_to_fp8
 from quire.kernels.triton.attention import paged_attention
-from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.fp8 import fp8_linear, quantize_rows
+from quire.kernels.triton.grouped import grouped_linear
+from quire.kernels.triton.norm import rms_norm, rms_norm_to_fp8
 from quire.kernels.triton.rope_cache import rope_and_cache
 from quire.kernels.triton.sampling import greedy, sample
 
-__all__ = ["gated_activation", "greedy", "paged_attention", "rms_norm", "rope_and_cache", "sample"]
+__all__ = [
+    "fp8_linear",
+    "gated_activation",
+    "gated_activation_to_fp8",
+    "greedy",
+    "grouped_linear",
+    "paged_attention",
+    "quantize_rows",
+    "rms_norm",
+    "rms_norm_to_fp8",
+    "rope_and_cache",
+    "sample",
+]

@@ -1,14 +1,16 @@
-"""RMS norm of rows, with and without adding to the residual first.
+"""RMS norm of rows, with and without adding to the residual first, and with rows quantized to FP8.
 
 Dimensions: T tokens, D hidden.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton import codes
 from quire.kernels.triton.launch import next_power_of_2
 
 
@@ -18,6 +20,7 @@ def _rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     out_ptr,
+    scales_ptr,
     x_stride,
     residual_stride,
     out_stride,
@@ -26,7 +29,9 @@ def _rms_norm_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
 ):
+    """Quantized: out are codes."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     is_inside = columns < D
@@ -39,13 +44,38 @@ def _rms_norm_kernel(
     inverse = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
     weight = tl.load(weight_ptr + columns, mask=is_inside, other=0.0).to(tl.float32) + weight_offset
     y = x * inverse * weight
-    tl.store(out_ptr + row * out_stride + columns, y.to(out_ptr.dtype.element_ty), mask=is_inside)
+    if IS_QUANTIZED:
+        codes.store_row(out_ptr + row * out_stride, scales_ptr + row, y, columns, is_inside)
+    else:
+        tl.store(out_ptr + row * out_stride + columns, y.to(out_ptr.dtype.element_ty), mask=is_inside)
 
 
 def rms_norm(
     x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float, out_TD: Tensor
 ) -> None:
     """See ops.rms_norm and, with a residual (changed in place), ops.add_rms_norm."""
+    _launch(x_TD, residual_TD, weight_D, eps, weight_offset, out_TD, None)
+
+
+def rms_norm_to_fp8(
+    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float
+) -> tuple[Tensor, Tensor]:
+    """Rows of float32 results as codes [T, D] in e4m3 and scales [T, 1], as fp8.quantize_fp8 gives them."""
+    codes_TD = torch.empty(x_TD.shape, dtype=torch.int8, device=x_TD.device)
+    scales_T1 = torch.empty((x_TD.shape[0], 1), dtype=torch.float32, device=x_TD.device)
+    _launch(x_TD, residual_TD, weight_D, eps, weight_offset, codes_TD, scales_T1)
+    return codes_TD.view(torch.float8_e4m3fn), scales_T1
+
+
+def _launch(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    weight_offset: float,
+    out_TD: Tensor,
+    scales_T1: Tensor | None,
+) -> None:
     T, D = x_TD.shape
     block = next_power_of_2(D)
     _rms_norm_kernel[(T,)](
@@ -53,6 +83,7 @@ def rms_norm(
         residual_TD,
         weight_D,
         out_TD,
+        scales_T1,
         x_TD.stride(0),
         0 if residual_TD is None else residual_TD.stride(0),
         out_TD.stride(0),
@@ -61,5 +92,6 @@ def rms_norm(
         D=D,
         BLOCK_D=block,
         HAS_RESIDUAL=residual_TD is not None,
+        IS_QUANTIZED=scales_T1 is not None,
         num_warps=min(max(block // 512, 1), 16),
     )

@@ -1,14 +1,16 @@
-"""Between the qkv projection and attention: norm per head, rotary embedding, write to the paged KV cache.
+"""Between the qkv projection and attention: norm per head, rotary embedding, write to the paged KV cache, in its codes.
 
 Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, R rotary dims, L positions.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton import codes
 from quire.kernels.triton.launch import next_power_of_2
 
 
@@ -50,6 +52,22 @@ def _normed_and_rotated(
 
 
 @triton.jit
+def _store(cache_ptr, scales_ptr, x, at, scale_at, E: tl.constexpr, BLOCK_E: tl.constexpr, CODES: tl.constexpr):
+    """One float32 row into the cache."""
+    e = tl.arange(0, BLOCK_E)
+    if CODES == "none":
+        y = x.to(cache_ptr.dtype.element_ty)
+    elif CODES == "e4m3":
+        y = codes.encode_e4m3(x)
+    elif CODES == "e5m2":
+        y = codes.encode_e5m2(x)
+    else:
+        y, scale = codes.encode_int8(x)
+        tl.store(scales_ptr + scale_at, scale)
+    tl.store(cache_ptr + at + e, y, mask=e < E)
+
+
+@triton.jit
 def _rope_and_cache_kernel(
     q_ptr,
     k_ptr,
@@ -61,6 +79,8 @@ def _rope_and_cache_kernel(
     v_cache_ptr,
     q_weight_ptr,
     k_weight_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -79,6 +99,7 @@ def _rope_and_cache_kernel(
     BLOCK_E: tl.constexpr,
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -98,6 +119,7 @@ def _rope_and_cache_kernel(
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             at = (slot // P) * cache_stride_b + group * cache_stride_g + (slot % P) * E
+            scale_at = ((slot // P) * G + group) * P + slot % P
             k = _normed_and_rotated(
                 k_ptr + token * k_stride_t + group * k_stride_g,
                 k_weight_ptr,
@@ -111,8 +133,8 @@ def _rope_and_cache_kernel(
                 HAS_K_NORM,
             )
             v = tl.load(v_ptr + token * v_stride_t + group * v_stride_g + e, mask=is_inside, other=0.0)
-            tl.store(k_cache_ptr + at + e, k.to(k_cache_ptr.dtype.element_ty), mask=is_inside)
-            tl.store(v_cache_ptr + at + e, v, mask=is_inside)
+            _store(k_cache_ptr, k_scales_ptr, k, at, scale_at, E, BLOCK_E, CODES)
+            _store(v_cache_ptr, v_scales_ptr, v.to(tl.float32), at, scale_at, E, BLOCK_E, CODES)
 
 
 def rope_and_cache(
@@ -131,11 +153,13 @@ def rope_and_cache(
     k_scales_BGP: Tensor | None = None,
     v_scales_BGP: Tensor | None = None,
 ) -> None:
-    """See ops.rope_and_cache, without codes in the cache."""
-    assert k_scales_BGP is None and v_scales_BGP is None, "a cache of codes"
+    """See ops.rope_and_cache."""
     T, H, E = q_THE.shape
     G, P = k_cache_BGPE.shape[1:3]
     assert k_cache_BGPE.stride() == v_cache_BGPE.stride(), "the caches of K and V differ in strides"
+    name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
+    if name != "none":
+        k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
     # One warp a program: q is changed in place, and only within a warp are all loads done before the first store.
     _rope_and_cache_kernel[(T, H + G)](
         q_THE,
@@ -148,6 +172,8 @@ def rope_and_cache(
         v_cache_BGPE,
         q_norm_weight_E,
         k_norm_weight_E,
+        k_scales_BGP,
+        v_scales_BGP,
         *q_THE.stride()[:2],
         *k_TGE.stride()[:2],
         *v_TGE.stride()[:2],
@@ -162,5 +188,7 @@ def rope_and_cache(
         BLOCK_E=next_power_of_2(E),
         HAS_Q_NORM=q_norm_weight_E is not None,
         HAS_K_NORM=k_norm_weight_E is not None,
+        CODES=name,
         num_warps=1,
+        enable_fp_fusion=False,  # codes of int8 are rounded products, as the twin's
     )

@@ -1,0 +1,84 @@
+"""The packed layout of grouped weights in plain torch, on any device: that of
+csrc/include/quire/kernels/grouped_layout.h, which the compiled kernels and the GPU's both read.
+
+Dimensions: T rows, K in-features, N out-features, G groups along K, S super-groups, P panels, B bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.grouped_weight import GroupedWeight
+from quire.weight_format import PANEL_WIDTH, GroupedFormat
+
+
+def to_panels(weight: GroupedWeight) -> Tensor:
+    """The packed weight, uint8 [bytes], on the weight's device; the order of columns is kept beside it."""
+    N, K = weight.shape
+    num_panels, group_size = -(-N // PANEL_WIDTH), weight.group_size
+    added_rows, added_columns = -N % PANEL_WIDTH, -K % group_size
+
+    def numbers(*parts: Tensor | None) -> Tensor:
+        """[P, B]: of each group (or super-group) the numbers of all 64 columns, first those of the first part."""
+        padded = [F.pad(part, (0, 0, 0, added_rows)) for part in parts if part is not None]
+        sections = [
+            part.reshape(num_panels, PANEL_WIDTH, -1).transpose(1, 2).contiguous().view(torch.uint8) for part in padded
+        ]
+        return torch.cat(sections, dim=2).flatten(1)
+
+    codes_NK = F.pad(weight.codes_NK, (0, added_columns, 0, added_rows))
+    quads = codes_NK.reshape(num_panels, PANEL_WIDTH, -1, 4).transpose(1, 2)
+    if weight.bits == 4:
+        quads = quads[:, 0::2] | quads[:, 1::2] << 4
+    offsets_NG = weight.zeros_NG if weight.minima_NG is None else weight.minima_NG
+    sections = [numbers(weight.scales_NG, offsets_NG)]
+    if weight.super_scales_NS is not None or weight.super_minima_NS is not None:
+        sections.append(numbers(weight.super_scales_NS, weight.super_minima_NS))
+    return torch.cat([*sections, quads.flatten(1)], dim=1).flatten()
+
+
+def rows_of_panels(
+    data: Tensor, order_K: Tensor | None, form: GroupedFormat, N: int, K: int, rows_T: Tensor
+) -> GroupedWeight:
+    """The weight of some out-features (int64, each in [0, N)) out of the packed one."""
+    assert form.group_size is not None
+    num_groups = -(-K // form.group_size)
+    data_PB = data.view(-(-N // PANEL_WIDTH), -1)
+    panels_T, columns_T = rows_T // PANEL_WIDTH, rows_T % PANEL_WIDTH
+    end = 0
+
+    def numbers(count: int, names: list[str]) -> list[Tensor]:
+        """The next section: for each of `count` groups the numbers of each dtype in `names`; [T, count] of each."""
+        nonlocal end
+        widths = [PANEL_WIDTH * _dtype(name).itemsize for name in names]
+        begin, end = end, end + count * sum(widths)
+        parts = torch.split(data_PB[:, begin:end].reshape(len(data_PB), count, -1), widths, dim=2)
+        # views: no section is copied, whatever the number of panels
+        return [part.view(_dtype(name))[panels_T, :, columns_T] for part, name in zip(parts, names, strict=True)]
+
+    scales_TG, *offsets_TG = numbers(num_groups, [form.scales] + ([] if form.offsets is None else [form.offsets]))
+    has_super = [form.scales == "int8", form.offsets == "int8"]
+    supers_TS = iter(numbers(-(-num_groups // form.super_size), ["float16"] * sum(has_super)))
+    quads_TQ4 = data_PB[:, end:].reshape(len(data_PB), -1, PANEL_WIDTH, 4)[panels_T, :, columns_T]
+    if form.bits == 4:
+        quads_TQ4 = torch.stack([quads_TQ4 & 15, quads_TQ4 >> 4], dim=2)
+    return GroupedWeight(
+        codes_NK=quads_TQ4.flatten(1)[:, :K],
+        bits=form.bits,
+        group_size=form.group_size,
+        scales_NG=scales_TG,
+        zeros_NG=offsets_TG[0] if form.offsets == "uint8" else None,
+        minima_NG=offsets_TG[0] if form.offsets not in (None, "uint8") else None,
+        super_scales_NS=next(supers_TS) if has_super[0] else None,
+        super_minima_NS=next(supers_TS) if has_super[1] else None,
+        super_size=form.super_size,
+        order_K=None if order_K is None else order_K.long(),
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,158 @@
+"""Products with FP8 weights (e4m3), and rows of activations quantized to FP8.
+
+Products decode a weight's codes to the dtype of the activations, exactly; scales multiply float32 sums. K is cut into
+parts as in products with grouped weights: see parts.py.
+
+Dimensions: M rows, K in-features, N out-features, G groups along K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton import codes
+from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2
+from quire.kernels.triton.parts import Tile, choose_tile, is_split, join_parts, part_length
+
+
+@triton.jit(do_not_specialize=["M"])
+def _fp8_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    group_size,
+    part_len,
+    x_stride,
+    codes_stride,
+    scales_stride,
+    out_stride,
+    IS_GROUPED: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Split: a program takes one part; float32 out [PARTS, M, N], no bias. Not grouped: a row has one scale."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    is_m, is_n = m < M, n < N
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    code_ptrs = codes_ptr + n.to(tl.int64)[:, None] * codes_stride + k[None, :]
+    scale_ptrs = scales_ptr + n.to(tl.int64) * scales_stride
+
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for turn in range(1 if IS_SPLIT else PARTS):
+        part = tl.program_id(2) if IS_SPLIT else turn
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(part * part_len, tl.minimum(K, (part + 1) * part_len), BLOCK_K):
+            if EVEN_K:
+                x = tl.load(x_ptrs + start, mask=is_m[:, None], other=0.0)
+                w = tl.load(code_ptrs + start, mask=is_n[:, None], other=0)
+            else:
+                is_k = (start + k < K)[None, :]
+                x = tl.load(x_ptrs + start, mask=is_m[:, None] & is_k, other=0.0)
+                w = tl.load(code_ptrs + start, mask=is_n[:, None] & is_k, other=0)
+            w = codes.decode(w, "e4m3").to(x.dtype)
+            if UPCAST:
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            if IS_GROUPED:
+                scale = tl.load(scale_ptrs + start // group_size, mask=is_n, other=0.0)
+                acc += tl.dot(x, tl.trans(w), input_precision="ieee") * scale[None, :]
+            else:
+                acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        if not IS_GROUPED:
+            acc *= tl.load(scale_ptrs, mask=is_n, other=0.0)[None, :]
+        total += acc
+
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    if IS_SPLIT:
+        out_ptrs += tl.program_id(2).to(tl.int64) * M * N
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
+
+
+def in_groups(tile: Tile, group_size: int) -> Tile:
+    """A tile whose sums are multiplied by a scale each: within a group, and of fewer columns, for the registers."""
+    return replace(tile, block_n=64, block_k=min(tile.block_k, group_size & -group_size))
+
+
+def fp8_linear(
+    x_MK: Tensor, codes_NK: Tensor, scales_NG: Tensor, group_size: int, bias_N: Tensor | None, out_MN: Tensor
+) -> None:
+    """out = x @ weight.T + bias. See kernels.fp8. The last dimension of every tensor is contiguous."""
+    M, K = x_MK.shape
+    N = codes_NK.shape[0]
+    is_grouped = scales_NG.shape[1] > 1
+    tile = choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device))
+    tile = in_groups(tile, group_size) if is_grouped else tile
+    part_len = part_length(N, K)
+    parts = ceil_div(K, part_len)
+    splits = parts > 1 and is_split(tile, M, N)
+    out = torch.empty((parts, M, N), dtype=torch.float32, device=x_MK.device) if splits else out_MN
+    _fp8_kernel[(ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), parts if splits else 1)](
+        x_MK,
+        codes_NK.view(torch.int8),
+        scales_NG,
+        None if splits else bias_N,
+        out,
+        M,
+        N,
+        K,
+        group_size,
+        part_len,
+        x_MK.stride(0),
+        codes_NK.stride(0),
+        scales_NG.stride(0),
+        out.stride(-2),
+        IS_GROUPED=is_grouped,
+        PARTS=parts,
+        IS_SPLIT=splits,
+        HAS_BIAS=bias_N is not None and not splits,
+        EVEN_K=K % tile.block_k == 0,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        UPCAST=IS_INTERPRETED,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,  # sums of parts are rounded alike, in one program or in several
+    )
+    if splits:
+        join_parts(out, bias_N, out_MN)
+
+
+@triton.jit
+def _quantize_rows_kernel(x_ptr, codes_ptr, scales_ptr, x_stride, K, BLOCK_K: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_K)
+    is_inside = columns < K
+    x = tl.load(x_ptr + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
+    codes.store_row(codes_ptr + row * K, scales_ptr + row, x, columns, is_inside)
+
+
+def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """See fp8.quantize_fp8: codes [M, K] in e4m3, scales [M, 1]. The last dimension of x is contiguous."""
+    M, K = x_MK.shape
+    codes_MK = torch.empty((M, K), dtype=torch.int8, device=x_MK.device)
+    scales_M1 = torch.empty((M, 1), dtype=torch.float32, device=x_MK.device)
+    block = next_power_of_2(K)
+    _quantize_rows_kernel[(M,)](
+        *(x_MK, codes_MK, scales_M1, x_MK.stride(0), K), BLOCK_K=block, num_warps=min(max(block // 512, 1), 16)
+    )
+    return codes_MK.view(torch.float8_e4m3fn), scales_M1

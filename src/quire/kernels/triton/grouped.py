@@ -1,0 +1,222 @@
+"""Products with integer weights in groups along K, read in the panel layout of the CPU kernels.
+
+That layout serves a GPU as it is: a word of 32 bits holds 8 codes of 4 bits (or 4 of 8) of one output column, and the
+64 words of a panel lie side by side, so a tile is read in whole lines, and a thread takes apart what it has loaded. The
+layout is described in csrc/include/quire/kernels/grouped_layout.h.
+
+K is cut into parts by the shape of the weight. Parts are summed on their own and then added in order, whether one
+program takes them in turn or one each: so a row of the result does not depend on the number of rows.
+
+Dimensions: M rows, K in-features, N out-features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma
+from quire.kernels.triton.parts import choose_tile, is_split, join_parts, part_length
+from quire.weight_format import GroupedFormat
+
+_PANEL_WIDTH = 64  # kPanelWidth of grouped_layout.h
+
+
+@triton.jit(do_not_specialize=["M"])
+def _grouped_kernel(
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    offsets_ptr,
+    halves_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    group_size,
+    super_size,
+    part_len,
+    x_stride,
+    out_stride,
+    panel_bytes,
+    group_bytes,
+    super_bytes,
+    offsets_at,
+    supers_at,
+    codes_at,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    OFFSET_BYTES: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Split: a program takes one part; float32 out [PARTS, M, N], no bias. `ROWS` rows of numbers serve a tile.
+
+    Every pointer but x, bias and out is to the packed weight, which it sees as elements of its own dtype.
+    """
+    CODES: tl.constexpr = 32 // BITS  # in a word
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    panel = (n // 64).to(tl.int64)
+    column = n % 64
+    is_m = m < M
+    k = tl.arange(0, BLOCK_K)
+    word = tl.arange(0, BLOCK_K // CODES)
+    row = tl.arange(0, ROWS) * (BLOCK_K // ROWS)
+    # bytes of a word hold codes 0 to 3; of 4 bits: in their low halves, and 4 to 7 in their high halves
+    half = tl.arange(0, 8 // BITS) * 4
+    byte = tl.arange(0, 4) * 8
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    word_ptrs = words_ptr + (panel * (panel_bytes // 4) + codes_at // 4 + column)[None, :] + word[:, None] * 64
+    scale_ptrs = scales_ptr + (panel * (panel_bytes // SCALE_BYTES) + column)[None, :]
+    if OFFSETS != "none":
+        offset_ptrs = (
+            offsets_ptr + (panel * (panel_bytes // OFFSET_BYTES) + offsets_at // OFFSET_BYTES + column)[None, :]
+        )
+    if SCALE_BYTES == 1 or (OFFSETS == "minima" and OFFSET_BYTES == 1):
+        half_ptrs = halves_ptr + (panel * (panel_bytes // 2) + supers_at // 2 + column)[None, :]
+
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for turn in range(1 if IS_SPLIT else PARTS):
+        part = tl.program_id(2) if IS_SPLIT else turn
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(part * part_len, tl.minimum(K, (part + 1) * part_len), BLOCK_K):
+            group = ((start + row) // group_size)[:, None]
+            if EVEN_K:
+                x = tl.load(x_ptrs + start, mask=is_m[:, None], other=0.0)
+                words = tl.load(word_ptrs + start // CODES * 64)
+            else:
+                # a group is packed whole, so words end where groups do
+                x = tl.load(x_ptrs + start, mask=is_m[:, None] & (start + k < K)[None, :], other=0.0)
+                is_word = (start + word * CODES < tl.cdiv(K, group_size) * group_size)[:, None]
+                words = tl.load(word_ptrs + start // CODES * 64, mask=is_word, other=0)
+                group = tl.minimum(group, (K - 1) // group_size)
+            scale = tl.load(scale_ptrs + group * (group_bytes // SCALE_BYTES)).to(tl.float32)
+            if SCALE_BYTES == 1:
+                scale = scale * tl.load(half_ptrs + group // super_size * (super_bytes // 2)).to(tl.float32)
+            codes = words.reshape(ROWS, BLOCK_K // CODES // ROWS, 1, 1, BLOCK_N)
+            if BITS == 4:
+                codes = (codes >> half[None, None, :, None, None]) & 0x0F0F0F0F
+            codes = (codes >> byte[None, None, None, :, None]) & 0xFF
+            # a code in the lowest bits of 2^23, as float32: 2^23 + code
+            w = (codes | 0x4B000000).to(tl.float32, bitcast=True)
+            scale = scale[:, None, None, None, :]
+            if OFFSETS == "none":
+                w = (w - (8388608.0 + (1 << (BITS - 1)))) * scale
+            else:
+                offset = tl.load(offset_ptrs + group * (group_bytes // OFFSET_BYTES)).to(tl.float32)
+                if OFFSETS == "zeros":
+                    w = (w - (8388608.0 + offset)[:, None, None, None, :]) * scale
+                else:
+                    if OFFSET_BYTES == 1:
+                        at = group // super_size * (super_bytes // 2) + (64 if SCALE_BYTES == 1 else 0)
+                        offset = offset * tl.load(half_ptrs + at).to(tl.float32)
+                    w = (w - 8388608.0) * scale - offset[:, None, None, None, :]
+            w = w.to(x.dtype).reshape(BLOCK_K, BLOCK_N)
+            if UPCAST:
+                acc = tl.dot(x.to(tl.float32), w.to(tl.float32), acc)
+            else:
+                acc = tl.dot(x, w, acc, input_precision="ieee")
+        total += acc
+
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    if IS_SPLIT:
+        out_ptrs += tl.program_id(2).to(tl.int64) * M * N
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & (n < N)[None, :])
+
+
+def grouped_linear(
+    x_MK: Tensor,
+    packed: Tensor,
+    N: int,
+    weight_format: GroupedFormat,
+    bias_N: Tensor | None,
+    out_MN: Tensor,
+) -> None:
+    """out = x @ w.T + bias, where w is the weight rounded to x's dtype; sums in float32. See kernels.grouped.
+
+    x has the order of the packed columns. The last dimension of x, bias and out is contiguous.
+    """
+    M, K = x_MK.shape
+    tile = choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device))
+    part_len = part_length(N, K)
+    parts = ceil_div(K, part_len)
+    splits = parts > 1 and is_split(tile, M, N)
+    out = torch.empty((parts, M, N), dtype=torch.float32, device=x_MK.device) if splits else out_MN
+    assert weight_format.group_size is not None
+    sections = _Sections(weight_format, packed, N, K)
+    step = min(weight_format.group_size & -weight_format.group_size, tile.block_k)
+    _grouped_kernel[(ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), parts if splits else 1)](
+        x_MK,
+        packed.view(torch.int32),
+        packed.view(sections.scales),
+        None if sections.offsets is None else packed.view(sections.offsets),
+        packed.view(torch.float16) if sections.super_bytes else None,
+        None if splits else bias_N,
+        out,
+        M,
+        N,
+        K,
+        weight_format.group_size,
+        weight_format.super_size,
+        part_len,
+        x_MK.stride(0),
+        out.stride(-2),
+        sections.panel_bytes,
+        sections.group_bytes,
+        sections.super_bytes,
+        sections.offsets_at,
+        sections.supers_at,
+        sections.codes_at,
+        BITS=weight_format.bits,
+        ROWS=tile.block_k // step,
+        SCALE_BYTES=sections.scales.itemsize,
+        OFFSETS=sections.kind,
+        OFFSET_BYTES=1 if sections.offsets is None else sections.offsets.itemsize,
+        PARTS=parts,
+        IS_SPLIT=splits,
+        HAS_BIAS=bias_N is not None and not splits,
+        EVEN_K=K % tile.block_k == 0,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        UPCAST=IS_INTERPRETED,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if splits:
+        join_parts(out, bias_N, out_MN)
+
+
+class _Sections:
+    """Bytes and dtypes of a panel, as GroupedLayout in grouped_layout.h."""
+
+    def __init__(self, weight_format: GroupedFormat, packed: Tensor, N: int, K: int) -> None:
+        assert weight_format.group_size is not None
+        num_groups = ceil_div(K, weight_format.group_size)
+        self.scales: torch.dtype = getattr(torch, weight_format.scales)
+        self.offsets: torch.dtype | None = (
+            None if weight_format.offsets is None else getattr(torch, weight_format.offsets)
+        )
+        self.kind = "none" if self.offsets is None else "zeros" if self.offsets == torch.uint8 else "minima"
+        self.offsets_at = _PANEL_WIDTH * self.scales.itemsize
+        self.group_bytes = self.offsets_at + (0 if self.offsets is None else _PANEL_WIDTH * self.offsets.itemsize)
+        self.super_bytes = 2 * _PANEL_WIDTH * ((self.scales == torch.int8) + (self.offsets == torch.int8))
+        self.supers_at = num_groups * self.group_bytes
+        self.panel_bytes = packed.numel() // ceil_div(N, _PANEL_WIDTH)
+        self.codes_at = (
+            self.panel_bytes - _PANEL_WIDTH * num_groups * weight_format.group_size * weight_format.bits // 8
+        )

@@ -1,0 +1,85 @@
+"""How products with quantized weights are cut into programs: tiles, and parts of K that are summed on their own.
+
+The parts, and with them the order of every sum, follow from the shape of the weight alone. Tiles follow from the number
+of rows too; on sm_90 all have 64 rows or more, so that one and the same instruction (wgmma) multiplies at every size.
+
+Dimensions: M rows, K in-features, N out-features, P parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import ceil_div
+
+# Programs that a launch should have: four for each multiprocessor of an H100, which hide each other's waits.
+_PROGRAMS_WANTED = 528
+_SHORTEST_PART = 512
+_MOST_PARTS = 16
+_PART_UNIT = 128  # a multiple of every tile's K
+_JOINED = 1024  # columns of a program that joins
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows, columns and K of a program's tile, and what the compiler is told."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(M: int, N: int, dtype: torch.dtype, is_wgmma: bool) -> Tile:
+    """Tiles for M rows of activations of this dtype. `is_wgmma`: see launch.has_wgmma."""
+    if dtype == torch.float32:  # without tensor cores
+        return Tile(16, 64, 32, 4, 2)
+    if M > 64:
+        return Tile(128, 128 if ceil_div(N, 64) % 2 == 0 else 64, 64, 8, 3)
+    return Tile(64 if is_wgmma or M > 16 else 16, 64, 64, 4, 4)
+
+
+def part_length(N: int, K: int) -> int:
+    """Elements of K in a part, the last aside: a multiple of every tile's K."""
+    parts = min(_PROGRAMS_WANTED // ceil_div(N, 64), K // _SHORTEST_PART, _MOST_PARTS)
+    units: int = ceil_div(ceil_div(K, max(parts, 1)), _PART_UNIT)
+    return units * _PART_UNIT
+
+
+def is_split(tile: Tile, M: int, N: int) -> bool:
+    """Whether parts get programs of their own: only where whole sums are too few programs."""
+    num_programs: int = ceil_div(M, tile.block_m) * ceil_div(N, tile.block_n)
+    return num_programs < _PROGRAMS_WANTED
+
+
+@triton.jit(do_not_specialize=["M"])
+def _join_kernel(
+    partial_ptr, bias_ptr, out_ptr, M, N, out_stride, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_n = n < N
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(partial_ptr + (part * M + row) * N + n, mask=is_n, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * out_stride + n, total.to(out_ptr.dtype.element_ty), mask=is_n)
+
+
+def join_parts(partial_PMN: Tensor, bias_N: Tensor | None, out_MN: Tensor) -> None:
+    """out = sum over the parts, in order, + bias, rounded once."""
+    P, M, N = partial_PMN.shape
+    _join_kernel[(M, ceil_div(N, _JOINED))](
+        *(partial_PMN, bias_N, out_MN, M, N, out_MN.stride(0)),
+        PARTS=P,
+        HAS_BIAS=bias_N is not None,
+        BLOCK_N=_JOINED,
+        num_warps=4,
+    )
