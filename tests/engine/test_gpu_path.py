@@ -156,6 +156,7 @@ def test_logprobs(accelerator: FakeAccelerator, depth: int) -> None:
         SamplingParams(temperature=1.3, seed=2, logprobs=0, prompt_logprobs=2, max_tokens=6),
         SamplingParams(temperature=0.0, max_tokens=6),
         SamplingParams(temperature=0.0, logprobs=2, presence_penalty=0.5, max_tokens=6),
+        SamplingParams(temperature=0.0, logprob_token_ids=[7, 300, 9], max_tokens=6),
     ]
 
     def outputs(schedule: Schedule) -> dict[str, list[object]]:

@@ -16,6 +16,11 @@ from quire.errors import EngineDeadError
 _cuda: Any = torch.cuda  # without types in some versions of torch
 
 
+def device_failed(error: BaseException) -> EngineDeadError:
+    """What is raised when a kernel went wrong: CUDA does nothing more in this process, so another one is started."""
+    return EngineDeadError(f"The GPU reports an error: {str(error).splitlines()[0]}")
+
+
 class Event(Protocol):
     """Something the device will have done."""
 
@@ -161,7 +166,7 @@ class _CudaDownload:
     def wait(self) -> Iterator[Tensor]:
         try:
             self._copied.synchronize()
-        except torch.AcceleratorError as error:  # a kernel went wrong: CUDA does nothing more in this process
-            raise EngineDeadError(f"The GPU reports an error: {str(error).splitlines()[0]}") from error
+        except torch.AcceleratorError as error:
+            raise device_failed(error) from error
         self._sources = ()
         return iter(self._on_host)

@@ -39,7 +39,6 @@ class StagedStep:
     rows_S: Tensor  # int64
     cu_seqlens_q_S1: Tensor  # int32
     seq_lens_S: Tensor  # int32
-    num_table_blocks: int
     logits_indices_R: Tensor  # int64
     sampled_rows_R: Tensor  # int64
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
@@ -141,7 +140,6 @@ class DeviceInputBatch(InputBatch):
             rows_S=rows,
             cu_seqlens_q_S1=cu_seqlens,
             seq_lens_S=seq_lens,
-            num_table_blocks=-(-int(ends_S.max()) // self.block_size) if pad_to is None else self.max_blocks,
             logits_indices_R=staging.put(cu_S[sampled].astype(np.int64) - 1),
             sampled_rows_R=staging.put(rows_S[sampled]),
             parameters=tuple(staging.put(values) for values in parameters),
@@ -150,7 +148,10 @@ class DeviceInputBatch(InputBatch):
         return staged
 
     def on_device(self, staged: StagedStep, caches: list[LayerCache]) -> ForwardBatch:
-        """What the forward pass reads. Launches only: it can be captured."""
+        """What the forward pass reads. Launches only: it can be captured.
+
+        Tables have their full width whatever is in use: kernels are compiled for a stride.
+        """
         token_ids_T = staged.token_ids_T
         newest_T = self._newest_C.index_select(0, (-1 - token_ids_T).clamp(min=0))
         return ForwardBatch(
@@ -159,7 +160,7 @@ class DeviceInputBatch(InputBatch):
             slot_mapping_T=staged.slot_mapping_T,
             cu_seqlens_q_S1=staged.cu_seqlens_q_S1,
             seq_lens_S=staged.seq_lens_S,
-            block_tables_SM=self._block_tables_CM[:, : staged.num_table_blocks].index_select(0, staged.rows_S),
+            block_tables_SM=self._block_tables_CM.index_select(0, staged.rows_S),
             logits_indices_R=staged.logits_indices_R,
             caches=caches,
         )

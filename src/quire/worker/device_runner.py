@@ -21,7 +21,7 @@ from quire.models.registry import CausalLM
 from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens
 from quire.schedule import ScheduledBatch, StepResult
-from quire.worker.accelerator import Accelerator, Download
+from quire.worker.accelerator import Accelerator, Download, device_failed
 from quire.worker.cuda_graphs import DecodeGraphs
 from quire.worker.device_inputs import DeviceInputBatch, ExpectedToken
 from quire.worker.input_batch import StepRows
@@ -111,7 +111,12 @@ class DeviceRunner(ModelRunner):
     def submit(self, batch: ScheduledBatch) -> PendingStep:
         """Launch one step. A row that fails is reported in the result's `errors`; the others are not affected."""
         started = time.perf_counter()
-        pending = self._launch(batch)
+        try:
+            pending = self._launch(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except torch.AcceleratorError as error:
+            raise device_failed(error) from error
         pending.step_result.prepare_seconds = time.perf_counter() - started
         self._in_flight.append(pending)
         return pending

@@ -6,6 +6,7 @@ Everything runs on a cache of one block: where keys and values lie does not chan
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +19,11 @@ from quire.worker.accelerator import Accelerator
 from quire.worker.cuda_graphs import DecodeGraphs, capture_sizes
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.device_runner import DeviceRunner
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
+RANDOM = SamplingParams(temperature=1.0, top_p=0.5, max_tokens=1, seed=0)
+# Triton compiles a kernel for counts of 1, of multiples of 16, and of others: while serving it would hold up everybody.
+_ROWS_OF_VARIANTS = (1, 2, 16)
 
 
 @dataclass(frozen=True)
@@ -45,21 +51,24 @@ def make_inputs(
 
 
 def measure(model: CausalLM, cache: list[LayerCache], resolved: Resolved, accelerator: Accelerator) -> GpuWork:
-    """Run the largest step, twice, and capture the two largest graphs. What is held in the end is given back.
+    """Load all kernels, run the largest step, twice, and capture the two largest graphs.
 
     Args:
         cache: of one block.
     """
     inputs = make_inputs(resolved, model.config.vocab_size, accelerator, 1)
     runner = DeviceRunner(model, cache, inputs, "raw_logprobs", accelerator)
+    for num_rows in _ROWS_OF_VARIANTS:
+        for params in (GREEDY, RANDOM):
+            if num_rows <= resolved.max_num_seqs:
+                _run(runner, prompts(resolved, [2] * num_rows, params))
     before = accelerator.release()
-    runner.execute(largest_batch(resolved))  # compiles kernels, so its time says nothing
+    _run(runner, largest_batch(resolved))
     step_bytes = accelerator.reserved_peak() - before
+    batch = largest_batch(resolved)
     started = time.perf_counter()
-    again = largest_batch(resolved)
-    again.removed_request_ids = again.request_ids
-    runner.execute(again)
-    largest_step = again.num_tokens, time.perf_counter() - started
+    _run(runner, batch)
+    largest_step = batch.num_tokens, time.perf_counter() - started
     graph_bytes = 0
     if not resolved.enforce_eager:
         graph_bytes = _measure_graphs(model, cache, inputs, resolved, accelerator)
@@ -70,10 +79,13 @@ def largest_batch(resolved: Resolved) -> ScheduledBatch:
     """Prompts of all requests that may run at once, together of the whole token budget; all of them sample."""
     num_rows = min(resolved.max_num_seqs, resolved.max_num_batched_tokens)
     num_tokens = min(resolved.max_num_batched_tokens, num_rows * resolved.max_model_len)
-    params = SamplingParams(temperature=1.0, top_p=0.5, max_tokens=1, seed=0)
+    return prompts(resolved, [(num_tokens + row) // num_rows for row in range(num_rows)], RANDOM)
+
+
+def prompts(resolved: Resolved, lens: Sequence[int], params: SamplingParams) -> ScheduledBatch:
+    """New rows with prompts of these lengths, computed in one step."""
     batch = ScheduledBatch(step_id=0)
-    for row in range(num_rows):
-        length = (num_tokens + row) // num_rows
+    for row, length in enumerate(lens):
         blocks = [0] * -(-length // resolved.block_size)
         batch.request_ids.append(f"profile {row}")
         batch.num_computed_tokens.append(0)
@@ -81,6 +93,11 @@ def largest_batch(resolved: Resolved) -> ScheduledBatch:
         batch.new_block_ids.append([])
         batch.new_rows.append(NewRow(f"profile {row}", [0] * length, length, params, blocks))
     return batch
+
+
+def _run(runner: DeviceRunner, batch: ScheduledBatch) -> None:
+    runner.execute(batch)
+    runner.input_batch.apply(ScheduledBatch(step_id=0, removed_request_ids=batch.request_ids))
 
 
 def _measure_graphs(
