@@ -45,12 +45,12 @@ class StagedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedToken:
-    """Where a token belongs that is being sampled."""
+class ExpectedTokens:
+    """Where the tokens belong that a step is sampling."""
 
-    row: int
-    occupant: int  # which of the requests that have had the row
-    position: int
+    rows_R: NDArray[np.int64]
+    occupants_R: NDArray[np.int64]  # which of the requests that have had the row
+    positions_R: NDArray[np.int64]
 
 
 class DeviceInputBatch(InputBatch):
@@ -182,7 +182,7 @@ class DeviceInputBatch(InputBatch):
         at_N, blocks_N = gpu.place(both, self._block_tables_CM.device)
         self._block_tables_CM.view(-1).scatter_(0, at_N, blocks_N.to(torch.int32))
 
-    def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> list[ExpectedToken]:
+    def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
         """Each sampling row has one more token, which only the device knows: `token_ids_R` (-1: there is none)."""
         self._newest_C.index_copy_(0, staged.sampled_rows_R, token_ids_R.clamp(min=0))
         rows_R = step.rows_S[step.samples_S]
@@ -190,12 +190,13 @@ class DeviceInputBatch(InputBatch):
         self.token_ids[rows_R, positions_R] = -1 - rows_R
         self.num_tokens[rows_R] += 1
         self.sampling.count_tokens(rows_R)
-        columns = rows_R.tolist(), self._occupant_C[rows_R].tolist(), positions_R.tolist()
-        return [ExpectedToken(*column) for column in zip(*columns, strict=True)]
+        return ExpectedTokens(rows_R, self._occupant_C[rows_R], positions_R)
 
-    def learn_token(self, expected: ExpectedToken, token_id: int) -> None:
-        """A token has come back. Its request may be gone."""
-        row = expected.row
-        if self._occupant_C[row] == expected.occupant:
-            self.token_ids[row, expected.position] = token_id
-            self.sampling.learn_token(row, token_id)
+    def learn_tokens(self, expected: ExpectedTokens, token_ids_R: NDArray[np.int64]) -> None:
+        """The tokens have come back (-1: there was none). Requests may be gone, and others have their rows."""
+        is_here_R = (self._occupant_C[expected.rows_R] == expected.occupants_R) & (token_ids_R >= 0)
+        rows, token_ids = expected.rows_R[is_here_R], token_ids_R[is_here_R]
+        self.token_ids[rows, expected.positions_R[is_here_R]] = token_ids
+        if self.sampling.filters or self.sampling.penalties:
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                self.sampling.learn_token(row, token_id)

@@ -23,7 +23,7 @@ from quire.sampling.sampler import LaunchedTokens
 from quire.schedule import ScheduledBatch, StepResult
 from quire.worker.accelerator import Accelerator, Download, device_failed
 from quire.worker.cuda_graphs import DecodeGraphs
-from quire.worker.device_inputs import DeviceInputBatch, ExpectedToken
+from quire.worker.device_inputs import DeviceInputBatch, ExpectedTokens
 from quire.worker.input_batch import StepRows
 from quire.worker.kv_cache import copy_blocks
 from quire.worker.model_runner import PROMPT_LOGPROBS_CHUNK, ModelRunner
@@ -43,7 +43,7 @@ class _Launched:
     """What a step has on the device, and where it belongs."""
 
     sampling: list[int] = field(default_factory=list)  # positions in the batch of the rows that sample
-    expected: list[ExpectedToken] = field(default_factory=list)
+    expected: ExpectedTokens | None = None
     tokens: LaunchedTokens | None = None
     pieces: list[_PromptPiece] = field(default_factory=list)
 
@@ -189,15 +189,14 @@ class DeviceRunner(ModelRunner):
             pending.step_result.sample_seconds = self._accelerator.seconds_between(forwarded, sampled)
 
     def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:
-        if launched.tokens is not None:
+        if launched.tokens is not None and launched.expected is not None:
             sampled = launched.tokens.finish(on_host)
-            for index, (position, expected) in enumerate(zip(launched.sampling, launched.expected, strict=True)):
+            for index, (position, token_id) in enumerate(zip(launched.sampling, sampled.token_ids, strict=True)):
                 if index in sampled.errors:
                     result.errors[position] = sampled.errors[index]
-                    continue
-                token_id = sampled.token_ids[index]
-                result.token_ids[position].append(token_id)
-                self.input_batch.learn_token(expected, token_id)
+                else:
+                    result.token_ids[position].append(token_id)
+            self.input_batch.learn_tokens(launched.expected, np.array(sampled.token_ids))
             for index, logprobs in sampled.logprobs.items():
                 result.logprobs[launched.sampling[index]] = [logprobs]
         for piece in launched.pieces:
