@@ -163,13 +163,16 @@ def test_asking_for_gpus_in_another_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "has_gpu", lambda: False)
+    assert gpu_facts.detect() == devices.ask_gpu() == "no driver of a GPU is loaded"
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD" in str(gpu_facts.detect())
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert gpu_facts.detect() == "this torch is built without CUDA"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_facts.detect() == "torch finds no GPU of NVIDIA"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_facts, "find_spec", lambda name: None)

@@ -13,6 +13,7 @@ from quire.resolve import DeviceFacts, GpuFacts
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
+NO_DRIVER = "no driver of a GPU is loaded"
 _ASK_SECONDS = 60.0  # loading torch from a slow disk takes the longest
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
 
@@ -103,7 +104,7 @@ def has_gpu() -> bool:
 def ask_gpu() -> GpuFacts | str:
     """The GPU that an engine started now would find, or why none: asked in a process of its own, which loads torch."""
     if not has_gpu():
-        return "no driver of a GPU is loaded"
+        return NO_DRIVER
     command = [sys.executable, "-m", "quire.kernels.gpu_facts"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True).stdout
