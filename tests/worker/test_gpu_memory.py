@@ -112,7 +112,9 @@ def test_a_refused_cache_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) ->
         bring_up(FakeAccelerator(), num_gpu_blocks_override=200)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}, {"async_scheduling": False}])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"enforce_eager": True}, {"async_scheduling": False}, {"max_num_batched_tokens": 24}], ids=str
+)
 def test_what_comes_up_serves(arguments: dict[str, Any]) -> None:
     accelerator = FakeAccelerator(free_bytes=[900 * MIB])
     worker = bring_up(accelerator, num_gpu_blocks_override=200, **arguments)
@@ -120,7 +122,8 @@ def test_what_comes_up_serves(arguments: dict[str, Any]) -> None:
     assert isinstance(runner, DeviceRunner)
     assert (runner.graphs is None) == resolved.enforce_eager
     kv = KVCacheManager(BlockPool(resolved.num_blocks, resolved.block_size), enable_prefix_caching=True)
-    limits = SchedulerLimits(max_num_seqs=24, max_num_batched_tokens=96, max_model_len=resolved.max_model_len)
+    budget = resolved.max_num_batched_tokens
+    limits = SchedulerLimits(max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=resolved.max_model_len)
     core = EngineCore(Scheduler(limits, kv), runner, depth=2 if resolved.async_scheduling else 1)
     for index in range(30):
         params = SamplingParams(temperature=0.0, max_tokens=9)

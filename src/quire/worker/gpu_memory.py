@@ -60,7 +60,7 @@ def measure(model: CausalLM, cache: list[LayerCache], resolved: Resolved, accele
     runner = DeviceRunner(model, cache, inputs, "raw_logprobs", accelerator)
     for num_rows in _ROWS_OF_VARIANTS:
         for params in (GREEDY, RANDOM):
-            if num_rows <= resolved.max_num_seqs:
+            if num_rows <= resolved.max_num_seqs and 2 * num_rows <= resolved.max_num_batched_tokens:
                 _run(runner, prompts(resolved, [2] * num_rows, params))
     before = accelerator.release()
     _run(runner, largest_batch(resolved))
