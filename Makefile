@@ -9,7 +9,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -nam
 MODEL ?=
 ARGS ?=
 
-.PHONY: run setup test test-full test-sanitize check format bench bench-gpu clean
+.PHONY: run setup test test-full test-sanitize check format bench bench-gpu test-gpu clean
 
 run: setup  ## server on the bundled demo model (or MODEL=...), with the playground at /
 	$(BIN)/quire serve $(MODEL) $(ARGS)
@@ -61,8 +61,12 @@ format: setup
 bench: setup  ## microbenchmarks of the kernels and the front end, against the limits of this machine
 	for file in benchmarks/kernels/*.py benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
-bench-gpu: setup  ## the GPU kernels against the limits of this machine's GPU
+bench-gpu: setup  ## kernels and engine against the limits of this machine's GPU
 	$(BIN)/python benchmarks/gpu/kernels.py $(ARGS)
+	$(BIN)/python benchmarks/gpu/engine.py $(ARGS)
+
+test-gpu: setup  ## what only a machine with an NVIDIA GPU can show
+	$(BIN)/python -m pytest -q tests/kernels/triton tests/engine/test_on_a_gpu.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build

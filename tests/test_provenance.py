@@ -67,6 +67,7 @@ OTHER_VALUES: dict[str, Any] = {
     "load_format": "dummy",
     "packed_weights_cache": True,
     "model_impl": "native",
+    "device": "cpu",
     "dtype": "float32",
     "seed": 1,
     "served_model_name": ("x",),

@@ -31,6 +31,7 @@ from quire.option import (
 from quire.weight_format import ON_LOAD
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
 
@@ -66,9 +67,16 @@ class EngineConfig:
         "auto: native, else through transformers' modelling code; native; transformers.",
         choices=("auto", "native", "vllm", "transformers"),
     )
+    device: str = option(
+        "auto",
+        "Where the model runs: auto: cuda where torch and Triton can use an NVIDIA GPU, else cpu; cpu; cuda.",
+        choices=DEVICES,
+        limits="which memory holds weights and KV cache, and which kernels run",
+    )
     dtype: str = option(
         "auto",
-        "Weights and activations: auto (the checkpoint's), bfloat16, float16 = half, float32 = float.",
+        "Weights and activations: auto (the checkpoint's; on GPUs bfloat16 for float32), bfloat16, float16 = half, "
+        "float32 = float.",
         choices=DTYPES,
         limits="bytes of weights and KV cache, and the precision of every product",
     )
@@ -102,10 +110,10 @@ class EngineConfig:
         "raw_logprobs: before penalties and temperature; processed_logprobs: after.",
         choices=("raw_logprobs", "processed_logprobs"),
     )
-    enforce_eager: bool = option(False, "Accepted: no graphs or compilation are used on CPU.")
+    enforce_eager: bool = option(False, "No CUDA graphs: every kernel is launched by itself. On CPU there are none.")
     gpu_memory_utilization: float | None = option(
         None,
-        "Share of the device's total memory (on CPU: RAM) for weights, KV cache and work.",
+        "Share of the device's total memory (on CPU: RAM) for weights, KV cache and work; on GPUs 0.9 unless given.",
         flags=("--device-memory-utilization",),
         limits="bytes of the KV cache",
     )
@@ -160,7 +168,9 @@ class EngineConfig:
     watermark: float = option(
         0.0, "Share of KV blocks kept free at admission.", limits="admission: less of it means more preemptions"
     )
-    async_scheduling: bool | None = option(None, "Schedule the next step while one runs (two batches in flight).")
+    async_scheduling: bool | None = option(
+        None, "Schedule the next step while one runs (two batches in flight); none: on GPUs only."
+    )
     num_threads: int | None = option(
         None, "Threads of the CPU kernels; none: physical cores allowed.", limits="cores that compute"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire import __version__
@@ -57,6 +57,7 @@ class Explanation:
                 "num_cores": self.device.num_cores,
                 "total_memory_bytes": self.device.total_memory_bytes,
                 "free_memory_bytes": self.device.free_memory_bytes,
+                "gpu": None if self.device.gpu is None else asdict(self.device.gpu),
             },
             "layers": [layer.as_dict() for layer in self.layers],
             "settings": {
@@ -77,6 +78,9 @@ class Explanation:
         yield f"model    {self.model_name}: {self.model.architecture}, {parameters}, {dtype}, KV {kv:,} bytes per token"
         memory = f"{shown_bytes(self.device.total_memory_bytes)} RAM, {shown_bytes(self.device.free_memory_bytes)} free"
         yield f"machine  {self.device.name}, {self.device.num_cores} cores, {self.device.isa}, {memory} now"
+        if (gpu := self.device.gpu) is not None:
+            memory = f"{shown_bytes(gpu.total_memory_bytes)}, {shown_bytes(gpu.free_memory_bytes)} free now"
+            yield f"gpu      {gpu.name}, {gpu.isa}, {memory}"
         if "num_blocks" in self.settings:
             yield from self._memory()
         yield from self._layers()
@@ -148,10 +152,10 @@ def explain(
         plan_kv_cache(engine, model, resolved, memory)
     except MemoryPlanError as failure:
         error = failure
-    if read_bandwidth is not None:
+    if read_bandwidth is not None and resolved.device == "cpu":
         _put_expectation(resolved, model, read_bandwidth)
     settings = resolved.settings | resolve_server(server).settings
-    layers = layer_kernels(model, resolved.dtype, resolved.quantization, device.isa)
+    layers = layer_kernels(model, resolved.dtype, resolved.quantization, resolved.isa)
     return Explanation(model_name, model, device, settings, layers, _next_costs(resolved, model), error)
 
 
@@ -159,9 +163,10 @@ def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) 
     """Memory as it will be after loading: weights from config.json, and the least a step can take."""
     weights = model.weight_bytes(resolved.dtype, resolved.quantization)
     logits = logits_bytes(model, resolved.max_num_seqs)
+    total, free = device.memory_of(resolved.device)
     return MemoryFacts(
-        total_bytes=device.total_memory_bytes,
-        free_bytes=device.free_memory_bytes - weights,
+        total_bytes=total,
+        free_bytes=free - weights,
         weight_bytes=weights,
         work_bytes=least_work_bytes(model, resolved.max_num_batched_tokens, resolved.dtype) + logits,
         logits_bytes=logits,

@@ -27,6 +27,7 @@ CHOSEN = (
     "dtype", "num_threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "enable_prefix_caching",
 )  # fmt: skip
+CHOSEN_ON_GPU = ("device", *(name for name in CHOSEN if name != "num_threads"))
 EXPECTED = ("expected_tokens_per_second", "expected_total_tokens_per_second")
 WHY = "why: quire explain"
 _ISA_NAMES = {
@@ -62,7 +63,7 @@ def show_header(model_name: str, device: DeviceFacts, *, has_gpu: bool) -> None:
 
 def _machine(device: DeviceFacts, *, has_gpu: bool) -> str:
     cores = "1 core" if device.num_cores == 1 else f"{device.num_cores} cores"
-    gpu = "GPU not used" if has_gpu else "no GPU"
+    gpu = "GPU" if has_gpu else "no GPU"  # whether it is used is known, and said, once the engine is ready
     return f"{cores} {_ISA_NAMES.get(device.isa, device.isa)} · {shown_bytes(device.total_memory_bytes)} RAM · {gpu}"
 
 
@@ -103,7 +104,8 @@ def show_ready(
     """What to know once the server answers. `seconds`: that each phase of the start took."""
     settings: dict[str, Any] = ready.resolved
     memory = MemorySummary.of({name: setting["value"] for name, setting in settings.items()})
-    chosen = {name: settings[name] for name in CHOSEN}
+    names = CHOSEN if settings["device"]["value"] == "cpu" else CHOSEN_ON_GPU
+    chosen = {name: settings[name] for name in names}
     if logs.is_json():
         choices = {name: {"value": made["value"], "source": made["source"]} for name, made in chosen.items()}
         extra = logs.fields(

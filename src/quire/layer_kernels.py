@@ -93,6 +93,8 @@ def _held(held: WeightFormat) -> str:
 def _kernel(stored: StoredLinear, dtype: str, isa: str) -> str:
     if isa == "torch":
         return "plain torch"
+    if isa.startswith("sm_"):
+        return "cuBLAS" if stored.held is None else "plain torch"
     if isinstance(stored.held, Fp8Format):
         products = _FP8_KERNELS.get(isa, _FLOAT_KERNEL) if dtype == "bfloat16" else _FLOAT_KERNEL
         return f"codes to bfloat16 block by block, {products}"

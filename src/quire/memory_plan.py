@@ -18,6 +18,7 @@ from quire.resolve import GIB, Resolved, kv_bytes_per_token, shown_bytes
 # Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
 MAX_USEFUL_CONTEXTS = 2
 RESERVE_SHARE = 0.05  # of total memory, left to the operating system and to allocator slack
+GPU_RESERVE_SHARE = 0.02  # of a GPU's: fragments of the allocator, and libraries that load kernels late
 FREE_MEMORY_MARGIN = 0.95  # of measured free memory in advice: it will not be the same at the next start
 MIN_SUGGESTED_BUDGET = 256  # tokens per step; below it prompts become slow
 LOGITS_COPIES = 2  # float32 rows of logits held at once: the model's, and the sampler's scratch
@@ -33,6 +34,7 @@ class MemoryFacts:
     work_bytes: int  # of a step at the full token budget, logits included
     logits_bytes: int = 0  # the part of work_bytes that does not shrink with the token budget
     is_predicted: bool = False  # weights and work are from config.json, not measured
+    work_detail: str = ""  # how work was measured; empty: a short step, scaled
 
 
 def logits_bytes(model: ModelConfig, max_num_seqs: int) -> int:
@@ -90,6 +92,7 @@ def _put_memory(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> 
     else:
         resolved.put("weight_bytes", memory.weight_bytes, "measured", weights)
         detail = f"a short step, scaled to {resolved.max_num_batched_tokens} tokens, and {logits}"
+        detail = memory.work_detail or detail
         resolved.put("work_bytes", memory.work_bytes, "measured", detail)
 
 
@@ -102,17 +105,17 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
     if config.kv_cache_memory_bytes is not None:
         source = config.sources["kv_cache_memory_bytes"]
         return _Offer(config.kv_cache_memory_bytes, source, f"kv_cache_memory_bytes / {per_block}", False)
-    if (gib := envs.CPU_KVCACHE_SPACE.get()) > 0:
+    if resolved.device == "cpu" and (gib := envs.CPU_KVCACHE_SPACE.get()) > 0:
         detail = f"VLLM_CPU_KVCACHE_SPACE = {gib} GiB / {per_block}"
         return _Offer(int(gib * GIB), "environment", detail, False)
-    reserve = memory.work_bytes + int(memory.total_bytes * RESERVE_SHARE)
+    reserve_share = RESERVE_SHARE if resolved.device == "cpu" else GPU_RESERVE_SHARE
+    reserve = memory.work_bytes + int(memory.total_bytes * reserve_share)
     free = memory.free_bytes - reserve
     free_detail = (
         f"{memory.free_bytes:,} free after the weights - {reserve:,} reserve "
-        f"(work {memory.work_bytes:,} + {RESERVE_SHARE:.0%} of {memory.total_bytes:,}), / {per_block}"
+        f"(work {memory.work_bytes:,} + {reserve_share:.0%} of {memory.total_bytes:,}), / {per_block}"
     )
-    if config.gpu_memory_utilization is not None:
-        share = config.gpu_memory_utilization
+    if (share := resolved.gpu_memory_utilization) is not None:
         allowed = int(memory.total_bytes * share) - memory.weight_bytes - memory.work_bytes
         detail = (
             f"{share} x {memory.total_bytes:,} total - {memory.weight_bytes:,} weights - {memory.work_bytes:,} work, "

@@ -20,8 +20,13 @@ from quire.weight_format import ON_LOAD
 GIB = 1 << 30
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-# vLLM's table for CPU, `max_num_seqs / max_num_batched_tokens`: for the server, and for LLM(...).
+# vLLM's tables, `max_num_seqs / max_num_batched_tokens`, for the server, and for LLM(...): on CPU, on GPUs, and on GPUs
+# with much memory.
 SERVER_LIMITS, OFFLINE_LIMITS = (128, 2048), (256, 4096)
+GPU_SERVER_LIMITS, GPU_OFFLINE_LIMITS = (256, 2048), (256, 8192)
+LARGE_GPU_SERVER_LIMITS, LARGE_GPU_OFFLINE_LIMITS = (1024, 8192), (1024, 16384)
+LARGE_GPU_BYTES = 70 * GIB
+GPU_MEMORY_UTILIZATION = 0.9  # where none is given
 THROUGHPUT_FACTOR = 2  # on both limits, as vLLM's performance mode
 # On the token budget: a long prompt then holds up the others' next token for a quarter of the time.
 INTERACTIVITY_DIVISOR = 4
@@ -43,6 +48,20 @@ _PLANNED_FOR = ("max_num_seqs", "max_num_batched_tokens")
 
 
 @dataclass(frozen=True)
+class GpuFacts:
+    """What the GPU has that a model would run on. Memory in bytes."""
+
+    name: str
+    capability: int  # 90 is sm_90
+    total_memory_bytes: int
+    free_memory_bytes: int
+
+    @property
+    def isa(self) -> str:
+        return f"sm_{self.capability}"
+
+
+@dataclass(frozen=True)
 class DeviceFacts:
     """What the machine has. Memory in bytes."""
 
@@ -52,6 +71,14 @@ class DeviceFacts:
     num_cores: int
     total_memory_bytes: int
     free_memory_bytes: int
+    gpu: GpuFacts | None = None
+    no_gpu: str = "no driver of a GPU is loaded"  # why there is none that can be used
+
+    def memory_of(self, device: str) -> tuple[int, int]:
+        """Total and free bytes of what holds weights and KV cache on this device, `cpu` or `cuda`."""
+        facts = self.gpu if device == "cuda" else self
+        assert facts is not None, "a device that was not found"
+        return facts.total_memory_bytes, facts.free_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -115,9 +142,14 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         else:
             put(name, chosen, config.sources[name], f"default would be {default}: {detail}")
 
-    put("isa", device.isa, "environment" if envs.ISA.get() else "device", device.name)
+    put("device", *_device(config, device))
+    gpu = device.gpu if resolved.device == "cuda" else None
+    if gpu is not None:
+        put("isa", gpu.isa, "device", gpu.name)
+    else:
+        put("isa", device.isa, "environment" if envs.ISA.get() else "device", device.name)
     if config.dtype == "auto":
-        put("dtype", *_auto_dtype(model))
+        put("dtype", *_auto_dtype(model, gpu))
     else:
         given = DTYPE_ALIASES.get(config.dtype, config.dtype)
         put("dtype", given, config.sources["dtype"], f"checkpoint is {model.dtype}")
@@ -130,7 +162,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         put_or("num_threads", device.num_cores, "device", "physical cores allowed by affinity and cgroup quota")
     put("max_model_len", *_max_model_len(config, model))
 
-    seqs, tokens, source, why = _batch_limits(config, is_server)
+    seqs, tokens, source, why = _batch_limits(config, gpu, is_server)
     put_or("max_num_seqs", seqs, source, why)
     most = resolved.max_num_seqs * resolved.max_model_len
     if tokens > most:
@@ -155,9 +187,14 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             param="max_num_batched_tokens",
         )
     put_or("max_num_queued_reqs", 1024 if is_server else None, "default", "bounded in the server, unbounded offline")
-    put_or(
-        "async_scheduling", False, "default", "on CPU the kernels use every core, so there is nothing to hide behind"
-    )
+    if gpu is None:
+        why = "on CPU the kernels use every core, so there is nothing to hide behind"
+        put_or("async_scheduling", False, "default", why)
+    else:
+        put_or("async_scheduling", True, "default", "the GPU computes a step while the next one is scheduled")
+        why = "of all memory: weights, work, graphs and KV cache together; vLLM's default"
+        put_or("gpu_memory_utilization", GPU_MEMORY_UTILIZATION, "default", why)
+        put("enforce_eager", *_enforce_eager(config, model, resolved))
     _put_rest(resolved, config)
     return resolved
 
@@ -198,10 +235,43 @@ _UNSET = {
 }
 
 
-def _batch_limits(config: EngineConfig, is_server: bool) -> tuple[int, int, Source, str]:
+def _device(config: EngineConfig, device: DeviceFacts) -> tuple[str, Source, str]:
+    if config.device == "auto":
+        return ("cpu", "device", device.no_gpu) if device.gpu is None else ("cuda", "device", device.gpu.name)
+    if config.device == "cuda" and device.gpu is None:
+        raise ConfigError(
+            f"There is no GPU that can be used: {device.no_gpu}",
+            value=config.device,
+            fix="Leave --device out to run on the CPU",
+            param="device",
+        )
+    return config.device, config.sources["device"], "" if device.gpu is None else f"there is {device.gpu.name}"
+
+
+def _enforce_eager(config: EngineConfig, model: ModelConfig, resolved: Resolved) -> tuple[bool, Source, str]:
+    """Whether decoding is not captured: it must be nothing but launches, without a look at a result on the way."""
+    if config.enforce_eager:
+        return True, config.sources["enforce_eager"], "no CUDA graphs"
+    plain_torch = "what plain torch computes on a GPU is not captured in CUDA graphs"
+    if not model.is_native or config.model_impl == "transformers":
+        return True, "model", "transformers' modelling code is not captured in CUDA graphs"
+    if resolved.quantization is not None:
+        return True, "formula", f"{plain_torch}: products with {resolved.quantization} weights"
+    if kv_format(resolved.kv_cache_dtype, resolved.dtype) != kv_format("auto", resolved.dtype):
+        return True, "formula", f"{plain_torch}: attention over a KV cache in {resolved.kv_cache_dtype}"
+    return False, config.sources["enforce_eager"], "decoding is captured in CUDA graphs"
+
+
+def _batch_limits(config: EngineConfig, gpu: GpuFacts | None, is_server: bool) -> tuple[int, int, Source, str]:
     """Default max_num_seqs and max_num_batched_tokens, their source, and why."""
-    seqs, tokens = SERVER_LIMITS if is_server else OFFLINE_LIMITS
-    why = f"as vLLM on CPU: {seqs} requests, {tokens} tokens"
+    if gpu is None:
+        (seqs, tokens), kind = SERVER_LIMITS if is_server else OFFLINE_LIMITS, "CPU"
+    elif gpu.total_memory_bytes < LARGE_GPU_BYTES:
+        (seqs, tokens), kind = GPU_SERVER_LIMITS if is_server else GPU_OFFLINE_LIMITS, "GPUs"
+    else:
+        limits = LARGE_GPU_SERVER_LIMITS if is_server else LARGE_GPU_OFFLINE_LIMITS
+        (seqs, tokens), kind = limits, f"GPUs of {LARGE_GPU_BYTES // GIB} GiB and more"
+    why = f"as vLLM on {kind}: {seqs} requests, {tokens} tokens"
     if config.performance_mode == "interactivity":
         tokens //= INTERACTIVITY_DIVISOR
         return seqs, tokens, "formula", f"{why}; tokens / {INTERACTIVITY_DIVISOR} for interactivity"
@@ -213,7 +283,9 @@ def _batch_limits(config: EngineConfig, is_server: bool) -> tuple[int, int, Sour
     return seqs, tokens, "default", why
 
 
-def _auto_dtype(model: ModelConfig) -> tuple[str, Source, str]:
+def _auto_dtype(model: ModelConfig, gpu: GpuFacts | None) -> tuple[str, Source, str]:
+    if gpu is not None and model.dtype == "float32":
+        return "bfloat16", "device", "the checkpoint is float32, which a GPU multiplies at a fraction of its rate"
     if model.dtype in DTYPE_BYTES:
         return model.dtype, "model", "the checkpoint's dtype"
     return "bfloat16", "default", f"the checkpoint's dtype is {model.dtype}"

@@ -29,7 +29,7 @@ MOVING = {"unplanned_bytes"}
     ids=["bytes", "blocks", "longest"],
 )
 def test_the_engine_starts_with_what_was_explained(config: EngineConfig) -> None:
-    device = devices.detect(extension.chosen_isa())
+    device = devices.detect(extension.chosen_isa(), devices.ask_gpu())
     explanation = explain("demo", config, ServerConfig(), load_model_config(demo.path()), device)
     engine = start_engine(config, demo.path(), is_server=True, progress=lambda phase, fraction, detail: None)
     started = engine.resolved.settings

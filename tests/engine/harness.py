@@ -13,21 +13,27 @@ import torch
 import quire.demo
 from quire.engine.core import EngineCore
 from quire.engine.executor import InlineExecutor, ThreadExecutor
+from quire.forward_batch import LayerCache
 from quire.kv_format import kv_format
 from quire.loader.load import load_model
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
+from quire.schedule import Executor
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.weight_format import ON_LOAD
 from quire.worker import kv_cache
+from quire.worker.cuda_graphs import DecodeGraphs
+from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.device_runner import DeviceRunner
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
 from tests.quantization.checkpoints import Format, write_quantized
+from tests.worker.fake_accelerator import FakeAccelerator
 
 EOS = 2
 CHECKPOINT = "gptq"  # the demo model as a quantized checkpoint, of the form with the most parts
@@ -81,6 +87,8 @@ class Schedule:
     depth: int = 1
     max_model_len: int | None = None  # None: the model's
     kv_cache_dtype: str = "auto"  # this one does change them
+    accelerator: FakeAccelerator | None = None  # run as on a GPU
+    graph_sizes: tuple[int, ...] = ()  # of decode batches, there
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
@@ -94,16 +102,28 @@ def build_core(schedule: Schedule, precision: str) -> EngineCore:
     for tensor in (tensor for layer in caches for tensor in layer.tensors()):
         if tensor.dtype != torch.int8:
             tensor.copy_(torch.tensor(float("nan")))  # a slot read before it is written must show
-    inputs = InputBatch(schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size)
-    runner = ModelRunner(model, caches, inputs, "raw_logprobs")
     kv = KVCacheManager(
         BlockPool(schedule.num_blocks, schedule.block_size), enable_prefix_caching=schedule.prefix_caching
     )
     limits = SchedulerLimits(
         max_num_seqs=schedule.max_num_seqs, max_num_batched_tokens=schedule.chunk, max_model_len=config.max_model_len
     )
-    executor = InlineExecutor(runner) if schedule.depth == 1 else ThreadExecutor(runner)
+    executor = _executor(schedule, config, model, caches)
     return EngineCore(Scheduler(limits, kv), executor, depth=schedule.depth)
+
+
+def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, caches: list[LayerCache]) -> Executor:
+    sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size)
+    if (accelerator := schedule.accelerator) is None:
+        runner = ModelRunner(model, caches, InputBatch(*sizes), "raw_logprobs")
+        return InlineExecutor(runner) if schedule.depth == 1 else ThreadExecutor(runner)
+    max_tokens = max(schedule.chunk, *sizes[:1])
+    inputs = DeviceInputBatch(*sizes, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth)
+    graphs = None
+    if schedule.graph_sizes:
+        graphs = DecodeGraphs(model, caches, inputs, accelerator, schedule.graph_sizes)
+        graphs.capture()
+    return DeviceRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
 
 
 def run(

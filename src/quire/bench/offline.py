@@ -49,8 +49,10 @@ class Engine:
         return self.llm.generate(prompts, params, use_tqdm=progress)
 
     def hardware_limit(self, rounds: Sequence[Sequence[RequestOutput]], seconds: float) -> dict[str, Any] | None:
-        """None where the limit cannot be counted: no compiled kernels to measure it with."""
+        """None where the limit cannot be counted: no compiled kernels to measure it with, or a GPU."""
         resolved = self.llm.resolved
+        if resolved.device != "cpu":
+            return None
         machine = measure_machine(resolved.dtype, resolved.num_threads)
         if machine is None:
             return None

@@ -42,6 +42,7 @@ class Server:
     dtype: str | None = None  # of a Quire server
     quantization: str | None = None
     num_threads: int = 0  # of its engine
+    device: str = "cpu"
     kv_cache_dtype: str = "auto"
 
     @property
@@ -126,6 +127,7 @@ async def find_server(target: Target) -> Server:
                 "quantization": settings["quantization"]["value"],
                 "kv_cache_dtype": str(settings["kv_cache_dtype"]["value"]),
                 "num_threads": int(settings["num_threads"]["value"]),
+                "device": str(settings["device"]["value"]),
             }
         except (OSError, HttpError, ValueError, KeyError, TypeError):
             engine = {}  # not a Quire server
@@ -234,7 +236,7 @@ def hardware_limit(server: Server, runs: Sequence[Run]) -> dict[str, Any] | None
     """For a Quire server on this machine with a model on this machine; None for others: their limits are not known."""
     is_here = urlsplit(server.target.url).hostname in ("127.0.0.1", "localhost", "::1")
     folder = server.model_folder
-    if not is_here or folder is None or server.dtype is None:
+    if not is_here or folder is None or server.dtype is None or server.device != "cpu":
         return None
     rounds = [
         [

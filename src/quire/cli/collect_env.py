@@ -73,7 +73,8 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "cores used", f"{devices.num_cores()}, by affinity and cgroup quota ({devices.cpu_quota() or 'none'})"
     total, free = devices.total_memory_bytes(), devices.free_memory_bytes()
     yield "memory", f"{shown_bytes(total)}, {shown_bytes(free)} free (of the cgroup's limit, where there is one)"
-    yield "GPU", "present, not used in this version" if devices.has_gpu() else "none"
+    gpu = devices.ask_gpu()
+    yield "GPU", f"not used: {gpu}" if isinstance(gpu, str) else f"{gpu.name}, {shown_bytes(gpu.total_memory_bytes)}"
 
 
 def _kernels() -> Iterator[tuple[str, str]]:

@@ -29,7 +29,8 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     from quire.launch import find_model
 
     _, name, model = find_model(engine_config, None, weights=False)
-    device = devices.detect(extension.chosen_isa())
+    gpu = "none was looked for" if engine_config.device == "cpu" else devices.ask_gpu()
+    device = devices.detect(extension.chosen_isa(), gpu)
     bandwidth = extension.read_bandwidth(device.num_cores)
     explanation = explain(name, engine_config, server_config, model, device, bandwidth)
     if args.json:

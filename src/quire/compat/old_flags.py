@@ -62,7 +62,6 @@ OLD_FLAGS: tuple[Foreign, ...] = (
     *refused(POOLING, values="override_pooler_config"),
     translated("rope_scaling", "an override of config.json", _rope_parameters),
     *refused("it is part of config.json", """Use --hf-overrides '{"rope_theta": ...}'""", values="rope_theta"),
-    *refused("there is no GPU backend in this version", "Leave it out", off=("auto", "cpu"), values="device"),
     *accepted(KERNELS, values="override_attention_dtype"),
     *accepted("other devices are not in this version", values="override_neuron_config"),
     # Graphs.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
-from quire.resolve import DeviceFacts
+from quire.resolve import DeviceFacts, GpuFacts
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
+NO_DRIVER = "no driver of a GPU is loaded"
+_ASK_SECONDS = 60.0  # loading torch from a slow disk takes the longest
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
 
 
@@ -92,12 +97,30 @@ def cpu_name() -> str:
 
 
 def has_gpu() -> bool:
-    """Whether a driver for GPUs of NVIDIA or AMD is loaded. None is used in this version."""
+    """Whether a driver for GPUs of NVIDIA or AMD is loaded."""
     return any(file.exists() for file in _GPU_FILES)
 
 
-def detect(isa: str) -> DeviceFacts:
-    """Facts of the CPU. `isa` is what the kernels chose (quire.kernels.cpu.isa()), or `torch` without them."""
+def ask_gpu() -> GpuFacts | str:
+    """The GPU that an engine started now would find, or why none: asked in a process of its own, which loads torch."""
+    if not has_gpu():
+        return NO_DRIVER
+    command = [sys.executable, "-m", "quire.kernels.gpu_facts"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"asking for GPUs failed ({type(error).__name__})"
+    found = json.loads(answer)
+    return found if isinstance(found, str) else GpuFacts(**found)
+
+
+def detect(isa: str, gpu: GpuFacts | str = "none was looked for") -> DeviceFacts:
+    """Facts of the machine.
+
+    Args:
+        isa: what the CPU kernels chose (quire.kernels.cpu.isa()), or `torch` without them.
+        gpu: the one that can be used, or why there is none.
+    """
     return DeviceFacts(
         kind="cpu",
         name=cpu_name(),
@@ -105,4 +128,6 @@ def detect(isa: str) -> DeviceFacts:
         num_cores=num_cores(),
         total_memory_bytes=total_memory_bytes(),
         free_memory_bytes=free_memory_bytes(),
+        gpu=gpu if isinstance(gpu, GpuFacts) else None,
+        no_gpu=gpu if isinstance(gpu, str) else "",
     )

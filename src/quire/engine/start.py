@@ -13,13 +13,15 @@ from quire.engine.warm_up import produce_tokens
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.resolve import Resolved
+from quire.schedule import Executor
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
+from quire.worker.device_runner import DeviceRunner
 from quire.worker.prefault import Prefault
-from quire.worker.worker import start_worker
+from quire.worker.worker import Worker, start_worker
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,15 @@ def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, p
     scheduler = Scheduler(
         limits, kv, policy=resolved.scheduling_policy, enable_chunked_prefill=resolved.enable_chunked_prefill
     )
-    if resolved.async_scheduling:
-        core = EngineCore(scheduler, ThreadExecutor(worker.runner), depth=2)
-    else:
-        core = EngineCore(scheduler, InlineExecutor(worker.runner), depth=1)
+    core = EngineCore(scheduler, _executor(worker, resolved), depth=2 if resolved.async_scheduling else 1)
     core.cost.add(*worker.measured_step)
     progress("warm up", 2 / 3, "producing a token")
     put_expectation(resolved, model_config, produce_tokens(core), worker.measured_step)
     progress("warm up", 1.0, "first token produced")
     return StartedEngine(core, resolved, model_config, worker.prefault)
+
+
+def _executor(worker: Worker, resolved: Resolved) -> Executor:
+    if isinstance(worker.runner, DeviceRunner):
+        return worker.runner  # it launches, and waits for results when they are asked for
+    return ThreadExecutor(worker.runner) if resolved.async_scheduling else InlineExecutor(worker.runner)

@@ -65,6 +65,8 @@ def linear(
     assert x_TK.dtype == packed.dtype, f"x is {x_TK.dtype}, the weight is {packed.dtype}"
     assert bias_N is None or bias_N.shape == (packed.N,), f"bias is not of shape ({packed.N},)"
     T = x_TK.shape[0]
+    if out is None and not packed.is_packed:
+        return _plain(x_TK, packed, bias_N).to(out_dtype or x_TK.dtype)
     if out is None:
         out = torch.empty((T, packed.N), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
     else:
@@ -75,8 +77,11 @@ def linear(
         bias_N = None if bias_N is None else contiguous_rows(bias_N)
         cpu.gemm(contiguous_rows(x_TK), packed.data, packed.N, bias_N, out)
         return out
-    bias = None if bias_N is None else bias_N.to(x_TK.dtype)
-    return out.copy_(F.linear(x_TK, packed.data, bias))
+    return out.copy_(_plain(x_TK, packed, bias_N))
+
+
+def _plain(x_TK: Tensor, packed: PackedLinear, bias_N: Tensor | None) -> Tensor:
+    return F.linear(x_TK, packed.data, None if bias_N is None else bias_N.to(x_TK.dtype))
 
 
 def packed_rows(packed: PackedLinear, rows_T: Tensor) -> Tensor:

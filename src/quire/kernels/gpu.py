@@ -20,6 +20,14 @@ def takes(x: Tensor) -> bool:
     return serves(x.device)
 
 
+def place(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, by a copy that nobody waits for; on CPU the tensor itself.
+
+    The caller may drop `x`, but not change it.
+    """
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
 @cache
 def kernels() -> Any:
     """The module of all GPU kernels. ImportError where Triton is not installed."""

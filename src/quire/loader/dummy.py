@@ -11,19 +11,23 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from quire.models.registry import CPU
+
 # One table of random numbers serves all tensors, each from its own place: drawing numbers for every weight would take
 # seconds. The length is prime, so that rows of a matrix do not repeat.
 _TABLE_LENGTH = 1_048_573
 
 
-def dummy_weights(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor of `dtype`) for every name.
+def dummy_weights(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device = CPU
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor of `dtype` on `device`) for every name.
 
     Matrices have the variance 1 / columns, so that activations neither grow nor vanish from layer to layer; norms are
     close to one and biases close to zero.
     """
     table = torch.rand(_TABLE_LENGTH, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1)  # variance 1/3
-    twice = torch.cat((table, table))
+    twice = torch.cat((table, table)).to(device)
     for name, shape in shapes.items():
         yield name, _fill(twice, name, shape, dtype)
 
@@ -39,7 +43,7 @@ def _fill(twice: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.d
         values = (values * 0.1 + is_norm).to(dtype)
     else:
         values = (values * math.sqrt(3 / max(shape[-1], 1))).to(dtype)
-    tensor = torch.empty(count, dtype=dtype)
+    tensor = torch.empty(count, dtype=dtype, device=twice.device)
     for begin in range(0, count, _TABLE_LENGTH):
         tensor[begin : begin + _TABLE_LENGTH] = values[: count - begin]
     return tensor.view(shape)

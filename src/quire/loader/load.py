@@ -17,7 +17,7 @@ from quire.logs import get_logger
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.models.registry import CausalLM, build_model
+from quire.models.registry import CPU, CausalLM, build_model
 
 logger = get_logger(__name__)
 
@@ -32,6 +32,7 @@ def load_model(
     model_impl: str = "auto",
     quantization: str | None = None,
     packed_weights_cache: bool = False,
+    device: torch.device = CPU,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
@@ -42,7 +43,8 @@ def load_model(
         progress: called with ("load", fraction, bytes read of all).
         model_impl: native; transformers: its modelling code; auto: native if the architecture is, else transformers.
         quantization: a key of weight_format.ON_LOAD, or None: weights as the checkpoint has them.
-        packed_weights_cache: of a native model on the kernels: map what an earlier start has kept, else keep it.
+        packed_weights_cache: of a native model on the CPU kernels: map what an earlier start has kept, else keep it.
+        device: where weights go and the model runs.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
@@ -73,7 +75,7 @@ def load_model(
             )
         from quire.models.transformers_backend import TransformersModel
 
-        model = TransformersModel(config, dtype)
+        model = TransformersModel(config, dtype, device)
     else:
         if checkpoint is None and config.quantized is not None:
             raise ConfigError(
@@ -82,17 +84,17 @@ def load_model(
                 fix="Use --hf-overrides '{\"quantization_config\": null}' with --quantization int8, int4 or fp8",
                 param="load_format",
             )
-        model = build_model(config, dtype, quantization)
+        model = build_model(config, dtype, quantization, device)
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)
     if packed_weights_cache:
-        if isinstance(model, Decoder) and checkpoint is not None and extension.is_used():
+        if isinstance(model, Decoder) and checkpoint is not None and extension.is_used() and device == CPU:
             _load_cached(model, PackedCache(config, dtype, quantization, checkpoint.files), checkpoint, progress)
             return model
-        logger.warning("no packed weights are kept: only those of native models are, on the compiled kernels")
+        logger.warning("no packed weights are kept: only those of native models are, on the compiled CPU kernels")
     if checkpoint is None:
-        model.load_weights(dummy_weights(model.expected_weights(), dtype))
+        model.load_weights(dummy_weights(model.expected_weights(), dtype, device))
     else:
         model.load_weights(checkpoint.tensors(progress))
     model.finalize()

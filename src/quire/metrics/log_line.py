@@ -22,7 +22,7 @@ class StatsLine:
     """Sums up the steps since the last line."""
 
     def __init__(self, engine: str = "000", device: str = "CPU", now: float | None = None) -> None:
-        self._prefix, self._device = f"Engine {engine}", device
+        self._prefix, self.device = f"Engine {engine}", device
         self._last_time = time.monotonic() if now is None else now
         self._num_prompt = self._num_generated = self._num_preemptions = 0
         self._lookups: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_STEPS)
@@ -70,7 +70,7 @@ class StatsLine:
             f"Waiting: {record.num_waiting - record.num_deferred} reqs",
             *([f"Deferred: {record.num_deferred} reqs"] if record.num_deferred else []),
             *([f"Preemptions: {self._num_preemptions}"] if self._num_preemptions else []),
-            f"{self._device} KV cache usage: {100 * record.num_blocks_in_use / max(record.num_blocks_total, 1):.1f}%",
+            f"{self.device} KV cache usage: {100 * record.num_blocks_in_use / max(record.num_blocks_total, 1):.1f}%",
             f"Prefix cache hit rate: {100 * self.prefix_cache_hit_rate:.1f}%",
         ]
         self._num_prompt = self._num_generated = self._num_preemptions = 0

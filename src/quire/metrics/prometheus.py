@@ -85,7 +85,6 @@ class PrometheusMetrics:
         model_name: label of every series of the engine's.
         max_model_len: last bucket of the length histograms.
         engine: index of the engine, a label.
-        device: word of the statistics line, CPU or GPU.
         model: what is counted of it in estimates of work; None: nothing.
         legacy_names: show the names of old too.
         kv_blocks: show how long KV blocks keep their content.
@@ -96,14 +95,13 @@ class PrometheusMetrics:
         model_name: str,
         max_model_len: int,
         engine: int = 0,
-        device: str = "CPU",
         model: ModelConfig | None = None,
         *,
         legacy_names: bool = False,
         kv_blocks: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.stats_line = StatsLine(f"{engine:03d}", device)
+        self.stats_line = StatsLine(f"{engine:03d}")
         self._label_values = {"model_name": model_name, "engine": str(engine)}
         self._max_model_len = max_model_len
         self._model = model
@@ -258,6 +256,7 @@ class PrometheusMetrics:
 
     def on_ready(self, ready: EngineReady) -> None:
         """The engine takes requests: publish vllm:cache_config_info, once, and know what a step costs."""
+        self.stats_line.device = "GPU" if _setting(ready, "device") == "cuda" else "CPU"
         dtype, quantization = _setting(ready, "dtype"), _setting(ready, "quantization")
         if self._model is not None and isinstance(dtype, str):
             weights = quantization if isinstance(quantization, str) else None

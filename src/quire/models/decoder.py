@@ -33,14 +33,23 @@ class Decoder:
         family: what config does not say.
         dtype: of weights, activations and KV cache.
         quantization: a key of ON_LOAD, or None: weights as the checkpoint has them.
+        device: where `load_weights` brings the tensors it gets, and where the model runs.
     """
 
-    def __init__(self, config: ModelConfig, family: Family, dtype: torch.dtype, quantization: str | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        family: Family,
+        dtype: torch.dtype,
+        quantization: str | None,
+        device: torch.device,
+    ) -> None:
         self.config = config
         self.dtype = dtype
+        self.device = device
         self.mapped_bytes = 0
         self._parts: list[tuple[str, Weighted]] = []
-        self._backends = SharedBackends(torch.device("cpu"))
+        self._backends = SharedBackends(device)
         self._embed = self._make_embeddings(quantization)
         self._blocks = [family.block(build) for build in self._layer_builders(family, quantization)]
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset, dtype)
@@ -75,7 +84,7 @@ class Decoder:
         for layer in range(config.num_layers):
             rope = config.layer_rope(layer)
             if rope is not None and rope not in tables:
-                tables[rope] = cos_sin_table(rope, config.max_model_len)
+                tables[rope] = cos_sin_table(rope, config.max_model_len).to(self.device)
             build = LayerBuilder(
                 config=config,
                 layer=layer,
@@ -101,7 +110,7 @@ class Decoder:
         Each layer packs itself when complete. Tensors may be views of mapped files: nothing keeps them. Raises
         WeightsError naming what is missing, unexpected, misshapen or of a foreign dtype.
         """
-        self._weights.load(weights)
+        self._weights.load((name, tensor.to(self.device)) for name, tensor in weights)
 
     def held(self) -> dict[str, dict[str, Any]]:
         """What is held after loading, by part and attribute: all that `restore` needs in place of a checkpoint."""
@@ -149,7 +158,7 @@ class Decoder:
 
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take tensors by our names, each once and fit: what they complete can run."""
-        self._weights.load_some(weights)
+        self._weights.load_some((name, tensor.to(self.device)) for name, tensor in weights)
 
     def layer_parts(self, layer: int) -> list[tuple[str, Weighted]]:
         """The parts of one layer and what their tensors' names begin with inside it, as `self_attn.`."""

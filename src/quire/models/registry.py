@@ -15,6 +15,8 @@ from quire.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, q
 from quire.models.decoder import Decoder
 from quire.models.family import Family
 
+CPU = torch.device("cpu")
+
 _MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, smollm3, olmo2, granite)
 
 FAMILIES: dict[str, Family] = {name: module.FAMILY for module in _MODULES for name in module.FAMILY.architectures}
@@ -24,6 +26,8 @@ class CausalLM(Protocol):
     """A causal language model on our paged KV cache. T tokens, R rows, D hidden, V vocabulary."""
 
     config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
     mapped_bytes: int  # of the weights, in a mapped file: in use, though the system counts them as free
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
@@ -51,7 +55,12 @@ class CausalLM(Protocol):
         ...
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> Decoder:
+def build_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantization: str | None = None,
+    device: torch.device = CPU,
+) -> Decoder:
     """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
 
     Positions are bounded by `config.max_model_len`: replace it with the length that is served. Raises ModelConfigError
@@ -65,4 +74,4 @@ def build_model(config: ModelConfig, dtype: torch.dtype, quantization: str | Non
             expected="one of " + ", ".join(FAMILIES),
             fix="Use --model-impl transformers to run it through transformers' modelling code",
         )
-    return Decoder(config, family, dtype, quantization)
+    return Decoder(config, family, dtype, quantization, device)

@@ -55,20 +55,22 @@ class TransformersModel:
     Args:
         config: sizes of the KV cache; the rest is read from config.json with the same overrides.
         dtype: of weights, activations and KV cache.
+        device: where the model runs.
 
     Raises:
         ModelConfigError: transformers does not know the architecture, or it cannot run on paged attention.
         ConfigError: transformers is not installed.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
+        self.device = device
         self.mapped_bytes = 0
         self.dtype = dtype
         self._model_class, self._hf_config = _classes(config)
         self._hf_config.dtype = dtype
         attention.register()
-        self._backends = SharedBackends(torch.device("cpu"))
+        self._backends = SharedBackends(device)
         self._context = attention.StepContext()
         self._model: Any = None  # with weights, from load_weights on
         self._body: Any = None  # embeddings to final norm
@@ -101,7 +103,7 @@ class TransformersModel:
                 trust_remote_code=False,
             )
         _check_report(report)
-        self._model = model.eval().requires_grad_(False)
+        self._model = model.eval().requires_grad_(False).to(self.device)
 
     @torch.inference_mode()
     def finalize(self) -> None:
@@ -163,9 +165,9 @@ class TransformersModel:
         """What the attention of every layer asks for, from a run on three tokens."""
         probe = attention.Probe()
         attention.attach_probe(self._body, probe)
-        token_ids_T = torch.arange(3) % self.config.vocab_size
+        positions_T = torch.arange(3, device=self.device)
         try:
-            self._run_body(token_ids_T, torch.arange(3) + first_position)
+            self._run_body(positions_T % self.config.vocab_size, positions_T + first_position)
         except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
             raise attention.refusal(self.config.architecture, f"its modelling code fails ({error})") from error
         finally:
@@ -191,7 +193,7 @@ class PackedLinear(nn.Module):
         self.packed = pack_linear(weight_NK)
         self.in_features, self.out_features = self.packed.K, self.packed.N
         # modelling code may ask for the dtype of a layer; one that computes with the weight itself must fail
-        self.weight = torch.empty(0, dtype=weight_NK.dtype)
+        self.weight = torch.empty(0, dtype=weight_NK.dtype, device=weight_NK.device)
         self.bias = None if bias_N is None else nn.Parameter(bias_N, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

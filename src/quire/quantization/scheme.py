@@ -54,7 +54,8 @@ class ShardedTensor:
         assert piece.shape == self.pieces[shard]
         if len(self.pieces) == 1:
             self.data = piece.to(self.dtype)
-            self.is_borrowed = self.data.data_ptr() == piece.data_ptr()
+            # On a GPU it was brought there for us: nobody else keeps it.
+            self.is_borrowed = self.data.data_ptr() == piece.data_ptr() and piece.device.type == "cpu"
         else:
             sizes = [shape[self._dim] for shape in self.pieces]
             if self.data is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.sampling.filters import RowFilter
 from quire.sampling.penalties import RowPenalties
@@ -78,6 +79,20 @@ class SamplingState:
     def append_token(self, row: int, token_id: int) -> None:
         """Record a sampled token."""
         self.num_output_tokens_C[row] += 1
+        self.learn_token(row, token_id)
+
+    def count_tokens(self, rows_R: NDArray[np.int64]) -> None:
+        """Count one more token for each of the rows, which are distinct. Which tokens, `learn_token` says later."""
+        self.num_output_tokens_C[rows_R] += 1
+
+    def needs_tokens(self, rows: Iterable[int]) -> bool:
+        """Whether one of the rows can be sampled only when all its earlier tokens are known here."""
+        if not (self.filters or self.penalties):
+            return False
+        return any(row in self.penalties or (row in self.filters and self.filters[row].needs_tokens) for row in rows)
+
+    def learn_token(self, row: int, token_id: int) -> None:
+        """What filters and penalties keep of a sampled token, which is counted already."""
         if (row_filter := self.filters.get(row)) is not None:
             row_filter.append(token_id)
         if (penalties := self.penalties.get(row)) is not None:

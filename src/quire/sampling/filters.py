@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from quire.kernels import gpu
 from quire.sampling_params import SamplingParams
 
 
@@ -61,6 +62,11 @@ class RowFilter:
             output_tail=list(output_token_ids[-tail:]) if tail else [],
         )
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether what it forbids depends on the output so far."""
+        return bool(self.max_tail) or self.num_tokens_to_min > 0
+
     def append(self, token_id: int) -> None:
         """Record a sampled token."""
         self.num_tokens_to_min -= 1
@@ -70,19 +76,21 @@ class RowFilter:
 
     def apply(self, logits_V: Tensor) -> None:
         """Modify one row's logits in place. The order is vLLM's: allowed, bad words, min_tokens, bias."""
+        device = logits_V.device
         if self.allowed_ids is not None:
-            kept = logits_V[self.allowed_ids]
+            allowed_ids = gpu.place(self.allowed_ids, device)
+            kept = logits_V[allowed_ids]
             logits_V.fill_(-math.inf)
-            logits_V[self.allowed_ids] = kept
+            logits_V[allowed_ids] = kept
         if self.forbidden_ids is not None:
-            logits_V[self.forbidden_ids] = -math.inf
+            logits_V[gpu.place(self.forbidden_ids, device)] = -math.inf
         for before, last in self.bad_sequences:
             if self.output_tail[-len(before) :] == before:
                 logits_V[last] = -math.inf
         if self.stop_ids is not None and self.num_tokens_to_min > 0:
-            logits_V[self.stop_ids] = -math.inf
+            logits_V[gpu.place(self.stop_ids, device)] = -math.inf
         if self.bias is not None:
-            ids, values = self.bias
+            ids, values = (gpu.place(x, device) for x in self.bias)
             logits_V[ids] += values
 
 

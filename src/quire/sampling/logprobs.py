@@ -26,13 +26,28 @@ def most_likely(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits:
         as_logits: report logits instead of log probabilities.
     The rank of the given token is 1 + the number of tokens with a higher logit.
     """
+    return entries(token_ids_R, *scores(logits_RV, token_ids_R, num_top, as_logits))
+
+
+Scores = tuple[Tensor, Tensor, Tensor, Tensor]  # as of ops.logprobs
+
+
+def scores(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits: bool) -> Scores:
+    """The numbers of `most_likely`, where the logits are: on a GPU nothing is waited for."""
     vocab_size = logits_RV.shape[1]
     num_top = vocab_size if num_top == -1 else min(num_top, vocab_size)
     logprobs_R, ranks_R, top_ids_RK, top_logprobs_RK = ops.logprobs(logits_RV, token_ids_R, num_top)
     if as_logits:
         logprobs_R = logits_RV.gather(1, token_ids_R[:, None])[:, 0]
         top_logprobs_RK = logits_RV.gather(1, top_ids_RK)
-    top_ranks = list(range(1, num_top + 1))
+    return logprobs_R, ranks_R, top_ids_RK, top_logprobs_RK
+
+
+def entries(
+    token_ids_R: Tensor, logprobs_R: Tensor, ranks_R: Tensor, top_ids_RK: Tensor, top_logprobs_RK: Tensor
+) -> list[TokenLogprobs]:
+    """`scores` as entries, one per row."""
+    top_ranks = list(range(1, top_ids_RK.shape[1] + 1))
     given = zip(token_ids_R.tolist(), logprobs_R.tolist(), ranks_R.tolist(), strict=True)
     return [
         TokenLogprobs([token_id, *top_ids], [logprob, *top_logprobs], [rank, *top_ranks])

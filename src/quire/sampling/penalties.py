@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels import gpu
 from quire.sampling_params import SamplingParams
 
 
@@ -67,15 +70,18 @@ def apply_penalties(logits_RV: Tensor, rows: Sequence[int], penalties: dict[int,
         return
     lengths = [row.num_tokens for _, row in found]
 
+    def on_device(array: NDArray[Any]) -> Tensor:
+        return gpu.place(torch.from_numpy(array), logits_RV.device)
+
     def per_token(values: list[float] | list[int], dtype: type) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), lengths))
+        return on_device(np.repeat(np.array(values, dtype=dtype), lengths))
 
     index_N = per_token([index for index, _ in found], np.int64)
     repetition_N = per_token([row.repetition for _, row in found], np.float32)
     frequency_N = per_token([row.frequency for _, row in found], np.float32)
     presence_N = per_token([row.presence for _, row in found], np.float32)
-    token_ids_N = torch.from_numpy(np.concatenate([row.token_ids[: row.num_tokens] for _, row in found]))
-    counts_N = torch.from_numpy(np.concatenate([row.counts[: row.num_tokens] for _, row in found]))
+    token_ids_N = on_device(np.concatenate([row.token_ids[: row.num_tokens] for _, row in found]))
+    counts_N = on_device(np.concatenate([row.counts[: row.num_tokens] for _, row in found]))
     logits_N = logits_RV[index_N, token_ids_N]
     logits_N = torch.where(logits_N > 0, logits_N / repetition_N, logits_N * repetition_N)
     logits_N -= frequency_N * counts_N

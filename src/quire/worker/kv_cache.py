@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.forward_batch import LayerCache
-from quire.kernels import cpu
+from quire.kernels import cpu, gpu
 
 
 def allocate(
@@ -50,7 +50,7 @@ def copy_blocks(caches: Sequence[LayerCache], copies: Sequence[tuple[int, int]])
     """Copy whole blocks (source, destination) in every layer. Sources are read before destinations are written."""
     if not copies:
         return
-    sources = torch.tensor([source for source, _ in copies])
-    destinations = torch.tensor([destination for _, destination in copies])
+    device = caches[0].k_BGPE.device
+    sources, destinations = (gpu.place(torch.tensor(blocks), device) for blocks in zip(*copies, strict=True))
     for tensor in (tensor for cache in caches for tensor in cache.tensors()):
         tensor[destinations] = tensor[sources]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 from dataclasses import dataclass, replace
@@ -12,18 +13,21 @@ from quire.config import EngineConfig
 from quire.cost import devices
 from quire.errors import MemoryPlanError
 from quire.forward_batch import LayerCache
-from quire.kernels import cpu, extension
+from quire.kernels import cpu, extension, gpu_facts
 from quire.kv_format import kv_format
 from quire.loader.load import load_model
 from quire.logs import get_logger
 from quire.memory_plan import MemoryFacts, least_work_bytes, logits_bytes, plan_kv_cache, weights_do_not_fit
 from quire.messages import Progress
 from quire.model_config import ModelConfig
-from quire.models.registry import CausalLM
-from quire.resolve import Resolved, resolve, shown_bytes
+from quire.models.registry import CPU, CausalLM
+from quire.resolve import DeviceFacts, Resolved, resolve, shown_bytes
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
-from quire.worker import kv_cache
+from quire.worker import gpu_memory, kv_cache
+from quire.worker.accelerator import Accelerator, Cuda
+from quire.worker.cuda_graphs import DecodeGraphs, capture_sizes
+from quire.worker.device_runner import DeviceRunner
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
 from quire.worker.prefault import Prefault
@@ -49,11 +53,13 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     if (wished := extension.wished_isa()) is not None:
         cpu.set_isa(wished)
     isa = cpu.isa() if cpu.available() else "torch"
-    device = devices.detect(isa)
+    gpu = "none was looked for" if config.device == "cpu" else gpu_facts.detect()
+    device = devices.detect(isa, gpu)
     resolved = resolve(config, model_config, device, is_server=is_server)
+    total_bytes, _ = device.memory_of(resolved.device)
     # Refused before minutes are spent on reading them.
-    if (planned := model_config.weight_bytes(resolved.dtype, resolved.quantization)) >= device.total_memory_bytes:
-        raise weights_do_not_fit(resolved, planned, device.total_memory_bytes)
+    if (planned := model_config.weight_bytes(resolved.dtype, resolved.quantization)) >= total_bytes:
+        raise weights_do_not_fit(resolved, planned, total_bytes)
     if cpu.available():
         cpu.set_num_threads(resolved.num_threads)
     torch.set_num_threads(resolved.num_threads)
@@ -68,11 +74,25 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
         config.model_impl,
         resolved.quantization,
         config.packed_weights_cache,
+        torch.device(resolved.device),
     )
     form = resolved.quantization or resolved.dtype
-    form = f"packed {form}" if cpu.available() else form
+    form = f"packed {form}" if cpu.available() and resolved.device == "cpu" else form
     progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {form}")
     progress("warm up", 0.0, "measuring working memory")
+    if resolved.device == "cuda":
+        return bring_up_gpu(config, model_config, resolved, model, Cuda(), progress)
+    return _bring_up_cpu(config, model_config, resolved, model, device, progress)
+
+
+def _bring_up_cpu(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    resolved: Resolved,
+    model: CausalLM,
+    device: DeviceFacts,
+    progress: Progress,
+) -> Worker:
     logits = logits_bytes(model_config, resolved.max_num_seqs)
     measured_bytes, measured_step = _measure(model, model_config, resolved)
     work_bytes = measured_bytes + logits
@@ -91,20 +111,65 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
             shown_bytes(memory.free_bytes),
         )
     progress("warm up", 1 / 3, "allocating the KV cache")
-    try:
-        caches = _allocate_caches(model_config, resolved, resolved.num_blocks)
-    except RuntimeError as error:  # torch's allocator: more than the system promises to anybody
-        raise MemoryPlanError(
-            f"The system refuses {shown_bytes(resolved.kv_cache_bytes)} for the KV cache",
-            expected=f"less than the {shown_bytes(memory.free_bytes)} that are free",
-            fix="Lower --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE or --num-gpu-blocks-override",
-            param="kv_cache_memory_bytes",
-        ) from error
+    caches = _allocate_planned(model_config, resolved, memory, "VLLM_CPU_KVCACHE_SPACE")
     inputs = InputBatch(resolved.max_num_seqs, resolved.max_model_len, resolved.block_size, model_config.vocab_size)
     return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved, measured_step, Prefault(caches))
 
 
-def _allocate_caches(model_config: ModelConfig, resolved: Resolved, num_blocks: int) -> list[LayerCache]:
+def bring_up_gpu(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    resolved: Resolved,
+    model: CausalLM,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> Worker:
+    """The rest of a start once the model's weights are on the GPU."""
+    gc.collect()  # what loading has left of tensors
+    cache = _allocate_caches(model_config, resolved, 1, accelerator.device)
+    work = gpu_memory.measure(model, cache, resolved, accelerator)
+    gc.collect()
+    accelerator.release()
+    free_bytes, total_bytes = accelerator.memory()
+    memory = MemoryFacts(
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        weight_bytes=model.weight_bytes(),
+        work_bytes=work.step_bytes + work.graph_bytes,
+        logits_bytes=logits_bytes(model_config, resolved.max_num_seqs),
+        work_detail=f"{work.step_bytes:,} in a step of {work.largest_step[0]} tokens, {work.graph_bytes:,} in graphs",
+    )
+    plan_kv_cache(config, model_config, resolved, memory)
+    progress("warm up", 1 / 3, "allocating the KV cache")
+    caches = _allocate_planned(model_config, resolved, memory, "--gpu-memory-utilization", accelerator.device)
+    depth = 2 if resolved.async_scheduling else 1
+    inputs = gpu_memory.make_inputs(resolved, model_config.vocab_size, accelerator, depth)
+    graphs = None
+    if not resolved.enforce_eager:
+        graphs = DecodeGraphs(model, caches, inputs, accelerator, capture_sizes(resolved.max_num_seqs))
+        graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
+    runner = DeviceRunner(model, caches, inputs, config.logprobs_mode, accelerator, graphs)
+    return Worker(runner, resolved, work.largest_step, Prefault(caches))
+
+
+def _allocate_planned(
+    model_config: ModelConfig, resolved: Resolved, memory: MemoryFacts, knob: str, device: torch.device = CPU
+) -> list[LayerCache]:
+    """The KV cache; `knob` is what sets its size on this device, beside the exact numbers."""
+    try:
+        return _allocate_caches(model_config, resolved, resolved.num_blocks, device)
+    except RuntimeError as error:  # torch's allocator: more than the system promises to anybody
+        raise MemoryPlanError(
+            f"The system refuses {shown_bytes(resolved.kv_cache_bytes)} for the KV cache",
+            expected=f"less than the {shown_bytes(memory.free_bytes)} that are free",
+            fix=f"Lower --kv-cache-memory-bytes, {knob} or --num-gpu-blocks-override",
+            param="kv_cache_memory_bytes",
+        ) from error
+
+
+def _allocate_caches(
+    model_config: ModelConfig, resolved: Resolved, num_blocks: int, device: torch.device = CPU
+) -> list[LayerCache]:
     dtype: torch.dtype = getattr(torch, kv_format(resolved.kv_cache_dtype, resolved.dtype).torch_dtype)
     return kv_cache.allocate(
         model_config.num_layers,
@@ -113,7 +178,7 @@ def _allocate_caches(model_config: ModelConfig, resolved: Resolved, num_blocks: 
         resolved.block_size,
         model_config.head_dim,
         dtype,
-        torch.device("cpu"),
+        device,
     )
 
 

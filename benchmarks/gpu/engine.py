@@ -1,0 +1,253 @@
+"""The engine on a GPU, with random weights in the shapes of published models: decoding as a share of the memory's rate,
+prompts as a share of the arithmetic's, a whole workload, the start, and what CUDA graphs and scheduling ahead bring.
+
+    python benchmarks/gpu/engine.py [--models Llama-3.1-8B,Qwen3-0.6B] [--save HARDWARE]
+
+Everything goes through EngineCore in this process: no server, no tokenizer. Limits of the GPU are measured in the same
+run. The time of a step is from the end of the one before; the GPU is idle in what is left of it beside the time
+between the marks around its work. `--device cpu --models tiny` tries the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from kernels import limits
+
+from quire.bench import report
+from quire.config import EngineConfig
+from quire.engine.start import StartedEngine, start_engine
+from quire.messages import AddRequest
+from quire.sampling_params import SamplingParams
+from quire.schedule import StepRecord
+
+# hidden, inner, layers, heads, KV heads, head dim, vocabulary
+SHAPES = {
+    "Llama-3.1-8B": ("Llama", (4096, 14336, 32, 32, 8, 128, 128256)),
+    "Qwen3-8B": ("Qwen3", (4096, 12288, 36, 32, 8, 128, 151936)),
+    "Qwen3-0.6B": ("Qwen3", (1024, 3072, 28, 16, 8, 128, 151936)),
+    "tiny": ("Llama", (64, 128, 2, 4, 2, 16, 512)),
+}
+FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size"),
+)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES_OF_COMPARISONS = (1, 32, 256)
+DECODE_STEPS, DECODE_PROMPT = 64, 128
+PREFILL_TOKENS, PREFILL_REPEATS = 2048, 10
+WORKLOAD = (256, 1024, 128)  # requests, prompt tokens, output tokens
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+def write_config(folder: Path, name: str) -> Path:
+    """config.json of a model, which is all that random weights need."""
+    family, sizes = SHAPES[name]
+    config = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "torch_dtype": "bfloat16",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": name == "Qwen3-0.6B",
+        **dict(zip(FIELDS, sizes, strict=True)),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Engine:
+    """A started engine, and the seconds its start took by phase."""
+
+    def __init__(self, folder: Path, device: str, **settings: Any) -> None:
+        self._last_time = time.perf_counter()
+        self.phases: dict[str, float] = {}
+        config = EngineConfig.from_kwargs(
+            device=device,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_num_seqs=256,
+            enable_prefix_caching=False,
+            **settings,
+        )
+        self._started: StartedEngine = start_engine(config, folder, is_server=True, progress=self._note)
+        self.core, self.model = self._started.core, self._started.model_config
+        self.resolved = self._started.resolved
+        self._num_added = 0
+
+    def _note(self, phase: str, fraction: float, detail: str) -> None:
+        now = time.perf_counter()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last_time
+        self._last_time = now
+
+    def add(self, num_prompt: int, num_output: int) -> None:
+        self._num_added += 1
+        ids = torch.randint(0, self.model.vocab_size, (num_prompt,)).tolist()
+        self.core.add(AddRequest(f"r{self._num_added}", ids, GREEDY, num_output))
+
+    def steps(self) -> Iterator[StepRecord]:
+        """The records of all steps until nobody wants a token."""
+        while self.core.has_work():
+            for delta in self.core.step():
+                if delta.error is not None:
+                    raise RuntimeError(delta.error)
+            if self.core.last_record is not None:
+                yield self.core.last_record
+
+    def kv_bytes(self, num_tokens: float) -> float:
+        return num_tokens * self.resolved.kv_cache_bytes / (self.resolved.num_blocks * self.resolved.block_size)
+
+
+def decode(engine: Engine, batch: int) -> dict[str, Any]:
+    """Median step of so many requests that have their prompts behind them."""
+    for _ in range(batch):
+        engine.add(DECODE_PROMPT, DECODE_STEPS + 2 * batch)
+    found = []
+    for record in engine.steps():
+        if record.num_decode_tokens == batch and record.num_prefill_tokens == 0:
+            found.append(record)
+        if len(found) > DECODE_STEPS:
+            break
+    engine.core.abort([f"r{engine._num_added - i}" for i in range(batch)])
+    for _ in engine.steps():
+        pass
+    found = found[1:]  # the first one ends a prompt
+    seconds = statistics.median(record.step_seconds for record in found)
+    busy = statistics.median(record.forward_seconds + record.sample_seconds for record in found)
+    kv_tokens = statistics.mean(record.num_kv_tokens_read for record in found)
+    num_bytes = engine.model.read_bytes_per_step("bfloat16", None) + engine.kv_bytes(kv_tokens)
+    return {
+        "batch": batch,
+        "step_ms": 1e3 * seconds,
+        "tokens_per_s": batch / seconds,
+        "bytes_per_s": num_bytes / seconds,
+        "idle_share": max(0.0, 1 - busy / seconds),
+    }
+
+
+def prefill(engine: Engine) -> dict[str, Any]:
+    """Prompts one at a time: median, and operations per second of layers and attention."""
+    found = []
+    for _ in range(PREFILL_REPEATS + 1):
+        engine.add(PREFILL_TOKENS, 1)
+        found.append(sum(record.step_seconds for record in engine.steps()))
+    seconds = statistics.median(found[1:])
+    model = engine.model
+    attention = 2 * model.num_layers * model.num_q_heads * model.head_dim * PREFILL_TOKENS**2
+    flops = 2 * model.num_block_parameters() * PREFILL_TOKENS + attention
+    return {"tokens": PREFILL_TOKENS, "ms": 1e3 * seconds, "flop_per_s": flops / seconds}
+
+
+def workload(engine: Engine) -> dict[str, Any]:
+    """Many requests at once, all of full length."""
+    count, num_prompt, num_output = WORKLOAD
+    start = time.perf_counter()
+    for _ in range(count):
+        engine.add(num_prompt, num_output)
+    records = list(engine.steps())
+    seconds = time.perf_counter() - start
+    busy = sum(record.forward_seconds + record.sample_seconds for record in records)
+    return {
+        "requests": count,
+        "prompt_tokens": num_prompt,
+        "output_tokens": num_output,
+        "seconds": seconds,
+        "output_tokens_per_s": count * num_output / seconds,
+        "idle_share": max(0.0, 1 - busy / seconds),
+    }
+
+
+def run_model(name: str, device: str) -> dict[str, Any]:
+    """All measurements of one model; each engine is gone before the next one starts."""
+    result: dict[str, Any] = {"model": name}
+    with TemporaryDirectory() as folder:
+        path = write_config(Path(folder), name)
+        engine = Engine(path, device)
+        result["start_seconds"] = engine.phases
+        result["memory"] = {
+            key: engine.resolved.settings[key].value for key in ("weight_bytes", "work_bytes", "num_blocks")
+        }
+        result["prefill"] = prefill(engine)
+        result["decode"] = [decode(engine, batch) for batch in BATCHES]
+        result["workload"] = workload(engine)
+        for key, settings in (("eager", {"enforce_eager": True}), ("not ahead", {"async_scheduling": False})):
+            del engine
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            engine = Engine(path, device, **settings)
+            result[key] = [decode(engine, batch) for batch in BATCHES_OF_COMPARISONS]
+    return result
+
+
+def lines_of(result: dict[str, Any], bandwidth: float | None, flops: float | None) -> Iterator[str]:
+    """Markdown of one model."""
+
+    def share(value: float, limit: float | None) -> str:
+        return "" if limit is None else f" ({100 * value / limit:.0f} %)"
+
+    start = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in result["start_seconds"].items())
+    yield from ("", f"## {result['model']}", "", f"Start: {start}.")
+    made = result["prefill"]
+    rate = made["flop_per_s"]
+    yield f"Prompt of {made['tokens']} tokens: {made['ms']:.1f} ms, {rate / 1e12:.0f} TFLOP/s{share(rate, flops)}."
+    done = result["workload"]
+    yield (
+        f"{done['requests']} requests of {done['prompt_tokens']} -> {done['output_tokens']} tokens: "
+        f"{done['seconds']:.2f} s, {done['output_tokens_per_s']:,.0f} output tokens/s, "
+        f"idle {100 * done['idle_share']:.0f} %."
+    )
+    for key in ("decode", "eager", "not ahead"):
+        titles = {"decode": "Decoding", "eager": "Without CUDA graphs", "not ahead": "Without scheduling ahead"}
+        yield from ("", f"{titles[key]}:", "", "| batch | ms per step | tokens/s | TB/s (of the copy rate) | idle % |")
+        yield "|---|---|---|---|---|"
+        for row in result[key]:
+            rate = row["bytes_per_s"]
+            yield (
+                f"| {row['batch']} | {row['step_ms']:.2f} | {row['tokens_per_s']:,.0f} | {rate / 1e12:.2f}"
+                f"{share(rate, bandwidth)} | {100 * row['idle_share']:.0f} |"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="Llama-3.1-8B,Qwen3-0.6B", help=f"some of {', '.join(SHAPES)}")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
+    arguments = parser.parse_args()
+    bandwidth = flops = None
+    device = "CPU"
+    head = ["# The engine on a GPU", ""]
+    if arguments.device == "cuda":
+        bandwidth, flops = limits()
+        torch.cuda.empty_cache()
+        device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+        head.append(
+            f"Limits measured in the same run: copy {bandwidth / 1e12:.2f} TB/s, product {flops / 1e12:.0f} TFLOP/s."
+        )
+    print("\n".join(head), flush=True)
+    results = []
+    for name in arguments.models.split(","):
+        results.append(run_model(name, arguments.device))
+        print("\n".join(lines_of(results[-1], bandwidth, flops)), flush=True)
+    if arguments.save:
+        environment = {**report.environment("python", "benchmarks/gpu/engine.py"), "gpu": device}
+        machine = f"- Command: `{environment['command']}`. Commit {environment['commit']}. {device}."
+        text = "\n".join([*head, machine, *(line for each in results for line in lines_of(each, bandwidth, flops))])
+        saved = {**environment, "copy_bytes_per_s": bandwidth, "flop_per_s": flops, "models": results}
+        report.save_published(Path(__file__).parents[1], "gpu_engine", arguments.save, saved, text + "\n")
+
+
+if __name__ == "__main__":
+    main()

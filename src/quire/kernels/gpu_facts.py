@@ -1,0 +1,40 @@
+"""The GPU that an engine started now would use, by torch: `python -m quire.kernels.gpu_facts` prints it as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from importlib.util import find_spec
+
+import torch
+
+from quire.cost import devices
+from quire.resolve import GpuFacts
+
+LEAST_CAPABILITY = 80  # bfloat16 in tensor cores
+
+
+def detect() -> GpuFacts | str:
+    """Facts of the first visible GPU, or why it cannot be used. Makes a CUDA context where there is one."""
+    if not torch.cuda.is_available() and not devices.has_gpu():
+        return devices.NO_DRIVER
+    if torch.version.hip is not None:
+        return "this torch is built for AMD GPUs, which are not used in this version"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU of NVIDIA"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    major, minor = torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
+    if 10 * major + minor < LEAST_CAPABILITY:
+        return f"{name} is of compute capability {major}.{minor}, and the kernels need 8.0"
+    free, total = torch.cuda.mem_get_info()
+    return GpuFacts(name, 10 * major + minor, total, free)
+
+
+if __name__ == "__main__":
+    found = detect()
+    json.dump(found if isinstance(found, str) else asdict(found), sys.stdout)

@@ -1,0 +1,204 @@
+"""One step on a GPU: launched without waiting for it, and its result taken in when somebody asks for it.
+
+Dimensions: T tokens, S rows, R rows that sample, X prompt positions, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.forward_batch import LayerCache
+from quire.kernels import gpu
+from quire.models.registry import CausalLM
+from quire.sampling.logprobs import entries, scores
+from quire.sampling.sampler import LaunchedTokens
+from quire.schedule import ScheduledBatch, StepResult
+from quire.worker.accelerator import Accelerator, Download, device_failed
+from quire.worker.cuda_graphs import DecodeGraphs
+from quire.worker.device_inputs import DeviceInputBatch, ExpectedTokens
+from quire.worker.input_batch import StepRows
+from quire.worker.kv_cache import copy_blocks
+from quire.worker.model_runner import PROMPT_LOGPROBS_CHUNK, ModelRunner
+
+
+@dataclass(slots=True)
+class _PromptPiece:
+    """Logprobs on their way of some prompt tokens of one row."""
+
+    position: int  # of the row in the batch
+    next_token_ids: Tensor  # on the host
+    numbers: list[Tensor]
+
+
+@dataclass(slots=True)
+class _Launched:
+    """What a step has on the device, and where it belongs."""
+
+    sampling: list[int] = field(default_factory=list)  # positions in the batch of the rows that sample
+    expected: ExpectedTokens | None = None
+    tokens: LaunchedTokens | None = None
+    pieces: list[_PromptPiece] = field(default_factory=list)
+
+    def tensors(self) -> list[Tensor]:
+        tensors = [] if self.tokens is None else self.tokens.tensors()
+        return tensors + [number for piece in self.pieces for number in piece.numbers]
+
+
+class PendingStep:
+    """A launched step."""
+
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        step_result: StepResult,
+        launched: _Launched,
+        download: Download,
+        marks: tuple[Any, Any, Any],
+    ) -> None:
+        self._runner = runner
+        self.step_result, self.launched, self.download = step_result, launched, download
+        self.marks = marks  # before the forward pass, behind it, and behind sampling
+        self.is_done = False
+
+    def result(self) -> StepResult:
+        """Wait for it, and for those before it. Raises EngineDeadError if the device has failed."""
+        self._runner.finish_until(self)
+        return self.step_result
+
+
+class DeviceRunner(ModelRunner):
+    """Launches ScheduledBatch after ScheduledBatch: an executor of any depth.
+
+    The order on the device is that of the launches, so a block may be given to another request as soon as the host
+    knows that its owner has ended, though a step in flight still writes to it: the new owner's step comes later.
+
+    Args:
+        graphs: of decode steps; None: every kernel is launched by itself.
+    """
+
+    input_batch: DeviceInputBatch
+
+    def __init__(
+        self,
+        model: CausalLM,
+        caches: list[LayerCache],
+        input_batch: DeviceInputBatch,
+        logprobs_mode: str,
+        accelerator: Accelerator,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        super().__init__(model, caches, input_batch, logprobs_mode)
+        self.graphs = graphs
+        self._accelerator = accelerator
+        self._in_flight: deque[PendingStep] = deque()
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Run one step and wait for it."""
+        return self.submit(batch).result()
+
+    def shutdown(self) -> None:
+        """Nothing to stop: what is in flight ends by itself."""
+
+    @torch.inference_mode()
+    def submit(self, batch: ScheduledBatch) -> PendingStep:
+        """Launch one step. A row that fails is reported in the result's `errors`; the others are not affected."""
+        started = time.perf_counter()
+        try:
+            pending = self._launch(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except torch.AcceleratorError as error:
+            raise device_failed(error) from error
+        pending.step_result.prepare_seconds = time.perf_counter() - started
+        self._in_flight.append(pending)
+        return pending
+
+    def _launch(self, batch: ScheduledBatch) -> PendingStep:
+        inputs, accelerator = self.input_batch, self._accelerator
+        inputs.apply(batch)
+        copy_blocks(self.caches, batch.block_copies)
+        step = inputs.step_rows(batch)
+        sampling = np.flatnonzero(step.samples_S)
+        rows = step.rows_S[sampling]
+        size = None if self.graphs is None else self.graphs.size_for(step)
+        start = accelerator.mark()
+        staged = inputs.stage(step, self.sampler.host_parameters(rows) if len(rows) else (), size)
+        if self.graphs is not None and size is not None:
+            hidden_TD = self.graphs.run(size, staged)[: len(step.lens_S)]
+        else:
+            hidden_TD = self.model.forward(inputs.on_device(staged, self.caches))
+        launched = _Launched(sampling.tolist())
+        if len(sampling):
+            everything = len(sampling) == len(hidden_TD)
+            hidden_RD = hidden_TD if everything else hidden_TD.index_select(0, staged.logits_indices_R)
+            logits_RV = self.model.compute_logits(hidden_RD)
+            forwarded = accelerator.mark()
+            sampled_rows = rows.tolist()
+            if inputs.sampling.needs_tokens(sampled_rows):
+                self._finish(len(self._in_flight))  # the forward pass goes on meanwhile
+            launched.tokens = self.sampler.launch(logits_RV, sampled_rows, staged.parameters)
+            launched.expected = inputs.expect_tokens(staged, step, launched.tokens.token_ids_R)
+        else:
+            forwarded = accelerator.mark()
+        if inputs.num_prompt_logprobs:
+            launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step))
+        result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
+        marks = (start, forwarded, accelerator.mark())
+        return PendingStep(self, result, launched, accelerator.download(launched.tensors()), marks)
+
+    def _launch_prompt_logprobs(self, hidden_TD: Tensor, step: StepRows) -> Iterator[_PromptPiece]:
+        """Logprobs of the prompt tokens that follow the positions computed in this step."""
+        inputs = self.input_batch
+        ends = np.cumsum(step.lens_S)
+        for position, row in enumerate(step.rows_S.tolist()):
+            num_top = inputs.num_prompt_logprobs.get(row)
+            if num_top is None:
+                continue
+            start, length = int(step.starts_S[position]), int(step.lens_S[position])
+            offset = int(ends[position]) - length - start
+            stop = min(start + length, int(inputs.num_prompt_tokens[row]) - 1)
+            for begin in range(start, stop, PROMPT_LOGPROBS_CHUNK):
+                end = min(begin + PROMPT_LOGPROBS_CHUNK, stop)
+                logits_XV = self.model.compute_logits(hidden_TD[offset + begin : offset + end])
+                next_ids_X = torch.from_numpy(inputs.token_ids[row, begin + 1 : end + 1].copy())
+                numbers = scores(logits_XV, gpu.place(next_ids_X, logits_XV.device), num_top, as_logits=False)
+                yield _PromptPiece(position, next_ids_X, list(numbers))
+
+    def finish_until(self, pending: PendingStep) -> None:
+        """Take in the results up to this step's."""
+        while not pending.is_done:
+            self._finish(1)
+
+    def _finish(self, count: int) -> None:
+        """Take in the results of the oldest steps in flight."""
+        for _ in range(count):
+            pending = self._in_flight.popleft()
+            pending.is_done = True
+            on_host = pending.download.wait()
+            self._take_in(pending.step_result, pending.launched, on_host)
+            start, forwarded, sampled = pending.marks
+            pending.step_result.forward_seconds = self._accelerator.seconds_between(start, forwarded)
+            pending.step_result.sample_seconds = self._accelerator.seconds_between(forwarded, sampled)
+
+    def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:
+        if launched.tokens is not None and launched.expected is not None:
+            sampled = launched.tokens.finish(on_host)
+            for index, (position, token_id) in enumerate(zip(launched.sampling, sampled.token_ids, strict=True)):
+                if index in sampled.errors:
+                    result.errors[position] = sampled.errors[index]
+                else:
+                    result.token_ids[position].append(token_id)
+            self.input_batch.learn_tokens(launched.expected, np.array(sampled.token_ids))
+            for index, logprobs in sampled.logprobs.items():
+                result.logprobs[launched.sampling[index]] = [logprobs]
+        for piece in launched.pieces:
+            numbers = (next(on_host) for _ in piece.numbers)
+            result.prompt_logprobs.setdefault(piece.position, []).extend(entries(piece.next_token_ids, *numbers))

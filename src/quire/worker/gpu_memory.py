@@ -1,0 +1,118 @@
+"""How much of a GPU's memory a step and the CUDA graphs take, measured before the KV cache gets the rest.
+
+Everything runs on a cache of one block: where keys and values lie does not change what a step takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from quire.forward_batch import LayerCache
+from quire.models.registry import CausalLM
+from quire.resolve import Resolved
+from quire.sampling_params import SamplingParams
+from quire.schedule import NewRow, ScheduledBatch
+from quire.worker.accelerator import Accelerator
+from quire.worker.cuda_graphs import DecodeGraphs, capture_sizes
+from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.device_runner import DeviceRunner
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
+RANDOM = SamplingParams(temperature=1.0, top_p=0.5, max_tokens=1, seed=0)
+# Triton compiles a kernel for counts of 1, of multiples of 16, and of others: while serving it would hold up everybody.
+_ROWS_OF_VARIANTS = (1, 2, 16)
+
+
+@dataclass(frozen=True)
+class GpuWork:
+    """What is needed beside weights and KV cache, in bytes, and the tokens and seconds of the largest step."""
+
+    step_bytes: int
+    graph_bytes: int
+    largest_step: tuple[int, float]
+
+
+def make_inputs(
+    resolved: Resolved, vocab_size: int, accelerator: Accelerator, steps_in_flight: int
+) -> DeviceInputBatch:
+    """Rows for all requests that may run, and staging for the largest step."""
+    return DeviceInputBatch(
+        resolved.max_num_seqs,
+        resolved.max_model_len,
+        resolved.block_size,
+        vocab_size,
+        max_tokens=max(resolved.max_num_batched_tokens, resolved.max_num_seqs),
+        accelerator=accelerator,
+        steps_in_flight=steps_in_flight,
+    )
+
+
+def measure(model: CausalLM, cache: list[LayerCache], resolved: Resolved, accelerator: Accelerator) -> GpuWork:
+    """Load all kernels, run the largest step, twice, and capture the two largest graphs.
+
+    Args:
+        cache: of one block.
+    """
+    inputs = make_inputs(resolved, model.config.vocab_size, accelerator, 1)
+    runner = DeviceRunner(model, cache, inputs, "raw_logprobs", accelerator)
+    for num_rows in _ROWS_OF_VARIANTS:
+        for params in (GREEDY, RANDOM):
+            if num_rows <= resolved.max_num_seqs and 2 * num_rows <= resolved.max_num_batched_tokens:
+                _run(runner, prompts(resolved, [2] * num_rows, params))
+    before = accelerator.release()
+    _run(runner, largest_batch(resolved))
+    step_bytes = accelerator.reserved_peak() - before
+    batch = largest_batch(resolved)
+    started = time.perf_counter()
+    _run(runner, batch)
+    largest_step = batch.num_tokens, time.perf_counter() - started
+    graph_bytes = 0
+    if not resolved.enforce_eager:
+        graph_bytes = _measure_graphs(model, cache, inputs, resolved, accelerator)
+    return GpuWork(step_bytes, graph_bytes, largest_step)
+
+
+def largest_batch(resolved: Resolved) -> ScheduledBatch:
+    """Prompts of all requests that may run at once, together of the whole token budget; all of them sample."""
+    num_rows = min(resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    num_tokens = min(resolved.max_num_batched_tokens, num_rows * resolved.max_model_len)
+    return prompts(resolved, [(num_tokens + row) // num_rows for row in range(num_rows)], RANDOM)
+
+
+def prompts(resolved: Resolved, lens: Sequence[int], params: SamplingParams) -> ScheduledBatch:
+    """New rows with prompts of these lengths, computed in one step."""
+    batch = ScheduledBatch(step_id=0)
+    for row, length in enumerate(lens):
+        blocks = [0] * -(-length // resolved.block_size)
+        batch.request_ids.append(f"profile {row}")
+        batch.num_computed_tokens.append(0)
+        batch.num_scheduled_tokens.append(length)
+        batch.new_block_ids.append([])
+        batch.new_rows.append(NewRow(f"profile {row}", [0] * length, length, params, blocks))
+    return batch
+
+
+def _run(runner: DeviceRunner, batch: ScheduledBatch) -> None:
+    runner.execute(batch)
+    runner.input_batch.apply(ScheduledBatch(step_id=0, removed_request_ids=batch.request_ids))
+
+
+def _measure_graphs(
+    model: CausalLM, cache: list[LayerCache], inputs: DeviceInputBatch, resolved: Resolved, accelerator: Accelerator
+) -> int:
+    """Bytes of all graphs: the largest one brings the scratch memory, each further one what the second one takes."""
+    sizes = capture_sizes(resolved.max_num_seqs)
+    free = []
+    graphs = DecodeGraphs(model, cache, inputs, accelerator, sizes[-2:])
+
+    def note(done: int = 0, total: int = 0) -> None:
+        accelerator.release()
+        free.append(accelerator.memory()[0])
+
+    note()
+    graphs.capture(note)
+    differences = [before - after for before, after in pairwise(free)]
+    return max(differences[0], 0) + (len(sizes) - 1) * max(differences[-1], 0)

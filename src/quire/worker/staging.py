@@ -1,0 +1,75 @@
+"""The host's numbers for one step, written into pinned memory and brought to the device by one copy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+from quire.worker.accelerator import Accelerator, Event
+
+ALIGNMENT = 16  # bytes: what kernels take for granted of an address
+
+
+def padded(num_bytes: int) -> int:
+    """`num_bytes`, up to the next place where an array may begin."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Staging:
+    """One place on the device, and several buffers on the host: one is filled while others are still being copied.
+
+    Arrays lie one behind the other, so that the same shapes in the same order have the same addresses on the device in
+    every step. A step's arrays are there until the next `send`, which the device does after what was launched before.
+
+    Args:
+        num_bytes: of all arrays of a step, each `padded`.
+        num_buffers: one more than steps in flight, and no step waits for the copy of an earlier one.
+    """
+
+    def __init__(self, accelerator: Accelerator, num_bytes: int, num_buffers: int) -> None:
+        self._accelerator = accelerator
+        self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=accelerator.device)
+        self._buffers = [accelerator.pinned(num_bytes) for _ in range(num_buffers)]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
+        self._copied: list[Event | None] = [None] * num_buffers
+        self._current, self._offset = 0, 0
+        self._views: dict[tuple[int, int, Any], Tensor] = {}  # making one takes microseconds
+
+    def begin(self) -> None:
+        """Start to fill the next buffer, once its last copy is done."""
+        self._current = (self._current + 1) % len(self._buffers)
+        if (copied := self._copied[self._current]) is not None:
+            copied.synchronize()
+        self._offset = 0
+
+    def array(self, count: int, dtype: DTypeLike) -> tuple[NDArray[Any], Tensor]:
+        """An array to be filled before `send`, and the tensor that has its numbers afterwards."""
+        numpy_dtype = np.dtype(dtype)
+        begin, end = self._offset, self._offset + count * numpy_dtype.itemsize
+        self._offset = padded(end)
+        assert self._offset <= len(self._on_device), f"a step of more than {len(self._on_device)} bytes"
+        key = (begin, count, numpy_dtype)
+        if (view := self._views.get(key)) is None:
+            view = self._on_device[begin:end].view(getattr(torch, numpy_dtype.name))
+            if len(self._views) < _MOST_VIEWS:
+                self._views[key] = view
+        return self._arrays[self._current][begin:end].view(numpy_dtype), view
+
+    def put(self, values: NDArray[Any]) -> Tensor:
+        """An array with these values."""
+        array, view = self.array(math.prod(values.shape), values.dtype)
+        array[:] = values
+        return view
+
+    def send(self) -> None:
+        """Start the copy of all arrays since `begin`."""
+        host = self._buffers[self._current][: self._offset]
+        self._copied[self._current] = self._accelerator.upload(host, self._on_device[: self._offset])
+
+
+_MOST_VIEWS = 4096  # steps of prompts have many sizes: a dictionary of all would only grow

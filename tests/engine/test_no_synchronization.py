@@ -1,0 +1,149 @@
+"""A step on a GPU never looks at what it computes: the path runs on tensors that have no numbers (device meta).
+
+Whatever would wait for the device fails there: .item(), .tolist(), .cpu(), a look at a condition, an index of booleans.
+And every operation is watched for tensors that were left on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import quire.demo
+from quire.kernels import gpu
+from quire.kernels.triton import kernels as triton_kernels
+from quire.loader.load import load_model
+from quire.model_config import load_model_config
+from quire.sampling_params import SamplingParams
+from quire.schedule import NewRow, ScheduledBatch
+from quire.worker import kv_cache
+from quire.worker.cuda_graphs import DecodeGraphs
+from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.device_runner import DeviceRunner
+from tests.worker.fake_accelerator import FakeAccelerator
+
+META = torch.device("meta")
+BLOCK_SIZE = 16
+
+
+class Watch(TorchDispatchMode):
+    """Fails on an operation with tensors of the device and of the host. Numbers (tensors without dimensions) may be."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        devices = {x.device.type for x in tensors if x.device.type == "meta" or x.dim() > 0}
+        assert len(devices) < 2, f"{func} of tensors on host and device"
+        return func(*args, **(kwargs or {}))
+
+
+class MetaAccelerator(FakeAccelerator):
+    """Its memory has no numbers; downloads bring zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = META
+
+    def upload(self, host: Tensor, target: Tensor) -> Any:
+        return SimpleNamespace(synchronize=lambda: None)
+
+    def download(self, tensors: Sequence[Tensor]) -> Any:
+        assert all(tensor.device == META for tensor in tensors)
+
+        def wait() -> Iterator[Tensor]:
+            return iter([torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors])
+
+        return SimpleNamespace(wait=wait)
+
+
+class MetaKernels:
+    """The GPU kernels' names; what they are given must be on the device."""
+
+    def __init__(self) -> None:
+        self.called: set[str] = set()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        assert name in triton_kernels.__all__
+
+        def kernel(*arguments: Any) -> None:
+            self.called.add(name)
+            assert all(x.device == META for x in arguments if isinstance(x, Tensor)), f"{name} of tensors on the host"
+
+        return kernel
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> MetaKernels:
+    found = MetaKernels()
+    monkeypatch.setattr(gpu, "serves", lambda device: device.type == "meta")
+    monkeypatch.setattr(gpu, "kernels", lambda: found)
+    monkeypatch.setattr(gpu, "place", lambda x, device: torch.empty_like(x, device=device))
+    return found
+
+
+@pytest.fixture
+def runner(kernels: MetaKernels) -> DeviceRunner:
+    config = load_model_config(quire.demo.path("target"))
+    model = load_model(config, torch.bfloat16, device=META)
+    accelerator = MetaAccelerator()
+    shape = (32, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    caches = kv_cache.allocate(config.num_layers, *shape, torch.bfloat16, META)
+    inputs = DeviceInputBatch(
+        8, 256, BLOCK_SIZE, config.vocab_size, max_tokens=256, accelerator=accelerator, steps_in_flight=2
+    )
+    with Watch():
+        graphs = DecodeGraphs(model, caches, inputs, accelerator, (1, 2, 4, 8))
+        graphs.capture()
+    return DeviceRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
+
+
+WORDS = SamplingParams(temperature=0.0)
+WORDS.bad_words_token_ids = [[1, 2], [3]]
+EVERYTHING = {
+    "greedy": SamplingParams(temperature=0.0),
+    "random": SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=1),
+    "penalties": SamplingParams(temperature=0.0, presence_penalty=1.0, repetition_penalty=1.1),
+    "bad words": WORDS,
+    "min tokens": SamplingParams(temperature=0.0, min_tokens=5),
+    "bias": SamplingParams(temperature=0.0, logit_bias={5: 1.0}, allowed_token_ids=[5, 6, 7]),
+    "logprobs": SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2),
+    "logprobs of tokens": SamplingParams(temperature=0.0, logprob_token_ids=[7, 9]),
+}
+
+
+@pytest.mark.parametrize("names", [["greedy"], ["random"], ["greedy", "random"], list(EVERYTHING)], ids=str)
+def test_steps(runner: DeviceRunner, kernels: MetaKernels, names: list[str]) -> None:
+    """A prompt in two pieces, then tokens one by one, two steps in flight."""
+    rows = [
+        NewRow(name, list(range(20)), 20, EVERYTHING[name], [2 * i, 2 * i + 1], frozenset([2]))
+        for i, name in enumerate(names)
+    ]
+    pending = []
+    for step, (start, length) in enumerate([(0, 13), (13, 7), *((20 + i, 1) for i in range(5))]):
+        batch = ScheduledBatch(step, names, [start] * len(names), [length] * len(names), [[] for _ in names])
+        batch.new_rows = rows if step == 0 else []
+        batch.block_copies = [(30, 31)] if step == 0 else []
+        with Watch():
+            pending.append(runner.submit(batch))
+        if len(pending) > 1:
+            result = pending.pop(0).result()
+            assert not result.errors
+            assert all(len(tokens) == (result.step_id > 0) for tokens in result.token_ids)
+    assert sum(graph.num_replays for graph in runner._accelerator.graphs) == 5  # type: ignore[attr-defined]
+    wanted = {"rms_norm", "gated_activation", "rope_and_cache", "paged_attention"}
+    assert kernels.called == wanted | ({"sample"} if "random" in names else {"greedy"})
+
+
+def test_the_watch_sees_what_it_should(runner: DeviceRunner) -> None:
+    on_device = torch.zeros(3, device=META)
+    with Watch(), pytest.raises(AssertionError, match="tensors on host and device"):
+        on_device + torch.zeros(3)
+    for look in (Tensor.item, Tensor.tolist, Tensor.cpu, bool, Tensor.nonzero, lambda x: x[x > 0]):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            look(on_device[:1])

@@ -1,0 +1,104 @@
+"""The engine on a real GPU: needs one, and Triton. Nothing here has run yet, see docs/architecture.md.
+
+python -m pytest tests/engine/test_on_a_gpu.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quire.demo
+from quire.config import EngineConfig
+from quire.engine.start import StartedEngine, start_engine
+from quire.kernels import gpu_facts
+from quire.sampling_params import SamplingParams
+from quire.worker.accelerator import Cuda
+from quire.worker.device_runner import DeviceRunner
+from tests.engine.harness import Prompt, Schedule, build_core, run
+from tests.engine.test_gpu_path import HISTORY
+from tests.engine.test_sameness import prompts
+
+WHY_NOT = gpu_facts.detect()
+pytestmark = pytest.mark.skipif(isinstance(WHY_NOT, str), reason=f"needs an NVIDIA GPU: {WHY_NOT}")
+
+
+def start(**arguments: Any) -> StartedEngine:
+    settings = {"device": "cuda", "max_num_seqs": 24, "gpu_memory_utilization": 0.2} | arguments
+    config = EngineConfig.from_kwargs(**settings)
+    folder = Path(quire.demo.path("target"))
+    return start_engine(config, folder, is_server=False, progress=lambda phase, share, detail: None)
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """torch raises where it would wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}, {"async_scheduling": False}], ids=str)
+def test_tokens_are_those_of_the_cpu(arguments: dict[str, Any]) -> None:
+    """float32, so that both round alike: of the demo model's tokens no two are as close as float32 is exact."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    core = start(dtype="float32", **arguments).core
+    assert run(core, prompts()) == run(build_core(Schedule(), "float32"), prompts())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 32}], ids=str)
+def test_a_step_does_not_wait(arguments: dict[str, Any]) -> None:
+    core = start(**arguments).core
+    history = [Prompt(prompts()[0].token_ids, params) for params in HISTORY.values()]
+    with no_synchronization():
+        assert all(run(core, [*prompts(), *history]))
+
+
+def test_graphs_give_what_launches_give() -> None:
+    """Each padded size, to a bit: the same kernels on the same numbers."""
+    with_graphs, without = start().core, start(enforce_eager=True).core
+    for num_rows in (1, 2, 3, 5, 9, 17, 24):
+        batch = [
+            Prompt(tuple(range(5 + row, 20 + row)), SamplingParams(temperature=0.0, max_tokens=9))
+            for row in range(num_rows)
+        ]
+        assert run(with_graphs, batch, prefix=f"{num_rows} ") == run(without, batch, prefix=f"{num_rows} ")
+
+
+def test_memory_is_what_was_planned() -> None:
+    """Serving takes nothing that the plan did not count, and the share of the GPU is kept."""
+    accelerator = Cuda()
+    accelerator.release()
+    before, total = accelerator.memory()
+    started = start(gpu_memory_utilization=0.3, max_num_seqs=256, max_num_batched_tokens=8192)
+    batch = [Prompt(tuple(range(10, 40)), SamplingParams(temperature=0.9, seed=i, max_tokens=20)) for i in range(300)]
+    run(started.core, batch)
+    taken = before - accelerator.memory()[0]
+    assert taken <= 0.3 * total + (1 << 30), "CUDA's own memory aside"
+    runner = started.core.executor
+    assert isinstance(runner, DeviceRunner)
+    assert runner.graphs is not None
+
+
+def test_an_allocation_that_fails_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = start()
+    runner = started.core.executor
+    assert isinstance(runner, DeviceRunner)
+    compute_logits, calls = runner.model.compute_logits, []
+
+    def fails_once(hidden_RD: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == 5:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        return compute_logits(hidden_RD)
+
+    monkeypatch.setattr(runner.model, "compute_logits", fails_once)
+    tokens = run(started.core, prompts(), failing=f"r{len(prompts()) - 1}")
+    assert all(tokens[:-1])

@@ -1,0 +1,134 @@
+"""An accelerator on CPU tensors that delays what a GPU may delay, and notices what a GPU would get wrong in silence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.worker.device_inputs import StagedStep
+
+GARBAGE = 0xAB  # what lies in host memory before a copy has come
+
+
+class FakeEvent:
+    """The end of an upload: until somebody waits for it, the host's memory may not change."""
+
+    def __init__(self, host: Tensor) -> None:
+        self.host, self.copied = host, host.clone()
+        self.is_over = False
+
+    def synchronize(self) -> None:
+        assert torch.equal(self.host, self.copied), "pinned memory was changed while it was being copied"
+        self.is_over = True
+
+
+class FakeDownload:
+    """Copied at once, or as late as possible: both are allowed, so both must give the same."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, is_late: bool) -> None:
+        self._sources = [tensor if is_late else tensor.clone() for tensor in tensors]
+        self.num_waits = 0
+
+    def wait(self) -> Iterator[Tensor]:
+        self.num_waits += 1
+        assert self.num_waits == 1, "waited for twice"
+        return iter([source.clone() for source in self._sources])
+
+
+class FakeGraph:
+    """Runs what was captured, on what lies where it lay."""
+
+    def __init__(self, run: Callable[[], None], pool: object) -> None:
+        self.pool = pool
+        self.num_replays = 0
+        self._run, self._addresses = run, _addresses(run)
+
+    def replay(self) -> None:
+        assert _addresses(self._run) == self._addresses, "what the graph reads has moved"
+        self.num_replays += 1
+        self._run()
+
+
+def _addresses(run: Callable[[], None]) -> list[int]:
+    """Of the arrays of a step among the arguments."""
+    assert isinstance(run, partial)
+    staged = next(argument for argument in run.args if isinstance(argument, StagedStep))
+    return [value.data_ptr() for name in StagedStep.__slots__ if isinstance(value := getattr(staged, name), Tensor)]
+
+
+class FakeAccelerator:
+    """See worker.accelerator.Accelerator.
+
+    Args:
+        is_late: downloads copy when they are waited for.
+        free_bytes: what `memory` answers, one after the other; the last one stays.
+        peak_bytes: what `reserved_peak` answers.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_late: bool = True,
+        total_bytes: int = 1 << 30,
+        free_bytes: Sequence[int] = (1 << 30,),
+        peak_bytes: int = 0,
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.is_late = is_late
+        self.graphs: list[FakeGraph] = []
+        self.downloads: list[FakeDownload] = []
+        self._uploads: dict[int, FakeEvent] = {}
+        self._total_bytes, self._free_bytes, self._peak_bytes = total_bytes, list(free_bytes), peak_bytes
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), GARBAGE, dtype=torch.uint8)
+
+    def upload(self, host: Tensor, target: Tensor) -> FakeEvent:
+        last = self._uploads.get(host.data_ptr())
+        assert last is None or last.is_over, "pinned memory was used again while it was being copied"
+        target.fill_(GARBAGE)
+        target.copy_(host)
+        event = self._uploads[host.data_ptr()] = FakeEvent(host)
+        return event
+
+    def download(self, tensors: Sequence[Tensor]) -> FakeDownload:
+        download = FakeDownload(tensors, is_late=self.is_late)
+        self.downloads.append(download)
+        return download
+
+    def graph_pool(self) -> object:
+        return object()
+
+    def capture(self, run: Callable[[], None], pool: object) -> FakeGraph:
+        graph = FakeGraph(run, pool)
+        self.graphs.append(graph)
+        return graph
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        return float(end - start)
+
+    def memory(self) -> tuple[int, int]:
+        free = self._free_bytes.pop(0) if len(self._free_bytes) > 1 else self._free_bytes[0]
+        return free, self._total_bytes
+
+    def reserved_peak(self) -> int:
+        return self._peak_bytes
+
+    def release(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        """Everything is done already."""
+
+    @property
+    def num_unread(self) -> int:
+        """Downloads that nobody has waited for."""
+        return sum(download.num_waits == 0 for download in self.downloads)

@@ -1,0 +1,137 @@
+"""A start on a GPU with a fake one: what is measured, in which order, and what the KV cache gets of the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quire import demo
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.errors import MemoryPlanError
+from quire.messages import AddRequest
+from quire.model_config import ModelConfig, load_model_config
+from quire.resolve import DeviceFacts, GpuFacts, Resolved, kv_bytes_per_token, resolve
+from quire.sampling_params import SamplingParams
+from quire.scheduler.block_pool import BlockPool
+from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
+from quire.worker import gpu_memory, kv_cache
+from quire.worker.cuda_graphs import capture_sizes
+from quire.worker.device_runner import DeviceRunner
+from quire.worker.worker import Worker, bring_up_gpu
+from tests.engine.harness import demo_model
+from tests.worker.fake_accelerator import FakeAccelerator
+
+MIB, GIB = 1 << 20, 1 << 30
+GPU = GpuFacts("fake", 90, GIB, GIB)
+FACTS = DeviceFacts("cpu", "test", "avx2", 4, 8 * GIB, 8 * GIB, GPU)
+
+
+def resolved_for(**arguments: Any) -> tuple[EngineConfig, ModelConfig, Resolved]:
+    model = load_model_config(demo.path())
+    config = EngineConfig.from_kwargs(**{"max_num_seqs": 24, "max_num_batched_tokens": 96} | arguments)
+    resolved = resolve(config, model, FACTS, is_server=True)
+    return config, replace(model, max_model_len=resolved.max_model_len), resolved
+
+
+def bring_up(accelerator: FakeAccelerator, **arguments: Any) -> Worker:
+    config, model_config, resolved = resolved_for(**arguments)
+    _, model = demo_model("bfloat16", None)
+    return bring_up_gpu(config, model_config, resolved, model, accelerator, lambda phase, share, detail: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lens"),
+    [
+        ({}, [4] * 24),
+        ({"max_num_batched_tokens": 100}, [4] * 20 + [5] * 4),
+        ({"max_num_seqs": 2, "max_num_batched_tokens": 96, "max_model_len": 32}, [32, 32]),
+        ({"max_num_seqs": 1, "max_num_batched_tokens": 2048}, [2048]),
+    ],
+)
+def test_the_largest_step(arguments: dict[str, Any], lens: list[int]) -> None:
+    """The whole budget where the rows can use it, over as many rows as may run, all of which sample."""
+    _, _, resolved = resolved_for(**arguments)
+    batch = gpu_memory.largest_batch(resolved)
+    assert batch.num_scheduled_tokens == lens
+    assert [len(row.token_ids) for row in batch.new_rows] == lens
+    assert all(set(row.block_ids) == {0} for row in batch.new_rows), "the cache has one block"
+
+
+def test_what_is_measured() -> None:
+    """Of the graphs, the first brings the scratch memory, and each further one takes what the second one took."""
+    accelerator = FakeAccelerator(free_bytes=[1000 * MIB, 900 * MIB, 890 * MIB], peak_bytes=77 * MIB)
+    _, model_config, resolved = resolved_for()
+    _, model = demo_model("bfloat16", None)
+    shape = (1, model_config.num_kv_heads, resolved.block_size, model_config.head_dim)
+    cache = kv_cache.allocate(model_config.num_layers, *shape, torch.bfloat16, accelerator.device)
+    work = gpu_memory.measure(model, cache, resolved, accelerator)
+    assert work.step_bytes == 77 * MIB
+    assert work.graph_bytes == 100 * MIB + 10 * MIB * (len(capture_sizes(24)) - 1)
+    assert work.largest_step[0] == 96
+    assert len(accelerator.graphs) == 2
+
+
+def test_what_is_measured_is_not_given_to_the_cache() -> None:
+    free = [500 * MIB, 400 * MIB, 390 * MIB, 480 * MIB]  # before graphs, after each of two, and when all is given back
+    accelerator = FakeAccelerator(total_bytes=GIB, free_bytes=free, peak_bytes=60 * MIB)
+    worker = bring_up(accelerator, gpu_memory_utilization=0.25)
+    resolved = worker.resolved
+    work = 60 * MIB + 100 * MIB + 10 * MIB * 5
+    assert resolved.work_bytes == work
+    assert "in a step of 96 tokens" in resolved.settings["work_bytes"].detail
+    block = resolved.block_size * kv_bytes_per_token(resolved, load_model_config(demo.path()))
+    weights = worker.runner.model.weight_bytes()
+    assert resolved.num_blocks == (int(0.25 * GIB) - weights - work) // block
+    assert resolved.unplanned_bytes == 480 * MIB - resolved.kv_cache_bytes - work
+    assert kv_cache.num_bytes(worker.runner.caches) == resolved.kv_cache_bytes
+
+
+def test_too_little_memory() -> None:
+    free = [500 * MIB, 400 * MIB, 390 * MIB, 120 * MIB]
+    accelerator = FakeAccelerator(total_bytes=GIB, free_bytes=free, peak_bytes=60 * MIB)
+    with pytest.raises(MemoryPlanError, match="does not fit"):
+        bring_up(accelerator)
+
+
+def test_a_refused_cache_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = kv_cache.allocate
+
+    def refuse(num_layers: int, num_blocks: int, *rest: Any) -> Any:
+        if num_blocks > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 70.00 GiB")
+        return allocate(num_layers, num_blocks, *rest)
+
+    monkeypatch.setattr(kv_cache, "allocate", refuse)
+    with pytest.raises(MemoryPlanError, match=r"refuses .* Lower .*--gpu-memory-utilization"):
+        bring_up(FakeAccelerator(), num_gpu_blocks_override=200)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"enforce_eager": True}, {"async_scheduling": False}, {"max_num_batched_tokens": 24}], ids=str
+)
+def test_what_comes_up_serves(arguments: dict[str, Any]) -> None:
+    accelerator = FakeAccelerator(free_bytes=[900 * MIB])
+    worker = bring_up(accelerator, num_gpu_blocks_override=200, **arguments)
+    runner, resolved = worker.runner, worker.resolved
+    assert isinstance(runner, DeviceRunner)
+    assert (runner.graphs is None) == resolved.enforce_eager
+    kv = KVCacheManager(BlockPool(resolved.num_blocks, resolved.block_size), enable_prefix_caching=True)
+    budget = resolved.max_num_batched_tokens
+    limits = SchedulerLimits(max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=resolved.max_model_len)
+    core = EngineCore(Scheduler(limits, kv), runner, depth=2 if resolved.async_scheduling else 1)
+    for index in range(30):
+        params = SamplingParams(temperature=0.0, max_tokens=9)
+        core.add(AddRequest(f"r{index}", [5 + index, 7, 9], params, 9))
+    counts: dict[str, int] = {}
+    while core.has_work():
+        for delta in core.step():
+            assert delta.error is None
+            counts[delta.request_id] = counts.get(delta.request_id, 0) + len(delta.token_ids)
+    assert set(counts.values()) == {9}
+    assert len(counts) == 30
