@@ -41,9 +41,8 @@ struct PrefetchPlan {
   int num_passes;
 
   Prefetch of_pass(int pass) const {
-    const int share = ceil_div(lines_per_call, num_passes);
-    const int first = std::min(pass * share, lines_per_call);
-    return {begin + 64 * calls * first, std::min(share, lines_per_call - first)};
+    const int first = lines_per_call * pass / num_passes, end = lines_per_call * (pass + 1) / num_passes;
+    return {begin + 64 * calls * first, end - first};
   }
 };
 

@@ -203,9 +203,11 @@ void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
 #endif
 
 struct DotTile {
+  static constexpr int64_t kBlockQuads = 64;  // 16 KiB of 8-bit codes: 1.03 to 1.06 times as fast as 32 KiB (Zen 5)
   static constexpr int64_t kMaxRows = QUIRE_ISA::kMaxRows, kRowUnit = 1;
   static constexpr bool kSigned = false;
-  static bool reads_packed(int64_t rows) { return rows <= kMaxRows; }
+  // 1.17 to 1.36 times as fast from 7 to 10 rows as after unpacking, 0.9 to 1.0 above (Zen 5)
+  static bool reads_packed(int64_t rows) { return rows <= 10; }
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
   static constexpr bool kAddsGroups = true;

@@ -64,6 +64,7 @@ void run_2x2(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_
 }
 
 struct AmxTile {
+  static constexpr int64_t kBlockQuads = 128;  // 32 KiB of 8-bit codes
   static constexpr int64_t kMaxRows = 2 * kTileRows, kRowUnit = kTileRows;
   static constexpr bool kSigned = true, kAddsGroups = false;
   static bool reads_packed(int64_t) { return false; }

@@ -8,7 +8,6 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kQuadBytes = kQuad * kPanelWidth;  // of 8-bit codes of one panel
-constexpr int64_t kBlockQuads = 128;                 // 32 KiB of 8-bit codes, in L1 or L2 while row tiles take turns
 constexpr int64_t kUnpackedQuads = 64;               // 16 KiB, in L1 beside sums and rows of the input
 constexpr int64_t kMinGroupQuads = 4;
 
@@ -69,6 +68,7 @@ struct GroupRun {
   float* totals;                // [rows][64]
 };
 
+// Tile::kBlockQuads   of a block, which stays in L1 or L2 while row tiles take turns; as packed
 // Tile::kMaxRows   rows of the largest tile, a multiple of
 // Tile::kRowUnit   whole rows of sums that run() may write
 // Tile::reads_packed(rows)  run<kPacked> takes 4-bit codes as they are stored: worth it where few rows share them
@@ -85,7 +85,7 @@ inline void run_form(const GemmBlock& block) {
   constexpr bool kSigned = kUnpacks && kOffset == Offset::middle && Tile::kSigned;
   constexpr int64_t kWeightBytes = kCodes == Codes::packed ? kQuadBytes / 2 : kQuadBytes;
   // blocks are whole groups, or parts of one
-  constexpr int64_t kMaxQuads = kUnpacks ? kUnpackedQuads : kBlockQuads;
+  constexpr int64_t kMaxQuads = kUnpacks ? kUnpackedQuads : Tile::kBlockQuads;
   const GemmArgs& args = *block.args;
   const GroupedLayout layout(args.form, args.k);
   const QuantizedRows input(args, const_cast<void*>(block.input));

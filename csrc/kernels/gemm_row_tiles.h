@@ -10,8 +10,8 @@ namespace {
 inline constexpr int kMaxRows = 6;  // with 4 vectors of 16 columns: 24 accumulators of the 32 AVX-512 registers
 
 // Bytes of a K block of weights, which is also how far ahead the next one is fetched. Sums of a tile go through scratch
-// between K blocks. 32 KiB was best of 32, 128 and of fixed distances from 2 to 32 KiB (M = 1 to 16, Emerald Rapids).
-inline constexpr int64_t kBlockBytes = 32 * 1024;
+// between K blocks. With 16 KiB the second and later row tiles find it in L1: best of 8, 16, 32 and 64 (Zen 5).
+inline constexpr int64_t kBlockBytes = 16 * 1024;
 
 // Rows of `input` are this many elements apart: whole steps of K, and an odd number of cache lines, so that rows fall
 // into different cache sets.
