@@ -62,5 +62,5 @@ def test_tokens_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             assert run(build_core(schedule, "float32"), requests()) == expected
         finally:
             harness.demo_model.cache_clear()
-    assert called == set(kernels.__all__)
+    assert called == {"gated_activation", "greedy", "paged_attention", "rms_norm", "rope_and_cache", "sample"}
     assert sum(graph.num_replays for graph in accelerator.graphs) >= 2

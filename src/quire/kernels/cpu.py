@@ -6,6 +6,9 @@ features; those of the other ops are in ops.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +54,34 @@ def available() -> bool:
 def takes(x: Tensor) -> bool:
     """True when ops on this tensor run on the compiled kernels."""
     return _available and x.device.type == "cpu" and x.dtype in DTYPE_CODES
+
+
+class _RecordedExtension:
+    """Stands for the extension while calls are recorded."""
+
+    def __init__(self, calls: list[Callable[[], Any]]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        kernel = getattr(extension.C, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._calls.append(partial(kernel, *args, **kwargs))
+            return kernel(*args, **kwargs)
+
+        return call
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[Callable[[], Any]]]:
+    """Every kernel call of the block, made and appended to a list: to be repeated on the same addresses."""
+    global _C
+    calls: list[Callable[[], Any]] = []
+    _C = _RecordedExtension(calls)
+    try:
+        yield calls
+    finally:
+        _C = extension.C
 
 
 def isas() -> list[str]:

@@ -1,0 +1,119 @@
+"""Recorded decode steps: the bits of the blocks run anew, memory of their own, and what is not recorded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import quire.demo
+from quire.kernels import cpu
+from quire.kernels.recording import Arena, record
+from quire.loader.load import load_model
+from quire.model_config import load_model_config
+from quire.models import decode_replay
+from quire.models.decoder import Decoder
+from tests.models.paged_run import PagedRun
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="only compiled kernels are recorded")
+
+STEPS: list[dict[int, list[int]]] = [
+    {0: [5, 6, 7], 1: [9]},  # prompts
+    {0: [8], 1: [10]},  # recorded
+    {1: [11], 0: [9]},  # repeated, rows in another order
+    {0: [12]},
+    {0: [13], 1: [14], 2: [15]},
+    {2: [16], 0: [17], 1: [18]},
+    {0: [19]},
+]
+
+
+@pytest.fixture(params=[None, "int4", "fp8"])
+def model(request: pytest.FixtureRequest) -> Decoder:
+    model = load_model(load_model_config(quire.demo.path()), torch.bfloat16, quantization=request.param)
+    assert isinstance(model, Decoder)
+    return model
+
+
+@pytest.fixture
+def num_recorded(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Appended to at each recording: its number of calls."""
+    numbers: list[int | None] = []
+
+    def counted(run, arena):
+        result, calls = record(run, arena)
+        numbers.append(None if calls is None else len(calls))
+        return result, calls
+
+    monkeypatch.setattr(decode_replay, "record", counted)
+    return numbers
+
+
+def steps(model: Decoder, num_blocks: int = 64) -> list[Tensor]:
+    run = PagedRun(model, torch.bfloat16, num_blocks=num_blocks)
+    return [logits for step in STEPS for logits in run.step(step).values()]
+
+
+def test_the_same_bits(model: Decoder, num_recorded: list[int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = steps(model)
+    num_layers = model.config.num_layers
+    assert num_recorded == [1 + 9 * num_layers] * 3, "once for 2, 1 and 3 rows, nine kernels a layer"
+    monkeypatch.setattr(decode_replay, "MAX_ROWS", 0)
+    anew = steps(model)
+    assert all(torch.equal(a, b) for a, b in zip(replayed, anew, strict=True))
+
+
+def test_results_stay_when_the_next_step_comes(model: Decoder) -> None:
+    """The memory that calls write to is the recording's own."""
+    run = PagedRun(model, torch.bfloat16)
+    run.step({0: [1, 2]})
+    results = []
+    forward = model.forward
+    model.forward = lambda batch: results.append(forward(batch)) or results[-1]  # type: ignore[method-assign]
+    for token in range(4):
+        run.step({0: [token]})
+    assert len({tuple(result.flatten().tolist()) for result in results}) == 4
+
+
+def test_longer_tables_and_other_caches_are_recorded_anew(
+    model: Decoder, num_recorded: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_replay, "_MIN_TABLE_WIDTH", 1)
+    first = PagedRun(model, torch.bfloat16)
+    logits = [first.step({0: [token]})[0] for token in range(20)]  # blocks of 8: tables of 1, 2 and 3
+    assert len(num_recorded) == 3
+    again = PagedRun(model, torch.bfloat16)
+    assert all(torch.equal(again.step({0: [token]})[0], logits[token]) for token in range(20))
+    assert len(num_recorded) == 6
+
+
+def test_more_than_kernels_is_not_recorded(
+    model: Decoder, num_recorded: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = steps(model)
+    num_recorded.clear()
+    block = model._blocks[0]
+    model._blocks[0] = lambda *args: block(*args) * 2 / 2  # type: ignore[call-overload]
+    assert all(torch.equal(a, b) for a, b in zip(steps(model), expected, strict=True))
+    assert num_recorded == [None], "it is tried once"
+
+
+def test_what_reads_or_makes_numbers_is_seen() -> None:
+    x, index, arena = torch.ones(4), torch.tensor([0]), Arena()
+    for harmless in (lambda: x.view(2, 2), lambda: torch.empty((2,), dtype=torch.float32)):
+        assert record(harmless, arena)[1] == []
+    for foreign in (lambda: x + 1, lambda: x.view(x.sum().int().item()), lambda: x[index], x.zero_):
+        assert record(foreign, arena)[1] is None
+
+
+def test_memory_is_taken_again_when_it_is_free() -> None:
+    arena = Arena()
+    first = arena.empty((8, 4), torch.float32)
+    view = first[2:].view(-1)
+    address = first.data_ptr()
+    del first
+    assert address % 64 == 0
+    assert arena.empty((8, 4), torch.float32).data_ptr() != address, "a view is in it"
+    del view
+    assert arena.empty((16, 4), torch.bfloat16).data_ptr() == address
+    assert arena.empty((2,), torch.float32).data_ptr() != address, "far too large"
