@@ -79,12 +79,11 @@ def test_what_a_gpu_is_good_at() -> None:
     [
         ({"enforce_eager": True}, "no CUDA graphs"),
         ({"model_impl": "transformers"}, "transformers' modelling code is not captured"),
-        ({"quantization": "int8"}, "products with int8 weights"),
-        ({"kv_cache_dtype": "int8"}, "attention over a KV cache in int8"),
     ],
 )
 def test_what_is_not_captured_in_graphs(arguments: dict[str, Any], why: str) -> None:
     assert settings().enforce_eager is False
+    assert settings(quantization="int8", kv_cache_dtype="fp8").enforce_eager is False
     setting = settings(**arguments).settings["enforce_eager"]
     assert setting.value is True
     assert why in setting.detail
@@ -133,6 +132,8 @@ def test_explain_shows_the_device_and_its_reason() -> None:
     assert shown.as_dict()["machine"]["gpu"] == asdict(H100)
     assert "device                               cuda   [device]" in text
     assert "kernel  cuBLAS" in text
+    quantized = explain("demo", EngineConfig(quantization="int4"), ServerConfig(), MODEL, WITH_H100).text()
+    assert "kernel  Triton: codes to bfloat16, tensor cores" in quantized
     assert 70 * GIB < shown.settings["kv_cache_bytes"].value < 72 * GIB
     on_cpu = explain("demo", EngineConfig(), ServerConfig(), MODEL, CPU)
     assert on_cpu.as_dict()["machine"]["gpu"] is None

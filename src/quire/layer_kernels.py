@@ -90,11 +90,16 @@ def _held(held: WeightFormat) -> str:
     return ", ".join(parts)
 
 
+def _scaled(held: WeightFormat) -> str:
+    is_whole_row = isinstance(held, Fp8Format) and held.group_size is None
+    return "; from 64 rows torch._scaled_mm with rows of the input in FP8, where the GPU has it" if is_whole_row else ""
+
+
 def _kernel(stored: StoredLinear, dtype: str, isa: str) -> str:
     if isa == "torch":
         return "plain torch"
     if isa.startswith("sm_"):
-        return "cuBLAS" if stored.held is None else "plain torch"
+        return "cuBLAS" if stored.held is None else f"Triton: codes to {dtype}, tensor cores{_scaled(stored.held)}"
     if isinstance(stored.held, Fp8Format):
         products = _FP8_KERNELS.get(isa, _FLOAT_KERNEL) if dtype == "bfloat16" else _FLOAT_KERNEL
         return f"codes to bfloat16 block by block, {products}"

@@ -194,7 +194,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         put_or("async_scheduling", True, "default", "the GPU computes a step while the next one is scheduled")
         why = "of all memory: weights, work, graphs and KV cache together; vLLM's default"
         put_or("gpu_memory_utilization", GPU_MEMORY_UTILIZATION, "default", why)
-        put("enforce_eager", *_enforce_eager(config, model, resolved))
+        put("enforce_eager", *_enforce_eager(config, model))
     _put_rest(resolved, config)
     return resolved
 
@@ -248,17 +248,12 @@ def _device(config: EngineConfig, device: DeviceFacts) -> tuple[str, Source, str
     return config.device, config.sources["device"], "" if device.gpu is None else f"there is {device.gpu.name}"
 
 
-def _enforce_eager(config: EngineConfig, model: ModelConfig, resolved: Resolved) -> tuple[bool, Source, str]:
+def _enforce_eager(config: EngineConfig, model: ModelConfig) -> tuple[bool, Source, str]:
     """Whether decoding is not captured: it must be nothing but launches, without a look at a result on the way."""
     if config.enforce_eager:
         return True, config.sources["enforce_eager"], "no CUDA graphs"
-    plain_torch = "what plain torch computes on a GPU is not captured in CUDA graphs"
     if not model.is_native or config.model_impl == "transformers":
         return True, "model", "transformers' modelling code is not captured in CUDA graphs"
-    if resolved.quantization is not None:
-        return True, "formula", f"{plain_torch}: products with {resolved.quantization} weights"
-    if kv_format(resolved.kv_cache_dtype, resolved.dtype) != kv_format("auto", resolved.dtype):
-        return True, "formula", f"{plain_torch}: attention over a KV cache in {resolved.kv_cache_dtype}"
     return False, config.sources["enforce_eager"], "decoding is captured in CUDA graphs"
 
 

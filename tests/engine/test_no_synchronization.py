@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import quire.demo
 from quire.kernels import gpu
 from quire.kernels.triton import kernels as triton_kernels
+from quire.kv_format import kv_format
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
@@ -68,6 +69,10 @@ class MetaKernels:
     def __init__(self) -> None:
         self.called: set[str] = set()
 
+    def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert x.device == META, "rows on the host"
+        return x.to(torch.float8_e4m3fn), x.new_empty((len(x), 1), dtype=torch.float32)
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         assert name in triton_kernels.__all__
 
@@ -87,13 +92,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> MetaKernels:
     return found
 
 
-@pytest.fixture
-def runner(kernels: MetaKernels) -> DeviceRunner:
+@pytest.fixture(params=[(None, "auto")], ids=str)
+def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> DeviceRunner:
+    """Of the demo model; the parameter is its quantization and the KV cache's dtype."""
+    quantization, cache_dtype = request.param
     config = load_model_config(quire.demo.path("target"))
-    model = load_model(config, torch.bfloat16, device=META)
+    model = load_model(config, torch.bfloat16, quantization=quantization, device=META)
     accelerator = MetaAccelerator()
     shape = (32, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    caches = kv_cache.allocate(config.num_layers, *shape, torch.bfloat16, META)
+    dtype = getattr(torch, kv_format(cache_dtype, "bfloat16").torch_dtype)
+    caches = kv_cache.allocate(config.num_layers, *shape, dtype, META)
     inputs = DeviceInputBatch(
         8, 256, BLOCK_SIZE, config.vocab_size, max_tokens=256, accelerator=accelerator, steps_in_flight=2
     )
@@ -138,6 +146,23 @@ def test_steps(runner: DeviceRunner, kernels: MetaKernels, names: list[str]) -> 
     assert sum(graph.num_replays for graph in runner._accelerator.graphs) == 5  # type: ignore[attr-defined]
     wanted = {"rms_norm", "gated_activation", "rope_and_cache", "paged_attention"}
     assert kernels.called == wanted | ({"sample"} if "random" in names else {"greedy"})
+
+
+@pytest.mark.parametrize(
+    ("runner", "product"),
+    [(("int8", "fp8"), "grouped_linear"), (("int4", "int8"), "grouped_linear"), (("fp8", "fp8_e5m2"), "fp8_linear")],
+    indirect=["runner"],
+    ids=str,
+)
+def test_steps_of_quantized_models(runner: DeviceRunner, kernels: MetaKernels, product: str) -> None:
+    """Weights and cache in codes: captured and launched as the others."""
+    row = NewRow("row", list(range(20)), 20, EVERYTHING["greedy"], [0, 1], frozenset([2]))
+    for step, (start, length) in enumerate([(0, 13), (13, 7), (20, 1), (21, 1)]):
+        with Watch():
+            batch = ScheduledBatch(step, ["row"], [start], [length], [[]], [row] if step == 0 else [])
+            assert not runner.submit(batch).result().errors
+    assert sum(graph.num_replays for graph in runner._accelerator.graphs) == 2  # type: ignore[attr-defined]
+    assert product in kernels.called
 
 
 def test_the_watch_sees_what_it_should(runner: DeviceRunner) -> None:
