@@ -39,33 +39,29 @@ class _Recording:
 
 
 class DecodeReplay:
-    """The blocks of a model, for whoever calls it: the same results and the same bits.
+    """The blocks of one model, for whoever calls it: the same results and the same bits."""
 
-    Args:
-        run: all blocks, from the residual stream [T, D], which it changes, to the last norm's output [T, D].
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._arena = Arena()
         self._recordings: dict[int, _Recording] = {}  # by number of rows
         self._is_possible = True
 
-    def __call__(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(self, run: Run, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        """What `run` makes of the residual stream [T, D]: all blocks and the last norm."""
         num_rows = batch.num_tokens
         is_decode = num_rows == batch.seq_lens_S.shape[0]  # a token of each sequence
         if not (self._is_possible and is_decode and num_rows <= MAX_ROWS and cpu.takes(residual_TD)):
-            return self._run(residual_TD, batch)
+            return run(residual_TD, batch)
         recording = self._recordings.get(num_rows)
         if recording is None or not recording.fits(batch.caches, batch.block_tables_SM.shape[1]):
-            return self._record(residual_TD, batch)
+            return self._record(run, residual_TD, batch)
         recording.residual_TD.copy_(residual_TD)
         _copy_inputs(batch, recording.batch)
         for call in recording.calls:
             call()
         return recording.result_TD.clone()
 
-    def _record(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+    def _record(self, run: Run, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
         num_rows, width = batch.block_tables_SM.shape
         width = max(_MIN_TABLE_WIDTH, 1 << (width - 1).bit_length())
         own = replace(
@@ -78,7 +74,7 @@ class DecodeReplay:
         )
         _copy_inputs(batch, own)
         own_residual_TD = residual_TD.clone()
-        result_TD, calls = record(lambda: self._run(own_residual_TD, own), self._arena)
+        result_TD, calls = record(lambda: run(own_residual_TD, own), self._arena)
         if calls is None:
             logger.debug("decode steps are not recorded: the model does more than kernel calls")
             self._is_possible = False

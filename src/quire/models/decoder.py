@@ -59,7 +59,7 @@ class Decoder:
             block.next_norm = successor.input_norm
         self._blocks[-1].next_norm = final_norm
         self._first_norm = self._blocks[0].input_norm
-        self._replay = DecodeReplay(self._run_blocks)
+        self._replay = DecodeReplay()
         # transformers rounds Gemma's factor to the dtype; Granite's are exact in every dtype
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         ignored = family.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
@@ -142,7 +142,7 @@ class Decoder:
         """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""
         self._backends.prepare(batch)
         residual_TD = self.embed(batch.token_ids_T)
-        return self._replay(residual_TD, batch)
+        return self._replay(self._run_blocks, residual_TD, batch)
 
     def _run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
         x_TD = residual_TD if self._first_norm is None else self._first_norm(residual_TD)
