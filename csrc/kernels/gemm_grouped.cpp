@@ -170,7 +170,7 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           const F32 scales = load(run.numbers[g].scales + column + v * kLanes);
-          const F32 offsets = load(run.numbers[g].offsets + column + v * kLanes);
+          const F32 offsets = kOffset == Offset::middle ? zero() : load(run.numbers[g].offsets + column + v * kLanes);
           totals[r][v] = add_group<kOffset, false>(totals[r][v], sums[r][v], of_row, scales, offsets);
         }
       }

@@ -45,7 +45,7 @@ inline void add_group_of_rows(const QuantizedRows& input, int64_t row, int64_t n
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     scales[v] = load(numbers.scales + v * W);
-    offsets[v] = load(numbers.offsets + v * W);
+    offsets[v] = kOffset == Offset::middle ? zero() : load(numbers.offsets + v * W);
   }
   for (int64_t r = 0; r < num_rows; ++r, sums += kPanelWidth, totals += kPanelWidth) {
     const RowNumbers of_row(input, input.at(row + r, group));

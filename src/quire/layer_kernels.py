@@ -92,7 +92,9 @@ def _held(held: WeightFormat) -> str:
 
 def _scaled(held: WeightFormat) -> str:
     is_whole_row = isinstance(held, Fp8Format) and held.group_size is None
-    return "; from 64 rows torch._scaled_mm with rows of the input in FP8, where the GPU has it" if is_whole_row else ""
+    return (
+        "; from 257 rows torch._scaled_mm with rows of the input in FP8, where the GPU has it" if is_whole_row else ""
+    )
 
 
 def _kernel(stored: StoredLinear, dtype: str, isa: str) -> str:

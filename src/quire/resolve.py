@@ -18,6 +18,7 @@ from quire.option import Source, options
 from quire.weight_format import ON_LOAD
 
 GIB = 1 << 30
+NO_DRIVER = "no driver of a GPU is loaded"
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 # vLLM's tables, `max_num_seqs / max_num_batched_tokens`, for the server, and for LLM(...): on CPU, on GPUs, and on GPUs
@@ -72,7 +73,7 @@ class DeviceFacts:
     total_memory_bytes: int
     free_memory_bytes: int
     gpu: GpuFacts | None = None
-    no_gpu: str = "no driver of a GPU is loaded"  # why there is none that can be used
+    no_gpu: str = NO_DRIVER  # why there is none that can be used
 
     def memory_of(self, device: str) -> tuple[int, int]:
         """Total and free bytes of what holds weights and KV cache on this device, `cpu` or `cuda`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,10 +103,47 @@ def test_more_than_kernels_is_not_recorded(
 
 def test_what_reads_or_makes_numbers_is_seen() -> None:
     x, index, arena = torch.ones(4), torch.tensor([0]), Arena()
-    for harmless in (lambda: x.view(2, 2), lambda: torch.empty((2,), dtype=torch.float32)):
+    for harmless in (lambda: x.view(2, 2), lambda: torch.empty((2,), dtype=x.dtype, device=x.device)):
         assert record(harmless, arena)[1] == []
-    for foreign in (lambda: x + 1, lambda: x.view(x.sum().int().item()), lambda: x[index], x.zero_):
+    foreign_work = (lambda: x + 1, lambda: x.view(x.sum().int().item()), lambda: x[index], x.zero_)
+    for foreign in (*foreign_work, lambda: torch.empty(2)):
         assert record(foreign, arena)[1] is None
+
+
+def test_a_recording_that_fails_leaves_nothing(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, block = cpu._C, model._blocks[-1]
+
+    def fails(*_: Any) -> Tensor:
+        raise MemoryError
+
+    run = PagedRun(model, torch.bfloat16)
+    run.step({0: [1, 2]})
+    model._blocks[-1] = fails  # type: ignore[call-overload]
+    with pytest.raises(MemoryError):
+        run.step({0: [3]})
+    assert cpu._C is kernels
+    assert not model._replay._recordings
+    model._blocks[-1] = block
+    run.lengths[0] -= 1
+    assert torch.equal(run.step({0: [3]})[0], PagedRun(model, torch.bfloat16).step({0: [1, 2, 3]})[0][-1:])
+
+
+def test_calls_of_other_threads_are_made_and_not_recorded() -> None:
+    logits, tokens = torch.tensor([[0.0, 2.0, 1.0]]), torch.empty(1, dtype=torch.int64)
+    with cpu.recorded_calls() as calls:
+        other = threading.Thread(target=cpu.greedy, args=(logits, tokens))
+        other.start()
+        other.join()
+        assert (tokens.item(), calls) == (1, [])
+        cpu.greedy(logits, tokens)
+    assert len(calls) == 1
+
+
+def test_up_to_so_many_rows(model: Decoder, num_recorded: list[int | None]) -> None:
+    run = PagedRun(model, torch.bfloat16)
+    for num_rows in (decode_replay.MAX_ROWS + 1, decode_replay.MAX_ROWS):
+        run.step({row: [row] for row in range(num_rows)})
+    assert len(num_recorded) == 1
 
 
 def test_memory_is_taken_again_when_it_is_free() -> None:

@@ -9,11 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quire.resolve import DeviceFacts, GpuFacts
+from quire.resolve import NO_DRIVER, DeviceFacts, GpuFacts
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
-NO_DRIVER = "no driver of a GPU is loaded"
 _ASK_SECONDS = 60.0  # loading torch from a slow disk takes the longest
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a huge number for "no limit"
 
@@ -108,9 +107,9 @@ def ask_gpu() -> GpuFacts | str:
     command = [sys.executable, "-m", "quire.kernels.gpu_facts"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
+        found = json.loads(answer.splitlines()[-1])  # torch may print lines of its own before
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return f"asking for GPUs failed ({type(error).__name__})"
-    found = json.loads(answer)
     return found if isinstance(found, str) else GpuFacts(**found)
 
 

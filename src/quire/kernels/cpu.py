@@ -6,6 +6,7 @@ features; those of the other ops are in ops.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -44,6 +45,7 @@ def _load() -> bool:
 
 
 _available = _load()
+_recording = threading.RLock()  # one thread at a time
 
 
 def available() -> bool:
@@ -57,16 +59,17 @@ def takes(x: Tensor) -> bool:
 
 
 class _RecordedExtension:
-    """Stands for the extension while calls are recorded."""
+    """Stands for the extension while calls of this thread are recorded; those of others are only made."""
 
-    def __init__(self, calls: list[Callable[[], Any]]) -> None:
-        self._calls = calls
+    def __init__(self, recorded: Any, calls: list[Callable[[], Any]]) -> None:
+        self._recorded, self._calls, self._thread = recorded, calls, threading.get_ident()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        kernel = getattr(extension.C, name)
+        kernel = getattr(self._recorded, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._calls.append(partial(kernel, *args, **kwargs))
+            if threading.get_ident() == self._thread:
+                self._calls.append(partial(kernel, *args, **kwargs))
             return kernel(*args, **kwargs)
 
         return call
@@ -77,11 +80,12 @@ def recorded_calls() -> Iterator[list[Callable[[], Any]]]:
     """Every kernel call of the block, made and appended to a list: to be repeated on the same addresses."""
     global _C
     calls: list[Callable[[], Any]] = []
-    _C = _RecordedExtension(calls)
-    try:
-        yield calls
-    finally:
-        _C = extension.C
+    with _recording:
+        recorded, _C = _C, _RecordedExtension(_C, calls)
+        try:
+            yield calls
+        finally:
+            _C = recorded
 
 
 def isas() -> list[str]:

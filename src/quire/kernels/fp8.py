@@ -19,8 +19,9 @@ from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import PANEL_WIDTH, Fp8Format
 
-# Below so many rows, reading the weight takes longer than multiplying: activations need not be FP8 as well.
-_FEWEST_QUANTIZED_ROWS = 64
+# Below some hundreds of rows, reading the weight takes longer than multiplying: activations need not be FP8 as well. No
+# decode step has more than the largest CUDA graph, 256 rows: padding must not decide how a row is computed.
+_FEWEST_QUANTIZED_ROWS = 257
 
 
 @dataclass(frozen=True)

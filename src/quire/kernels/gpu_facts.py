@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 
 from quire.cost import devices
-from quire.resolve import GpuFacts
+from quire.resolve import NO_DRIVER, GpuFacts
 
 LEAST_CAPABILITY = 80  # bfloat16 in tensor cores
 
@@ -18,7 +18,7 @@ LEAST_CAPABILITY = 80  # bfloat16 in tensor cores
 def detect() -> GpuFacts | str:
     """Facts of the first visible GPU, or why it cannot be used. Makes a CUDA context where there is one."""
     if not torch.cuda.is_available() and not devices.has_gpu():
-        return devices.NO_DRIVER
+        return NO_DRIVER
     if torch.version.hip is not None:
         return "this torch is built for AMD GPUs, which are not used in this version"
     if torch.version.cuda is None:

@@ -8,7 +8,7 @@ weights of 0.6B parameters, 19 % with 4-bit ones (benchmarks/NOTES.md, Zen 5).
 from __future__ import annotations
 
 import math
-import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,26 @@ from torch.overrides import TorchFunctionMode
 from quire.kernels import cpu
 
 _ALIGNMENT = 64
-_FREE_REFERENCES = 3  # to a piece that no tensor is in: the list's, the loop's and getrefcount's
+
+
+class _Piece:
+    """Some memory, and whether a tensor is in it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+        begin = -memory.ctypes.data % _ALIGNMENT
+        self._bytes = memory[begin : begin + num_bytes]
+        self._user: weakref.ref[np.ndarray] | None = None
+
+    def fits(self, num_bytes: int) -> bool:
+        is_free = self._user is None or self._user() is None
+        return is_free and num_bytes <= len(self._bytes) <= 2 * num_bytes
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes]. Its storage, which all views of the tensor share, holds the array that is watched."""
+        array = self._bytes[:num_bytes]
+        self._user = weakref.ref(array)
+        return torch.from_numpy(array)
 
 
 class Arena:
@@ -31,20 +50,15 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[np.ndarray] = []
+        self._pieces: list[_Piece] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(self._take(num_bytes))[:num_bytes].view(dtype).view(shape)
-
-    def _take(self, num_bytes: int) -> np.ndarray:
-        for piece in self._pieces:
-            if num_bytes <= piece.nbytes <= 2 * num_bytes and sys.getrefcount(piece) == _FREE_REFERENCES:
-                return piece
-        memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
-        begin = -memory.ctypes.data % _ALIGNMENT
-        self._pieces.append(memory[begin : begin + num_bytes])
-        return self._pieces[-1]
+        piece = next((piece for piece in self._pieces if piece.fits(num_bytes)), None)
+        if piece is None:
+            piece = _Piece(num_bytes)
+            self._pieces.append(piece)
+        return piece.take(num_bytes).view(dtype).view(shape)
 
 
 # What a recorded run may do beside kernels: look at tensors, and make views of them.
@@ -62,7 +76,7 @@ _HARMLESS = {
 
 
 class _Watch(TorchFunctionMode):
-    """Takes memory from the arena, and notices work that is no kernel of ours."""
+    """Takes memory from the arena, and notices work of torch's that is no kernel of ours."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
@@ -71,8 +85,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty:
-            return self._arena.empty(args[0], kwargs["dtype"])
+        match args, kwargs:
+            case [tuple(shape)], {"dtype": dtype, "device": _} if func is torch.empty and len(kwargs) == 2:
+                return self._arena.empty(shape, dtype)
         if func not in _HARMLESS:
             self.foreign = getattr(func, "__qualname__", str(func))
         return func(*args, **kwargs)
@@ -81,8 +96,8 @@ class _Watch(TorchFunctionMode):
 def record(run: Callable[[], Tensor], arena: Arena) -> tuple[Tensor, list[Callable[[], Any]] | None]:
     """The result of `run`, which computes on CPU tensors, and the calls that write it anew into the same memory.
 
-    None instead of the calls: something else than views and the compiled kernels was at work. The caller keeps alive
-    whatever `run` reads, and the arena.
+    None instead of the calls: torch did something else than make views. What `run` reads has to stay where it is, and
+    may be made of tensors only: what other libraries compute is not noticed. The caller keeps it alive, and the arena.
     """
     with cpu.recorded_calls() as calls, _Watch(arena) as watch:
         result = run()

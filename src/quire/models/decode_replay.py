@@ -34,8 +34,8 @@ class _Recording:
     result_TD: Tensor
     calls: list[Callable[[], Any]]
 
-    def fits(self, caches: list[LayerCache], table_width: int) -> bool:
-        return self.batch.caches is caches and table_width <= self.batch.block_tables_SM.shape[1]
+    def fits(self, batch: ForwardBatch) -> bool:
+        return batch.block_tables_SM.shape[1] <= self.batch.block_tables_SM.shape[1]
 
 
 class DecodeReplay:
@@ -43,7 +43,8 @@ class DecodeReplay:
 
     def __init__(self) -> None:
         self._arena = Arena()
-        self._recordings: dict[int, _Recording] = {}  # by number of rows
+        self._caches: list[LayerCache] | None = None
+        self._recordings: dict[int, _Recording] = {}  # on these caches, by number of rows
         self._is_possible = True
 
     def __call__(self, run: Run, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
@@ -52,8 +53,11 @@ class DecodeReplay:
         is_decode = num_rows == batch.seq_lens_S.shape[0]  # a token of each sequence
         if not (self._is_possible and is_decode and num_rows <= MAX_ROWS and cpu.takes(residual_TD)):
             return run(residual_TD, batch)
+        if batch.caches is not self._caches:
+            self._caches = batch.caches
+            self._recordings.clear()
         recording = self._recordings.get(num_rows)
-        if recording is None or not recording.fits(batch.caches, batch.block_tables_SM.shape[1]):
+        if recording is None or not recording.fits(batch):
             return self._record(run, residual_TD, batch)
         recording.residual_TD.copy_(residual_TD)
         _copy_inputs(batch, recording.batch)
@@ -64,16 +68,17 @@ class DecodeReplay:
     def _record(self, run: Run, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
         num_rows, width = batch.block_tables_SM.shape
         width = max(_MIN_TABLE_WIDTH, 1 << (width - 1).bit_length())
-        own = replace(
-            batch,
-            positions_T=torch.empty_like(batch.positions_T),
-            slot_mapping_T=torch.empty_like(batch.slot_mapping_T),
-            cu_seqlens_q_S1=torch.empty_like(batch.cu_seqlens_q_S1),
-            seq_lens_S=torch.empty_like(batch.seq_lens_S),
-            block_tables_SM=torch.zeros((num_rows, width), dtype=torch.int32),
-        )
+        with torch.inference_mode(False):  # they are written to whatever the mode of a later caller
+            own = replace(
+                batch,
+                positions_T=torch.empty_like(batch.positions_T),
+                slot_mapping_T=torch.empty_like(batch.slot_mapping_T),
+                cu_seqlens_q_S1=torch.empty_like(batch.cu_seqlens_q_S1),
+                seq_lens_S=torch.empty_like(batch.seq_lens_S),
+                block_tables_SM=torch.zeros((num_rows, width), dtype=torch.int32),
+            )
+            own_residual_TD = residual_TD.clone()
         _copy_inputs(batch, own)
-        own_residual_TD = residual_TD.clone()
         result_TD, calls = record(lambda: run(own_residual_TD, own), self._arena)
         if calls is None:
             logger.debug("decode steps are not recorded: the model does more than kernel calls")

@@ -140,11 +140,11 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""
-        self._backends.prepare(batch)
         residual_TD = self.embed(batch.token_ids_T)
         return self._replay(self._run_blocks, residual_TD, batch)
 
     def _run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        self._backends.prepare(batch)
         x_TD = residual_TD if self._first_norm is None else self._first_norm(residual_TD)
         for block in self._blocks:
             x_TD = block(x_TD, residual_TD, batch)

@@ -89,7 +89,7 @@ class Accelerator(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait for everything."""
+        """Wait for everything. Raises EngineDeadError if the device has failed."""
         ...
 
 
@@ -155,7 +155,10 @@ class Cuda:
         return int(_cuda.memory_reserved(self.device))
 
     def synchronize(self) -> None:
-        _cuda.synchronize(self.device)
+        try:
+            _cuda.synchronize(self.device)
+        except torch.AcceleratorError as error:
+            raise device_failed(error) from error
 
 
 class _CudaDownload:

@@ -67,10 +67,13 @@ class PendingStep:
         self.step_result, self.launched, self.download = step_result, launched, download
         self.marks = marks  # before the forward pass, behind it, and behind sampling
         self.is_done = False
+        self.error: Exception | None = None
 
     def result(self) -> StepResult:
         """Wait for it, and for those before it. Raises EngineDeadError if the device has failed."""
         self._runner.finish_until(self)
+        if self.error is not None:
+            raise self.error
         return self.step_result
 
 
@@ -117,6 +120,9 @@ class DeviceRunner(ModelRunner):
             raise
         except torch.AcceleratorError as error:
             raise device_failed(error) from error
+        except RuntimeError:  # Triton and cuBLAS have no type of their own for a device that has failed
+            self._accelerator.synchronize()
+            raise
         pending.step_result.prepare_seconds = time.perf_counter() - started
         self._in_flight.append(pending)
         return pending
@@ -182,11 +188,14 @@ class DeviceRunner(ModelRunner):
         for _ in range(count):
             pending = self._in_flight.popleft()
             pending.is_done = True
-            on_host = pending.download.wait()
-            self._take_in(pending.step_result, pending.launched, on_host)
-            start, forwarded, sampled = pending.marks
-            pending.step_result.forward_seconds = self._accelerator.seconds_between(start, forwarded)
-            pending.step_result.sample_seconds = self._accelerator.seconds_between(forwarded, sampled)
+            try:
+                on_host = pending.download.wait()
+                self._take_in(pending.step_result, pending.launched, on_host)
+                start, forwarded, sampled = pending.marks
+                pending.step_result.forward_seconds = self._accelerator.seconds_between(start, forwarded)
+                pending.step_result.sample_seconds = self._accelerator.seconds_between(forwarded, sampled)
+            except Exception as error:  # of this step, whichever is being launched or waited for
+                pending.error = error
 
     def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:
         if launched.tokens is not None and launched.expected is not None:
