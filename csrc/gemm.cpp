@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "quire/huge_pages.h"
 #include "quire/kernels/gemm_fp8.h"
 #include "quire/round_up.h"
 #include "quire/scratch.h"
@@ -15,7 +14,7 @@ namespace quire {
 namespace {
 
 constexpr int64_t kRowsPerChunk = 1024;      // rows prepared at a time: bounds the scratch memory of a long prefill
-constexpr int64_t kTasksPerThread = 4;       // lets a thread that lost its core for a while do less
+constexpr int64_t kTasksPerThread = 8;       // leaves something to take over from a thread that lost its core
 constexpr int64_t kMinTaskMacs = 64 * 1024;  // multiply-adds worth a wake-up of another thread, some microseconds
 constexpr int64_t kMinPrepareElements = 64 * 1024;
 constexpr int64_t kMinQuantizeElements = 16 * 1024;
@@ -126,7 +125,6 @@ int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k) {
 
 void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t row_stride, void* packed) {
   const int64_t row_bytes = row_stride * static_cast<int64_t>(size_of(dtype));
-  advise_huge_pages(packed, gemm_packed_bytes(dtype, n, k));
   parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
     const int64_t first = panel * kPanelWidth;
     pack_panel(static_cast<const char*>(weight) + first * row_bytes, dtype, row_bytes, std::min(kPanelWidth, n - first),

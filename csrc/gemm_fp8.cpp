@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "quire/huge_pages.h"
 #include "quire/thread_pool.h"
 
 namespace quire {
@@ -34,7 +33,6 @@ int64_t gemm_fp8_packed_bytes(int64_t n, int64_t k, int64_t group_size) {
 void gemm_fp8_pack(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t n, int64_t k,
                    int64_t group_size, void* packed) {
   const Fp8Layout layout(k, group_size);
-  advise_huge_pages(packed, gemm_fp8_packed_bytes(n, k, group_size));
   parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
     const int64_t first = panel * kPanelWidth, columns = std::min(kPanelWidth, n - first);
     char* const to = static_cast<char*>(packed) + panel * layout.panel_bytes;

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "quire/huge_pages.h"
 #include "quire/kernels/grouped_layout.h"
 #include "quire/thread_pool.h"
 
@@ -43,7 +42,6 @@ int64_t gemm_grouped_packed_bytes(int64_t n, int64_t k, const GroupedForm& form)
 
 void gemm_grouped_pack(const GroupedSource& source, int64_t n, int64_t k, const GroupedForm& form, void* packed) {
   const GroupedLayout layout(form, k);
-  advise_huge_pages(packed, gemm_grouped_packed_bytes(n, k, form));
   parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
     const int64_t first = panel * kPanelWidth, columns = std::min(kPanelWidth, n - first);
     char* const to = static_cast<char*>(packed) + panel * layout.panel_bytes;

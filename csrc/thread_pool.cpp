@@ -1,6 +1,7 @@
-// The worker threads behind parallel_for. A job is one atomic word (generation, tasks not yet claimed) plus a few
-// fields; workers claim tasks by compare-and-swap, so a worker that wakes up late can never touch the next job by
-// mistake.
+// The worker threads behind parallel_for. Each thread has a range of consecutive tasks and takes them in order, so that
+// what it fetched ahead for the next task is its own; one that has none left takes over half of what another has. A
+// range is one atomic word with the number of its job, changed by compare-and-swap only, so a worker that wakes up late
+// can never touch the next job by mistake.
 #include "quire/thread_pool.h"
 
 #include <pthread.h>
@@ -10,9 +11,12 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "quire/round_up.h"
 
 namespace quire {
 namespace {
@@ -30,6 +34,24 @@ inline void pause_cpu() {
 
 thread_local int tls_thread_index = -1;  // >= 0 while this thread runs a task
 
+// Claims [begin, end) of a job that no thread has taken yet.
+struct Range {
+  static constexpr uint32_t kMaxEnd = 0xffff;
+
+  uint32_t generation, begin, end;
+
+  static Range unpack(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word >> 16 & kMaxEnd),
+            static_cast<uint32_t>(word & kMaxEnd)};
+  }
+  uint64_t packed() const { return static_cast<uint64_t>(generation) << 32 | begin << 16 | end; }
+  uint32_t size() const { return end - begin; }
+};
+
+struct alignas(64) Slot {
+  std::atomic<uint64_t> range{0};
+};
+
 class Pool {
  public:
   std::mutex mutex;  // one job at a time, and guards the members used outside jobs
@@ -39,16 +61,21 @@ class Pool {
   void set_num_threads(int n) {
     stop_workers();
     num_threads_ = n;
+    slots_ = std::make_unique<Slot[]>(n);
   }
 
   void run_job(int num_tasks, void (*run)(void*, int, int), void* context) {
     start_workers();
-    run_.store(run, std::memory_order_relaxed);
-    context_.store(context, std::memory_order_relaxed);
-    num_tasks_.store(num_tasks, std::memory_order_relaxed);
-    unfinished_.store(num_tasks, std::memory_order_relaxed);
     const uint32_t generation = static_cast<uint32_t>(epoch_.load(std::memory_order_relaxed)) + 1;
-    state_.store(pack(generation, static_cast<uint32_t>(num_tasks)), std::memory_order_release);
+    const int tasks_per_claim = ceil_div(num_tasks, static_cast<int>(Range::kMaxEnd));
+    const int num_claims = ceil_div(num_tasks, tasks_per_claim);
+    job_ = {run, context, num_tasks, tasks_per_claim};
+    unfinished_.store(num_claims, std::memory_order_relaxed);
+    for (int64_t t = 0; t < num_threads_; ++t) {
+      const auto begin = static_cast<uint32_t>(num_claims * t / num_threads_);
+      const auto end = static_cast<uint32_t>(num_claims * (t + 1) / num_threads_);
+      slots_[t].range.store(Range{generation, begin, end}.packed(), std::memory_order_release);
+    }
     epoch_.store(static_cast<int>(generation), std::memory_order_release);
     epoch_.notify_all();
     work(generation, 0);
@@ -62,9 +89,11 @@ class Pool {
   }
 
  private:
-  static constexpr uint64_t pack(uint32_t generation, uint32_t unclaimed) {
-    return static_cast<uint64_t>(generation) << 32 | unclaimed;
-  }
+  struct Job {
+    void (*run)(void*, int, int) = nullptr;
+    void* context = nullptr;
+    int num_tasks = 0, tasks_per_claim = 1;
+  };
 
   void start_workers() {
     while (static_cast<int>(workers_.size()) < num_threads_ - 1) {
@@ -76,9 +105,7 @@ class Pool {
 
   void stop_workers() {
     stopping_.store(true, std::memory_order_relaxed);
-    const uint32_t generation = static_cast<uint32_t>(epoch_.load(std::memory_order_relaxed)) + 1;
-    state_.store(pack(generation, 0), std::memory_order_release);
-    epoch_.store(static_cast<int>(generation), std::memory_order_release);
+    epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();
     for (std::thread& worker : workers_) worker.join();
     workers_.clear();
@@ -106,32 +133,64 @@ class Pool {
     return epoch_.load(std::memory_order_acquire);
   }
 
-  // The job's fields are read between seeing the generation and a successful claim. A claim succeeds only while the job
-  // has unclaimed tasks, hence before the caller may write the fields of the next one.
+  // The job is read after a claim succeeded. Until that claim is counted as finished, the caller waits and cannot write
+  // the next job.
   void work(uint32_t generation, int index) {
     tls_thread_index = index;
-    uint64_t state = state_.load(std::memory_order_acquire);
-    while (static_cast<uint32_t>(state >> 32) == generation && static_cast<uint32_t>(state) != 0) {
-      const auto run = run_.load(std::memory_order_relaxed);
-      void* context = context_.load(std::memory_order_relaxed);
-      const int task = num_tasks_.load(std::memory_order_relaxed) - static_cast<int>(static_cast<uint32_t>(state));
-      if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire))
-        continue;
-      run(context, task, index);
+    for (int claim; (claim = take(generation, index)) >= 0;) {
+      const Job& job = job_;
+      const int begin = claim * job.tasks_per_claim, end = std::min(begin + job.tasks_per_claim, job.num_tasks);
+      for (int task = begin; task < end; ++task) job.run(job.context, task, index);
       unfinished_.fetch_sub(1, std::memory_order_acq_rel);
-      state = state_.load(std::memory_order_acquire);
     }
     tls_thread_index = -1;
+  }
+
+  // The next claim of the thread's own range, or one of another's; -1: the job has none left.
+  int take(uint32_t generation, int index) {
+    std::atomic<uint64_t>& own = slots_[index].range;
+    uint64_t word = own.load(std::memory_order_acquire);
+    for (;;) {
+      const Range range = Range::unpack(word);
+      if (range.generation != generation) return -1;
+      if (range.size() == 0) return take_over_half(generation, own);
+      const Range rest{generation, range.begin + 1, range.end};
+      if (own.compare_exchange_weak(word, rest.packed(), std::memory_order_acq_rel, std::memory_order_acquire))
+        return static_cast<int>(range.begin);
+    }
+  }
+
+  // The later half of the largest range becomes `own`, but for its first claim, which is returned.
+  int take_over_half(uint32_t generation, std::atomic<uint64_t>& own) {
+    for (;;) {
+      int largest = 0;
+      uint64_t word = 0;
+      Range range{generation, 0, 0};
+      for (int t = 0; t < num_threads_; ++t) {
+        const uint64_t other_word = slots_[t].range.load(std::memory_order_acquire);
+        const Range other = Range::unpack(other_word);
+        if (other.generation == generation && other.size() > range.size()) {
+          largest = t;
+          word = other_word;
+          range = other;
+        }
+      }
+      if (range.size() == 0) return -1;
+      const uint32_t middle = range.begin + range.size() / 2;
+      if (slots_[largest].range.compare_exchange_strong(word, Range{generation, range.begin, middle}.packed(),
+                                                        std::memory_order_acq_rel, std::memory_order_relaxed)) {
+        own.store(Range{generation, middle + 1, range.end}.packed(), std::memory_order_release);
+        return static_cast<int>(middle);
+      }
+    }
   }
 
   int num_threads_ = default_num_threads();
   std::vector<std::thread> workers_;
   std::atomic<bool> stopping_{false};
-  std::atomic<void (*)(void*, int, int)> run_{nullptr};
-  std::atomic<void*> context_{nullptr};
-  std::atomic<int> num_tasks_{0};
+  std::unique_ptr<Slot[]> slots_ = std::make_unique<Slot[]>(num_threads_);
+  Job job_;
   alignas(64) std::atomic<int> epoch_{0};
-  alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> unfinished_{0};
 };
 

@@ -134,7 +134,7 @@ void run_all(const AttentionArgs& a) {
     [[maybe_unused]] const typename Path::Session session;
     const int begin = task * per_task, end = std::min(begin + per_task, num_units);
     for (int i = begin; i < end; ++i) {
-      const int next = i + 1 < end ? i + 1 : begin + threads * per_task;
+      const int next = i + 1;
       run_unit<Path>(a, plan, plan.units[i], next < num_units ? &plan.units[next] : nullptr, partials);
     }
   });

@@ -18,6 +18,7 @@ from torch import Tensor
 from quire import envs
 from quire.kernels import extension
 from quire.kernels.grouped_weight import GroupedWeight
+from quire.kernels.weight_memory import WeightMemory
 from quire.weight_format import GroupedFormat
 
 _C: Any = extension.C  # None: installed without a compiler; ops run on plain torch
@@ -127,7 +128,7 @@ def gemm_pack(weight_NK: Tensor) -> Tensor:
     """Copy a weight (rows may be strided) into the panel layout of csrc/include/quire/kernels/gemm.h; uint8 tensor."""
     N, K = weight_NK.shape
     code = DTYPE_CODES[weight_NK.dtype]
-    packed = torch.empty(_C.gemm_packed_bytes(code, N, K), dtype=torch.uint8)
+    packed = _weights.empty(_C.gemm_packed_bytes(code, N, K))
     _C.gemm_pack(weight_NK.data_ptr(), code, N, K, weight_NK.stride(0), packed.data_ptr())
     return packed
 
@@ -194,7 +195,7 @@ def fp8_quantize(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_pack(codes_NK: Tensor, scales_NG: Tensor, group_size: int) -> Tensor:
     """Copy an FP8 weight into the panel layout of csrc/include/quire/kernels/gemm_fp8.h; uint8 tensor."""
     N, K = codes_NK.shape
-    packed = torch.empty(_C.gemm_fp8_packed_bytes(N, K, group_size), dtype=torch.uint8)
+    packed = _weights.empty(_C.gemm_fp8_packed_bytes(N, K, group_size))
     _C.gemm_fp8_pack(codes_NK.data_ptr(), codes_NK.stride(0), scales_NG.data_ptr(), N, K, group_size, packed.data_ptr())
     return packed
 
@@ -225,7 +226,7 @@ def grouped_pack(weight: GroupedWeight) -> Tensor:
     """
     N, K = weight.shape
     form = grouped_form(weight.format)
-    packed = torch.empty(_C.gemm_grouped_packed_bytes(N, K, *form), dtype=torch.uint8)
+    packed = _weights.empty(_C.gemm_grouped_packed_bytes(N, K, *form))
     _C.gemm_grouped_pack(
         weight.codes_NK.data_ptr(),
         weight.codes_NK.stride(0),
@@ -262,6 +263,9 @@ def advise_huge_pages(x: Tensor) -> None:
     """
     if _available:
         _C.advise_huge_pages(x.data_ptr(), x.nbytes)
+
+
+_weights = WeightMemory(advise_huge_pages)
 
 
 def rms_norm(
