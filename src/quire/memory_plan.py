@@ -13,7 +13,8 @@ from quire.errors import MemoryPlanError
 from quire.kv_format import kv_format
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
-from quire.resolve import GIB, Resolved, kv_bytes_per_token, shown_bytes
+from quire.resolve import GIB, DeviceFacts, Resolved, kv_bytes_per_token, shown_bytes
+from quire.weight_format import packs_floats
 
 # Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
 MAX_USEFUL_CONTEXTS = 2
@@ -48,6 +49,26 @@ def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     return num_tokens * widest * DTYPE_BYTES[dtype]
 
 
+def planned_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
+    """Bytes that the weights will take in memory once they are loaded."""
+    return model.weight_bytes(resolved.dtype, resolved.quantization, is_packed=packs_floats(resolved.isa))
+
+
+def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> MemoryFacts:
+    """Memory as it will be after loading: weights from config.json, and the least a step can take."""
+    weights = planned_weight_bytes(resolved, model)
+    logits = logits_bytes(model, resolved.max_num_seqs)
+    total, free = device.memory_of(resolved.device)
+    return MemoryFacts(
+        total_bytes=total,
+        free_bytes=free - weights,
+        weight_bytes=weights,
+        work_bytes=least_work_bytes(model, resolved.max_num_batched_tokens, resolved.dtype) + logits,
+        logits_bytes=logits,
+        is_predicted=True,
+    )
+
+
 @dataclass(frozen=True)
 class _Offer:
     """What may be spent on the KV cache, and why."""
@@ -56,6 +77,7 @@ class _Offer:
     source: Source
     detail: str
     is_measured: bool  # moves with what else runs on the machine
+    is_all_that_is_free: bool = False  # because nothing was said of it
 
 
 def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> None:
@@ -65,7 +87,7 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     """
     _put_memory(resolved, model, memory)
     block_bytes = resolved.block_size * kv_bytes_per_token(resolved, model)
-    offer = _offer(config, resolved, memory, block_bytes)
+    offer = _useful(_offer(config, resolved, memory, block_bytes), resolved, block_bytes)
     num_blocks = max(offer.num_bytes, 0) // block_bytes
     blocks_needed = -(-resolved.max_model_len // resolved.block_size)
     if config.max_model_len == -1 and 0 < num_blocks < blocks_needed:
@@ -79,6 +101,12 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     resolved.put("kv_cache_bytes", kv_bytes, "formula", f"{num_blocks} blocks x {block_bytes:,} bytes")
     detail = f"{memory.free_bytes:,} free after the weights - {kv_bytes:,} KV cache - {memory.work_bytes:,} work"
     resolved.put("unplanned_bytes", memory.free_bytes - kv_bytes - memory.work_bytes, "measured", detail)
+
+
+def blocks_that_fit(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> int:
+    """KV blocks that there is memory for, also beyond what the running requests of a start could use."""
+    block_bytes: int = resolved.block_size * kv_bytes_per_token(resolved, model)
+    return max(_offer(config, resolved, memory, block_bytes).num_bytes, 0) // block_bytes
 
 
 def _put_memory(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> None:
@@ -124,11 +152,16 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
         if allowed <= free:
             return _Offer(allowed, "formula", detail, True)
         return _Offer(free, "measured", f"less than --gpu-memory-utilization allows ({detail}): {free_detail}", True)
+    return _Offer(free, "measured", free_detail, True, is_all_that_is_free=True)
+
+
+def _useful(offer: _Offer, resolved: Resolved, block_bytes: int) -> _Offer:
+    """Not all that is free, if nobody has said so: what running requests can use."""
     useful = -(-resolved.max_model_len // resolved.block_size) * resolved.max_num_seqs * MAX_USEFUL_CONTEXTS
-    if useful * block_bytes < free:
-        detail = f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; more would fit: {free_detail}"
-        return _Offer(useful * block_bytes, "formula", detail, False)
-    return _Offer(free, "measured", free_detail, True)
+    if not offer.is_all_that_is_free or useful * block_bytes >= offer.num_bytes:
+        return offer
+    detail = f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; more would fit: {offer.detail}"
+    return _Offer(useful * block_bytes, "formula", detail, False)
 
 
 def _does_not_fit(
