@@ -103,10 +103,13 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     resolved.put("unplanned_bytes", memory.free_bytes - kv_bytes - memory.work_bytes, "measured", detail)
 
 
-def blocks_that_fit(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> int:
-    """KV blocks that there is memory for, also beyond what the running requests of a start could use."""
+def blocks_that_fit(
+    config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts
+) -> tuple[int, str]:
+    """KV blocks that there is memory for, also beyond what the running requests of a start could use, and why."""
     block_bytes: int = resolved.block_size * kv_bytes_per_token(resolved, model)
-    return max(_offer(config, resolved, memory, block_bytes).num_bytes, 0) // block_bytes
+    offer = _offer(config, resolved, memory, block_bytes)
+    return max(offer.num_bytes, 0) // block_bytes, offer.detail
 
 
 def _put_memory(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> None:
