@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     add("out", metavar="OUT", help="folder to write")
     add("--to", required=True, choices=_METHODS, help="the format")
     add("--group-size", type=int, default=128, metavar="N", help="in-features that share a scale (default: 128)")
-    add("--act-order", action="store_true", help="gptq: round columns with large inputs first; better, read slower")
+    add("--act-order", action="store_true", help="gptq: round columns with large inputs first, in groups as they lie")
     add("--calibration", metavar="FILE", help="UTF-8 text for gptq and awq; none: the model writes its own")
     add("--calibration-windows", type=int, default=64, metavar="N", help="pieces of it (default: 64)")
     add("--calibration-length", type=int, default=512, metavar="N", help="tokens of a piece (default: 512)")
