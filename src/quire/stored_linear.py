@@ -58,7 +58,11 @@ class StoredLinear:
     def num_bytes(self, dtype: str, *, is_packed: bool = True) -> int:
         """Of the weight in memory, for a model in `dtype`. `is_packed`: by the compiled kernels, which pad it."""
         N, K = self.shape.out_features, self.shape.in_features
-        return float_bytes(N, K, dtype, is_packed=is_packed) if self.held is None else self.held.num_bytes(N, K)
+        if self.held is None:
+            return float_bytes(N, K, dtype, is_packed=is_packed)
+        if isinstance(self.held, Fp8Format):
+            return self.held.num_bytes(N, K, is_packed=is_packed)
+        return self.held.num_bytes(N, K)
 
 
 def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeights) -> tuple[StoredLinear, ...]:

@@ -19,7 +19,7 @@ _NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 
 
 def packs_floats(isa: str) -> bool:
-    """Whether weights in floating point are packed: by the CPU kernels compiled for an instruction set they are."""
+    """Whether weights in floating point, FP8 among them, are packed: the CPU kernels of an instruction set do it."""
     return isa != "torch" and not isa.startswith("sm_")
 
 
@@ -105,10 +105,12 @@ class Fp8Format:
         """Elements per group of a weight with K in-features."""
         return self.group_size or -(-K // K_UNIT) * K_UNIT
 
-    def num_bytes(self, N: int, K: int) -> int:
-        """Bytes of a packed weight [N, K], padding and scales included."""
-        num_rows, num_groups = -(-N // PANEL_WIDTH) * PANEL_WIDTH, -(-K // self.group_size_of(K))
-        return num_rows * (_NUMBER_BYTES["float32"] * num_groups + -(-K // K_UNIT) * K_UNIT)
+    def num_bytes(self, N: int, K: int, *, is_packed: bool = True) -> int:
+        """Bytes of a weight [N, K], scales included: packed by the compiled kernels, with padding, or as it is."""
+        num_groups = -(-K // self.group_size_of(K))
+        if is_packed:
+            N, K = -(-N // PANEL_WIDTH) * PANEL_WIDTH, -(-K // K_UNIT) * K_UNIT
+        return N * (_NUMBER_BYTES["float32"] * num_groups + K)
 
 
 WeightFormat = GroupedFormat | Fp8Format

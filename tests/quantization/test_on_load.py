@@ -56,6 +56,8 @@ def test_weights_on_plain_torch_are_planned_without_padding(monkeypatch: pytest.
     config = replace(load_model_config(quire.demo.path()), vocab_size=1003)
     model = load_model(config, torch.bfloat16, "dummy")
     assert model.weight_bytes() == config.weight_bytes("bfloat16", is_packed=False) == 2 * config.num_parameters()
+    model = load_model(config, torch.bfloat16, "dummy", quantization="fp8")
+    assert model.weight_bytes() == config.weight_bytes("bfloat16", "fp8", is_packed=False)
 
 
 def test_rows_too_long_for_one_scale_are_refused_by_the_plan() -> None:
