@@ -20,10 +20,10 @@ from quire.demo.data import chats, clean_entries
 from quire.loader import safetensors_writer
 from quire.quality import measure
 from quire.quality.summary import Quality, summarize
+from quire.quantize.formats import FORMATS
 from quire.quantize.output import Output
 from tests.quantize.folders import plain_weights, tensors, write_plain
 
-FORMATS = ("int4", "int8", "fp8", "gptq", "awq")
 OPTIONS = ("--calibration-windows", "8", "--calibration-length", "256", "--num-threads", "1", "--disable-tqdm")
 
 
