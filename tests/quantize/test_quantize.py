@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,11 @@ from torch import Tensor
 import quire.demo
 from quire.cli.main import main
 from quire.config import EngineConfig
-from quire.demo.data import chats, clean_entries
 from quire.loader import safetensors_writer
 from quire.quality import measure
 from quire.quality.summary import Quality, summarize
-from quire.quantize.formats import FORMATS
 from quire.quantize.output import Output
-from tests.quantize.folders import plain_weights, tensors, write_plain
-
-OPTIONS = ("--calibration-windows", "8", "--calibration-length", "256", "--num-threads", "1", "--disable-tqdm")
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Chats the demo model knows, in other words for calibration than for the measurement."""
-    folder = tmp_path_factory.mktemp("texts")
-    paths = {}
-    for seed, name in enumerate(("calibration", "measured")):
-        paths[name] = str(folder / name)
-        Path(paths[name]).write_text("".join(chats(clean_entries()[seed::7], random.Random(seed))))
-    return paths
-
-
-def quantize(to: str, out: Path, calibration: str, *more: str, model: Path | None = None) -> int:
-    words = ["quantize", *([] if model is None else [str(model)]), str(out), "--to", to, *OPTIONS]
-    return main([*words, *(["--calibration", calibration] if to in ("gptq", "awq") else []), *more])
-
-
-@pytest.fixture(scope="module")
-def folders(texts: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The demo model in every format."""
-    folder = tmp_path_factory.mktemp("folders")
-    for to in FORMATS:
-        assert quantize(to, folder / to, texts["calibration"]) == 0
-    assert quantize("gptq", folder / "gptq-act-order", texts["calibration"], "--act-order") == 0
-    return {path.name: path for path in folder.iterdir()}
+from tests.quantize.folders import OPTIONS, quantize, tensors, write_plain
 
 
 def quality(folder: Path, text: str, **options: Any) -> Quality:
@@ -83,24 +52,6 @@ def test_quire_reads_it(folders: dict[str, Path], texts: dict[str, str], tmp_pat
     read = quality(folders[name], texts["measured"], dtype="float32").kl_mean.value
     plain = quality(write_plain(folders[name], tmp_path / "plain"), texts["measured"]).kl_mean.value
     assert read == pytest.approx(plain, rel=0.25, abs=0.002), (read, plain)
-
-
-@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
-def test_transformers_reads_it(folders: dict[str, Path], name: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
-    with torch.inference_mode():
-        model(torch.tensor([[1, 2, 3]]))  # it unpacks weights when they are first used
-    expected = plain_weights(folders[name])
-    compared = 0
-    for module_name, module in model.named_modules():
-        if f"{module_name}.weight" not in expected or "_proj" not in module_name:
-            continue
-        assert module.weight.dtype in (torch.float32, torch.bfloat16), "not unpacked"
-        torch.testing.assert_close(module.weight.float(), expected[f"{module_name}.weight"], rtol=2**-8, atol=0)
-        compared += 1
-    assert compared == 7 * 6
 
 
 def test_what_is_not_quantized_is_as_it_was(folders: dict[str, Path]) -> None:
