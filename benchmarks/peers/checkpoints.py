@@ -58,10 +58,12 @@ def read_with_transformers(folder: str, prompts: list[list[int]], dtype: str) ->
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model.generation_config.eos_token_id = None  # the other engines write on
     ids = torch.tensor(prompts)
     with torch.inference_mode():
         logprobs = torch.log_softmax(model(ids).logits.float(), -1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-        greedy = model.generate(ids, do_sample=False, max_new_tokens=NUM_GREEDY, min_new_tokens=NUM_GREEDY)
+        mask = torch.ones_like(ids)
+        greedy = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NUM_GREEDY)
     return {"logprobs": logprobs.tolist(), "greedy": greedy[:, ids.shape[1] :].tolist()}
 
 

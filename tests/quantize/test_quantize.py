@@ -19,7 +19,7 @@ from quire.loader import safetensors_writer
 from quire.quality import measure
 from quire.quality.summary import Quality, summarize
 from quire.quantize.output import Output
-from tests.quantize.folders import OPTIONS, quantize, tensors, write_plain
+from tests.quantize.folders import OPTIONS, plain_weights, quantize, tensors, write_plain
 
 
 def quality(folder: Path, text: str, **options: Any) -> Quality:
@@ -52,6 +52,25 @@ def test_quire_reads_it(folders: dict[str, Path], texts: dict[str, str], tmp_pat
     read = quality(folders[name], texts["measured"], dtype="float32").kl_mean.value
     plain = quality(write_plain(folders[name], tmp_path / "plain"), texts["measured"]).kl_mean.value
     assert read == pytest.approx(plain, rel=0.25, abs=0.002), (read, plain)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
+def test_transformers_reads_it(folders: dict[str, Path], name: str) -> None:
+    """The weights, to the rounding of bfloat16; GPTQ and AWQ are in test_readers.py."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2, 3]]))  # it unpacks weights when they are first used
+    expected = plain_weights(folders[name])
+    compared = 0
+    for module_name, module in model.named_modules():
+        if f"{module_name}.weight" not in expected or "_proj" not in module_name:
+            continue
+        assert module.weight.dtype in (torch.float32, torch.bfloat16), "not unpacked"
+        torch.testing.assert_close(module.weight.float(), expected[f"{module_name}.weight"], rtol=2**-8, atol=0)
+        compared += 1
+    assert compared == 7 * 6
 
 
 def test_what_is_not_quantized_is_as_it_was(folders: dict[str, Path]) -> None:
