@@ -11,10 +11,11 @@ from quire.config import EngineConfig, ServerConfig
 from quire.errors import MemoryPlanError
 from quire.kv_format import kv_format
 from quire.layer_kernels import LayerKernel, layer_kernels
-from quire.memory_plan import MemoryFacts, least_work_bytes, logits_bytes, plan_kv_cache
+from quire.memory_plan import least_work_bytes, logits_bytes, plan_kv_cache, predict_memory
 from quire.memory_summary import MemorySummary
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.resolve import GIB, DeviceFacts, Resolved, Setting, kv_bytes_per_token, resolve, resolve_server, shown_bytes
+from quire.weight_format import packs_floats
 
 NAME_COLUMN = 34  # the longest name of a setting fits
 
@@ -40,14 +41,13 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON. Sizes in bytes and tokens."""
-        dtype = self.settings["dtype"].value
         return {
             "version": __version__,
             "model": {
                 "name": self.model_name,
                 "architecture": self.model.architecture,
                 "num_parameters": self.model.num_parameters(),
-                "weight_bytes": self.model.weight_bytes(dtype, self.settings["quantization"].value),
+                "weight_bytes": self.settings["weight_bytes"].value,
                 "kv_bytes_per_token": self._kv_bytes_per_token(),
                 "max_model_len": self.model.max_model_len,
             },
@@ -159,21 +159,6 @@ def explain(
     return Explanation(model_name, model, device, settings, layers, _next_costs(resolved, model), error)
 
 
-def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> MemoryFacts:
-    """Memory as it will be after loading: weights from config.json, and the least a step can take."""
-    weights = model.weight_bytes(resolved.dtype, resolved.quantization)
-    logits = logits_bytes(model, resolved.max_num_seqs)
-    total, free = device.memory_of(resolved.device)
-    return MemoryFacts(
-        total_bytes=total,
-        free_bytes=free - weights,
-        weight_bytes=weights,
-        work_bytes=least_work_bytes(model, resolved.max_num_batched_tokens, resolved.dtype) + logits,
-        logits_bytes=logits,
-        is_predicted=True,
-    )
-
-
 def _put_expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: float) -> None:
     """A bound: a start measures steps, and says what it found under the same name."""
     num_bytes = model.read_bytes_per_step(resolved.dtype, resolved.quantization)
@@ -193,6 +178,9 @@ def _next_costs(resolved: Resolved, model: ModelConfig) -> dict[str, str]:
         own = resolved.kv_cache_dtype in DTYPE_BYTES
         return model.kv_bytes_per_token(kv_format("auto" if own else resolved.kv_cache_dtype, dtype))
 
+    def weights_in(dtype: str, quantization: str | None) -> str:
+        return shown_bytes(model.weight_bytes(dtype, quantization, is_packed=packs_floats(resolved.isa)))
+
     seqs, budget, length = resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.max_model_len
     block = resolved.block_size
     logits = shown_bytes(logits_bytes(model, seqs))
@@ -208,12 +196,12 @@ def _next_costs(resolved: Resolved, model: ModelConfig) -> dict[str, str]:
     if "num_blocks" in resolved.settings:
         costs["num_blocks"] = f"each GiB more holds {GIB // kv:,} tokens"
     if model.quantized is None and resolved.quantization is not None:
-        costs["quantization"] = f"none: weights of {shown_bytes(model.weight_bytes(resolved.dtype))}"
+        costs["quantization"] = f"none: weights of {weights_in(resolved.dtype, None)}"
     elif resolved.dtype == "float32":
-        weights = shown_bytes(model.weight_bytes("bfloat16", resolved.quantization))
+        weights = weights_in("bfloat16", resolved.quantization)
         costs["dtype"] = f"bfloat16: weights of {weights}, KV of {kv_in('bfloat16'):,} bytes"
     else:
-        weights = shown_bytes(model.weight_bytes("float32", resolved.quantization))
+        weights = weights_in("float32", resolved.quantization)
         costs["dtype"] = f"float32: weights of {weights}, KV of {kv_in('float32'):,} bytes"
     return costs
 

@@ -9,9 +9,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.model_config import ModelConfig
 from quire.stored_linear import StoredLinear
-from quire.weight_format import Fp8Format, WeightFormat
+from quire.weight_format import Fp8Format, WeightFormat, packs_floats
 
 # By instruction set: products of 8-bit integers, and of bfloat16.
 _INTEGER_KERNELS = {
@@ -69,7 +69,7 @@ def layer_kernels(model: ModelConfig, dtype: str, quantization: str | None, isa:
                 count=0,
                 out_features=shape.out_features,
                 in_features=shape.in_features,
-                num_bytes=stored.num_bytes(DTYPE_BYTES[dtype]),
+                num_bytes=stored.num_bytes(dtype, is_packed=packs_floats(isa)),
                 weight=dtype if stored.held is None else _held(stored.held),
                 kernel=_kernel(stored, dtype, isa),
                 why=stored.reason,

@@ -13,7 +13,8 @@ from quire.errors import MemoryPlanError
 from quire.kv_format import kv_format
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
-from quire.resolve import GIB, Resolved, kv_bytes_per_token, shown_bytes
+from quire.resolve import GIB, DeviceFacts, Resolved, kv_bytes_per_token, shown_bytes
+from quire.weight_format import packs_floats
 
 # Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
 MAX_USEFUL_CONTEXTS = 2
@@ -48,6 +49,26 @@ def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     return num_tokens * widest * DTYPE_BYTES[dtype]
 
 
+def planned_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
+    """Bytes that the weights will take in memory once they are loaded."""
+    return model.weight_bytes(resolved.dtype, resolved.quantization, is_packed=packs_floats(resolved.isa))
+
+
+def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> MemoryFacts:
+    """Memory as it will be after loading: weights from config.json, and the least a step can take."""
+    weights = planned_weight_bytes(resolved, model)
+    logits = logits_bytes(model, resolved.max_num_seqs)
+    total, free = device.memory_of(resolved.device)
+    return MemoryFacts(
+        total_bytes=total,
+        free_bytes=free - weights,
+        weight_bytes=weights,
+        work_bytes=least_work_bytes(model, resolved.max_num_batched_tokens, resolved.dtype) + logits,
+        logits_bytes=logits,
+        is_predicted=True,
+    )
+
+
 @dataclass(frozen=True)
 class _Offer:
     """What may be spent on the KV cache, and why."""
@@ -56,6 +77,7 @@ class _Offer:
     source: Source
     detail: str
     is_measured: bool  # moves with what else runs on the machine
+    is_all_that_is_free: bool = False  # because nothing was said of it
 
 
 def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> None:
@@ -65,7 +87,7 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     """
     _put_memory(resolved, model, memory)
     block_bytes = resolved.block_size * kv_bytes_per_token(resolved, model)
-    offer = _offer(config, resolved, memory, block_bytes)
+    offer = _useful(_offer(config, resolved, memory, block_bytes), resolved, block_bytes)
     num_blocks = max(offer.num_bytes, 0) // block_bytes
     blocks_needed = -(-resolved.max_model_len // resolved.block_size)
     if config.max_model_len == -1 and 0 < num_blocks < blocks_needed:
@@ -73,12 +95,21 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
         resolved.put("max_model_len", num_blocks * resolved.block_size, "formula", detail)
         blocks_needed = num_blocks
     if num_blocks < blocks_needed:
-        raise _does_not_fit(config, model, resolved, memory, offer, block_bytes, blocks_needed)
+        raise _Shortage(config, model, resolved, memory, offer, block_bytes, blocks_needed).error()
     resolved.put("num_blocks", num_blocks, offer.source, offer.detail)
     kv_bytes = num_blocks * block_bytes
     resolved.put("kv_cache_bytes", kv_bytes, "formula", f"{num_blocks} blocks x {block_bytes:,} bytes")
     detail = f"{memory.free_bytes:,} free after the weights - {kv_bytes:,} KV cache - {memory.work_bytes:,} work"
     resolved.put("unplanned_bytes", memory.free_bytes - kv_bytes - memory.work_bytes, "measured", detail)
+
+
+def blocks_that_fit(
+    config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts
+) -> tuple[int, str]:
+    """KV blocks that there is memory for, also beyond what the running requests of a start could use, and why."""
+    block_bytes: int = resolved.block_size * kv_bytes_per_token(resolved, model)
+    offer = _offer(config, resolved, memory, block_bytes)
+    return max(offer.num_bytes, 0) // block_bytes, offer.detail
 
 
 def _put_memory(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> None:
@@ -124,70 +155,73 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
         if allowed <= free:
             return _Offer(allowed, "formula", detail, True)
         return _Offer(free, "measured", f"less than --gpu-memory-utilization allows ({detail}): {free_detail}", True)
+    return _Offer(free, "measured", free_detail, True, is_all_that_is_free=True)
+
+
+def _useful(offer: _Offer, resolved: Resolved, block_bytes: int) -> _Offer:
+    """Not all that is free, if nobody has said so: what running requests can use."""
     useful = -(-resolved.max_model_len // resolved.block_size) * resolved.max_num_seqs * MAX_USEFUL_CONTEXTS
-    if useful * block_bytes < free:
-        detail = f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; more would fit: {free_detail}"
-        return _Offer(useful * block_bytes, "formula", detail, False)
-    return _Offer(free, "measured", free_detail, True)
+    if not offer.is_all_that_is_free or useful * block_bytes >= offer.num_bytes:
+        return offer
+    detail = f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; more would fit: {offer.detail}"
+    return _Offer(useful * block_bytes, "formula", detail, False)
 
 
-def _does_not_fit(
-    config: EngineConfig,
-    model: ModelConfig,
-    resolved: Resolved,
-    memory: MemoryFacts,
-    offer: _Offer,
-    block_bytes: int,
-    blocks_needed: int,
-) -> MemoryPlanError:
-    needed = blocks_needed * block_bytes
-    fixes = _fixes(config, model, resolved, memory, offer, block_bytes, blocks_needed)
-    return MemoryPlanError(
-        f"The KV cache for one request of {resolved.max_model_len} tokens does not fit: {shown_bytes(needed)} needed, "
-        f"{shown_bytes(max(offer.num_bytes, 0))} available, {shown_bytes(needed - offer.num_bytes)} missing "
-        f"(weights {shown_bytes(memory.weight_bytes)}, work {shown_bytes(memory.work_bytes)}, "
-        f"free {shown_bytes(memory.free_bytes)} of {shown_bytes(memory.total_bytes)})",
-        fix="Use one of: " + "; ".join(fixes) if fixes else "Free memory, or use a smaller model",
-        param="max_model_len",
-    )
+@dataclass(frozen=True)
+class _Shortage:
+    """A plan whose KV cache is too small for one request."""
 
+    config: EngineConfig
+    model: ModelConfig
+    resolved: Resolved
+    memory: MemoryFacts
+    offer: _Offer
+    block_bytes: int
+    blocks_needed: int
 
-def _fixes(
-    config: EngineConfig,
-    model: ModelConfig,
-    resolved: Resolved,
-    memory: MemoryFacts,
-    offer: _Offer,
-    block_bytes: int,
-    blocks_needed: int,
-) -> list[str]:
-    """Single changes, each of which makes the same start succeed."""
-    needed = blocks_needed * block_bytes
-    missing = needed - offer.num_bytes
-    fixes = []
-    available = int(offer.num_bytes * (FREE_MEMORY_MARGIN if offer.is_measured else 1))
-    fitting = available // block_bytes
-    if fitting > 0:
-        fixes.append(f"--max-model-len {fitting * resolved.block_size}")
-    if config.num_gpu_blocks_override is not None:
-        fixes.append(f"--num-gpu-blocks-override {blocks_needed}")
-    elif needed <= memory.free_bytes - memory.work_bytes:
-        fixes.append(f"--kv-cache-memory-bytes {needed}")
-    with_half_weights = offer.num_bytes + (memory.weight_bytes // 2 if offer.is_measured else 0)
-    tokens_needed = blocks_needed * resolved.block_size
-    halved = tokens_needed * model.kv_bytes_per_token(kv_format(resolved.kv_cache_dtype, "bfloat16"))
-    if resolved.dtype == "float32" and config.num_gpu_blocks_override is None and with_half_weights >= halved:
-        what = "weights and KV cache" if halved < needed else "the weights"
-        fixes.append(f"--dtype bfloat16 (halves {what})")
-    codes = tokens_needed * model.kv_bytes_per_token(kv_format("fp8", resolved.dtype))
-    if config.num_gpu_blocks_override is None and codes < needed and codes <= available:
-        fixes.append("--kv-cache-dtype fp8 (shrinks the KV cache, at a cost in quality)")
-    budget, lowest = resolved.max_num_batched_tokens, max(resolved.max_num_seqs, MIN_SUGGESTED_BUDGET)
-    if offer.is_measured and config.enable_chunked_prefill and budget > lowest:
-        saved = (memory.work_bytes - memory.logits_bytes) * (budget - lowest) // budget
-        if saved >= missing:
-            fixes.append(f"--max-num-batched-tokens {lowest} (less work memory, slower prompts)")
-    return fixes
+    def error(self) -> MemoryPlanError:
+        """What is missing, and the changes that would fit."""
+        needed, offered, memory = self.blocks_needed * self.block_bytes, self.offer.num_bytes, self.memory
+        fixes = self._fixes()
+        return MemoryPlanError(
+            f"The KV cache for one request of {self.resolved.max_model_len} tokens does not fit: "
+            f"{shown_bytes(needed)} needed, {shown_bytes(max(offered, 0))} available, "
+            f"{shown_bytes(needed - offered)} missing "
+            f"(weights {shown_bytes(memory.weight_bytes)}, work {shown_bytes(memory.work_bytes)}, "
+            f"free {shown_bytes(memory.free_bytes)} of {shown_bytes(memory.total_bytes)})",
+            fix="Use one of: " + "; ".join(fixes) if fixes else "Free memory, or use a smaller model",
+            param="max_model_len",
+        )
+
+    def _fixes(self) -> list[str]:
+        """Single changes, each of which makes the same start succeed."""
+        config, model, resolved, memory, offer = self.config, self.model, self.resolved, self.memory, self.offer
+        needed = self.blocks_needed * self.block_bytes
+        missing = needed - offer.num_bytes
+        fixes = []
+        available = int(offer.num_bytes * (FREE_MEMORY_MARGIN if offer.is_measured else 1))
+        fitting = available // self.block_bytes
+        if fitting > 0:
+            fixes.append(f"--max-model-len {fitting * resolved.block_size}")
+        if config.num_gpu_blocks_override is not None:
+            fixes.append(f"--num-gpu-blocks-override {self.blocks_needed}")
+        elif needed <= memory.free_bytes - memory.work_bytes:
+            fixes.append(f"--kv-cache-memory-bytes {needed}")
+        with_half_weights = offer.num_bytes + (memory.weight_bytes // 2 if offer.is_measured else 0)
+        tokens_needed = self.blocks_needed * resolved.block_size
+        halved = tokens_needed * model.kv_bytes_per_token(kv_format(resolved.kv_cache_dtype, "bfloat16"))
+        if resolved.dtype == "float32" and config.num_gpu_blocks_override is None and with_half_weights >= halved:
+            what = "weights and KV cache" if halved < needed else "the weights"
+            fixes.append(f"--dtype bfloat16 (halves {what})")
+        codes = tokens_needed * model.kv_bytes_per_token(kv_format("fp8", resolved.dtype))
+        if config.num_gpu_blocks_override is None and codes < needed and codes <= available:
+            fixes.append("--kv-cache-dtype fp8 (shrinks the KV cache, at a cost in quality)")
+        budget, lowest = resolved.max_num_batched_tokens, max(resolved.max_num_seqs, MIN_SUGGESTED_BUDGET)
+        if offer.is_measured and config.enable_chunked_prefill and budget > lowest:
+            saved = (memory.work_bytes - memory.logits_bytes) * (budget - lowest) // budget
+            if saved >= missing:
+                fixes.append(f"--max-num-batched-tokens {lowest} (less work memory, slower prompts)")
+        return fixes
 
 
 def weights_do_not_fit(resolved: Resolved, weight_bytes: int, total_bytes: int) -> MemoryPlanError:

@@ -23,11 +23,9 @@ from quire.hf_config.rope import RopeConfig
 from quire.hf_config.translate import merge, translate
 from quire.kv_format import KvFormat
 from quire.stored_linear import LinearShape, StoredLinear, stored_from
-from quire.weight_format import ON_LOAD
+from quire.weight_format import DTYPE_BYTES, ON_LOAD
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
-
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class BlockLinears(NamedTuple):
@@ -37,6 +35,15 @@ class BlockLinears(NamedTuple):
     attention_output: LinearShape
     gate_up: LinearShape
     down: LinearShape
+
+
+class WeightBytes(NamedTuple):
+    """Bytes of weights in memory by kind: scales and padding included, tied embeddings counted in the output."""
+
+    blocks: int  # linear layers
+    output: int
+    embeddings: int
+    norms_and_biases: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +105,28 @@ class ModelConfig:
         """Elements of all weights but embeddings and output projection: what every token is multiplied with."""
         return self.num_parameters() - self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
 
-    def weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Bytes of all weights in `dtype` (a key of DTYPE_BYTES), linear layers as they are held."""
-        linear = sum(stored.num_bytes(DTYPE_BYTES[dtype]) for stored in self.stored_linears(quantization))
-        return linear + self._num_norm_and_bias_parameters() * DTYPE_BYTES[dtype] + self._looked_up_bytes(dtype)
+    def weight_bytes(self, dtype: str, quantization: str | None = None, *, is_packed: bool = True) -> int:
+        """Bytes of all weights in `dtype` (a key of DTYPE_BYTES), linear layers as they are held.
+
+        `is_packed`: the compiled kernels hold weights in `dtype`; else they are as in the checkpoint, without padding.
+        """
+        return sum(self.weight_bytes_by_kind(dtype, quantization, is_packed=is_packed))
+
+    def weight_bytes_by_kind(
+        self, dtype: str, quantization: str | None = None, *, is_packed: bool = True
+    ) -> WeightBytes:
+        """The parts of `weight_bytes`."""
+        if not self.is_native:
+            is_packed = False  # transformers' code multiplies with them
+        blocks = output = 0
+        for linear in self.linears():
+            num_bytes = sum(part.num_bytes(dtype, is_packed=is_packed) for part in self.stored(linear, quantization))
+            if linear == self.output_linear():
+                output += num_bytes
+            else:
+                blocks += num_bytes
+        others = self._num_norm_and_bias_parameters() * DTYPE_BYTES[dtype]
+        return WeightBytes(blocks, output, self._looked_up_bytes(dtype), others)
 
     def read_bytes_per_step(self, dtype: str, quantization: str | None = None) -> int:
         """Bytes of the weights every step reads: all but embeddings that are only looked up, a row per token."""
@@ -172,8 +197,7 @@ class ModelConfig:
     def _looked_up_bytes(self, dtype: str) -> int:
         """Bytes of them, as they are held."""
         table = self.stored_embeddings()
-        width = DTYPE_BYTES[dtype]
-        return self._num_looked_up_parameters() * width if table is None else table.num_bytes(width)
+        return self._num_looked_up_parameters() * DTYPE_BYTES[dtype] if table is None else table.num_bytes(dtype)
 
     def _num_norm_and_bias_parameters(self) -> int:
         hidden, inner = self.hidden_size, self.intermediate_size

@@ -13,7 +13,7 @@ from quire.errors import ModelConfigError
 from quire.gguf.types import FLOAT_TYPES, TensorType
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint
-from quire.weight_format import FP8_UNIT, GGUF, Fp8Format, GroupedFormat, WeightFormat
+from quire.weight_format import GGUF, K_UNIT, Fp8Format, GroupedFormat, WeightFormat, float_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,14 @@ class StoredLinear:
     held: WeightFormat | None
     reason: str
 
-    def num_bytes(self, dtype_bytes: int) -> int:
-        """Of the weight in memory."""
+    def num_bytes(self, dtype: str, *, is_packed: bool = True) -> int:
+        """Of the weight in memory, for a model in `dtype`. `is_packed`: by the compiled kernels, which pad it."""
         N, K = self.shape.out_features, self.shape.in_features
-        return N * K * dtype_bytes if self.held is None else self.held.num_bytes(N, K)
+        if self.held is None:
+            return float_bytes(N, K, dtype, is_packed=is_packed)
+        if isinstance(self.held, Fp8Format):
+            return self.held.num_bytes(N, K, is_packed=is_packed)
+        return self.held.num_bytes(N, K)
 
 
 def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeights) -> tuple[StoredLinear, ...]:
@@ -132,11 +136,11 @@ def held_form(source: LayerFormat, K: int) -> WeightFormat:
 
 
 def _check_sizes(source: LayerFormat, name: str, N: int, K: int) -> None:
-    if source.block is not None and source.block[1] < K and source.block[1] % FP8_UNIT:
+    if source.block is not None and source.block[1] < K and source.block[1] % K_UNIT:
         raise ModelConfigError(
             f"{name} has scales per block of columns of a width that is not read",
             value=source.block[1],
-            expected=f"a multiple of {FP8_UNIT}",
+            expected=f"a multiple of {K_UNIT}",
             fix="Use the unquantized checkpoint of the model with --quantization fp8",
         )
     per_word = 32 // source.bits

@@ -1,4 +1,4 @@
-"""How many bytes a weight takes in each quantized format: the arithmetic that planning and loading share.
+"""How many bytes a weight takes in each format: the arithmetic that planning and loading share.
 
 Dimensions: N out-features, K in-features.
 """
@@ -11,10 +11,24 @@ from quire.errors import ModelConfigError
 
 PANEL_WIDTH = 64  # columns that are packed together: kPanelWidth of csrc/include/quire/kernels/grouped_layout.h
 ROW_UNIT = 64  # a row of codes in an AMX tile
-FP8_UNIT = 32  # columns of a step: kBf16KUnit of csrc/include/quire/kernels/gemm.h
+K_UNIT = 32  # columns of a step in bfloat16 and FP8: kBf16KUnit of csrc/include/quire/kernels/gemm.h
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_GROUP_SIZE = 65_536  # integer sums of more products of 8 bits could overflow 32 bits
 
 _NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1}
+
+
+def packs_floats(isa: str) -> bool:
+    """Whether weights in floating point, FP8 among them, are packed: the CPU kernels of an instruction set do it."""
+    return isa != "torch" and not isa.startswith("sm_")
+
+
+def float_bytes(N: int, K: int, dtype: str, *, is_packed: bool) -> int:
+    """Bytes of a weight [N, K] in `dtype`, a key of DTYPE_BYTES: in panels of the compiled kernels, or as it is."""
+    if is_packed:
+        N = -(-N // PANEL_WIDTH) * PANEL_WIDTH
+        K = -(-K // K_UNIT) * K_UNIT if dtype == "bfloat16" else K
+    return N * K * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -89,12 +103,14 @@ class Fp8Format:
 
     def group_size_of(self, K: int) -> int:
         """Elements per group of a weight with K in-features."""
-        return self.group_size or -(-K // FP8_UNIT) * FP8_UNIT
+        return self.group_size or -(-K // K_UNIT) * K_UNIT
 
-    def num_bytes(self, N: int, K: int) -> int:
-        """Bytes of a packed weight [N, K], padding and scales included."""
-        num_rows, num_groups = -(-N // PANEL_WIDTH) * PANEL_WIDTH, -(-K // self.group_size_of(K))
-        return num_rows * (_NUMBER_BYTES["float32"] * num_groups + -(-K // FP8_UNIT) * FP8_UNIT)
+    def num_bytes(self, N: int, K: int, *, is_packed: bool = True) -> int:
+        """Bytes of a weight [N, K], scales included: packed by the compiled kernels, with padding, or as it is."""
+        num_groups = -(-K // self.group_size_of(K))
+        if is_packed:
+            N, K = -(-N // PANEL_WIDTH) * PANEL_WIDTH, -(-K // K_UNIT) * K_UNIT
+        return N * (_NUMBER_BYTES["float32"] * num_groups + K)
 
 
 WeightFormat = GroupedFormat | Fp8Format

@@ -107,6 +107,29 @@ def test_every_form_comes_back(model_folder: Path) -> None:
     assert torch.equal(found["a"]["bias"], held["a"]["bias"])
 
 
+@pytest.mark.parametrize("entry", [-1, 32, 2**31 - 1, 0])
+def test_a_damaged_order_of_in_features_is_not_used(model_folder: Path, cache: Path, entry: int) -> None:
+    """Kernels would read where it points."""
+    K = 32
+    weight = GroupedWeight(
+        codes_NK=torch.randint(16, (64, K), dtype=torch.uint8),
+        bits=4,
+        group_size=K,
+        scales_NG=torch.rand(64, 1),
+        order_K=torch.arange(K),
+    )
+    kept_weights = PackedCache(load_model_config(model_folder), torch.float32, None, [])
+    kept_weights.write({"a": {"weight": pack_grouped(weight)}})
+    join()
+    assert kept_weights.read() is not None
+    data, order = kept(cache).read_bytes(), torch.arange(K, dtype=torch.int32).numpy().tobytes()
+    assert data.count(order) == 1
+    changed = torch.arange(K, dtype=torch.int32)
+    changed[5] = entry
+    kept(cache).write_bytes(data.replace(order, changed.numpy().tobytes()))
+    assert kept_weights.read() is None
+
+
 def test_a_form_that_is_not_known_is_not_kept(model_folder: Path, cache: Path) -> None:
     PackedCache(load_model_config(model_folder), torch.float32, None, []).write({"a": {"weight": object()}})
     assert not cache.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,27 @@ def test_truncation_at_every_byte_is_found(tmp_path: Path, kept: int) -> None:
     path.write_bytes(good_file()[:kept])
     with pytest.raises(WeightsError, match=SINGLE_NAME):
         read_header(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flipped_bytes(seed: int, tmp_path: Path) -> None:
+    """A changed header gives tensors that fill the file without overlap, or a WeightsError, and nothing else."""
+    draw = random.Random(seed)
+    whole, path = good_file(), tmp_path / SINGLE_NAME
+    header_end = len(whole) - 12
+    refused = 0
+    for _ in range(1000):
+        data = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 2, 8))):
+            data[draw.randrange(header_end)] = draw.choice((*b'019-.eE[]{},:"', 0, 0x7F, 0x80, draw.randrange(256)))
+        path.write_bytes(bytes(data))
+        try:
+            loaded = dict(open_checkpoint(tmp_path).tensors())
+        except WeightsError:
+            refused += 1
+            continue
+        assert sum(tensor.nbytes for tensor in loaded.values()) == 12
+    assert 300 < refused < 1000
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {

@@ -30,6 +30,36 @@ def test_planned_bytes_are_held(quantization: str) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("quantization", [None, *ON_LOAD])
+@pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
+def test_padding_is_planned(quantization: str | None, tied: bool, dtype: str) -> None:
+    """No size is a multiple of what the kernels pack together: to a byte, weights in floating point too."""
+    config = replace(
+        load_model_config(quire.demo.path()),
+        vocab_size=1003,
+        hidden_size=88,
+        intermediate_size=200,
+        head_dim=22,
+        tie_word_embeddings=tied,
+        num_layers=2,
+    )
+    model = load_model(config, getattr(torch, dtype), "dummy", quantization=quantization)
+    assert model.weight_bytes() == config.weight_bytes(dtype, quantization)
+    if quantization is None:
+        assert config.weight_bytes(dtype, is_packed=False) < config.weight_bytes(dtype)
+
+
+def test_weights_on_plain_torch_are_planned_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_available", False)
+    config = replace(load_model_config(quire.demo.path()), vocab_size=1003)
+    model = load_model(config, torch.bfloat16, "dummy")
+    assert model.weight_bytes() == config.weight_bytes("bfloat16", is_packed=False) == 2 * config.num_parameters()
+    model = load_model(config, torch.bfloat16, "dummy", quantization="fp8")
+    assert model.weight_bytes() == config.weight_bytes("bfloat16", "fp8", is_packed=False)
+
+
 def test_rows_too_long_for_one_scale_are_refused_by_the_plan() -> None:
     config = replace(load_model_config(quire.demo.path()), intermediate_size=65_552)
     with pytest.raises(ModelConfigError, match="more in-features than one scale") as caught:

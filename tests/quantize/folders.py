@@ -11,7 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.cli.main import main
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+OPTIONS = ("--calibration-windows", "8", "--calibration-length", "256", "--num-threads", "1", "--disable-tqdm")
+
+
+def quantize(to: str, out: Path, calibration: str, *more: str, model: Path | None = None) -> int:
+    """The exit code of `quire quantize`; no model: the demo model."""
+    words = ["quantize", *([] if model is None else [str(model)]), str(out), "--to", to, *OPTIONS]
+    return main([*words, *(["--calibration", calibration] if to in ("gptq", "awq") else []), *more])
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

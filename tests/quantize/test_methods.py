@@ -22,7 +22,7 @@ from quire.quantize.awq import output_error
 from quire.quantize.gptq import DAMPING, gptq
 from quire.quantize.layerwise import Layerwise
 from quire.quantize.methods import AWQ, Layer
-from quire.quantize.rounding import choose_grid, round_to_nearest
+from quire.quantize.rounding import Grid, choose_grid, round_to_nearest
 from tests.models.tiny_models import SIZES
 from tests.quantization.checkpoints import Format, draw, tensors_of
 
@@ -38,21 +38,30 @@ def correlated(K: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("group_size", [32, 64, 256])
 def test_gptq_follows_the_update_it_is_named_after(group_size: int, act_order: bool) -> None:
-    """A twin that eliminates one row and column of the inverse after another, in float64 (equations 2 and 3)."""
+    """A twin that eliminates one row and column of the inverse after another, in float64 (equations 2 and 3).
+
+    With an order, groups are those of the columns as they lie, and their grids those of the weights as they were.
+    """
     K, N = 256, 9
     weight_NK = torch.randn(N, K, generator=torch.Generator().manual_seed(1))
     gram_KK = correlated(K, 2)
-    found = dequantize_grouped(gptq(weight_NK, gram_KK, group_size, act_order=act_order))
+    grouped = gptq(weight_NK, gram_KK, group_size, act_order=act_order)
+    assert grouped.order_K is None
+    found = dequantize_grouped(grouped)
 
     order = gram_KK.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(K)
     w, h = weight_NK[:, order].double(), gram_KK[order][:, order].double()
     inverse = torch.linalg.inv(h + DAMPING * h.diagonal().mean() * torch.eye(K))
     expected = torch.empty_like(w)
+    grids: dict[int, Grid] = {}
     for k in range(K):
-        if k % group_size == 0:
-            group = slice(k, k + group_size)
-            grid = choose_grid(w[:, group].float(), 4, symmetric=True, scale_dtype=torch.float16,
-                               importance=gram_KK.diagonal()[order][group])  # fmt: skip
+        index = int(order[k]) // group_size
+        if index not in grids:
+            group = slice(index * group_size, (index + 1) * group_size)
+            columns = weight_NK[:, group] if act_order else w[:, group].float()
+            grids[index] = choose_grid(columns, 4, symmetric=True, scale_dtype=torch.float16,
+                                       importance=gram_KK.diagonal()[group])  # fmt: skip
+        grid = grids[index]
         expected[:, k] = grid.nearest(w[:, k : k + 1].float())[:, 0]
         error = (w[:, k] - expected[:, k]) / inverse[k, k]
         w -= error[:, None] * inverse[k]
@@ -101,22 +110,19 @@ def test_rounding_is_to_the_nearest_value(symmetric: bool) -> None:
     [
         Format(method="awq", group_size=32, has_zeros=True),
         Format(method="gptq", group_size=32),
-        Format(method="gptq", group_size=32, has_order=True),
         Format(method="pack-quantized", group_size=32, scale_dtype=torch.bfloat16),
         Format(method="int-quantized", bits=8, scale_dtype=torch.bfloat16),
     ],
-    ids=lambda form: f"{form.method}-{'order' if form.has_order else 'plain'}",
+    ids=lambda form: form.method,
 )
 def test_tensors_are_those_of_an_independent_writer(form: Format) -> None:
     numbers = draw(np.random.default_rng(0), 24, 128, form)
-    order = np.argsort(numbers.group_K, kind="stable")
     weight = GroupedWeight(
-        codes_NK=torch.from_numpy(numbers.codes_NK[:, order].astype(np.uint8)),
+        codes_NK=torch.from_numpy(numbers.codes_NK.astype(np.uint8)),
         bits=form.bits,
         group_size=form.group_size if form.group_size > 0 else 128,
         scales_NG=numbers.scales_NG.float(),
         zeros_NG=torch.from_numpy(numbers.zeros_NG.astype(np.uint8)) if form.has_zeros else None,
-        order_K=torch.from_numpy(order) if form.has_order else None,
     )
     write: dict[str, Any] = {
         "awq": awq_tensors,

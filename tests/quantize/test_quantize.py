@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,11 @@ from torch import Tensor
 import quire.demo
 from quire.cli.main import main
 from quire.config import EngineConfig
-from quire.demo.data import chats, clean_entries
 from quire.loader import safetensors_writer
 from quire.quality import measure
 from quire.quality.summary import Quality, summarize
 from quire.quantize.output import Output
-from tests.quantize.folders import plain_weights, tensors, write_plain
-
-FORMATS = ("int4", "int8", "fp8", "gptq", "awq")
-OPTIONS = ("--calibration-windows", "8", "--calibration-length", "256", "--num-threads", "1", "--disable-tqdm")
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Chats the demo model knows, in other words for calibration than for the measurement."""
-    folder = tmp_path_factory.mktemp("texts")
-    paths = {}
-    for seed, name in enumerate(("calibration", "measured")):
-        paths[name] = str(folder / name)
-        Path(paths[name]).write_text("".join(chats(clean_entries()[seed::7], random.Random(seed))))
-    return paths
-
-
-def quantize(to: str, out: Path, calibration: str, *more: str, model: Path | None = None) -> int:
-    words = ["quantize", *([] if model is None else [str(model)]), str(out), "--to", to, *OPTIONS]
-    return main([*words, *(["--calibration", calibration] if to in ("gptq", "awq") else []), *more])
-
-
-@pytest.fixture(scope="module")
-def folders(texts: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The demo model in every format."""
-    folder = tmp_path_factory.mktemp("folders")
-    for to in FORMATS:
-        assert quantize(to, folder / to, texts["calibration"]) == 0
-    assert quantize("gptq", folder / "gptq-act-order", texts["calibration"], "--act-order") == 0
-    return {path.name: path for path in folder.iterdir()}
+from tests.quantize.folders import OPTIONS, plain_weights, quantize, tensors, write_plain
 
 
 def quality(folder: Path, text: str, **options: Any) -> Quality:
@@ -87,6 +56,7 @@ def test_quire_reads_it(folders: dict[str, Path], texts: dict[str, str], tmp_pat
 
 @pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
 def test_transformers_reads_it(folders: dict[str, Path], name: str) -> None:
+    """The weights, to the rounding of bfloat16; GPTQ and AWQ are in test_readers.py."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)

@@ -7,11 +7,11 @@ import os
 import sys
 
 from quire import __version__, logs
-from quire.cli import bench, chat, collect_env, complete, explain, quality, quantize, serve
+from quire.cli import bench, chat, collect_env, complete, explain, plan, quality, quantize, serve
 from quire.cli.flags import Parser
 from quire.errors import ConfigError, QuireError
 
-COMMANDS = (serve, chat, complete, bench, explain, quality, quantize, collect_env)
+COMMANDS = (serve, chat, complete, bench, plan, explain, quality, quantize, collect_env)
 
 
 def build_parser() -> Parser:

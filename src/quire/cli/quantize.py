@@ -6,18 +6,14 @@ import argparse
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.quantize.formats import FORMATS
 
-FORMATS = """
+EPILOG = """
 formats:
-  int4  compressed-tensors, 4 bits in groups, rounded to the nearest; activations stay as they are
-  int8  compressed-tensors, 8 bits per output channel; activations are quantized per token while it runs
-  fp8   compressed-tensors, e4m3 per output channel; activations per token where the hardware multiplies e4m3
-  gptq  GPTQ, 4 bits in groups; rounding errors are made up for, on calibration text (arXiv 2210.17323)
-  awq   AutoAWQ, 4 bits in groups with zero points; in-features scaled on calibration text (arXiv 2306.00978)
+{formats}
 
 A run that was interrupted is continued by the same command. docs/quantization.md has measured quality.
 """
-_METHODS = ("int4", "int8", "fp8", "gptq", "awq")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,16 +21,16 @@ def add_parser(subparsers: Any) -> None:
         "quantize",
         help="write a quantized checkpoint of a model",
         description="Writes a quantized checkpoint of MODEL to the folder OUT, a layer at a time.",
-        epilog=FORMATS,
+        epilog=EPILOG.format(formats="\n".join(f"  {name:<5} {what}" for name, what in FORMATS.items())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help="folder or hub id of the model; none: the bundled demo model")
     add("out", metavar="OUT", help="folder to write")
-    add("--to", required=True, choices=_METHODS, help="the format")
+    add("--to", required=True, choices=FORMATS, help="the format")
     add("--group-size", type=int, default=128, metavar="N", help="in-features that share a scale (default: 128)")
-    add("--act-order", action="store_true", help="gptq: round columns with large inputs first; better, read slower")
+    add("--act-order", action="store_true", help="gptq: round columns with large inputs first, in groups as they lie")
     add("--calibration", metavar="FILE", help="UTF-8 text for gptq and awq; none: the model writes its own")
     add("--calibration-windows", type=int, default=64, metavar="N", help="pieces of it (default: 64)")
     add("--calibration-length", type=int, default=512, metavar="N", help="tokens of a piece (default: 512)")

@@ -1,11 +1,11 @@
-"""The settings of `quire serve` and `quire explain`: flags, a config file, foreign names, and who said what."""
+"""The settings of `quire serve`, `explain` and `plan`: flags, a config file, foreign names, and who said what."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quire import logs
 from quire.cli.config_file import read_config_file
@@ -16,13 +16,15 @@ from quire.errors import ConfigError
 from quire.option import Source
 
 
-def add_settings_flags(parser: Parser, configs: tuple[type, ...] = (EngineConfig, ServerConfig)) -> None:
-    """MODEL, --config, and a flag for every setting of `configs` and every foreign name."""
-    parser.usage = f"{parser.prog} [MODEL] [flags]"
+def add_settings_flags(
+    parser: Parser, configs: tuple[type, ...] = (EngineConfig, ServerConfig), *, models: Literal["?", "*"] = "?"
+) -> None:
+    """MODEL, --config, and a flag for every setting of `configs` and every foreign name. `models`: how many MODELs."""
+    parser.usage = f"{parser.prog} [MODEL{' ...' if models == '*' else ''}] [flags]"
     parser.add_argument(
         "model_tag",
         metavar="MODEL",
-        nargs="?",
+        nargs=models,
         help="folder, hub id or GGUF file of the model; none: the bundled demo model",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with flags as keys; the command line wins")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import cpu
+from quire.kernels.product import check_product
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import PANEL_WIDTH
 
@@ -61,9 +62,8 @@ def linear(
     x has the weight's dtype; the output has x's dtype unless `out_dtype` (or the dtype of `out`) says otherwise. Rows
     of x and of `out` may be strided. The bias may have any of the three dtypes. Plain torch rounds to its dtype first.
     """
-    assert x_TK.shape[1:] == (packed.K,), f"x is {tuple(x_TK.shape)}, expected [T, {packed.K}]"
+    check_product(x_TK, packed.N, packed.K, bias_N)
     assert x_TK.dtype == packed.dtype, f"x is {x_TK.dtype}, the weight is {packed.dtype}"
-    assert bias_N is None or bias_N.shape == (packed.N,), f"bias is not of shape ({packed.N},)"
     T = x_TK.shape[0]
     if out is None and not packed.is_packed:
         return _plain(x_TK, packed, bias_N).to(out_dtype or x_TK.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, gpu, reference
 from quire.kernels.fp8_weight import Fp8Weight
+from quire.kernels.product import check_product
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import PANEL_WIDTH, Fp8Format
 
@@ -87,9 +88,7 @@ def fp8_linear(
     Where `quantizes_activations` says so, x is quantized first, with a scale per row. The output has x's dtype or
     `out_dtype`, rounded once.
     """
-    assert x_TK.shape[1:] == (packed.K,), f"x is {tuple(x_TK.shape)}, expected [T, {packed.K}]"
-    assert x_TK.dtype in cpu.DTYPE_CODES, f"x is {x_TK.dtype}"
-    assert bias_N is None or bias_N.shape == (packed.N,), f"bias is not of shape ({packed.N},)"
+    check_product(x_TK, packed.N, packed.K, bias_N)
     out_dtype = out_dtype or x_TK.dtype
     on_gpu = gpu.takes(x_TK)
     if packed.data is None and not on_gpu:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.weight_format import FP8_UNIT
+from quire.weight_format import K_UNIT
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Fp8Weight:
     Attributes:
         codes_NK: float8_e4m3fn; rows may be strided.
         scales_NG: float32.
-        group_size: elements along K that share a scale: a multiple of FP8_UNIT.
+        group_size: elements along K that share a scale: a multiple of K_UNIT.
     """
 
     codes_NK: Tensor
@@ -32,7 +32,7 @@ class Fp8Weight:
     def __post_init__(self) -> None:
         N, K = self.shape
         assert self.codes_NK.dtype == torch.float8_e4m3fn, f"codes are {self.codes_NK.dtype}"
-        assert self.group_size > 0 and self.group_size % FP8_UNIT == 0, f"group size {self.group_size}"
+        assert self.group_size > 0 and self.group_size % K_UNIT == 0, f"group size {self.group_size}"
         expected = (N, -(-K // self.group_size))
         assert self.scales_NG.shape == expected, f"scales are {tuple(self.scales_NG.shape)}, expected {expected}"
         assert self.scales_NG.dtype == torch.float32, f"scales are {self.scales_NG.dtype}"

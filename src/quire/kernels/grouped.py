@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.kernels import cpu, gpu, reference
 from quire.kernels.grouped_panels import rows_of_panels, to_panels
 from quire.kernels.grouped_weight import GroupedWeight
+from quire.kernels.product import check_product
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import GroupedFormat
 
@@ -92,9 +93,7 @@ def grouped_linear(
     `grouped_rows` gives it, and sums are float32. A row with a value that is not finite gives no finite number in its
     row of the output; on CPU all are NaN.
     """
-    assert x_TK.shape[1:] == (packed.K,), f"x is {tuple(x_TK.shape)}, expected [T, {packed.K}]"
-    assert x_TK.dtype in cpu.DTYPE_CODES, f"x is {x_TK.dtype}"
-    assert bias_N is None or bias_N.shape == (packed.N,), f"bias is not of shape ({packed.N},)"
+    check_product(x_TK, packed.N, packed.K, bias_N)
     out_dtype = out_dtype or x_TK.dtype
     if packed.data is None:
         assert packed.weight is not None

@@ -63,7 +63,9 @@ def resolve_model(
         ModelConfigError: the folder has no config.json.
     """
     patterns = TOKENIZER_PATTERNS + (WEIGHT_PATTERNS if weights else [])
-    folder = local_folder(name_or_path) or _download(name_or_path, revision, download_dir, token, progress, patterns)
+    folder = local_folder(name_or_path)
+    if folder is None:
+        folder = download_files(name_or_path, revision, download_dir, token, progress, patterns, IGNORED_PATTERNS)
     if not (folder / "config.json").is_file():
         raise _no_config(name_or_path, folder)
     return folder
@@ -76,9 +78,10 @@ def resolve_tokenizer_files(
     token: str | None = None,
 ) -> Path:
     """The folder with a tokenizer's files; downloads nothing else. Raises ConfigError as resolve_model does."""
-    folder = local_folder(name_or_path) or _download(
-        name_or_path, revision, download_dir, token, None, TOKENIZER_PATTERNS
-    )
+    folder = local_folder(name_or_path)
+    if folder is None:
+        patterns = TOKENIZER_PATTERNS
+        folder = download_files(name_or_path, revision, download_dir, token, None, patterns, IGNORED_PATTERNS)
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         raise ConfigError(
             "No tokenizer files in the model's folder",
@@ -88,19 +91,6 @@ def resolve_tokenizer_files(
             param="tokenizer",
         )
     return folder
-
-
-def download_files(
-    name: str,
-    revision: str | None,
-    download_dir: str | None,
-    token: str | None,
-    progress: Progress | None,
-    patterns: list[str],
-    ignored: Sequence[str] = (),
-) -> Path:
-    """The folder of a hub id with the files that match, wherever in the repository. Errors as resolve_model's."""
-    return _download(name, revision, download_dir, token, progress, patterns, ignored)
 
 
 def list_files(name: str, revision: str | None, token: str | None) -> list[str]:
@@ -193,15 +183,16 @@ def _no_config(name: str, folder: Path) -> ModelConfigError:
     )
 
 
-def _download(
+def download_files(
     name: str,
     revision: str | None,
     download_dir: str | None,
     token: str | None,
     progress: Progress | None,
     patterns: list[str],
-    ignored: Sequence[str] = IGNORED_PATTERNS,
+    ignored: Sequence[str] = (),
 ) -> Path:
+    """The folder of a hub id with the files that match, wherever in the repository. Errors as resolve_model's."""
     from huggingface_hub import errors, snapshot_download
 
     logs.adopt("huggingface_hub")

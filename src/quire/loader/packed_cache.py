@@ -242,13 +242,22 @@ def _restored(description: Any, data: Tensor) -> Any:
         return tuple(_restored(item, data) for item in description["tuple"])
     if "form" in description:
         fields = {key: _restored(item, data) for key, item in description["fields"].items()}
-        return FORMS[description["form"]](**fields)
+        form = FORMS[description["form"]](**fields)
+        if isinstance(form, PackedGrouped) and form.order_K is not None:
+            _check_order(form.order_K, form.K)
+        return form
     name, shape, begin = description["tensor"]
     dtype = _dtype(name)
     end = begin + torch.Size(shape).numel() * dtype.itemsize
     if not 0 <= begin <= end <= len(data) or begin % ALIGNMENT:
         raise ValueError("a tensor lies outside the file")
     return data[begin:end].view(dtype).view(shape)
+
+
+def _check_order(order_K: Tensor, K: int) -> None:
+    """Kernels index with it. Raises ValueError."""
+    if not torch.equal(order_K.sort().values, torch.arange(K, dtype=torch.int32)):
+        raise ValueError("the order of a weight's in-features is damaged")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -63,16 +63,11 @@ def _problem_of_zeros(zeros: Tensor, bits: int) -> str | None:
 
 def gptq_tensors(weight: GroupedWeight) -> dict[str, Tensor]:
     """The way back, in the first version: the tensors of a symmetric weight, by the last part of their names."""
-    assert weight.zeros_NG is None
-    groups_K = torch.arange(weight.shape[1], dtype=torch.int32) // weight.group_size
-    codes_NK = weight.codes_NK
-    if weight.order_K is not None:
-        place_K = weight.order_K.argsort()
-        groups_K, codes_NK = groups_K[place_K], codes_NK[:, place_K]
+    assert weight.zeros_NG is None and weight.order_K is None
     zeros_GN = torch.full(weight.scales_NG.T.shape, (1 << (weight.bits - 1)) - 1)
     return {
-        "qweight": pack(codes_NK, weight.bits).T.contiguous(),
+        "qweight": pack(weight.codes_NK, weight.bits).T.contiguous(),
         "qzeros": pack(zeros_GN, weight.bits),
         "scales": weight.scales_NG.T.half().contiguous(),
-        "g_idx": groups_K,
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // weight.group_size,
     }

@@ -31,7 +31,7 @@ def awq_description(group_size: int) -> dict[str, Any]:
 
 def gptq_description(group_size: int, act_order: bool, damping: float) -> dict[str, Any]:
     return {"quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4, "group_size": group_size, "sym": True,
-            "desc_act": act_order, "damp_percent": damping, "static_groups": False, "true_sequential": False,
+            "desc_act": False, "damp_percent": damping, "static_groups": act_order, "true_sequential": False,
             "lm_head": False}  # fmt: skip
 
 

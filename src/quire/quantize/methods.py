@@ -70,6 +70,22 @@ class Method(Protocol):
         ...
 
 
+def _converted(
+    weights: Weights,
+    linears: list[LayerLinear],
+    convert: Callable[[LayerLinear, Tensor], tuple[layouts.Tensors, Tensor]],
+) -> QuantizedLayer:
+    """`convert` gives tensors to write and values for each weight [N, K] of the linear layers; the rest stays."""
+    written, values = dict(weights), dict(weights)
+    for linear in linears:
+        for name in linear.names:
+            weight_NK = written.pop(f"{name}.weight")
+            tensors, value_NK = convert(linear, weight_NK)
+            written |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
+            values[f"{name}.weight"] = value_NK.to(weight_NK.dtype)
+    return QuantizedLayer(written, values)
+
+
 @dataclass(frozen=True)
 class RoundToNearest:
     """Each element by itself; no calibration. `convert` gives tensors to write and values for a weight [N, K]."""
@@ -80,14 +96,7 @@ class RoundToNearest:
     needs_calibration: bool = False
 
     def quantize(self, layer: Layer) -> QuantizedLayer:
-        written, values = dict(layer.weights), dict(layer.weights)
-        for linear in layer.linears:
-            for name in linear.names:
-                weight_NK = written.pop(f"{name}.weight")
-                tensors, value_NK = self.convert(weight_NK)
-                written |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
-                values[f"{name}.weight"] = value_NK.to(weight_NK.dtype)
-        return QuantizedLayer(written, values)
+        return _converted(layer.weights, layer.linears, lambda _, weight_NK: self.convert(weight_NK))
 
     def description(self, ignore: list[str]) -> dict[str, Any]:
         return self.describe(ignore)
@@ -104,15 +113,12 @@ class GPTQ:
         return 8, self.group_size
 
     def quantize(self, layer: Layer) -> QuantizedLayer:
-        written, values = dict(layer.weights), dict(layer.weights)
-        for linear in layer.linears:
+        def convert(linear: LayerLinear, weight_NK: Tensor) -> tuple[layouts.Tensors, Tensor]:
             gram_KK = layer.inputs[linear.names[0]].gram_KK
-            for name in linear.names:
-                weight_NK = written.pop(f"{name}.weight")
-                grouped = gptq(weight_NK, gram_KK, self.group_size, act_order=self.act_order)
-                written |= {f"{name}.{suffix}": tensor for suffix, tensor in gptq_tensors(grouped).items()}
-                values[f"{name}.weight"] = dequantize_grouped(grouped).to(weight_NK.dtype)
-        return QuantizedLayer(written, values)
+            grouped = gptq(weight_NK, gram_KK, self.group_size, act_order=self.act_order)
+            return gptq_tensors(grouped), dequantize_grouped(grouped)
+
+        return _converted(layer.weights, layer.linears, convert)
 
     def description(self, ignore: list[str]) -> dict[str, Any]:
         return layouts.gptq_description(self.group_size, self.act_order, DAMPING)
@@ -130,15 +136,14 @@ class AWQ:
     def quantize(self, layer: Layer) -> QuantizedLayer:
         scaled = {name: tensor.clone() for name, tensor in layer.weights.items()}
         factors = {linear.names[0]: self._scale(layer, linear, scaled) for linear in layer.linears}
-        written, values = dict(scaled), dict(scaled)
-        for linear in layer.linears:
-            inputs, factors_K = layer.inputs[linear.names[0]], factors[linear.names[0]]
-            for name in linear.names:
-                weight_NK = written.pop(f"{name}.weight")
-                grouped = round_clipped(weight_NK, inputs.gram_KK.diagonal() / factors_K**2, self.group_size)
-                written |= {f"{name}.{suffix}": tensor for suffix, tensor in awq_tensors(grouped).items()}
-                values[f"{name}.weight"] = dequantize_grouped(grouped).to(weight_NK.dtype)
-        return QuantizedLayer(written, values)
+
+        def convert(linear: LayerLinear, weight_NK: Tensor) -> tuple[layouts.Tensors, Tensor]:
+            first = linear.names[0]
+            squares_K = layer.inputs[first].gram_KK.diagonal() / factors[first] ** 2
+            grouped = round_clipped(weight_NK, squares_K, self.group_size)
+            return awq_tensors(grouped), dequantize_grouped(grouped)
+
+        return _converted(scaled, layer.linears, convert)
 
     def _scale(self, layer: Layer, linear: LayerLinear, scaled: Weights) -> Tensor:
         """Scale the in-features of one linear layer in `scaled`, and what makes them by the inverse -> the factors."""
@@ -213,7 +218,7 @@ def _rows_before(layer: Layer, module: str, first: str) -> _Source:
 
 
 def method(to: str, group_size: int, act_order: bool, dtype: torch.dtype) -> Method:
-    """A method by its name: int4, int8, fp8, gptq or awq. `dtype`: of scales where the format has the model's."""
+    """A method by its name, a key of FORMATS. `dtype`: of scales where the format has the model's."""
     if to == "gptq":
         return GPTQ(group_size, act_order)
     if to == "awq":

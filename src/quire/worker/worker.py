@@ -17,7 +17,14 @@ from quire.kernels import cpu, extension, gpu_facts
 from quire.kv_format import kv_format
 from quire.loader.load import load_model
 from quire.logs import get_logger
-from quire.memory_plan import MemoryFacts, least_work_bytes, logits_bytes, plan_kv_cache, weights_do_not_fit
+from quire.memory_plan import (
+    MemoryFacts,
+    least_work_bytes,
+    logits_bytes,
+    plan_kv_cache,
+    planned_weight_bytes,
+    weights_do_not_fit,
+)
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.registry import CPU, CausalLM
@@ -58,7 +65,8 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     resolved = resolve(config, model_config, device, is_server=is_server)
     total_bytes, _ = device.memory_of(resolved.device)
     # Refused before minutes are spent on reading them.
-    if (planned := model_config.weight_bytes(resolved.dtype, resolved.quantization)) >= total_bytes:
+    planned = planned_weight_bytes(resolved, model_config)
+    if planned >= total_bytes:
         raise weights_do_not_fit(resolved, planned, total_bytes)
     if cpu.available():
         cpu.set_num_threads(resolved.num_threads)

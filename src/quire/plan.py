@@ -1,0 +1,324 @@
+"""`quire plan`: what a model takes in each format of weights and KV cache, and how much context fits beside it.
+
+From config.json or a GGUF header alone: no weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.errors import ModelConfigError
+from quire.kv_format import kv_format
+from quire.memory_plan import MemoryFacts, blocks_that_fit, predict_memory
+from quire.model_config import ModelConfig, WeightBytes
+from quire.resolve import DeviceFacts, Resolved, resolve, shown_bytes
+from quire.weight_format import packs_floats
+
+# Mean KL divergence from the original in nats, of the demo model: docs/quantization.md. They order what fits: which
+# format loses least. How much another model loses is to be measured.
+_WEIGHTS_KL = {None: 0.0, "int8": 0.00127, "fp8": 0.00269, "int4": 0.02354}
+_REDUCED_DTYPE_KL = 0.00008  # bfloat16 of a float32 checkpoint
+_KV_KL = {"auto": 0.0, "int8": 0.00018, "fp8": 0.00329}
+
+
+@dataclass(frozen=True)
+class WeightsRow:
+    """Weights in one format.
+
+    Args:
+        dtype: of activations and of what is not quantized.
+        quantization: on-load, or the checkpoint's own method; None: all weights are in `dtype`.
+        num_bytes: in memory, by kind.
+        flags: that give it.
+        tokens_per_second: of one request at most, from the memory bandwidth; None: it was not measured.
+    """
+
+    dtype: str
+    quantization: str | None
+    num_bytes: WeightBytes
+    flags: tuple[str, ...]
+    tokens_per_second: float | None
+
+    @property
+    def name(self) -> str:
+        return self.quantization or self.dtype
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Weights and KV cache in one pair of formats.
+
+    Args:
+        kv_bytes_per_token: over all layers, scales included.
+        num_blocks: of the KV cache, that there is memory for.
+        why: that many, in numbers.
+        flags: that give it.
+        expected_loss: what orders formats by what they lose.
+    """
+
+    weights: WeightsRow
+    kv_cache_dtype: str
+    kv_bytes_per_token: int
+    num_blocks: int
+    why: str
+    block_size: int
+    max_model_len: int
+    memory: MemoryFacts
+    flags: tuple[str, ...]
+    expected_loss: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_sequences(self) -> int:
+        """Of max_model_len tokens each, which share no blocks."""
+        return self.num_blocks // -(-self.max_model_len // self.block_size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "weights": self.weights.name,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "num_tokens": self.num_tokens,
+            "num_sequences": self.num_sequences,
+            "why": self.why,
+            "flags": list(self.flags),
+        }
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model on one device.
+
+    Args:
+        weights: a row per format.
+        fits: all pairs of formats of weights and KV cache.
+        refused: formats that the model cannot have, with the reason.
+        num_sequences: full contexts that are asked for.
+    """
+
+    model_name: str
+    model: ModelConfig
+    memory_name: str
+    resolved: Resolved
+    weights: list[WeightsRow]
+    fits: list[Fit]
+    refused: dict[str, str]
+    num_sequences: int
+
+    @property
+    def best(self) -> Fit | None:
+        """What loses least of all that holds the full contexts asked for; None: nothing does."""
+        enough = [fit for fit in self.fits if fit.num_sequences >= self.num_sequences]
+        return min(enough, key=lambda fit: fit.expected_loss, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON. Sizes in bytes and tokens."""
+        memory = self.fits[0].memory
+        return {
+            "name": self.model_name,
+            "architecture": self.model.architecture,
+            "num_parameters": self.model.num_parameters(),
+            "is_exact": self.model.is_native,
+            "max_model_len": self.resolved.max_model_len,
+            "block_size": self.resolved.block_size,
+            "device": self.resolved.device,
+            "total_memory_bytes": memory.total_bytes,
+            "work_bytes": memory.work_bytes,
+            "weights": [
+                {
+                    "name": row.name,
+                    "dtype": row.dtype,
+                    "quantization": row.quantization,
+                    "num_bytes": sum(row.num_bytes),
+                    **{f"{kind}_bytes": count for kind, count in row.num_bytes._asdict().items()},
+                    "tokens_per_second_at_most": row.tokens_per_second,
+                }
+                for row in self.weights
+            ],
+            "fits": [fit.as_dict() for fit in self.fits],
+            "refused": self.refused,
+            "best": None if self.best is None else self.best.as_dict(),
+        }
+
+    def text(self) -> str:
+        """For people."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        model = self.model
+        about = "" if model.is_native else "about "
+        parameters = f"{about}{model.num_parameters() / 1e6:,.1f} M parameters"
+        yield f"model    {self.model_name}: {model.architecture}, {parameters}, checkpoint in {self._checkpoint()}"
+        work, budget = shown_bytes(self.fits[0].memory.work_bytes), self.resolved.max_num_batched_tokens
+        requests = f"{self.resolved.max_num_seqs:,} requests"
+        share = self.resolved.gpu_memory_utilization
+        yield f"memory   {self.memory_name}" + ("" if share is None else f", {share} of it in use")
+        yield f"work     at least {work}: a step of {budget:,} tokens, logits of {requests}"
+        yield ""
+        yield from self._weights_table()
+        yield ""
+        yield from self._kv_table()
+        yield ""
+        yield from self._advice()
+
+    def _weights_table(self) -> Iterator[str]:
+        head = ["weights", "blocks", "output", "embeddings", "norms, biases", "together"]
+        is_measured = self.weights[0].tokens_per_second is not None
+        lines = []
+        for row in self.weights:
+            line = [row.name, *(shown_bytes(count) for count in row.num_bytes), shown_bytes(sum(row.num_bytes))]
+            lines.append(line + ([_speed(row.tokens_per_second)] if row.tokens_per_second is not None else []))
+        yield from _table(head + ["tokens/s of one request, at most"] * is_measured, lines)
+        if self.model.tie_word_embeddings:
+            yield "The embeddings are the output projection's: they are held once."
+        yield from (f"{name}: {reason}" for name, reason in self.refused.items())
+
+    def _kv_table(self) -> Iterator[str]:
+        kinds = {}
+        for fit in self.fits:
+            kinds[kv_format(fit.kv_cache_dtype, fit.weights.dtype).name] = f"{fit.kv_bytes_per_token:,}"
+        yield "KV bytes per token: " + ", ".join(f"{name} {count}" for name, count in kinds.items())
+        names = [f"KV {fit.kv_cache_dtype}" for fit in self.fits if fit.weights is self.weights[0]]
+        yield f"Tokens that fit, and requests of {self.resolved.max_model_len:,} tokens:"
+        yield from _table(
+            ["weights", *names],
+            [
+                [row.name, *(f"{fit.num_tokens:,} = {fit.num_sequences:,}" for fit in self.fits if fit.weights is row)]
+                for row in self.weights
+            ],
+        )
+
+    def _checkpoint(self) -> str:
+        return self.model.dtype if self.model.quantized is None else self.model.quantized.describe()
+
+    def _advice(self) -> Iterator[str]:
+        wanted = f"{self.num_sequences} x {self.resolved.max_model_len:,} tokens"
+        best = self.best
+        if best is None:
+            most = max(self.fits, key=lambda fit: fit.num_tokens)
+            if not most.num_tokens:
+                needed = min(sum(fit.weights.num_bytes) + fit.memory.work_bytes for fit in self.fits)
+                yield f"best     none: the smallest format needs {shown_bytes(needed)} before any KV cache"
+                return
+            yield f"best     none holds {wanted}; {_words(most.flags)} holds {most.num_tokens:,} tokens"
+            length = most.num_blocks // self.num_sequences * most.block_size
+            if length:
+                yield f"         --max-model-len {length} starts, with {_words(most.flags)}"
+            return
+        yield f"best     {_words(best.flags)}: loses least of what holds {wanted}"
+        yield f"         {best.why}"
+        if best.expected_loss:
+            flags = " ".join((_quoted(self.model_name), *best.flags))
+            yield f"         it is not the original: measure it first with `quire quality {flags} --text FILE`"
+
+
+def plan(
+    model_name: str,
+    engine: EngineConfig,
+    model: ModelConfig,
+    device: DeviceFacts,
+    *,
+    memory_name: str,
+    num_sequences: int = 1,
+    read_bandwidth: float | None = None,
+) -> ModelPlan:
+    """The formats that `engine` leaves open, each resolved and planned as a start would.
+
+    Args:
+        memory_name: where the memory of `device` is from, for people.
+        num_sequences: full contexts that the KV cache should hold.
+        read_bandwidth: of all cores together, in bytes per second, if it was measured.
+
+    Raises ConfigError for settings that contradict each other or the model.
+    """
+    own = resolve(engine, model, device, is_server=True)
+    rows: list[WeightsRow] = []
+    fits: list[Fit] = []
+    refused: dict[str, str] = {}
+    for dtype, quantization, weights_loss in _weight_formats(engine, model, own):
+        chosen = replace(engine, dtype=dtype, quantization=quantization)
+        is_own = (dtype, quantization) == (own.dtype, engine.quantization)
+        try:
+            resolved = resolve(chosen, model, device, is_server=True)
+            packed = packs_floats(resolved.isa)
+            num_bytes = model.weight_bytes_by_kind(dtype, resolved.quantization, is_packed=packed)
+        except ModelConfigError as error:
+            if is_own:
+                raise
+            refused[quantization or dtype] = error.message
+            continue
+        flags: tuple[str, ...] = () if is_own or quantization is None else ("--quantization", quantization)
+        flags += () if dtype == own.dtype else ("--dtype", dtype)
+        speed = None
+        if read_bandwidth is not None:
+            speed = read_bandwidth / model.read_bytes_per_step(dtype, resolved.quantization)
+        row = WeightsRow(dtype, resolved.quantization, num_bytes, flags, speed)
+        rows.append(row)
+        for kv_cache_dtype, kv_loss in _kv_formats(engine):
+            paired = replace(chosen, kv_cache_dtype=kv_cache_dtype)
+            resolved = resolve(paired, model, device, is_server=True)
+            memory = predict_memory(resolved, model, device)
+            num_blocks, why = blocks_that_fit(paired, model, resolved, memory)
+            kv_is_own = kv_cache_dtype == engine.kv_cache_dtype
+            fits.append(
+                Fit(
+                    weights=row,
+                    kv_cache_dtype=kv_cache_dtype,
+                    kv_bytes_per_token=model.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype)),
+                    num_blocks=num_blocks,
+                    why=why,
+                    block_size=resolved.block_size,
+                    max_model_len=resolved.max_model_len,
+                    memory=memory,
+                    flags=flags + (() if kv_is_own else ("--kv-cache-dtype", kv_cache_dtype)),
+                    expected_loss=weights_loss + kv_loss,
+                )
+            )
+    return ModelPlan(model_name, model, memory_name, own, rows, fits, refused, num_sequences)
+
+
+def _weight_formats(engine: EngineConfig, model: ModelConfig, own: Resolved) -> Iterator[tuple[str, str | None, float]]:
+    """dtype, --quantization, and what orders them by loss: that of `engine` first."""
+    yield own.dtype, engine.quantization, 0.0
+    if engine.quantization is not None or model.quantized is not None or not model.is_native:
+        return
+    dtype, loss = own.dtype, 0.0
+    if dtype == "float32" and engine.dtype == "auto":
+        dtype, loss = "bfloat16", _REDUCED_DTYPE_KL
+        yield dtype, None, loss
+    for quantization, more in _WEIGHTS_KL.items():
+        if quantization is not None:
+            yield dtype, quantization, loss + more
+
+
+def _kv_formats(engine: EngineConfig) -> Iterable[tuple[str, float]]:
+    """--kv-cache-dtype, and what orders them by loss."""
+    return [(engine.kv_cache_dtype, 0.0)] if engine.kv_cache_dtype != "auto" else _KV_KL.items()
+
+
+def _words(flags: Sequence[str]) -> str:
+    return " ".join(flags) or "as it is"
+
+
+def _speed(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
+
+
+def _quoted(name: str) -> str:
+    return f"'{name}'" if any(char.isspace() for char in name) else name
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Lines with columns of equal width: names to the left, numbers to the right."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    for line in lines:
+        cells = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        yield "  ".join((line[0].ljust(widths[0]), *cells))
