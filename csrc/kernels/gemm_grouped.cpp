@@ -2,6 +2,10 @@
 // set has them, else 16-bit multiply-adds (vpmaddwd), which are exact too.
 #include "gemm_grouped_blocks.h"
 
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#include "gemm_grouped_vnni.h"
+#endif
+
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -75,7 +79,6 @@ inline I32 dot(I32 sum, Quads w, Quads x) {
 #endif
 
 constexpr int kMaxRows = 6;
-constexpr int kMaxRowsBesideTotals = 3;  // with as many float sums
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 
@@ -114,7 +117,6 @@ void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
       for (int64_t pair = 0; pair < quads / 2; ++pair, w += kQuadBytes, x += 2 * kQuad) {
         if (column == 0) local.fetch();
         add_quad<kRows, Half::low>(x, stride, w, sums);
-        if (column == 0) local.fetch();
         add_quad<kRows, Half::high>(x + kQuad, stride, w, sums);
       }
     } else {
@@ -130,6 +132,10 @@ void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
       for (int v = 0; v < kVectors; ++v) store_i32(out + r * kPanelWidth + column + v * kLanes, sums[r][v]);
   }
 }
+
+#if QUIRE_ISA_LEVEL < QUIRE_LEVEL_AVX512_BF16
+
+constexpr int kMaxRowsBesideTotals = 3;  // with as many float sums
 
 // All groups of a block, for kRows rows: integer sums and float sums stay in registers. 1.05 to 1.25 times as fast as
 // through memory (groups of 16 and 32); with more rows, columns would have to be halved, and it is slower.
@@ -158,7 +164,6 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
         if (column == 0) prefetch.fetch();
         if constexpr (kPacked) {
           add_quad<kRows, Half::low>(x, input.stride, w, sums);
-          if (column == 0) prefetch.fetch();
           add_quad<kRows, Half::high>(x + kQuad, input.stride, w, sums);
         } else {
           add_quad<kRows, Half::none>(x, input.stride, w, sums);
@@ -166,7 +171,7 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const RowNumbers of_row(input, at[r] + g * kPaddedRows);
+        const RowNumbers of_row(input, at[r] + g * input.number_pitch);
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           const F32 scales = load(run.numbers[g].scales + column + v * kLanes);
@@ -181,6 +186,8 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
       for (int v = 0; v < kVectors; ++v) store(run.totals + r * kPanelWidth + column + v * kLanes, totals[r][v]);
   }
 }
+
+#endif
 
 #else
 
@@ -206,9 +213,24 @@ struct DotTile {
   static constexpr int64_t kBlockQuads = 64;  // 16 KiB of 8-bit codes: 1.03 to 1.06 times as fast as 32 KiB (Zen 5)
   static constexpr int64_t kMaxRows = QUIRE_ISA::kMaxRows, kRowUnit = 1;
   static constexpr bool kSigned = false;
-  // 1.17 to 1.36 times as fast from 7 to 10 rows as after unpacking, 0.9 to 1.0 above (Zen 5)
-  static bool reads_packed(int64_t rows) { return rows <= 10; }
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+  static constexpr bool kAddsGroups = true;
+  static bool adds_groups(int64_t) { return true; }
+  // parts of a group, unlike whole ones: 1.17 to 1.36 times as fast from 7 to 10 rows as after unpacking, 0.9 to 1.0
+  // above (Zen 5)
+  static bool reads_packed(int64_t rows, int64_t group_quads) { return rows <= 10 || group_quads <= kBlockQuads; }
 
+  template <Codes kCodes, Offset kOffset>
+  static void add_groups(int rows, const GroupRun& run, Prefetch& prefetch) {
+    using Add = void (*)(const GroupRun&, Prefetch&);
+    constexpr bool kPacked = kCodes == Codes::packed;
+    static constexpr Add kAdd[kMaxRows] = {add_groups_vnni<1, kPacked, kOffset>, add_groups_vnni<2, kPacked, kOffset>,
+                                           add_groups_vnni<3, kPacked, kOffset>, add_groups_vnni<4, kPacked, kOffset>,
+                                           add_groups_vnni<5, kPacked, kOffset>, add_groups_vnni<6, kPacked, kOffset>};
+    kAdd[rows - 1](run, prefetch);
+  }
+#else
+  static bool reads_packed(int64_t rows, int64_t) { return rows <= 10; }
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
   static constexpr bool kAddsGroups = true;
   static bool adds_groups(int64_t rows) { return rows <= kMaxRowsBesideTotals; }
@@ -224,6 +246,7 @@ struct DotTile {
   }
 #else
   static constexpr bool kAddsGroups = false;
+#endif
 #endif
 
   template <Codes kCodes, bool>

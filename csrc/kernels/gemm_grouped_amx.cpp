@@ -67,7 +67,7 @@ struct AmxTile {
   static constexpr int64_t kBlockQuads = 128;  // 32 KiB of 8-bit codes
   static constexpr int64_t kMaxRows = 2 * kTileRows, kRowUnit = kTileRows;
   static constexpr bool kSigned = true, kAddsGroups = false;
-  static bool reads_packed(int64_t) { return false; }
+  static bool reads_packed(int64_t, int64_t) { return false; }
 
   template <Codes, bool kSignedCodes>
   static void run(int rows, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* sums,

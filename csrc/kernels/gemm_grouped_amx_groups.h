@@ -104,7 +104,7 @@ void add_groups(const ColumnBlock& block, const QuantizedRows& input, int64_t ro
     const F32 offsets = load(block.numbers[g].offsets + block.column);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const RowNumbers of_row(input, at + g * kTileRows + r);
+      const RowNumbers of_row(input, at + g * input.number_pitch + r);
       total[r] = add_group<kOffset, kSigned>(total[r], load_i32(from + r * kTileColumns), of_row, scales, offsets);
     }
   };

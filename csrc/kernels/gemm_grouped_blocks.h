@@ -71,11 +71,11 @@ struct GroupRun {
 // Tile::kBlockQuads   of a block, which stays in L1 or L2 while row tiles take turns; as packed
 // Tile::kMaxRows   rows of the largest tile, a multiple of
 // Tile::kRowUnit   whole rows of sums that run() may write
-// Tile::reads_packed(rows)  run<kPacked> takes 4-bit codes as they are stored: worth it where few rows share them
+// Tile::reads_packed(rows, group_quads)  4-bit codes are taken as they are stored
 // Tile::kSigned    run<> can take 4-bit codes with a sign
 // Tile::run<codes, signed>(rows, codes, stride, weights, quads, sums, is_first, prefetch)
 //                  sums[rows][64] = (is_first ? 0 : sums) + codes[rows][quads] * weights[quads][64][4], and
-//                  prefetch.fetch() once per quad
+//                  prefetch.fetch() once per quad, or, packed, per two
 // Tile::kAddsGroups, Tile::adds_groups(rows)    there is a faster way for whole groups:
 // Tile::add_groups<codes, offset>(rows, run, prefetch)
 //                  the same, and groups are added to the float sums
@@ -84,6 +84,7 @@ inline void run_form(const GemmBlock& block) {
   constexpr bool kUnpacks = kCodes == Codes::unpacked;  // which is one more pass over a block
   constexpr bool kSigned = kUnpacks && kOffset == Offset::middle && Tile::kSigned;
   constexpr int64_t kWeightBytes = kCodes == Codes::packed ? kQuadBytes / 2 : kQuadBytes;
+  constexpr int64_t kQuadsPerFetch = kCodes == Codes::packed ? 2 : 1;
   // blocks are whole groups, or parts of one
   constexpr int64_t kMaxQuads = kUnpacks ? kUnpackedQuads : Tile::kBlockQuads;
   const GemmArgs& args = *block.args;
@@ -118,8 +119,9 @@ inline void run_form(const GemmBlock& block) {
       const bool is_last = end == num_quads;
       const uint8_t* weights = codes + begin * stored_quad_bytes;
       const uint8_t* const next_codes = is_last ? codes + layout.panel_bytes : codes + end * stored_quad_bytes;
-      const PrefetchPlan plan{reinterpret_cast<const char*>(next_codes), static_cast<int>(stored_quad_bytes / 64),
-                              end - begin, static_cast<int>(num_tiles) + kUnpacks};
+      const PrefetchPlan plan{reinterpret_cast<const char*>(next_codes),
+                              static_cast<int>(kQuadsPerFetch * stored_quad_bytes / 64), (end - begin) / kQuadsPerFetch,
+                              static_cast<int>(num_tiles) + kUnpacks};
       decode_groups(args.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);
       prefetch_lines(is_last ? packed + layout.panel_bytes : packed + end / group_quads * layout.group_bytes,
                      block_groups * layout.group_bytes);
@@ -178,7 +180,7 @@ inline void run_grouped(const GemmBlock& block) {
   const int64_t num_rows = block.row_end - block.row_begin;
   if (block.args->form.bits == 8) {
     run_codes<Tile, Codes::bytes>(block);
-  } else if (Tile::reads_packed(num_rows)) {
+  } else if (Tile::reads_packed(num_rows, block.args->form.group_size / kQuad)) {
     run_codes<Tile, Codes::packed>(block);
   } else {
     run_codes<Tile, Codes::unpacked>(block);

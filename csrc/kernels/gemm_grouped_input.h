@@ -24,6 +24,7 @@ inline Offset offset_of(const GroupedForm& form) {
 struct QuantizedRows {
   int64_t stride;  // an odd number of cache lines, so that rows fall into different cache sets
   int64_t num_groups;
+  int64_t number_pitch;  // scales of rows lie together; from one group to the next it is an odd number of cache lines
   int8_t* codes;
   float* scales;
   float* offset_factors;
@@ -34,15 +35,15 @@ struct QuantizedRows {
     num_groups = layout.num_groups;
     stride = (ceil_div(num_groups * args.form.group_size, 64) | 1) * 64;
     codes = static_cast<int8_t*>(input);
+    number_pitch = (padded_rows(args.m) / kPaddedRows | 1) * kPaddedRows;
     scales = reinterpret_cast<float*>(codes + padded_rows(args.m) * stride);
-    offset_factors = scales + padded_rows(args.m) * num_groups;
+    offset_factors = scales + number_pitch * num_groups;
     zero_sums = reinterpret_cast<int32_t*>(offset_factors);
   }
 
-  // [rows / 16][groups][16]
-  int64_t at(int64_t row, int64_t group) const { return ((row >> 4) * num_groups + group) * 16 + (row & 15); }
+  int64_t at(int64_t row, int64_t group) const { return group * number_pitch + row; }
   static int64_t padded_rows(int64_t m) { return round_up(m, kPaddedRows); }
-  int64_t bytes(int64_t m) const { return padded_rows(m) * (stride + 8 * num_groups); }
+  int64_t bytes(int64_t m) const { return padded_rows(m) * stride + 8 * number_pitch * num_groups; }
 };
 
 inline int64_t grouped_input_bytes(const GemmArgs& args) { return QuantizedRows(args, nullptr).bytes(args.m); }

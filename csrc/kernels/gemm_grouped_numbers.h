@@ -2,6 +2,9 @@
 // from the exact integer sums of a group to its share of the float sums.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "gemm_grouped_input.h"
 
 namespace quire::QUIRE_ISA {
@@ -23,35 +26,6 @@ inline F32 load(const uint8_t* p) {
 }
 #endif
 
-// 64 numbers to float; factors times their halves.
-template <class T>
-inline void decode_numbers(const char* from, const char* halves, float* to) {
-#pragma GCC unroll 16
-  for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) {
-    const F32 x = load(reinterpret_cast<const T*>(from) + c);
-    if constexpr (std::is_same_v<T, int8_t>) {
-      store(to + c, x * load(reinterpret_cast<const f16*>(halves) + c));
-    } else {
-      store(to + c, x);
-    }
-  }
-}
-
-inline void decode_numbers(GroupNumbers numbers, const char* from, const char* halves, float* to) {
-  switch (numbers) {
-    case GroupNumbers::none:
-      return;
-    case GroupNumbers::f32:
-      return decode_numbers<float>(from, halves, to);
-    case GroupNumbers::f16:
-      return decode_numbers<f16>(from, halves, to);
-    case GroupNumbers::i8:
-      return decode_numbers<int8_t>(from, halves, to);
-    case GroupNumbers::u8:
-      return decode_numbers<uint8_t>(from, halves, to);
-  }
-}
-
 // Of one group and the columns of a panel.
 struct DecodedGroup {
   alignas(64) float scales[kPanelWidth];
@@ -66,15 +40,72 @@ struct DecodedGroup {
   }
 };
 
-// Groups [begin, end) of a panel.
+constexpr int64_t kDecodedFloats = sizeof(DecodedGroup) / sizeof(float);
+
+// Groups [begin, end) of a panel, and where one kind of their numbers lies.
+struct StoredNumbers {
+  const char* numbers;  // of group 0, group_bytes apart
+  const char* halves;   // of super-group 0, super_bytes apart: what factors are multiplied with
+  int64_t group_bytes, super_bytes, super_size;
+  int64_t begin, end;
+};
+
+// To floats, `to` is [groups][kDecodedFloats]. Halves are converted once for all groups that share them.
+template <class T>
+inline void decode_numbers(const StoredNumbers& stored, float* to) {
+  constexpr int W = F32::kWidth, kVectors = kPanelWidth / W;
+  for (int64_t group = stored.begin, next; group < stored.end; group = next) {
+    const int64_t super = group / stored.super_size;
+    next = std::min(stored.end, (super + 1) * stored.super_size);
+    F32 halves[kVectors];
+    if constexpr (std::is_same_v<T, int8_t>) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v)
+        halves[v] = load(reinterpret_cast<const f16*>(stored.halves + super * stored.super_bytes) + v * W);
+    }
+    for (; group < next; ++group, to += kDecodedFloats) {
+      const T* const from = reinterpret_cast<const T*>(stored.numbers + group * stored.group_bytes);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
+        const F32 x = load(from + v * W);
+        if constexpr (std::is_same_v<T, int8_t>) {
+          store(to + v * W, x * halves[v]);
+        } else {
+          store(to + v * W, x);
+        }
+      }
+    }
+  }
+}
+
+inline void decode_numbers(GroupNumbers numbers, const StoredNumbers& stored, float* to) {
+  switch (numbers) {
+    case GroupNumbers::none:
+      return;
+    case GroupNumbers::f32:
+      return decode_numbers<float>(stored, to);
+    case GroupNumbers::f16:
+      return decode_numbers<f16>(stored, to);
+    case GroupNumbers::i8:
+      return decode_numbers<int8_t>(stored, to);
+    case GroupNumbers::u8:
+      return decode_numbers<uint8_t>(stored, to);
+  }
+}
+
 inline void decode_groups(const GroupedForm& form, const GroupedLayout& layout, const char* panel, int64_t begin,
                           int64_t end, DecodedGroup* to) {
-  for (int64_t group = begin; group < end; ++group, ++to) {
-    const char* const numbers = panel + group * layout.group_bytes;
-    const char* const halves = panel + layout.supers_at + group / form.super_size * layout.super_bytes;
-    decode_numbers(form.scales, numbers, halves, to->scales);
-    decode_numbers(form.offsets, numbers + layout.scale_bytes, halves + layout.super_scale_bytes, to->offsets);
-  }
+  StoredNumbers stored{.numbers = panel,
+                       .halves = panel + layout.supers_at,
+                       .group_bytes = layout.group_bytes,
+                       .super_bytes = layout.super_bytes,
+                       .super_size = form.super_size,
+                       .begin = begin,
+                       .end = end};
+  decode_numbers(form.scales, stored, to->scales);
+  stored.numbers += layout.scale_bytes;
+  stored.halves += layout.super_scale_bytes;
+  decode_numbers(form.offsets, stored, to->offsets);
 }
 
 // As many integer sums as F32 has lanes.
