@@ -324,8 +324,8 @@ class Bf16Path {
  private:
   static constexpr int kKeyStride =
       kMaxHeadDim / 2 + 16;  // dwords; not a power of two: rows spread over the cache's sets
-  static constexpr int kMostPanelDwords = 4 * (kSplit / 2) * kTile;  // also holds the words of kStep keys
-  static_assert(kMostPanelDwords >= kMaxHeadDim / 2 * kStep);
+  static constexpr int kMostPanelDwords = 4 * (kSplit / 2) * kTile;
+  static_assert(kMostPanelDwords >= kWordFloats);  // memory for either
   static constexpr int kBlockFloats = (kAmx ? 4 : 1) * kTile * kLanes;
   static constexpr int kKeyDwords = (kAmx ? 4 : 1) * kTile * kKeyStride;
 
