@@ -267,15 +267,18 @@ class Bf16Path {
   // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile
   // needs.
   void scores(Rows<C> key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
-    const int pairs = query_pairs(head_dim_);
+    const int pairs = query_pairs(head_dim_), row_tiles = ceil_div(num_rows_, kLanes);
     for (int p = range.begin; p < range.end; p += kTile) {
       prefetcher.follow(kTile * head_dim_ * static_cast<int>(sizeof(C)));
       copy_keys(key_rows.from(p), keys_);
-      for (int t = 0; t * kLanes < num_rows_; ++t) {
-        if (p < tile_ranges[t].begin || p >= tile_ranges[t].end) continue;
+      const auto sees = [&](int t) { return p >= tile_ranges[t].begin && p < tile_ranges[t].end; };
+      for (int t = 0; t < row_tiles; ++t) {
+        if (!sees(t)) continue;
         const uint32_t* q = queries_ + static_cast<size_t>(t) * pairs * kLanes;
-        product<true>(q, keys_, kKeyStride, (head_dim_ + 1) / 2,
-                      scores + (static_cast<size_t>(t) * kSplit + p) * kLanes);
+        float* out = scores + (static_cast<size_t>(t) * kSplit + p) * kLanes;
+        const bool two = t + 1 < row_tiles && sees(t + 1);
+        product<true>(q, two ? pairs * kLanes : 0, keys_, kKeyStride, (head_dim_ + 1) / 2, out, kSplit * kLanes);
+        if (two) ++t;
       }
     }
   }
@@ -284,21 +287,26 @@ class Bf16Path {
   // values at a time stay in the first-level cache for all row tiles.
   void weighted_values(Rows<C> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
-    const int stride = width(head_dim_), panels = stride / kTile;
+    const int stride = width(head_dim_), panels = stride / kTile, row_tiles = ceil_div(num_rows_, kLanes);
     constexpr int kMostPanels = 2;  // a cache line of the values
     for (int panel = 0; panel < panels; panel += kMostPanels) {
       const int count = std::min(panels - panel, kMostPanels);
       load_values(value_rows, range, panel * kTile, count, prefetcher);
-      for (int t = 0; t * kLanes < num_rows_; ++t) {
+      for (int t = 0; t < row_tiles; ++t) {
         const Range seen = tile_ranges[t];
         if (seen.size() <= 0) continue;
+        const bool two =
+            t + 1 < row_tiles && tile_ranges[t + 1].begin == seen.begin && tile_ranges[t + 1].end == seen.end;
         const float* a = probabilities + (static_cast<size_t>(t) * kSplit + seen.begin / 2) * kLanes;
         float* columns = out + static_cast<size_t>(t) * kLanes * stride + panel * kTile;
         for (int i = 0; i < count; ++i) {
-          product<false>(reinterpret_cast<const uint32_t*>(a), value_pairs(i, seen.begin), kTile, seen.size() / 2,
-                         block_);
-          transpose_lanes(block_, columns + i * kTile, stride);
+          product<false>(reinterpret_cast<const uint32_t*>(a), two ? kSplit * kLanes : 0, value_pairs(i, seen.begin),
+                         kTile, seen.size() / 2, block_, kTile * kLanes);
+          for (int j = 0; j <= two; ++j) {
+            transpose_lanes(block_ + j * kTile * kLanes, columns + i * kTile + j * kLanes * stride, stride);
+          }
         }
+        if (two) ++t;
       }
     }
   }
@@ -324,9 +332,9 @@ class Bf16Path {
  private:
   static constexpr int kKeyStride =
       kMaxHeadDim / 2 + 16;  // dwords; not a power of two: rows spread over the cache's sets
-  static constexpr int kMostPanelDwords = 4 * (kSplit / 2) * kTile;  // also holds the words of kStep keys
-  static_assert(kMostPanelDwords >= kMaxHeadDim / 2 * kStep);
-  static constexpr int kBlockFloats = (kAmx ? 4 : 1) * kTile * kLanes;
+  static constexpr int kMostPanelDwords = 4 * (kSplit / 2) * kTile;
+  static_assert(kMostPanelDwords >= kWordFloats);  // memory for either
+  static constexpr int kBlockFloats = (kAmx ? 4 : 2) * kTile * kLanes;
   static constexpr int kKeyDwords = (kAmx ? 4 : 1) * kTile * kKeyStride;
 
   // Dwords per query row, a whole number of vectors.
@@ -388,10 +396,43 @@ class Bf16Path {
     }
   }
 #else
+  // outer() of one row tile, or of it and the next if `next` is not 0: a lies `next` dwords further there, out out_next
+  // floats.
   template <bool kAlongK>
-  void product(const uint32_t* a, const uint32_t* b, int64_t stride, int size, float* out) const {
+  void product(const uint32_t* a, int64_t next, const uint32_t* b, int64_t stride, int size, float* out,
+               int64_t out_next) const {
+    if (next != 0) return outer_of_two<kAlongK>(a, next, b, stride, size, out, out_next);
     if (num_rows_ <= 8) return outer<PairHalfLanes, kAlongK>(a, b, stride, size, out);
     outer<PairLanes, kAlongK>(a, b, stride, size, out);
+  }
+
+  // An element of b serves both tiles: half as many loads as products.
+  template <bool kAlongK>
+  static void outer_of_two(const uint32_t* a, int64_t next, const uint32_t* b, int64_t stride, int size, float* out,
+                           int64_t out_next) {
+    constexpr int kBlock = 8;
+    for (int first = 0; first < kTile; first += kBlock, out += kBlock * kLanes) {
+      const uint32_t* elements = b + (kAlongK ? first * stride : first);
+      __m512 sums[kBlock][2];
+#pragma GCC unroll 8
+      for (int j = 0; j < kBlock; ++j) sums[j][0] = sums[j][1] = _mm512_setzero_ps();
+      for (int k = 0; k < size; ++k, elements += kAlongK ? 1 : stride) {
+        const auto x0 = std::bit_cast<__m512bh>(_mm512_load_si512(a + k * kLanes));
+        const auto x1 = std::bit_cast<__m512bh>(_mm512_load_si512(a + next + k * kLanes));
+#pragma GCC unroll 8
+        for (int j = 0; j < kBlock; ++j) {
+          const auto y =
+              std::bit_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(elements[kAlongK ? j * stride : j])));
+          sums[j][0] = _mm512_dpbf16_ps(sums[j][0], x0, y);
+          sums[j][1] = _mm512_dpbf16_ps(sums[j][1], x1, y);
+        }
+      }
+#pragma GCC unroll 8
+      for (int j = 0; j < kBlock; ++j) {
+        _mm512_store_ps(out + j * kLanes, sums[j][0]);
+        _mm512_store_ps(out + out_next + j * kLanes, sums[j][1]);
+      }
+    }
   }
 #endif
 
@@ -399,7 +440,7 @@ class Bf16Path {
   uint32_t* queries_;  // [row tile][query_pairs][lane]
   uint32_t* keys_;     // copies of keys, [kTile or 4 * kTile][kKeyStride]
   uint32_t* values_;   // up to 4 panels [kSplit / 2][kTile]
-  float* block_;       // [kTile or 4 * kTile][lane]
+  float* block_;       // [2 * kTile or 4 * kTile][lane]
 };
 
 }  // namespace

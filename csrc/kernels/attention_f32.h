@@ -135,7 +135,7 @@ class F32Path {
 
  private:
   static constexpr int kKeyStride = kMaxHeadDim + 16;  // not a power of two: rows spread over the sets of the cache
-  static constexpr int kValueFloats = std::max(kSplit * kTile, kMaxHeadDim* kStep);
+  static constexpr int kValueFloats = std::max(kSplit * kTile, kWordFloats);
 
   template <bool kAlongK>
   void product(const float* a, const float* b, int64_t stride, int size, float* out) const {
@@ -163,7 +163,7 @@ class F32Path {
   int head_dim_, num_rows_;
   float* queries_;  // [row tile][head_dim][lane]
   float* keys_;     // [kTile][kKeyStride]
-  float* values_;   // [kSplit][kTile], or keys as [head_dim][kStep]
+  float* values_;   // [kSplit][kTile], or words of keys
   float* block_;    // [kTile][lane]
 };
 

@@ -84,7 +84,8 @@ class Pieces {
     } else {
       return now;
     }
-    prefetcher.start(then.addresses(), then.range, a_.head_dim * static_cast<int>(sizeof(C)));
+    prefetcher.start(then.addresses(), then.range, now.addresses(), now.range,
+                     a_.head_dim * static_cast<int>(sizeof(C)));
     return now;
   }
 

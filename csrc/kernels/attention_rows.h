@@ -12,6 +12,9 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kRowsAtOnce = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 4 : 2;  // as many as the register file holds
+// Steps of positions whose scores are summed at once: enough sums to hide the latency of a multiply-add for two rows.
+constexpr int kMostSteps = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 2 : 1;
+constexpr int kWordFloats = kLanes * kMostSteps * kStep;
 
 // x[j][i] becomes x[i][j].
 inline void transpose(F32 (&x)[kLanes]) {
@@ -116,38 +119,58 @@ inline bool is_whole(int head_dim) {
   return head_dim % (kLanes * std::max(Arithmetic::kElementsPerWord, Arithmetic::kFewestVectors)) == 0;
 }
 
-// scores[position][row] = q . k for `rows` rows; `words` is memory for the keys of kStep positions.
+// scores[position][row] = q . k for `rows` rows, at most kLanes, and kVectors vectors of positions. `words` is memory
+// for kLanes words of these keys.
+template <class Arithmetic, int kVectors, class C>
+inline void scores_of_positions(Rows<C> keys, int head_dim, const typename Arithmetic::Query* query, int rows,
+                                float* words, float* scores, Prefetcher& prefetcher) {
+  constexpr int kPositions = kVectors * kLanes;
+  alignas(64) float sums_of_rows[kLanes][kPositions];
+  for (int w = 0; w < head_dim / Arithmetic::kElementsPerWord; w += kLanes) {
+    for (int v = 0; v < kVectors; ++v) {
+      F32 x[kLanes];
+      prefetcher.follow(kLanes * kLanes * Arithmetic::kElementsPerWord * static_cast<int>(sizeof(C)));
+      for (int i = 0; i < kLanes; ++i) {
+        x[i] = Arithmetic::load_words(keys, v * kLanes + i, w * Arithmetic::kElementsPerWord);
+      }
+      transpose(x);
+      for (int i = 0; i < kLanes; ++i) store(words + i * kPositions + v * kLanes, x[i]);
+    }
+    in_groups_of_rows(rows, [&]<int kRows>(int row) {
+      F32 sums[kRows][kVectors];
+      for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = w == 0 ? zero() : load(sums_of_rows[row + r] + v * kLanes);
+      }
+      const auto* q = query + w * Arithmetic::kQueriesPerWord * kLanes + row;
+#pragma GCC unroll 1  // g++ 12 else copies all words to the stack first
+      for (int i = 0; i < kLanes; ++i, q += Arithmetic::kQueriesPerWord * kLanes) {
+        Arithmetic::template multiply_keys<kRows, kVectors>(sums, words + i * kPositions, q);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < kVectors; ++v) store(sums_of_rows[row + r] + v * kLanes, sums[r][v]);
+      }
+    });
+  }
+  for (int r = 0; r < rows; ++r) {
+    for (int i = 0; i < kPositions; ++i) scores[i * kLanes + r] = sums_of_rows[r][i];
+  }
+}
+
+// scores[position][row] = q . k for `rows` rows, at most kLanes; `words` is memory for kWordFloats floats.
 template <class Arithmetic, class C>
 inline void scores_of_rows(Rows<C> key_rows, Range range, int head_dim, const typename Arithmetic::Query* query,
                            int rows, float* words, float* scores, Prefetcher& prefetcher) {
   constexpr int kVectors = kStep / kLanes;
-  const int num_words = head_dim / Arithmetic::kElementsPerWord;
-  for (int p = range.begin; p < range.end; p += kStep) {
-    for (int v = 0; v < kVectors; ++v) {
-      const Rows<C> keys = key_rows.from(p + v * kLanes);
-      for (int w = 0; w < num_words; w += kLanes) {
-        F32 x[kLanes];
-        prefetcher.follow(kLanes * kLanes * Arithmetic::kElementsPerWord * static_cast<int>(sizeof(C)));
-        for (int i = 0; i < kLanes; ++i) x[i] = Arithmetic::load_words(keys, i, w * Arithmetic::kElementsPerWord);
-        transpose(x);
-        for (int i = 0; i < kLanes; ++i) store(words + (w + i) * kStep + v * kLanes, x[i]);
-      }
+  int p = range.begin;
+  if constexpr (kMostSteps == 2) {
+    for (; p + 2 * kStep <= range.end; p += 2 * kStep) {
+      scores_of_positions<Arithmetic, 2 * kVectors>(key_rows.from(p), head_dim, query, rows, words, scores + p * kLanes,
+                                                    prefetcher);
     }
-    in_groups_of_rows(rows, [&]<int kRows>(int row) {
-      F32 sums[kRows][kVectors];
-      for (auto& of_row : sums) {
-        for (F32& sum : of_row) sum = zero();
-      }
-      for (int w = 0; w < num_words; ++w) {
-        Arithmetic::template multiply_keys<kRows, kVectors>(sums, words + w * kStep,
-                                                            query + w * Arithmetic::kQueriesPerWord * kLanes + row);
-      }
-      alignas(64) float of_row[kStep];
-      for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVectors; ++v) store(of_row + v * kLanes, sums[r][v]);
-        for (int i = 0; i < kStep; ++i) scores[(p + i) * kLanes + row + r] = of_row[i];
-      }
-    });
+  }
+  for (; p < range.end; p += kStep) {
+    scores_of_positions<Arithmetic, kVectors>(key_rows.from(p), head_dim, query, rows, words, scores + p * kLanes,
+                                              prefetcher);
   }
 }
 
@@ -155,22 +178,20 @@ inline void scores_of_rows(Rows<C> key_rows, Range range, int head_dim, const ty
 template <class Arithmetic, class C>
 inline void values_of_rows(Rows<C> value_rows, Range range, int head_dim, const float* probabilities, int rows,
                            float* out, int stride, Prefetcher& prefetcher) {
-  constexpr int kMostVectors = 4;
-  for (int column = 0; column < head_dim;) {
-    const bool most = head_dim - column >= kMostVectors * kLanes;
-    const int columns = (most ? kMostVectors : Arithmetic::kFewestVectors) * kLanes;
-    in_groups_of_rows(rows, [&]<int kRows>(int row) {
-      float* first = out + row * stride;
-      if (most) {
-        Arithmetic::template multiply_values<kRows, kMostVectors>(value_rows, range, column, probabilities + row, first,
-                                                                  stride, prefetcher);
-      } else {
-        Arithmetic::template multiply_values<kRows, Arithmetic::kFewestVectors>(
-            value_rows, range, column, probabilities + row, first, stride, prefetcher);
-      }
-    });
-    column += columns;
-  }
+  in_groups_of_rows(rows, [&]<int kRows>(int row) {
+    const auto multiply = [&]<int kVectors>(int column) {
+      Arithmetic::template multiply_values<kRows, kVectors>(value_rows, range, column, probabilities + row,
+                                                            out + row * stride, stride, prefetcher);
+    };
+    int column = 0;
+    // Whole rows of usual sizes at a time, where the registers hold them.
+    if constexpr (kRowsAtOnce >= 4 && kRows <= 2) {
+      for (; column + 8 * kLanes <= head_dim; column += 8 * kLanes) multiply.template operator()<8>(column);
+    }
+    for (; column + 4 * kLanes <= head_dim; column += 4 * kLanes) multiply.template operator()<4>(column);
+    constexpr int kFewest = Arithmetic::kFewestVectors;
+    for (; column < head_dim; column += kFewest * kLanes) multiply.template operator()<kFewest>(column);
+  });
 }
 
 }  // namespace

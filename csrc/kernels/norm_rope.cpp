@@ -100,55 +100,53 @@ void rms_norm(const RmsNormArgs& a) {
   with_type_of(a.dtype, [&]<class T>(T) { rms_norm_of<T>(a); });
 }
 
-// One head in float32, zeros from its end to the next whole vector.
-struct Head {
-  alignas(64) float data[kMaxRopeHeadDim + kLanes];
-};
-
-// Norm (weight not null) and rotation (cos_sin not null) of one head.
-template <class T, class W>
-void rotate_head(const RopeCacheArgs& a, const T* src, const W* weight, const float* cos_sin, Head& out) {
-  const int64_t dim = a.head_dim, half = a.rotary_dim / 2;
-  float* head = out.data;
-  for (int64_t i = 0; i < dim; i += kLanes) store(head + i, load_part(src + i, dim - i));
-  if (weight != nullptr) {
-    const F32 scale = broadcast(inverse_rms(dim, a.norm_eps, [&](int64_t i, int64_t) { return load(head + i); }));
-    const F32 offset = broadcast(a.norm_weight_offset);
-    for (int64_t i = 0; i < dim; i += kLanes) {
-      store(head + i, load(head + i) * scale * (load_part(weight + i, dim - i) + offset));
-    }
+// Norm (weight not null) and rotation (cos_sin not null) of one head. write(i, x, left) takes kLanes elements from i
+// on, of which the first `left` belong there.
+template <class T, class W, class Write>
+inline void rotate_head(const RopeCacheArgs& a, const T* head, const W* weight, float inverse_rms, const float* cos_sin,
+                        const Write& write) {
+  const int64_t half = cos_sin == nullptr ? 0 : a.rotary_dim / 2;
+  const F32 scale = broadcast(inverse_rms), offset = broadcast(a.norm_weight_offset);
+  const auto normed = [&](int64_t i, int64_t left) {
+    const F32 x = load_part(head + i, left);
+    return weight == nullptr ? x : x * scale * (load_part(weight + i, left) + offset);
+  };
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t left = half - i;
+    const F32 c = load_part(cos_sin + i, left), s = load_part(cos_sin + half + i, left);
+    const F32 x = normed(i, left), y = normed(half + i, left);
+    write(i, fma(x, c, zero() - y * s), left);
+    write(half + i, fma(y, c, x * s), left);
   }
-  if (cos_sin != nullptr) {
-    for (int64_t i = 0; i < half; i += kLanes) {
-      const int64_t left = half - i;
-      const F32 c = load_part(cos_sin + i, left), s = load_part(cos_sin + half + i, left);
-      const F32 x = load_part(head + i, left), y = load_part(head + half + i, left);
-      store_part(head + i, fma(x, c, zero() - y * s), left);
-      store_part(head + half + i, fma(y, c, x * s), left);
+  for (int64_t i = 2 * half; i < a.head_dim; i += kLanes) write(i, normed(i, a.head_dim - i), a.head_dim - i);
+}
+
+// Calls run(h, head, its inverse RMS if it is `normed`) for all heads of a token. The norms of several heads are taken
+// first, side by side: each is a chain of slow instructions.
+template <class T, class Run>
+inline void for_heads(const RopeCacheArgs& a, T* heads, int64_t stride, int64_t count, bool normed, const Run& run) {
+  constexpr int64_t kTogether = 8;
+  float inverse[kTogether] = {};
+  for (int64_t first = 0; first < count; first += kTogether) {
+    const int64_t end = std::min(count, first + kTogether);
+    for (int64_t h = first; normed && h < end; ++h) {
+      const T* head = heads + h * stride;
+      inverse[h - first] =
+          inverse_rms(a.head_dim, a.norm_eps, [&](int64_t i, int64_t left) { return load_part(head + i, left); });
     }
+    for (int64_t h = first; h < end; ++h) run(h, heads + h * stride, inverse[h - first]);
   }
 }
 
-template <class T>
-void store_head(const Head& head, int64_t dim, T* dst) {
-  for (int64_t i = 0; i < dim; i += kLanes) store_part(dst + i, load(head.data + i), dim - i);
-}
-
-// Keys and values of one token and KV head to row `row` of the caches' scales, and to the given places of the caches.
+// Writes a head to a row of a cache of codes, row `row` of its scales.
 template <class T, class W, class C>
-void write_cache(const RopeCacheArgs& a, const T* k, const T* v, const W* k_weight, const float* cos_sin, C* k_slot,
-                 C* v_slot, int64_t row) {
-  Head head;
-  rotate_head(a, k, k_weight, cos_sin, head);
-  if constexpr (std::is_same_v<T, C>) {
-    store_head(head, a.head_dim, k_slot);
-    std::copy_n(v, a.head_dim, v_slot);
-  } else {
-    const auto dim = static_cast<int>(a.head_dim);
-    encode_row(head.data, dim, k_slot, a.k_scales, row);
-    rotate_head<T, W>(a, v, nullptr, nullptr, head);
-    encode_row(head.data, dim, v_slot, a.v_scales, row);
-  }
+void encode_head(const RopeCacheArgs& a, const T* head, const W* weight, float inverse_rms, const float* cos_sin, C* to,
+                 float* scales, int64_t row) {
+  alignas(64) float rotated[kMaxRopeHeadDim + kLanes];
+  store(rotated + a.head_dim / kLanes * kLanes, zero());  // encode_row reads whole vectors
+  rotate_head(a, head, weight, inverse_rms, cos_sin,
+              [&](int64_t i, F32 x, int64_t left) { store_part(rotated + i, x, left); });
+  encode_row(rotated, static_cast<int>(a.head_dim), to, scales, row);
 }
 
 template <class T, class W, class C>
@@ -156,23 +154,32 @@ void rope_and_cache_token(const RopeCacheArgs& a, int64_t token) {
   const float* cos_sin = a.cos_sin == nullptr ? nullptr : a.cos_sin + a.positions[token] * a.rotary_dim;
   const W *q_weight = static_cast<const W*>(a.q_norm_weight), *k_weight = static_cast<const W*>(a.k_norm_weight);
   if (q_weight != nullptr || cos_sin != nullptr) {
-    for (int64_t h = 0; h < a.num_q_heads; ++h) {
-      T* q = static_cast<T*>(a.q) + token * a.q_token_stride + h * a.q_head_stride;
-      Head head;
-      rotate_head(a, q, q_weight, cos_sin, head);
-      store_head(head, a.head_dim, q);
-    }
+    for_heads(a, static_cast<T*>(a.q) + token * a.q_token_stride, a.q_head_stride, a.num_q_heads, q_weight != nullptr,
+              [&](int64_t, T* q, float inverse) {
+                rotate_head(a, q, q_weight, inverse, cos_sin,
+                            [&](int64_t i, F32 x, int64_t left) { store_part(q + i, x, left); });
+              });
   }
   const int64_t slot = a.slot_mapping[token];
   if (slot < 0) return;
   const int64_t block = slot / a.block_size, offset = slot % a.block_size;
-  for (int64_t g = 0; g < a.num_kv_heads; ++g) {
-    const T* k = static_cast<const T*>(a.k) + token * a.k_token_stride + g * a.k_head_stride;
-    const T* v = static_cast<const T*>(a.v) + token * a.v_token_stride + g * a.v_head_stride;
-    C* k_slot = static_cast<C*>(a.k_cache) + block * a.k_block_stride + g * a.k_cache_head_stride + offset * a.head_dim;
-    C* v_slot = static_cast<C*>(a.v_cache) + block * a.v_block_stride + g * a.v_cache_head_stride + offset * a.head_dim;
-    write_cache(a, k, v, k_weight, cos_sin, k_slot, v_slot, (block * a.num_kv_heads + g) * a.block_size + offset);
-  }
+  const T* values = static_cast<const T*>(a.v) + token * a.v_token_stride;
+  C* k_row = static_cast<C*>(a.k_cache) + block * a.k_block_stride + offset * a.head_dim;
+  C* v_row = static_cast<C*>(a.v_cache) + block * a.v_block_stride + offset * a.head_dim;
+  for_heads(a, static_cast<const T*>(a.k) + token * a.k_token_stride, a.k_head_stride, a.num_kv_heads,
+            k_weight != nullptr, [&](int64_t g, const T* k, float inverse) {
+              const T* v = values + g * a.v_head_stride;
+              C *k_to = k_row + g * a.k_cache_head_stride, *v_to = v_row + g * a.v_cache_head_stride;
+              if constexpr (std::is_same_v<T, C>) {
+                rotate_head(a, k, k_weight, inverse, cos_sin,
+                            [&](int64_t i, F32 x, int64_t left) { store_part(k_to + i, x, left); });
+                std::copy_n(v, a.head_dim, v_to);
+              } else {
+                const int64_t row = (block * a.num_kv_heads + g) * a.block_size + offset;
+                encode_head(a, k, k_weight, inverse, cos_sin, k_to, a.k_scales, row);
+                encode_head<T, W>(a, v, nullptr, 0.0f, nullptr, v_to, a.v_scales, row);
+              }
+            });
 }
 
 template <class T, class C>
