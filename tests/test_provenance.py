@@ -76,6 +76,7 @@ OTHER_VALUES: dict[str, Any] = {
     "override_generation_config": {"a": 1},
     "max_logprobs": 1,
     "logprobs_mode": "processed_logprobs",
+    "deterministic": True,
     "enforce_eager": True,
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory_bytes": 1 << 28,

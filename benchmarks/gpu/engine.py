@@ -1,5 +1,6 @@
 """The engine on a GPU, with random weights in the shapes of published models: decoding as a share of the memory's rate,
-prompts as a share of the arithmetic's, a whole workload, the start, and what CUDA graphs and scheduling ahead bring.
+prompts as a share of the arithmetic's, a whole workload, the start, what CUDA graphs and scheduling ahead bring, and
+what --deterministic costs.
 
     python benchmarks/gpu/engine.py [--models Llama-3.1-8B,Qwen3-0.6B] [--save HARDWARE]
 
@@ -191,6 +192,19 @@ def run_model(name: str, device: str) -> dict[str, Any]:
     return result
 
 
+def run_deterministic(name: str, device: str) -> dict[str, Any]:
+    """One model with --deterministic. It holds for the rest of the process: after everything else."""
+    with TemporaryDirectory() as folder:
+        engine = Engine(write_config(Path(folder), name), device, deterministic=True)
+        return {
+            "model": f"{name}, deterministic",
+            "start_seconds": engine.phases,
+            "prefill": prefill(engine),
+            "decode": [decode(engine, batch) for batch in BATCHES],
+            "workload": workload(engine),
+        }
+
+
 def lines_of(result: dict[str, Any], bandwidth: float | None, flops: float | None) -> Iterator[str]:
     """Markdown of one model."""
 
@@ -208,7 +222,7 @@ def lines_of(result: dict[str, Any], bandwidth: float | None, flops: float | Non
         f"{done['seconds']:.2f} s, {done['output_tokens_per_s']:,.0f} output tokens/s, "
         f"idle {100 * done['idle_share']:.0f} %."
     )
-    for key in ("decode", "eager", "not ahead"):
+    for key in (name for name in ("decode", "eager", "not ahead") if name in result):
         titles = {"decode": "Decoding", "eager": "Without CUDA graphs", "not ahead": "Without scheduling ahead"}
         yield from ("", f"{titles[key]}:", "", "| batch | ms per step | tokens/s | TB/s (of the copy rate) | idle % |")
         yield "|---|---|---|---|---|"
@@ -238,8 +252,10 @@ def main() -> None:
         )
     print("\n".join(head), flush=True)
     results = []
-    for name in arguments.models.split(","):
-        results.append(run_model(name, arguments.device))
+    names = arguments.models.split(",")
+    for run, name in [(run, name) for run in (run_model, run_deterministic) for name in names]:
+        gc.collect()
+        results.append(run(name, arguments.device))
         print("\n".join(lines_of(results[-1], bandwidth, flops)), flush=True)
     if arguments.save:
         environment = {**report.environment("python", "benchmarks/gpu/engine.py"), "gpu": device}

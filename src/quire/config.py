@@ -110,6 +110,11 @@ class EngineConfig:
         "raw_logprobs: before penalties and temperature; processed_logprobs: after.",
         choices=("raw_logprobs", "processed_logprobs"),
     )
+    deterministic: bool = option(
+        False,
+        "Tokens and logprobs that do not depend on the batch, on GPUs too, at a cost; on CPU it is always so.",
+        limits="which kernels run on a GPU",
+    )
     enforce_eager: bool = option(False, "No CUDA graphs: every kernel is launched by itself. On CPU there are none.")
     gpu_memory_utilization: float | None = option(
         None,

@@ -196,6 +196,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         why = "of all memory: weights, work, graphs and KV cache together; vLLM's default"
         put_or("gpu_memory_utilization", GPU_MEMORY_UTILIZATION, "default", why)
         put("enforce_eager", *_enforce_eager(config, model))
+    put("deterministic", *_deterministic(config, model, gpu))
     _put_rest(resolved, config)
     return resolved
 
@@ -256,6 +257,24 @@ def _enforce_eager(config: EngineConfig, model: ModelConfig) -> tuple[bool, Sour
     if not model.is_native or config.model_impl == "transformers":
         return True, "model", "transformers' modelling code is not captured in CUDA graphs"
     return False, config.sources["enforce_eager"], "decoding is captured in CUDA graphs"
+
+
+def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None) -> tuple[bool, Source, str]:
+    """Whether kernels are chosen that give a row the same bits in every batch."""
+    chosen, source = config.deterministic, config.sources["deterministic"]
+    if not chosen and envs.BATCH_INVARIANT.get():
+        chosen, source = True, "environment"
+    if gpu is None:
+        return chosen, source, "on CPU every path is, so it changes nothing"
+    if not chosen:
+        return False, source, "cuBLAS, _scaled_mm and the splitting of long sequences follow the number of rows"
+    if not model.is_native or config.model_impl == "transformers":
+        raise ConfigError(
+            "transformers' modelling code is not deterministic on a GPU: its norms and products follow the batch",
+            fix="Leave --deterministic out, or take a model with a native implementation",
+            param="deterministic",
+        )
+    return True, source, "products in Triton instead of cuBLAS and _scaled_mm, attention in ranges of fixed keys"
 
 
 def _batch_limits(config: EngineConfig, gpu: GpuFacts | None, is_server: bool) -> tuple[int, int, Source, str]:

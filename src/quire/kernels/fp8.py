@@ -114,10 +114,12 @@ def quantizes_activations(x_TK: Tensor, packed: PackedFp8, out_dtype: torch.dtyp
     """Whether `fp8_linear` on a GPU rounds rows of x to FP8 as well and multiplies codes with codes.
 
     That takes tensor cores with FP8 (sm_89 and later), a scale per output channel (torch._scaled_mm has no others that
-    our checkpoints have), a result in bfloat16, sizes in multiples of 16, and rows enough that arithmetic counts.
+    our checkpoints have), a result in bfloat16, sizes in multiples of 16, and rows enough that arithmetic counts. As
+    the number of rows decides, it is never so where results must be deterministic.
     """
     return (
         x_TK.shape[0] >= _FEWEST_QUANTIZED_ROWS
+        and not gpu.is_deterministic()
         and packed.group_size >= packed.K
         and out_dtype == torch.bfloat16
         and packed.N % 16 == packed.K % 16 == 0

@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.cost import devices
 from quire.errors import MemoryPlanError
 from quire.forward_batch import LayerCache
-from quire.kernels import cpu, extension, gpu_facts
+from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.kv_format import kv_format
 from quire.loader.load import load_model
 from quire.logs import get_logger
@@ -53,8 +53,8 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     if (wished := extension.wished_isa()) is not None:
         cpu.set_isa(wished)
     isa = cpu.isa() if cpu.available() else "torch"
-    gpu = "none was looked for" if config.device == "cpu" else gpu_facts.detect()
-    device = devices.detect(isa, gpu)
+    found = "none was looked for" if config.device == "cpu" else gpu_facts.detect()
+    device = devices.detect(isa, found)
     resolved = resolve(config, model_config, device, is_server=is_server)
     total_bytes, _ = device.memory_of(resolved.device)
     # Refused before minutes are spent on reading them.
@@ -63,6 +63,8 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     if cpu.available():
         cpu.set_num_threads(resolved.num_threads)
     torch.set_num_threads(resolved.num_threads)
+    if resolved.deterministic:
+        gpu.be_deterministic()
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     model_config = replace(model_config, max_model_len=resolved.max_model_len)
     progress("load", 0.0, "")
