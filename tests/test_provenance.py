@@ -77,6 +77,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_logprobs": 1,
     "logprobs_mode": "processed_logprobs",
     "deterministic": True,
+    "attention_backend": "CPU_ATTN",
     "enforce_eager": True,
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory_bytes": 1 << 28,

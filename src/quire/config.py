@@ -35,6 +35,11 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
 
+def _parse_backend(text: str) -> str:
+    """In any case, as vLLM takes them."""
+    return "auto" if text.lower() == "auto" else text.upper()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything about the model, its memory and its schedule."""
@@ -114,6 +119,14 @@ class EngineConfig:
         False,
         "Tokens and logprobs that do not depend on the batch, on GPUs too, at a cost; on CPU it is always so.",
         limits="which kernels run on a GPU",
+    )
+    attention_backend: str = option(
+        "auto",
+        "auto: FlashInfer where it is installed and takes the model, else our own; FLASHINFER; TRITON_ATTN: our own on "
+        "GPUs; CPU_ATTN: on CPU.",
+        choices=("auto", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN"),
+        type=_parse_backend,
+        limits="which attention kernels run",
     )
     enforce_eager: bool = option(False, "No CUDA graphs: every kernel is launched by itself. On CPU there are none.")
     gpu_memory_utilization: float | None = option(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from quire import envs
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
+from quire.flashinfer_facts import flashinfer_version, why_not_flashinfer
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.model_config import DTYPE_BYTES, ModelConfig
@@ -197,6 +198,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         put_or("gpu_memory_utilization", GPU_MEMORY_UTILIZATION, "default", why)
         put("enforce_eager", *_enforce_eager(config, model))
     put("deterministic", *_deterministic(config, model, gpu))
+    put("attention_backend", *_attention_backend(config, model, resolved, gpu))
     _put_rest(resolved, config)
     return resolved
 
@@ -275,6 +277,43 @@ def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | Non
             param="deterministic",
         )
     return True, source, "products in Triton instead of cuBLAS and _scaled_mm, attention in ranges of fixed keys"
+
+
+def _attention_backend(
+    config: EngineConfig, model: ModelConfig, resolved: Resolved, gpu: GpuFacts | None
+) -> tuple[str, Source, str]:
+    """By vLLM's names. Raises ConfigError for FlashInfer where it cannot be used."""
+    chosen, source = config.attention_backend, config.sources["attention_backend"]
+    if chosen == "auto" and (named := envs.ATTENTION_BACKEND.get()):
+        return named, "environment", envs.ATTENTION_BACKEND.name
+    cache_dtype = kv_format(resolved.kv_cache_dtype, resolved.dtype).torch_dtype
+    if gpu is None:
+        problem: str | None = "it runs on CUDA, and the model on the CPU"
+    elif not model.is_native or config.model_impl == "transformers":
+        problem = "transformers' modelling code runs"
+    else:
+        problem = why_not_flashinfer(model.head_dim, resolved.dtype, cache_dtype, resolved.deterministic)
+    if chosen == "FLASHINFER" and problem is not None:
+        raise ConfigError(
+            f"FlashInfer cannot be used: {problem}",
+            value=chosen,
+            fix="Leave --attention-backend out",
+            param="attention_backend",
+        )
+    if chosen in ("TRITON_ATTN", "CPU_ATTN") and (chosen == "CPU_ATTN") != (gpu is None):
+        raise ConfigError(
+            f"{chosen} does not run on {resolved.device}",
+            value=chosen,
+            fix="Leave --attention-backend out",
+            param="attention_backend",
+        )
+    if chosen != "auto":
+        return chosen, source, ""
+    if gpu is None:
+        return chosen, source, "the CPU's kernels, or plain torch where they are not built"
+    if problem is not None:
+        return "TRITON_ATTN", "device", f"our own kernels; not FlashInfer: {problem}"
+    return "FLASHINFER", "device", f"{flashinfer_version()} is installed, and takes this model"
 
 
 def _batch_limits(config: EngineConfig, gpu: GpuFacts | None, is_server: bool) -> tuple[int, int, Source, str]:

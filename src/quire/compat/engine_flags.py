@@ -82,7 +82,7 @@ ATTENTION_AND_KERNELS: tuple[Foreign, ...] = (
     *accepted(
         KERNELS,
         values="""
-            attention_backend attention_config moe_backend linear_backend sparse_indexer_topk_backend
+            attention_config moe_backend linear_backend sparse_indexer_topk_backend
             ir_op_priority kernel_config gdn_prefill_backend kda_prefill_backend kda_decode_backend
         """,
         switches="enable_flashinfer_autotune",

@@ -77,6 +77,7 @@ class DecodeGraphs:
         pool = self._accelerator.graph_pool()
         for done, size in enumerate(reversed(self._sizes), 1):
             staged = self._inputs.stage(nothing, pad_to=size)
+            self._model.prepare(staged.host, self._caches)
             run = partial(self._forward, staged, size)
             run()  # loads kernels, which cannot be done within a capture
             self._accelerator.synchronize()
@@ -84,7 +85,7 @@ class DecodeGraphs:
             on_captured(done, len(self._sizes))
 
     def _forward(self, staged: StagedStep, size: int) -> None:
-        hidden_SD = self._model.forward(self._inputs.on_device(staged, self._caches))
+        hidden_SD = self._model.forward(self._inputs.on_device(staged, self._caches, is_prepared=True))
         self._hidden_SD[:size].copy_(hidden_SD)
 
     def size_for(self, step: StepRows) -> int | None:
@@ -98,5 +99,6 @@ class DecodeGraphs:
         """hidden_SD of a step that was staged with this padding; overwritten by the next run."""
         captured = self._captured[size]
         assert captured.staged.token_ids_T.data_ptr() == staged.token_ids_T.data_ptr(), "the step lies elsewhere"
+        self._model.prepare(staged.host, self._caches)
         captured.graph.replay()
         return self._hidden_SD[:size]

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.forward_batch import ForwardBatch, LayerCache
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels import gpu
 from quire.schedule import NewRow
 from quire.worker.accelerator import Accelerator
@@ -42,6 +42,7 @@ class StagedStep:
     logits_indices_R: Tensor  # int64
     sampled_rows_R: Tensor  # int64
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
+    host: HostStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +144,16 @@ class DeviceInputBatch(InputBatch):
             logits_indices_R=staging.put(cu_S[sampled].astype(np.int64) - 1),
             sampled_rows_R=staging.put(rows_S[sampled]),
             parameters=tuple(staging.put(values) for values in parameters),
+            host=HostStep(rows_S, lens_S, ends_S, self.block_tables, pad_to),
         )
         staging.send()
         return staged
 
-    def on_device(self, staged: StagedStep, caches: list[LayerCache]) -> ForwardBatch:
+    def on_device(self, staged: StagedStep, caches: list[LayerCache], is_prepared: bool = False) -> ForwardBatch:
         """What the forward pass reads. Launches only: it can be captured.
+
+        Args:
+            is_prepared: the model's `prepare` has been called for the step.
 
         Tables have their full width whatever is in use: kernels are compiled for a stride.
         """
@@ -163,6 +168,7 @@ class DeviceInputBatch(InputBatch):
             block_tables_SM=self._block_tables_CM.index_select(0, staged.rows_S),
             logits_indices_R=staged.logits_indices_R,
             caches=caches,
+            host=None if is_prepared else staged.host,
         )
 
     def forward_batch(self, step: StepRows, caches: list[LayerCache]) -> ForwardBatch:

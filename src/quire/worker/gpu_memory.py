@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 from quire.forward_batch import LayerCache
 from quire.models.registry import CausalLM
@@ -24,6 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 RANDOM = SamplingParams(temperature=1.0, top_p=0.5, max_tokens=1, seed=0)
 # Triton compiles a kernel for counts of 1, of multiples of 16, and of others: while serving it would hold up everybody.
 _ROWS_OF_VARIANTS = (1, 2, 16)
+_LENGTHS_OF_VARIANTS = (1, 2)  # attention has a form for single tokens
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,12 @@ def measure(model: CausalLM, cache: list[LayerCache], resolved: Resolved, accele
     """
     inputs = make_inputs(resolved, model.config.vocab_size, accelerator, 1)
     runner = DeviceRunner(model, cache, inputs, "raw_logprobs", accelerator)
-    for num_rows in _ROWS_OF_VARIANTS:
-        for params in (GREEDY, RANDOM):
-            if num_rows <= resolved.max_num_seqs and 2 * num_rows <= resolved.max_num_batched_tokens:
-                _run(runner, prompts(resolved, [2] * num_rows, params))
     before = accelerator.release()
+    for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
+        for params in (GREEDY, RANDOM):
+            if num_rows <= resolved.max_num_seqs and length * num_rows <= resolved.max_num_batched_tokens:
+                _run(runner, prompts(resolved, [length] * num_rows, params))
+    accelerator.release()  # what stays is scratch of kernels, and counts
     _run(runner, largest_batch(resolved))
     step_bytes = accelerator.reserved_peak() - before
     batch = largest_batch(resolved)

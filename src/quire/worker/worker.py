@@ -77,6 +77,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
         resolved.quantization,
         config.packed_weights_cache,
         torch.device(resolved.device),
+        resolved.attention_backend,
     )
     form = resolved.quantization or resolved.dtype
     form = f"packed {form}" if cpu.available() and resolved.device == "cpu" else form
