@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.attention.select import SharedBackends
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.hf_config.rope import RopeConfig
+from quire.kernels.fp8 import Rows
 from quire.layers.embedding import Embedding, OutputProjection, PackedEmbedding
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
@@ -152,9 +153,10 @@ class Decoder:
         return self._replay(self._run_blocks, residual_TD, batch)
 
     def _run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        x_TD = residual_TD if self._first_norm is None else self._first_norm(residual_TD)
+        x_TD: Rows = residual_TD if self._first_norm is None else self._first_norm.feed(residual_TD)
         for block in self._blocks:
             x_TD = block(x_TD, residual_TD, batch)
+        assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ class Decoder:
         """One layer alone, for calibration: changes the residual stream in place. Only its own weights must be there:
         what the next layer's norm makes of the stream is dropped."""
         block = self._blocks[layer]
-        block(residual_TD if block.input_norm is None else block.input_norm(residual_TD), residual_TD, batch)
+        block(residual_TD if block.input_norm is None else block.input_norm.feed(residual_TD), residual_TD, batch)
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         """logits_RV in float32, scaled and soft-capped as the family does."""
