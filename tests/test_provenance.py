@@ -79,6 +79,8 @@ OTHER_VALUES: dict[str, Any] = {
     "deterministic": True,
     "attention_backend": "CPU_ATTN",
     "enforce_eager": True,
+    "cudagraph_mode": "NONE",
+    "cudagraph_capture_sizes": (1, 8),
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory_bytes": 1 << 28,
     "num_gpu_blocks_override": 999,

@@ -47,6 +47,7 @@ BATCHES_OF_COMPARISONS = (1, 32, 256)
 DECODE_STEPS, DECODE_PROMPT = 64, 128
 PREFILL_TOKENS, PREFILL_REPEATS = 2048, 10
 WORKLOAD = (256, 1024, 128)  # requests, prompt tokens, output tokens
+MIXED_TOKENS = (32, 64, 128, 256)  # of steps that are captured though they are no decodes
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -150,6 +151,18 @@ def prefill(engine: Engine) -> dict[str, Any]:
     return {"tokens": PREFILL_TOKENS, "ms": 1e3 * seconds, "flop_per_s": flops / seconds}
 
 
+def short_prompts(engine: Engine) -> dict[str, float]:
+    """Milliseconds of a step with a prompt of so many tokens, one at a time: medians."""
+    found = {}
+    for num_tokens in MIXED_TOKENS:
+        seconds = []
+        for _ in range(PREFILL_REPEATS + 1):
+            engine.add(num_tokens, 1)
+            seconds.append(sum(record.step_seconds for record in engine.steps()))
+        found[str(num_tokens)] = 1e3 * statistics.median(seconds[1:])
+    return found
+
+
 def workload(engine: Engine) -> dict[str, Any]:
     """Many requests at once, all of full length."""
     count, num_prompt, num_output = WORKLOAD
@@ -182,6 +195,7 @@ def run_model(name: str, device: str) -> dict[str, Any]:
         result["prefill"] = prefill(engine)
         result["decode"] = [decode(engine, batch) for batch in BATCHES]
         result["workload"] = workload(engine)
+        result["short_prompts"] = {"captured": short_prompts(engine)}
         for key, settings in (("eager", {"enforce_eager": True}), ("not ahead", {"async_scheduling": False})):
             del engine
             gc.collect()
@@ -189,6 +203,8 @@ def run_model(name: str, device: str) -> dict[str, Any]:
                 torch.cuda.empty_cache()
             engine = Engine(path, device, **settings)
             result[key] = [decode(engine, batch) for batch in BATCHES_OF_COMPARISONS]
+            if key == "eager":
+                result["short_prompts"]["launched"] = short_prompts(engine)
     return result
 
 
@@ -222,6 +238,8 @@ def lines_of(result: dict[str, Any], bandwidth: float | None, flops: float | Non
         f"{done['seconds']:.2f} s, {done['output_tokens_per_s']:,.0f} output tokens/s, "
         f"idle {100 * done['idle_share']:.0f} %."
     )
+    for way, times in result.get("short_prompts", {}).items():
+        yield f"Steps of short prompts, {way}: " + ", ".join(f"{n} tokens {ms:.2f} ms" for n, ms in times.items()) + "."
     for key in (name for name in ("decode", "eager", "not ahead") if name in result):
         titles = {"decode": "Decoding", "eager": "Without CUDA graphs", "not ahead": "Without scheduling ahead"}
         yield from ("", f"{titles[key]}:", "", "| batch | ms per step | tokens/s | TB/s (of the copy rate) | idle % |")

@@ -129,6 +129,17 @@ class EngineConfig:
         limits="which attention kernels run",
     )
     enforce_eager: bool = option(False, "No CUDA graphs: every kernel is launched by itself. On CPU there are none.")
+    cudagraph_mode: str = option(
+        "FULL",
+        "CUDA graphs: FULL: of decodes and of small mixed steps (also for FULL_AND_PIECEWISE and PIECEWISE); "
+        "FULL_DECODE_ONLY; NONE.",
+        choices=("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE", "NONE"),
+        type=str.upper,
+        limits="which steps are launched kernel by kernel",
+    )
+    cudagraph_capture_sizes: tuple[int, ...] = option(
+        (), "Rows of decodes and tokens of mixed steps to capture, up to 256 each; none: chosen.", many=True
+    )
     gpu_memory_utilization: float | None = option(
         None,
         "Share of the device's total memory (on CPU: RAM) for weights, KV cache and work; on GPUs 0.9 unless given.",
@@ -374,6 +385,13 @@ def _check_engine(config: EngineConfig) -> None:
             expected="1",
             fix="Leave --tensor-parallel-size out",
             param="tensor_parallel_size",
+        )
+    if any(size < 1 for size in config.cudagraph_capture_sizes):
+        raise ConfigError(
+            "Illegal size of a CUDA graph",
+            value=config.cudagraph_capture_sizes,
+            expected="positive numbers",
+            param="cudagraph_capture_sizes",
         )
     if config.block_size is not None and config.block_size not in (8, 16, 32, 64, 128):
         raise ConfigError(

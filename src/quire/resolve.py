@@ -199,6 +199,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         put("enforce_eager", *_enforce_eager(config, model))
     put("deterministic", *_deterministic(config, model, gpu))
     put("attention_backend", *_attention_backend(config, model, resolved, gpu))
+    if gpu is not None:
+        put("cudagraph_mode", *_cudagraph_mode(config, resolved))
     _put_rest(resolved, config)
     return resolved
 
@@ -259,6 +261,19 @@ def _enforce_eager(config: EngineConfig, model: ModelConfig) -> tuple[bool, Sour
     if not model.is_native or config.model_impl == "transformers":
         return True, "model", "transformers' modelling code is not captured in CUDA graphs"
     return False, config.sources["enforce_eager"], "decoding is captured in CUDA graphs"
+
+
+def _cudagraph_mode(config: EngineConfig, resolved: Resolved) -> tuple[str, Source, str]:
+    """NONE, FULL_DECODE_ONLY or FULL: graphs hold whole forward passes, attention included."""
+    chosen, source = config.cudagraph_mode, config.sources["cudagraph_mode"]
+    eager = resolved.settings["enforce_eager"]
+    if eager.value:
+        return "NONE", eager.source, eager.detail
+    if chosen in ("NONE", "FULL_DECODE_ONLY"):
+        return chosen, source, ""
+    if resolved.attention_backend.upper() == "FLASHINFER":
+        return "FULL_DECODE_ONLY", "device", "FlashInfer's kernels for mixed steps are not captured"
+    return "FULL", source, "decodes by number of rows; mixed steps of few tokens, whose launches take longest"
 
 
 def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None) -> tuple[bool, Source, str]:

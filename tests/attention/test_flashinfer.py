@@ -196,6 +196,9 @@ def test_it_is_chosen_where_it_is_installed_and_takes_the_model(monkeypatch: pyt
         with pytest.raises(ConfigError, match=f"FlashInfer cannot be used: .*{why}"):
             settings(attention_backend="flashinfer", **arguments)
     assert settings(kv_cache_dtype="fp8").attention_backend == "FLASHINFER"
+    mode = settings().settings["cudagraph_mode"]
+    assert mode.value == "FULL_DECODE_ONLY"
+    assert "FlashInfer's kernels for mixed steps are not captured" in mode.detail
     monkeypatch.setattr(flashinfer_facts.shutil, "which", lambda name: None)
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     assert "nvcc" in settings().settings["attention_backend"].detail

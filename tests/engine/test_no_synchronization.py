@@ -25,8 +25,8 @@ from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
-from quire.worker.cuda_graphs import DecodeGraphs
-from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.cuda_graphs import StepGraphs
+from quire.worker.device_inputs import DeviceInputBatch, Padding
 from quire.worker.device_runner import DeviceRunner
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -114,7 +114,7 @@ def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> DeviceRunner
         8, 256, BLOCK_SIZE, config.vocab_size, max_tokens=256, accelerator=accelerator, steps_in_flight=2
     )
     with Watch():
-        graphs = DecodeGraphs(model, caches, inputs, accelerator, (1, 2, 4, 8))
+        graphs = StepGraphs(model, caches, inputs, accelerator, [Padding(n, n) for n in (8, 4, 2, 1)])
         graphs.capture()
     return DeviceRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
 

@@ -29,6 +29,14 @@ from quire.worker.staging import ALIGNMENT, Staging
 _TOKEN_BYTES, _ROW_BYTES, _NUM_ARRAYS = 3 * 8, 3 * 8 + 2 * 4 + 4 * 4 + 8, 16
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The size that a step is brought to: of decodes, as many rows as tokens."""
+
+    tokens: int
+    rows: int
+
+
 @dataclass(slots=True)
 class StagedStep:
     """One step's numbers on the device. Those before `logits_indices_R` are where every step of the size has them."""
@@ -95,12 +103,14 @@ class DeviceInputBatch(InputBatch):
     def _grow(self) -> None:
         raise AssertionError(f"more than the {len(self.num_tokens)} rows that memory was planned for")
 
-    def stage(self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: int | None = None) -> StagedStep:
+    def stage(
+        self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None
+    ) -> StagedStep:
         """Start to bring one step's numbers to the device.
 
         Args:
             parameters: Sampler.host_parameters of the rows that sample.
-            pad_to: tokens and rows of the step, of one token each: those behind the step's own write and read nothing.
+            pad_to: tokens and rows behind the step's own write and read nothing.
         """
         rows_S, starts_S, lens_S = step.rows_S, step.starts_S, step.lens_S
         num_rows = len(rows_S)
@@ -118,7 +128,7 @@ class DeviceInputBatch(InputBatch):
         self._write_new_blocks()
         staging = self._staging
         staging.begin()
-        width_T, width_S = (num_tokens, num_rows) if pad_to is None else (pad_to, pad_to)
+        width_T, width_S = (num_tokens, num_rows) if pad_to is None else (pad_to.tokens, pad_to.rows)
 
         def put(values: NDArray[Any], width: int, dtype: type, padding: int) -> Tensor:
             array, view = staging.array(width, dtype)
@@ -144,7 +154,7 @@ class DeviceInputBatch(InputBatch):
             logits_indices_R=staging.put(cu_S[sampled].astype(np.int64) - 1),
             sampled_rows_R=staging.put(rows_S[sampled]),
             parameters=tuple(staging.put(values) for values in parameters),
-            host=HostStep(rows_S, lens_S, ends_S, self.block_tables, pad_to),
+            host=HostStep(rows_S, lens_S, ends_S, self.block_tables, None if pad_to is None else pad_to.rows),
         )
         staging.send()
         return staged

@@ -16,7 +16,7 @@ from quire.resolve import Resolved
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker.accelerator import Accelerator
-from quire.worker.cuda_graphs import DecodeGraphs, capture_sizes
+from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.device_runner import DeviceRunner
 
@@ -71,9 +71,7 @@ def measure(model: CausalLM, cache: list[LayerCache], resolved: Resolved, accele
     started = time.perf_counter()
     _run(runner, batch)
     largest_step = batch.num_tokens, time.perf_counter() - started
-    graph_bytes = 0
-    if not resolved.enforce_eager:
-        graph_bytes = _measure_graphs(model, cache, inputs, resolved, accelerator)
+    graph_bytes = _measure_graphs(model, cache, inputs, resolved, accelerator)
     return GpuWork(step_bytes, graph_bytes, largest_step)
 
 
@@ -106,9 +104,11 @@ def _measure_graphs(
     model: CausalLM, cache: list[LayerCache], inputs: DeviceInputBatch, resolved: Resolved, accelerator: Accelerator
 ) -> int:
     """Bytes of all graphs: the largest one brings the scratch memory, each further one what the second one takes."""
-    sizes = capture_sizes(resolved.max_num_seqs)
+    sizes = paddings(resolved)
+    if not sizes:
+        return 0
     free = []
-    graphs = DecodeGraphs(model, cache, inputs, accelerator, sizes[-2:])
+    graphs = StepGraphs(model, cache, inputs, accelerator, sizes[:2])
 
     def note(done: int = 0, total: int = 0) -> None:
         accelerator.release()

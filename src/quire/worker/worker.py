@@ -26,7 +26,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import gpu_memory, kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
-from quire.worker.cuda_graphs import DecodeGraphs, capture_sizes
+from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_runner import DeviceRunner
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
@@ -148,8 +148,8 @@ def bring_up_gpu(
     depth = 2 if resolved.async_scheduling else 1
     inputs = gpu_memory.make_inputs(resolved, model_config.vocab_size, accelerator, depth)
     graphs = None
-    if not resolved.enforce_eager:
-        graphs = DecodeGraphs(model, caches, inputs, accelerator, capture_sizes(resolved.max_num_seqs))
+    if sizes := paddings(resolved):
+        graphs = StepGraphs(model, caches, inputs, accelerator, sizes)
         graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
     runner = DeviceRunner(model, caches, inputs, config.logprobs_mode, accelerator, graphs)
     return Worker(runner, resolved, work.largest_step, Prefault(caches))
