@@ -89,6 +89,27 @@ def test_what_is_not_captured_in_graphs(arguments: dict[str, Any], why: str) -> 
     assert why in setting.detail
 
 
+def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag or vLLM's variable; explain says what it chooses, and that a CPU needs nothing."""
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    plain, chosen = settings().settings["deterministic"], settings(deterministic=True).settings["deterministic"]
+    assert (plain.value, plain.source, chosen.value, chosen.source) == (False, "default", True, "argument")
+    assert "cuBLAS" in plain.detail
+    assert "Triton instead of cuBLAS" in chosen.detail
+    assert "on CPU every path is" in settings(CPU, deterministic=True).settings["deterministic"].detail
+    with pytest.raises(ConfigError, match="modelling code is not deterministic on a GPU"):
+        settings(deterministic=True, model_impl="transformers")
+    assert settings(CPU, deterministic=True, model_impl="transformers").deterministic
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    from_variable = settings().settings["deterministic"]
+    assert (from_variable.value, from_variable.source) == (True, "environment")
+    text = explain("demo", EngineConfig(), ServerConfig(), MODEL, WITH_H100).text()
+    assert "kernel  Triton: tensor cores" in text
+    fp8 = explain("demo", EngineConfig(quantization="fp8"), ServerConfig(), MODEL, WITH_H100).text()
+    assert "_scaled_mm" in settings(quantization="fp8").settings["deterministic"].detail
+    assert "from 257 rows" not in fp8
+
+
 def planned(memory: MemoryFacts, **arguments: Any) -> Resolved:
     config = EngineConfig.from_kwargs(**arguments)
     resolved = resolve(config, MODEL, WITH_H100, is_server=True)

@@ -1,5 +1,6 @@
 """The engine on a GPU, with random weights in the shapes of published models: decoding as a share of the memory's rate,
-prompts as a share of the arithmetic's, a whole workload, the start, and what CUDA graphs and scheduling ahead bring.
+prompts as a share of the arithmetic's, a whole workload, the start, what CUDA graphs, scheduling ahead, FP8, int4 and
+prefix caching bring, beside what others have published of theirs, and what --deterministic costs.
 
     python benchmarks/gpu/engine.py [--models Llama-3.1-8B,Qwen3-0.6B] [--save HARDWARE]
 
@@ -15,7 +16,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,7 +46,23 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BATCHES_OF_COMPARISONS = (1, 32, 256)
 DECODE_STEPS, DECODE_PROMPT = 64, 128
 PREFILL_TOKENS, PREFILL_REPEATS = 2048, 10
+# Settings that are compared at some batch sizes, and what others have published of theirs.
+COMPARISONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "eager": ({"enforce_eager": True}, "Without CUDA graphs", "vLLM PR 25444, graphs of pieces -> whole: 1.43x"),
+    "not ahead": ({"async_scheduling": False}, "Without scheduling ahead", "transformers, 8B at batch 32: 1.28x"),
+    "fp8": (
+        {"quantization": "fp8"},
+        "FP8 weights",
+        "vLLM 0.30, Qwen3-8B on an H100: 1.46x at batch 1, 1.34x at 32, 1.13x at 256",
+    ),
+    "fp8 cache": ({"kv_cache_dtype": "fp8"}, "FP8 KV cache", "vLLM's guide: half the bytes, twice the tokens"),
+    "int4": ({"quantization": "int4"}, "int4 weights", "SGLang, Qwen3-8B AWQ at batch 1: 2.29x"),
+}
+SLOWER = ("eager", "not ahead")  # the gain is what is lost with them
+SHARED_PREFIX = 0.9  # of the prompts of a workload
+PUBLISHED_PREFIX_GAIN = "runinfra.ai, 90 % hits: 2.7x"
 WORKLOAD = (256, 1024, 128)  # requests, prompt tokens, output tokens
+MIXED_TOKENS = (32, 64, 128, 256)  # of steps that are captured though they are no decodes
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -78,8 +95,7 @@ class Engine:
             load_format="dummy",
             dtype="bfloat16",
             max_num_seqs=256,
-            enable_prefix_caching=False,
-            **settings,
+            **{"enable_prefix_caching": False} | settings,
         )
         self._started: StartedEngine = start_engine(config, folder, is_server=True, progress=self._note)
         self.core, self.model = self._started.core, self._started.model_config
@@ -91,9 +107,9 @@ class Engine:
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last_time
         self._last_time = now
 
-    def add(self, num_prompt: int, num_output: int) -> None:
+    def add(self, num_prompt: int, num_output: int, prefix: Sequence[int] = ()) -> None:
         self._num_added += 1
-        ids = torch.randint(0, self.model.vocab_size, (num_prompt,)).tolist()
+        ids = [*prefix, *torch.randint(0, self.model.vocab_size, (num_prompt - len(prefix),)).tolist()]
         self.core.add(AddRequest(f"r{self._num_added}", ids, GREEDY, num_output))
 
     def steps(self) -> Iterator[StepRecord]:
@@ -126,7 +142,8 @@ def decode(engine: Engine, batch: int) -> dict[str, Any]:
     seconds = statistics.median(record.step_seconds for record in found)
     busy = statistics.median(record.forward_seconds + record.sample_seconds for record in found)
     kv_tokens = statistics.mean(record.num_kv_tokens_read for record in found)
-    num_bytes = engine.model.read_bytes_per_step("bfloat16", None) + engine.kv_bytes(kv_tokens)
+    weights = engine.model.read_bytes_per_step("bfloat16", engine.resolved.quantization)
+    num_bytes = weights + engine.kv_bytes(kv_tokens)
     return {
         "batch": batch,
         "step_ms": 1e3 * seconds,
@@ -149,12 +166,29 @@ def prefill(engine: Engine) -> dict[str, Any]:
     return {"tokens": PREFILL_TOKENS, "ms": 1e3 * seconds, "flop_per_s": flops / seconds}
 
 
-def workload(engine: Engine) -> dict[str, Any]:
-    """Many requests at once, all of full length."""
+def short_prompts(engine: Engine) -> dict[str, float]:
+    """Milliseconds of a step with a prompt of so many tokens, one at a time: medians."""
+    found = {}
+    for num_tokens in MIXED_TOKENS:
+        seconds = []
+        for _ in range(PREFILL_REPEATS + 1):
+            engine.add(num_tokens, 1)
+            seconds.append(sum(record.step_seconds for record in engine.steps()))
+        found[str(num_tokens)] = 1e3 * statistics.median(seconds[1:])
+    return found
+
+
+def workload(engine: Engine, shared: float = 0.0) -> dict[str, Any]:
+    """Many requests at once, all of full length, whose prompts share so much of their beginnings."""
     count, num_prompt, num_output = WORKLOAD
+    prefix = torch.randint(0, engine.model.vocab_size, (int(shared * num_prompt),)).tolist()
+    if prefix:
+        engine.add(num_prompt, 1, prefix)
+        for _ in engine.steps():
+            pass
     start = time.perf_counter()
     for _ in range(count):
-        engine.add(num_prompt, num_output)
+        engine.add(num_prompt, num_output, prefix)
     records = list(engine.steps())
     seconds = time.perf_counter() - start
     busy = sum(record.forward_seconds + record.sample_seconds for record in records)
@@ -181,14 +215,55 @@ def run_model(name: str, device: str) -> dict[str, Any]:
         result["prefill"] = prefill(engine)
         result["decode"] = [decode(engine, batch) for batch in BATCHES]
         result["workload"] = workload(engine)
-        for key, settings in (("eager", {"enforce_eager": True}), ("not ahead", {"async_scheduling": False})):
+        result["short_prompts"] = {"captured": short_prompts(engine)}
+        if device == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            planned = [engine.resolved.settings[key].value for key in ("weight_bytes", "work_bytes", "kv_cache_bytes")]
+            result["memory"] |= {"planned_bytes": sum(planned), "taken_bytes": total - free}
+        for key, (settings, _, _) in COMPARISONS.items():
             del engine
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-            engine = Engine(path, device, **settings)
+            engine = _fresh(path, device, **settings)
             result[key] = [decode(engine, batch) for batch in BATCHES_OF_COMPARISONS]
+            if key == "eager":
+                result["short_prompts"]["launched"] = short_prompts(engine)
+        del engine
+        engine = _fresh(path, device, enable_prefix_caching=True)
+        result["prefix_workload"] = workload(engine, SHARED_PREFIX)
     return result
+
+
+def _fresh(path: Path, device: str, **settings: Any) -> Engine:
+    """An engine in place of one that nobody holds any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return Engine(path, device, **settings)
+
+
+def gains(result: dict[str, Any]) -> Iterator[str]:
+    """Markdown: measured gains beside published ones."""
+    yield from ("", "Gains:", "", "| what | measured | published |", "|---|---|---|")
+    own = {row["batch"]: row["tokens_per_s"] for row in result["decode"]}
+    for key, (_, title, published) in COMPARISONS.items():
+        ratios = [(row["batch"], row["tokens_per_s"] / own[row["batch"]]) for row in result[key]]
+        shown = [f"{1 / ratio if key in SLOWER else ratio:.2f}x at batch {batch}" for batch, ratio in ratios]
+        title = title.replace("Without ", "")
+        yield f"| {title[0].upper()}{title[1:]} | {', '.join(shown)} | {published} |"
+    ratio = result["prefix_workload"]["output_tokens_per_s"] / result["workload"]["output_tokens_per_s"]
+    yield f"| Prefix caching, {SHARED_PREFIX:.0%} shared | {ratio:.2f}x of the workload | {PUBLISHED_PREFIX_GAIN} |"
+
+
+def run_deterministic(name: str, device: str) -> dict[str, Any]:
+    """One model with --deterministic. It holds for the rest of the process: after everything else."""
+    with TemporaryDirectory() as folder:
+        engine = Engine(write_config(Path(folder), name), device, deterministic=True)
+        return {
+            "model": f"{name}, deterministic",
+            "start_seconds": engine.phases,
+            "prefill": prefill(engine),
+            "decode": [decode(engine, batch) for batch in BATCHES],
+            "workload": workload(engine),
+        }
 
 
 def lines_of(result: dict[str, Any], bandwidth: float | None, flops: float | None) -> Iterator[str]:
@@ -208,8 +283,13 @@ def lines_of(result: dict[str, Any], bandwidth: float | None, flops: float | Non
         f"{done['seconds']:.2f} s, {done['output_tokens_per_s']:,.0f} output tokens/s, "
         f"idle {100 * done['idle_share']:.0f} %."
     )
-    for key in ("decode", "eager", "not ahead"):
-        titles = {"decode": "Decoding", "eager": "Without CUDA graphs", "not ahead": "Without scheduling ahead"}
+    for way, times in result.get("short_prompts", {}).items():
+        yield f"Steps of short prompts, {way}: " + ", ".join(f"{n} tokens {ms:.2f} ms" for n, ms in times.items()) + "."
+    if "taken_bytes" in result.get("memory", {}):
+        planned, taken = (result["memory"][key] for key in ("planned_bytes", "taken_bytes"))
+        yield f"Memory: {planned / 1e9:.2f} GB planned, {taken / 1e9:.2f} GB taken, CUDA's own among it."
+    titles = {"decode": "Decoding"} | {key: title for key, (_, title, _) in COMPARISONS.items()}
+    for key in (name for name in titles if name in result):
         yield from ("", f"{titles[key]}:", "", "| batch | ms per step | tokens/s | TB/s (of the copy rate) | idle % |")
         yield "|---|---|---|---|---|"
         for row in result[key]:
@@ -218,6 +298,8 @@ def lines_of(result: dict[str, Any], bandwidth: float | None, flops: float | Non
                 f"| {row['batch']} | {row['step_ms']:.2f} | {row['tokens_per_s']:,.0f} | {rate / 1e12:.2f}"
                 f"{share(rate, bandwidth)} | {100 * row['idle_share']:.0f} |"
             )
+    if "prefix_workload" in result:
+        yield from gains(result)
 
 
 def main() -> None:
@@ -238,8 +320,10 @@ def main() -> None:
         )
     print("\n".join(head), flush=True)
     results = []
-    for name in arguments.models.split(","):
-        results.append(run_model(name, arguments.device))
+    names = arguments.models.split(",")
+    for run, name in [(run, name) for run in (run_model, run_deterministic) for name in names]:
+        gc.collect()
+        results.append(run(name, arguments.device))
         print("\n".join(lines_of(results[-1], bandwidth, flops)), flush=True)
     if arguments.save:
         environment = {**report.environment("python", "benchmarks/gpu/engine.py"), "gpu": device}

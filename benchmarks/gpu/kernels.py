@@ -15,6 +15,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped import grouped_linear, pack_grouped
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.kernels.kv_codes import CODE_DTYPES
-from quire.kernels.triton import activation, attention, norm, rope_cache, sampling
+from quire.kernels.triton import activation, attention, dense, norm, rope_cache, sampling
+from quire.kernels.triton.launch import has_wgmma
 from quire.weight_format import GGUF, GroupedFormat
 
 REPLAYS = 20
@@ -115,7 +117,7 @@ def attention_case(
         q_THE = randn(num_seqs * query_len, H, E)
         out_THE = torch.empty_like(q_THE)
         arguments = (q_THE, *caches, *scales, tables, seq_lens, cu_seqlens, E**-0.5, 0, 0.0, out_THE)
-        calls.append(lambda arguments=arguments: attention.paged_attention(*arguments))
+        calls.append(partial(attention.paged_attention, *arguments))
     keys = query_len * (seq_len - query_len) + query_len * (query_len + 1) / 2
     kind = "decode" if query_len == 1 else "prefill"
     codes = "" if kv_dtype == torch.bfloat16 else f" {str(kv_dtype).removeprefix('torch.')}"
@@ -128,13 +130,15 @@ def row_cases(model: Model, T: int) -> list[Case]:
     weight_D, weight_E = randn(model.hidden), randn(E)
     norm_bytes, silu_bytes = 8 * T * model.hidden, 6 * T * model.inner
     rope_bytes = 2 * T * E * (2 * H + 4 * G)
-    norms, silus, ropes = [], [], []
+    norms, silus, ropes, norms_to_fp8, silus_to_fp8 = [], [], [], [], []
     for _ in range(num_copies(norm_bytes)):
         x_TD, residual_TD = randn(T, model.hidden), randn(T, model.hidden)
         norms.append(lambda x=x_TD, r=residual_TD: norm.rms_norm(x, r, weight_D, 1e-6, 0.0, x))
+        norms_to_fp8.append(lambda x=x_TD, r=residual_TD: norm.rms_norm_to_fp8(x, r, weight_D, 1e-6, 0.0))
     for _ in range(num_copies(silu_bytes)):
         x_T2I, out_TI = randn(T, 2 * model.inner), torch.empty(T, model.inner, dtype=torch.bfloat16, device="cuda")
         silus.append(lambda x=x_T2I, y=out_TI: activation.gated_activation("silu", x, y))
+        silus_to_fp8.append(lambda x=x_T2I: activation.gated_activation_to_fp8("silu", x))
     positions_T = torch.arange(T, device="cuda")
     cos_sin = torch.rand(T, E, device="cuda")
     for _ in range(num_copies(rope_bytes)):
@@ -147,6 +151,8 @@ def row_cases(model: Model, T: int) -> list[Case]:
         Case(f"add and norm {model.name} {T} tokens", norms, norm_bytes),
         Case(f"silu {model.name} {T} tokens", silus, silu_bytes),
         Case(f"rope and KV write {model.name} {T} tokens", ropes, rope_bytes),
+        Case(f"add and norm to FP8 {model.name} {T} tokens", norms_to_fp8, 7 * T * model.hidden),
+        Case(f"silu to FP8 {model.name} {T} tokens", silus_to_fp8, 5 * T * model.inner),
     ]
 
 
@@ -170,6 +176,24 @@ def linear_case(M: int, N: int, K: int) -> Case:
     x_MK = randn(M, K)
     calls: list[Callable[[], Any]] = [lambda w=w: F.linear(x_MK, w) for w in weights]
     return Case(f"cuBLAS {M} x {K} -> {N}", calls, 2.0 * (N * K + M * K + M * N), 2.0 * M * N * K)
+
+
+def deterministic_cases(model: Model) -> Iterator[Case]:
+    """What --deterministic takes in place of cuBLAS, and of attention that is cut by the batch."""
+    for M in (1, 32, 256, 2048):
+        for N, K in ((2 * model.inner, model.hidden), (model.hidden, model.inner)):
+            weights = [randn(N, K) for _ in range(num_copies(2.0 * N * K))]
+            x_MK, out_MN = randn(M, K), torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
+            calls = [lambda w=w, x=x_MK, y=out_MN: dense.linear(x, w, None, y) for w in weights]
+            num_bytes = 2.0 * (N * K + M * K + M * N)
+            yield Case(f"deterministic {M} x {K} -> {N}", calls, num_bytes, 2.0 * M * N * K)
+    H, G, E = model.num_q_heads, model.num_kv_heads, model.head_dim
+    for query_len, seq_len, num_seqs in ((1, 8192, 1), (1, 1024, 32), (1, 1024, 256), (2048, 2048, 1)):
+        case = attention_case(model, query_len, seq_len, num_seqs)
+        sizes = (query_len * num_seqs, num_seqs, H // G, G, E, -(-seq_len // BLOCK_SIZE) * BLOCK_SIZE)
+        shape = attention.choose_fixed_shape(*sizes, has_wgmma(torch.device("cuda", 0)))
+        calls = [lambda call=call, shape=shape: call(shape=shape) for call in case.calls]
+        yield Case(f"deterministic {case.name}", calls, case.num_bytes, case.num_flops)
 
 
 def random_weight(form: GroupedFormat, N: int, K: int) -> GroupedWeight:
@@ -250,6 +274,7 @@ def cases() -> Iterator[Case]:
                     yield grouped_case(name, form, M, N, K)
                 yield fp8_case(M, N, K, 0)
                 yield fp8_case(M, N, K, 128)
+        yield from deterministic_cases(model)
     for R in (1, 32, 256):
         yield from sampling_cases(R)
 

@@ -35,6 +35,11 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
 
+def _parse_backend(text: str) -> str:
+    """In any case, as vLLM takes them."""
+    return "auto" if text.lower() == "auto" else text.upper()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything about the model, its memory and its schedule."""
@@ -110,7 +115,31 @@ class EngineConfig:
         "raw_logprobs: before penalties and temperature; processed_logprobs: after.",
         choices=("raw_logprobs", "processed_logprobs"),
     )
+    deterministic: bool = option(
+        False,
+        "Tokens and logprobs that do not depend on the batch, on GPUs too, at a cost; on CPU it is always so.",
+        limits="which kernels run on a GPU",
+    )
+    attention_backend: str = option(
+        "auto",
+        "auto: FlashInfer where it is installed and takes the model, else our own; FLASHINFER; TRITON_ATTN: our own on "
+        "GPUs; CPU_ATTN: on CPU.",
+        choices=("auto", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN"),
+        type=_parse_backend,
+        limits="which attention kernels run",
+    )
     enforce_eager: bool = option(False, "No CUDA graphs: every kernel is launched by itself. On CPU there are none.")
+    cudagraph_mode: str = option(
+        "FULL",
+        "CUDA graphs: FULL: of decodes and of small mixed steps (also for FULL_AND_PIECEWISE and PIECEWISE); "
+        "FULL_DECODE_ONLY; NONE.",
+        choices=("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE", "NONE"),
+        type=str.upper,
+        limits="which steps are launched kernel by kernel",
+    )
+    cudagraph_capture_sizes: tuple[int, ...] = option(
+        (), "Rows of decodes and tokens of mixed steps to capture, up to 256 each; none: chosen.", many=True
+    )
     gpu_memory_utilization: float | None = option(
         None,
         "Share of the device's total memory (on CPU: RAM) for weights, KV cache and work; on GPUs 0.9 unless given.",
@@ -356,6 +385,13 @@ def _check_engine(config: EngineConfig) -> None:
             expected="1",
             fix="Leave --tensor-parallel-size out",
             param="tensor_parallel_size",
+        )
+    if any(size < 1 for size in config.cudagraph_capture_sizes):
+        raise ConfigError(
+            "Illegal size of a CUDA graph",
+            value=config.cudagraph_capture_sizes,
+            expected="positive numbers",
+            param="cudagraph_capture_sizes",
         )
     if config.block_size is not None and config.block_size not in (8, 16, 32, 64, 128):
         raise ConfigError(

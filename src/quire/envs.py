@@ -62,6 +62,7 @@ ENGINE_READY_TIMEOUT_S = Variable("VLLM_ENGINE_READY_TIMEOUT_S", 600, int, "seco
 ALLOW_LONG_MAX_MODEL_LEN = Variable(
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN", False, _boolean, "1 allows --max-model-len above what the model was trained for"
 )
+BATCH_INVARIANT = Variable("VLLM_BATCH_INVARIANT", False, _boolean, "1 is --deterministic")
 FORCE_REFERENCE = Variable(
     "QUIRE_FORCE_REFERENCE", False, _boolean, "1 runs the plain-torch path instead of the compiled kernels"
 )
@@ -94,6 +95,7 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     LOG_STATS_INTERVAL,
     ENGINE_READY_TIMEOUT_S,
     ALLOW_LONG_MAX_MODEL_LEN,
+    BATCH_INVARIANT,
     FORCE_REFERENCE,
     ATTENTION_BACKEND,
     ISA,

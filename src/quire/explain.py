@@ -155,7 +155,7 @@ def explain(
     if read_bandwidth is not None and resolved.device == "cpu":
         _put_expectation(resolved, model, read_bandwidth)
     settings = resolved.settings | resolve_server(server).settings
-    layers = layer_kernels(model, resolved.dtype, resolved.quantization, resolved.isa)
+    layers = layer_kernels(model, resolved.dtype, resolved.quantization, resolved.isa, resolved.deterministic)
     return Explanation(model_name, model, device, settings, layers, _next_costs(resolved, model), error)
 
 

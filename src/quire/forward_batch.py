@@ -1,13 +1,15 @@
 """Every tensor a layer may read in one forward pass. Passed down the model, never global.
 
 Dimensions: T tokens of this step, S sequences of this step, R rows that sample, M blocks in the longest table,
-B blocks, G kv heads, P block size, E head dim.
+B blocks, G kv heads, P block size, E head dim, C rows a worker holds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -30,6 +32,17 @@ class LayerCache:
         return [tensor for tensor in tensors if tensor is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """What the host knows of a step that a GPU computes: for backends that plan it there. Holds until the next step."""
+
+    rows_S: NDArray[np.int64]  # of block_tables
+    query_lens_S: NDArray[np.int64]
+    seq_lens_S: NDArray[np.int64]  # after this step
+    block_tables_CM: NDArray[np.int32]  # of all rows
+    padded_rows: int | None  # of a captured step: those behind the step's own compute nothing
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """One step's rows, packed: tokens of sequence s are cu_seqlens_q[s]..cu_seqlens_q[s+1].
@@ -46,6 +59,7 @@ class ForwardBatch:
     block_tables_SM: Tensor  # int32
     logits_indices_R: Tensor  # int64: the tokens whose logits are wanted
     caches: list[LayerCache]  # one per layer
+    host: HostStep | None = None  # None: on CPU, and where the step has been prepared already
 
     @property
     def num_tokens(self) -> int:

@@ -56,7 +56,9 @@ class LayerKernel:
         return asdict(self)
 
 
-def layer_kernels(model: ModelConfig, dtype: str, quantization: str | None, isa: str) -> list[LayerKernel]:
+def layer_kernels(
+    model: ModelConfig, dtype: str, quantization: str | None, isa: str, is_deterministic: bool = False
+) -> list[LayerKernel]:
     """All linear layers of a model, those that are alike together. `isa` as in DeviceFacts."""
     if not model.is_native:
         return []
@@ -71,7 +73,7 @@ def layer_kernels(model: ModelConfig, dtype: str, quantization: str | None, isa:
                 in_features=shape.in_features,
                 num_bytes=stored.num_bytes(dtype, is_packed=packs_floats(isa)),
                 weight=dtype if stored.held is None else _held(stored.held),
-                kernel=_kernel(stored, dtype, isa),
+                kernel=_kernel(stored, dtype, isa, is_deterministic),
                 why=stored.reason,
             )
         ] += 1
@@ -97,11 +99,13 @@ def _scaled(held: WeightFormat) -> str:
     )
 
 
-def _kernel(stored: StoredLinear, dtype: str, isa: str) -> str:
+def _kernel(stored: StoredLinear, dtype: str, isa: str, is_deterministic: bool) -> str:
     if isa == "torch":
         return "plain torch"
     if isa.startswith("sm_"):
-        return "cuBLAS" if stored.held is None else f"Triton: codes to {dtype}, tensor cores{_scaled(stored.held)}"
+        if stored.held is None:
+            return "Triton: tensor cores" if is_deterministic else "cuBLAS"
+        return f"Triton: codes to {dtype}, tensor cores{'' if is_deterministic else _scaled(stored.held)}"
     if isinstance(stored.held, Fp8Format):
         products = _FP8_KERNELS.get(isa, _FLOAT_KERNEL) if dtype == "bfloat16" else _FLOAT_KERNEL
         return f"codes to bfloat16 block by block, {products}"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from quire import envs
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
+from quire.flashinfer_facts import flashinfer_version, why_not_flashinfer
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.model_config import DTYPE_BYTES, ModelConfig
@@ -196,6 +197,10 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         why = "of all memory: weights, work, graphs and KV cache together; vLLM's default"
         put_or("gpu_memory_utilization", GPU_MEMORY_UTILIZATION, "default", why)
         put("enforce_eager", *_enforce_eager(config, model))
+    put("deterministic", *_deterministic(config, model, gpu))
+    put("attention_backend", *_attention_backend(config, model, resolved, gpu))
+    if gpu is not None:
+        put("cudagraph_mode", *_cudagraph_mode(config, resolved))
     _put_rest(resolved, config)
     return resolved
 
@@ -256,6 +261,74 @@ def _enforce_eager(config: EngineConfig, model: ModelConfig) -> tuple[bool, Sour
     if not model.is_native or config.model_impl == "transformers":
         return True, "model", "transformers' modelling code is not captured in CUDA graphs"
     return False, config.sources["enforce_eager"], "decoding is captured in CUDA graphs"
+
+
+def _cudagraph_mode(config: EngineConfig, resolved: Resolved) -> tuple[str, Source, str]:
+    """NONE, FULL_DECODE_ONLY or FULL: graphs hold whole forward passes, attention included."""
+    chosen, source = config.cudagraph_mode, config.sources["cudagraph_mode"]
+    eager = resolved.settings["enforce_eager"]
+    if eager.value:
+        return "NONE", eager.source, eager.detail
+    if chosen in ("NONE", "FULL_DECODE_ONLY"):
+        return chosen, source, ""
+    if resolved.attention_backend.upper() == "FLASHINFER":
+        return "FULL_DECODE_ONLY", "device", "FlashInfer's kernels for mixed steps are not captured"
+    return "FULL", source, "decodes by number of rows; mixed steps of few tokens, whose launches take longest"
+
+
+def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None) -> tuple[bool, Source, str]:
+    """Whether kernels are chosen that give a row the same bits in every batch."""
+    chosen, source = config.deterministic, config.sources["deterministic"]
+    if not chosen and envs.BATCH_INVARIANT.get():
+        chosen, source = True, "environment"
+    if gpu is None:
+        return chosen, source, "on CPU every path is, so it changes nothing"
+    if not chosen:
+        return False, source, "cuBLAS, _scaled_mm and the splitting of long sequences follow the number of rows"
+    if not model.is_native or config.model_impl == "transformers":
+        raise ConfigError(
+            "transformers' modelling code is not deterministic on a GPU: its norms and products follow the batch",
+            fix="Leave --deterministic out, or take a model with a native implementation",
+            param="deterministic",
+        )
+    return True, source, "products in Triton instead of cuBLAS and _scaled_mm, attention in ranges of fixed keys"
+
+
+def _attention_backend(
+    config: EngineConfig, model: ModelConfig, resolved: Resolved, gpu: GpuFacts | None
+) -> tuple[str, Source, str]:
+    """By vLLM's names. Raises ConfigError for FlashInfer where it cannot be used."""
+    chosen, source = config.attention_backend, config.sources["attention_backend"]
+    if chosen == "auto" and (named := envs.ATTENTION_BACKEND.get()):
+        return named, "environment", envs.ATTENTION_BACKEND.name
+    cache_dtype = kv_format(resolved.kv_cache_dtype, resolved.dtype).torch_dtype
+    if gpu is None:
+        problem: str | None = "it runs on CUDA, and the model on the CPU"
+    elif not model.is_native or config.model_impl == "transformers":
+        problem = "transformers' modelling code runs"
+    else:
+        problem = why_not_flashinfer(model.head_dim, resolved.dtype, cache_dtype, resolved.deterministic)
+    if chosen == "FLASHINFER" and problem is not None:
+        raise ConfigError(
+            f"FlashInfer cannot be used: {problem}",
+            value=chosen,
+            fix="Leave --attention-backend out",
+            param="attention_backend",
+        )
+    if chosen in ("TRITON_ATTN", "CPU_ATTN") and (chosen == "CPU_ATTN") != (gpu is None):
+        raise ConfigError(
+            f"{chosen} does not run on {resolved.device}",
+            value=chosen,
+            fix="Leave --attention-backend out",
+            param="attention_backend",
+        )
+    if chosen != "auto":
+        return chosen, source, ""
+    if gpu is None:
+        return chosen, source, "the CPU's kernels, or plain torch where they are not built"
+    if problem is not None:
+        return "TRITON_ATTN", "device", f"our own kernels; not FlashInfer: {problem}"
+    return "FLASHINFER", "device", f"{flashinfer_version()} is installed, and takes this model"
 
 
 def _batch_limits(config: EngineConfig, gpu: GpuFacts | None, is_server: bool) -> tuple[int, int, Source, str]:

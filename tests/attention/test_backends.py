@@ -86,7 +86,6 @@ def make_batch(
 
 
 def run(backend: AttentionBackend, batch: ForwardBatch, queries: Tensor) -> Tensor:
-    backend.prepare(batch)
     return backend.forward(queries, queries, queries, batch.caches[0], batch)
 
 

@@ -109,6 +109,8 @@ def test_asking_for_nothing_is_silent(entry: Foreign, caplog: pytest.LogCaptureF
     [
         (["--max-num-scheduled-tokens", "4k"], "max_num_batched_tokens", 4000),
         (["--max-num-active-seqs", "9"], "max_num_seqs", 9),
+        (["-cc", '{"cudagraph_mode": "NONE", "level": 3}'], "cudagraph_mode", "NONE"),
+        (["--compilation-config", '{"cudagraph_capture_sizes": [1, 8]}'], "cudagraph_capture_sizes", (1, 8)),
         (
             ["--rope-scaling", '{"rope_type": "linear", "factor": 2.0}', "--hf-overrides", '{"a": 1}'],
             "hf_overrides",
@@ -122,12 +124,21 @@ def test_translated(words: list[str], name: str, value: object, caplog: pytest.L
     assert getattr(config, name) == value
     assert config.sources[name] == "flag"
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith(f"{words[0]} is taken as {as_flag(name)}")
+    flag = {"-cc": "--compilation-config"}.get(words[0], words[0])
+    assert message.startswith(f"{flag} is taken as {as_flag(name)}")
+
+
+def test_a_compilation_config_that_says_nothing_here(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read("--compilation-config", '{"level": 3}')
+        read("--compilation-config", "3")
+    assert len({record.getMessage() for record in caplog.records}) == 1
+    assert caplog.records[0].getMessage().startswith("--compilation-config has no effect: nothing is compiled")
 
 
 def test_every_translation_is_tested() -> None:
     translated = {entry.name for entry in EVERY if entry.kind == "translated"}
-    assert translated == {"max_num_scheduled_tokens", "max_num_active_seqs", "rope_scaling"}
+    assert translated == {"max_num_scheduled_tokens", "max_num_active_seqs", "rope_scaling", "compilation_config"}
 
 
 def test_two_names_of_one_setting_must_agree() -> None:

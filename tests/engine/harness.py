@@ -27,8 +27,8 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.weight_format import ON_LOAD
 from quire.worker import kv_cache
-from quire.worker.cuda_graphs import DecodeGraphs
-from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.cuda_graphs import StepGraphs, in_order
+from quire.worker.device_inputs import DeviceInputBatch, Padding
 from quire.worker.device_runner import DeviceRunner
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
@@ -89,6 +89,7 @@ class Schedule:
     kv_cache_dtype: str = "auto"  # this one does change them
     accelerator: FakeAccelerator | None = None  # run as on a GPU
     graph_sizes: tuple[int, ...] = ()  # of decode batches, there
+    mixed_sizes: tuple[int, ...] = ()  # tokens of mixed steps that are captured
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
@@ -121,7 +122,9 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, caches: 
     inputs = DeviceInputBatch(*sizes, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth)
     graphs = None
     if schedule.graph_sizes:
-        graphs = DecodeGraphs(model, caches, inputs, accelerator, schedule.graph_sizes)
+        captured = [Padding(size, size) for size in schedule.graph_sizes]
+        captured += [Padding(size, min(sizes[0], size - 1)) for size in schedule.mixed_sizes if size <= max_tokens]
+        graphs = StepGraphs(model, caches, inputs, accelerator, in_order(captured))
         graphs.capture()
     return DeviceRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
 

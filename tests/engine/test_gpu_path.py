@@ -32,11 +32,15 @@ def expected() -> list[list[int]]:
     return run(build_core(Schedule(), "bfloat16"), prompts())
 
 
-@pytest.mark.parametrize("graph_sizes", [(), SIZES])
+@pytest.mark.parametrize(("graph_sizes", "mixed_sizes"), [((), ()), (SIZES, ()), (SIZES, (7, 17, 40))])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [1, 7, 17, 2048])
-def test_batches(accelerator: FakeAccelerator, chunk: int, depth: int, graph_sizes: tuple[int, ...]) -> None:
-    schedule = Schedule(chunk=chunk, depth=depth, accelerator=accelerator, graph_sizes=graph_sizes)
+def test_batches(
+    accelerator: FakeAccelerator, chunk: int, depth: int, graph_sizes: tuple[int, ...], mixed_sizes: tuple[int, ...]
+) -> None:
+    schedule = Schedule(
+        chunk=chunk, depth=depth, accelerator=accelerator, graph_sizes=graph_sizes, mixed_sizes=mixed_sizes
+    )
     core = build_core(schedule, "bfloat16")
     assert run(core, prompts()) == expected()
     assert accelerator.num_unread == 0
@@ -187,6 +191,24 @@ def test_the_next_step_is_launched_before_the_result_is_waited_for() -> None:
         unread.append(accelerator.num_unread)
     assert unread == [1] * 7 + [0], "a step is in flight behind every result but the last"
     assert sum(graph.num_replays for graph in accelerator.graphs) == 7, "all steps but the prompt's are replays"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_mixed_steps_are_replays(accelerator: FakeAccelerator, depth: int) -> None:
+    """Pieces of prompts beside decodes: every step of at most 16 tokens has a size that holds it."""
+    schedule = Schedule(
+        chunk=16, depth=depth, max_num_seqs=4, accelerator=accelerator, graph_sizes=(1, 2, 4), mixed_sizes=(16,)
+    )
+    core = build_core(schedule, "bfloat16")
+    steps: list[int] = []
+    assert run(core, prompts(), before_step=lambda core, step: steps.append(step)) == expected()
+    num_replays = sum(graph.num_replays for graph in accelerator.graphs)
+    runner = core.executor
+    assert isinstance(runner, DeviceRunner)
+    assert runner.graphs is not None
+    launched = len(accelerator.downloads)
+    assert num_replays == launched <= len(steps)
+    assert accelerator.graphs[0].num_replays > 5, "those of 16 tokens"
 
 
 def test_a_row_without_numbers_ends_alone(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import quire.demo
-from quire.kernels import gpu
+from quire.kernels import fp8, gpu
 from quire.kernels.triton import kernels as triton_kernels
 from quire.kv_format import kv_format
 from quire.loader.load import load_model
@@ -25,8 +25,8 @@ from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
-from quire.worker.cuda_graphs import DecodeGraphs
-from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.cuda_graphs import StepGraphs
+from quire.worker.device_inputs import DeviceInputBatch, Padding
 from quire.worker.device_runner import DeviceRunner
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -73,6 +73,14 @@ class MetaKernels:
         assert x.device == META, "rows on the host"
         return x.to(torch.float8_e4m3fn), x.new_empty((len(x), 1), dtype=torch.float32)
 
+    def rms_norm_to_fp8(self, x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        self.called.add("rms_norm_to_fp8")
+        return self.quantize_rows(x)
+
+    def gated_activation_to_fp8(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.called.add("gated_activation_to_fp8")
+        return self.quantize_rows(x[:, : x.shape[1] // 2])
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         assert name in triton_kernels.__all__
 
@@ -106,7 +114,7 @@ def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> DeviceRunner
         8, 256, BLOCK_SIZE, config.vocab_size, max_tokens=256, accelerator=accelerator, steps_in_flight=2
     )
     with Watch():
-        graphs = DecodeGraphs(model, caches, inputs, accelerator, (1, 2, 4, 8))
+        graphs = StepGraphs(model, caches, inputs, accelerator, [Padding(n, n) for n in (8, 4, 2, 1)])
         graphs.capture()
     return DeviceRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
 
@@ -163,6 +171,19 @@ def test_steps_of_quantized_models(runner: DeviceRunner, kernels: MetaKernels, p
             assert not runner.submit(batch).result().errors
     assert sum(graph.num_replays for graph in runner._accelerator.graphs) == 2  # type: ignore[attr-defined]
     assert product in kernels.called
+
+
+@pytest.mark.parametrize("runner", [("fp8", "auto")], indirect=True, ids=str)
+def test_steps_of_many_rows_of_an_fp8_model(
+    runner: DeviceRunner, kernels: MetaKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms and activations give FP8, which products of FP8 take."""
+    monkeypatch.setattr(fp8, "_FEWEST_QUANTIZED_ROWS", 16)
+    monkeypatch.setattr(fp8, "_multiplies_fp8", lambda device: device == META)
+    row = NewRow("row", list(range(30)), 30, EVERYTHING["greedy"], [0, 1], frozenset([2]))
+    with Watch():
+        assert not runner.submit(ScheduledBatch(0, ["row"], [0], [30], [[]], [row])).result().errors
+    assert {"rms_norm_to_fp8", "gated_activation_to_fp8"} <= kernels.called
 
 
 def test_the_watch_sees_what_it_should(runner: DeviceRunner) -> None:

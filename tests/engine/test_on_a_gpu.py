@@ -15,8 +15,10 @@ import torch
 
 import quire.demo
 from quire.config import EngineConfig
+from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine, start_engine
-from quire.kernels import gpu_facts
+from quire.kernels import gpu, gpu_facts
+from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 from quire.worker.accelerator import Cuda
 from quire.worker.device_runner import DeviceRunner
@@ -70,6 +72,35 @@ def test_graphs_give_what_launches_give() -> None:
             for row in range(num_rows)
         ]
         assert run(with_graphs, batch, prefix=f"{num_rows} ") == run(without, batch, prefix=f"{num_rows} ")
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+def test_deterministic_tokens_and_logprobs(quantization: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, to a bit: alone, in a crowd of 300, in chunks, from the prefix cache, captured or launched."""
+    monkeypatch.setattr(gpu, "_is_deterministic", False)  # restored afterwards: an engine only ever sets it
+    wish = SamplingParams(temperature=0.0, logprobs=3, max_tokens=20)
+    crowd = [
+        Prompt(tuple(range(10 + i % 7, 40 + i)), SamplingParams(temperature=0.0, max_tokens=20)) for i in range(300)
+    ]
+
+    def outputs(core: EngineCore, prefix: str) -> list[object]:
+        core.add(AddRequest(f"{prefix} wanted", list(prompts()[0].token_ids), wish, 20))
+        return [
+            (delta.token_ids, delta.logprobs)
+            for _ in iter(core.has_work, False)
+            for delta in core.step()
+            if delta.request_id == f"{prefix} wanted"
+        ]
+
+    core = start(deterministic=True, quantization=quantization, max_num_seqs=256).core
+    alone = outputs(core, "alone")
+    assert outputs(core, "cached") == alone
+    for index, prompt in enumerate(crowd):
+        core.add(AddRequest(f"crowd {index}", list(prompt.token_ids), prompt.params, 20))
+    assert outputs(core, "beside others") == alone
+    for arguments in ({"max_num_batched_tokens": 24}, {"enforce_eager": True}):
+        other = start(deterministic=True, quantization=quantization, max_num_seqs=24, **arguments).core
+        assert outputs(other, "other") == alone
 
 
 def test_memory_is_what_was_planned() -> None:

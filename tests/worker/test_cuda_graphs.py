@@ -1,4 +1,5 @@
-"""Decode graphs: which sizes are captured and in which order, which size a batch runs on, what padding may touch."""
+"""CUDA graphs of steps: which sizes are captured and in which order, which size a step runs on, what padding may
+touch."""
 
 from __future__ import annotations
 
@@ -9,18 +10,24 @@ import numpy as np
 import pytest
 import torch
 
+import quire.demo
+from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.forward_batch import ForwardBatch
+from quire.model_config import load_model_config
+from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
-from quire.worker.cuda_graphs import LARGEST_BATCH, DecodeGraphs, capture_sizes
-from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.cuda_graphs import LARGEST_BATCH, StepGraphs, capture_sizes, in_order, mixed_sizes, paddings
+from quire.worker.device_inputs import DeviceInputBatch, Padding
 from quire.worker.input_batch import StepRows
 from tests.engine.harness import demo_model
 from tests.worker.fake_accelerator import FakeAccelerator
 
 BLOCK_SIZE, MAX_MODEL_LEN = 8, 64
-SIZES = (1, 2, 4, 8)
+SIZES = [Padding(size, size) for size in (8, 4, 2, 1)]
+WITH_MIXED = in_order([*SIZES, Padding(16, 8), Padding(6, 5)])
 
 
 @pytest.mark.parametrize(
@@ -41,10 +48,51 @@ def test_sizes_of_large_batches_are_bounded() -> None:
     assert capture_sizes(1024) == [1, 2, 4, *range(8, LARGEST_BATCH + 1, 8)]
 
 
+def test_sizes_that_are_wished() -> None:
+    assert capture_sizes(24, (16, 3, 8, 300)) == [3, 8, 16]
+    assert mixed_sizes(2048) == [32, 64, 128, 256]
+    assert mixed_sizes(100) == [32, 64]
+    assert mixed_sizes(2048, (1, 16, 300, 48)) == [16, 48]
+
+
+def settings(**arguments: Any) -> Resolved:
+    gpu = GpuFacts("fake", 90, 1 << 30, 1 << 30)
+    device = DeviceFacts("cpu", "test", "avx2", 4, 1 << 34, 1 << 34, gpu)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 100}
+    model = load_model_config(quire.demo.path())
+    return resolve(EngineConfig.from_kwargs(**limits | arguments), model, device, is_server=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode", "sizes"),
+    [
+        ({}, "FULL", [(64, 4), (32, 4), (4, 4), (2, 2), (1, 1)]),
+        ({"cudagraph_mode": "full_and_piecewise"}, "FULL", [(64, 4), (32, 4), (4, 4), (2, 2), (1, 1)]),
+        ({"cudagraph_mode": "FULL_DECODE_ONLY"}, "FULL_DECODE_ONLY", [(4, 4), (2, 2), (1, 1)]),
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, "FULL_DECODE_ONLY", [(4, 4), (2, 2), (1, 1)]),
+        ({"cudagraph_mode": "NONE"}, "NONE", []),
+        ({"enforce_eager": True}, "NONE", []),
+        ({"model_impl": "transformers"}, "NONE", []),
+        ({"cudagraph_capture_sizes": [3, 40]}, "FULL", [(40, 4), (3, 3), (3, 2)]),
+        ({"compilation_config": '{"cudagraph_capture_sizes": [4]}'}, "FULL", [(4, 4), (4, 3)]),
+    ],
+)
+def test_what_is_captured(arguments: dict[str, Any], mode: str, sizes: list[tuple[int, int]]) -> None:
+    """By vLLM's names; the largest first."""
+    resolved = settings(**arguments)
+    assert resolved.cudagraph_mode == mode
+    assert paddings(resolved) == [Padding(*size) for size in sizes]
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(ConfigError, match="Illegal size of a CUDA graph"):
+        settings(cudagraph_capture_sizes=[0, 4])
+
+
 class Setup:
     """The demo model with rows that hold one prompt each, and every block of the cache poisoned."""
 
-    def __init__(self, num_rows: int = 8) -> None:
+    def __init__(self, num_rows: int = 8, sizes: list[Padding] = SIZES) -> None:
         config, self.model = demo_model("float32", None)
         self.accelerator = FakeAccelerator()
         shape = (config.num_kv_heads, BLOCK_SIZE, config.head_dim)
@@ -61,7 +109,7 @@ class Setup:
             steps_in_flight=1,
         )
         self.forwards: list[ForwardBatch] = []
-        self.graphs = DecodeGraphs(self.model, self.caches, self.inputs, self.accelerator, SIZES)
+        self.graphs = StepGraphs(self.model, self.caches, self.inputs, self.accelerator, sizes)
 
     def step(self, lens: list[int], starts: list[int]) -> StepRows:
         params = SamplingParams(temperature=0.0)
@@ -78,7 +126,7 @@ class Setup:
 def test_the_largest_is_captured_first_into_one_pool() -> None:
     setup, seen = Setup(), []
     setup.graphs.capture(lambda done, total: seen.append((done, total)))
-    assert list(setup.graphs._captured) == [8, 4, 2, 1]
+    assert list(setup.graphs._captured) == SIZES
     assert len({id(graph.pool) for graph in setup.accelerator.graphs}) == 1
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
@@ -96,14 +144,25 @@ def test_every_size_has_run_before_it_is_captured(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("lens", "size"),
-    [([1], 1), ([1] * 2, 2), ([1] * 3, 4), ([1] * 5, 8), ([1] * 8, 8), ([1] * 9, None), ([2], None), ([1, 7], None)],
+    ("lens", "size", "mixed"),
+    [
+        *[([1], 1, None), ([1] * 2, 2, None), ([1] * 3, 4, None), ([1] * 5, 8, None), ([1] * 8, 8, None)],
+        *[([1] * 9, None, None), ([2], None, (6, 5)), ([1, 7], None, (16, 8)), ([1, 1, 1, 1, 2], None, (6, 5))],
+        *[
+            ([2, 1, 1, 1, 1, 1, 1, 1], None, (16, 8)),
+            ([16], None, (16, 8)),
+            ([17], None, None),
+            ([1] * 8 + [2], None, None),
+        ],
+    ],
 )
-def test_dispatch(lens: list[int], size: int | None) -> None:
-    graphs = Setup().graphs
+def test_dispatch(lens: list[int], size: int | None, mixed: tuple[int, int] | None) -> None:
+    """Decodes by rows; others by tokens, if the rows are not too many."""
     rows = np.arange(len(lens))
     step = StepRows(rows, np.ones(len(lens), dtype=bool), np.zeros_like(rows), np.array(lens))
-    assert graphs.size_for(step) == size
+    want = None if size is None else Padding(size, size)
+    assert Setup().graphs.size_for(step) == want
+    assert Setup(sizes=WITH_MIXED).graphs.size_for(step) == (want if mixed is None else Padding(*mixed))
 
 
 @pytest.mark.parametrize("num_rows", range(1, 9))
@@ -128,7 +187,36 @@ def test_a_padded_replay_gives_what_the_rows_alone_give(num_rows: int) -> None:
             else:
                 hidden.append(each.model.forward(each.inputs.forward_batch(step, each.caches)))
     assert torch.equal(*hidden)
-    assert setup.accelerator.graphs[3 - SIZES.index(size)].num_replays == 1
+    assert setup.accelerator.graphs[SIZES.index(size)].num_replays == 1
+    for with_graph, without in zip(setup.caches, plain.caches, strict=True):
+        for a, b in zip(with_graph.tensors(), without.tensors(), strict=True):
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), "padding wrote to the cache"
+
+
+@pytest.mark.parametrize(
+    "lens", [[2], [1, 5], [3, 1, 1], [16], [9, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 9], [2, 2, 2]], ids=str
+)
+def test_a_padded_mixed_replay_gives_what_the_step_alone_gives(lens: list[int]) -> None:
+    """Pieces of prompts beside single tokens, behind 12 tokens each: to a bit, and padding writes to no block."""
+    setup, plain = Setup(sizes=WITH_MIXED), Setup()
+    setup.graphs.capture()
+    hidden: list[Any] = []
+    with torch.inference_mode():
+        for each in (setup, plain):
+            before = each.step([4] * len(lens), [0] * len(lens))
+            for start in (0, 4, 8):
+                piece = replace(before, starts_S=before.starts_S + start)
+                each.model.forward(each.inputs.forward_batch(piece, each.caches))
+            step = each.step(lens, [12] * len(lens))
+            if each is setup:
+                size = each.graphs.size_for(step)
+                assert size is not None
+                assert size.tokens > size.rows
+                hidden.append(each.graphs.run(size, each.inputs.stage(step, pad_to=size))[: sum(lens)].clone())
+            else:
+                hidden.append(each.model.forward(each.inputs.forward_batch(step, each.caches)))
+    assert torch.equal(*hidden)
+    assert setup.accelerator.graphs[WITH_MIXED.index(size)].num_replays == 1
     for with_graph, without in zip(setup.caches, plain.caches, strict=True):
         for a, b in zip(with_graph.tensors(), without.tensors(), strict=True):
             assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), "padding wrote to the cache"
@@ -138,7 +226,7 @@ def test_a_step_that_lies_elsewhere_is_not_replayed() -> None:
     setup = Setup()
     setup.graphs.capture()
     step = setup.step([1], [0])
-    staged = setup.inputs.stage(step, pad_to=1)
+    staged = setup.inputs.stage(step, pad_to=Padding(1, 1))
     moved = replace(staged, token_ids_T=staged.token_ids_T.clone())
     with pytest.raises(AssertionError, match="the step lies elsewhere"):
-        setup.graphs.run(1, moved)
+        setup.graphs.run(Padding(1, 1), moved)

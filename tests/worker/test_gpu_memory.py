@@ -21,7 +21,7 @@ from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.worker import gpu_memory, kv_cache
-from quire.worker.cuda_graphs import capture_sizes
+from quire.worker.cuda_graphs import paddings
 from quire.worker.device_runner import DeviceRunner
 from quire.worker.worker import Worker, bring_up_gpu
 from tests.engine.harness import demo_model
@@ -72,7 +72,7 @@ def test_what_is_measured() -> None:
     cache = kv_cache.allocate(model_config.num_layers, *shape, torch.bfloat16, accelerator.device)
     work = gpu_memory.measure(model, cache, resolved, accelerator)
     assert work.step_bytes == 77 * MIB
-    assert work.graph_bytes == 100 * MIB + 10 * MIB * (len(capture_sizes(24)) - 1)
+    assert work.graph_bytes == 100 * MIB + 10 * MIB * (len(paddings(resolved)) - 1)
     assert work.largest_step[0] == 96
     assert len(accelerator.graphs) == 2
 
@@ -82,7 +82,7 @@ def test_what_is_measured_is_not_given_to_the_cache() -> None:
     accelerator = FakeAccelerator(total_bytes=GIB, free_bytes=free, peak_bytes=60 * MIB)
     worker = bring_up(accelerator, gpu_memory_utilization=0.25)
     resolved = worker.resolved
-    work = 60 * MIB + 100 * MIB + 10 * MIB * 5
+    work = 60 * MIB + 100 * MIB + 10 * MIB * (len(paddings(resolved)) - 1)
     assert resolved.work_bytes == work
     assert "in a step of 96 tokens" in resolved.settings["work_bytes"].detail
     block = resolved.block_size * kv_bytes_per_token(resolved, load_model_config(demo.path()))

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.forward_batch import ForwardBatch, LayerCache
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,12 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Host work, once per step before the layers run. The backend keeps what it needs until the next step."""
+    def prepare(self, step: HostStep, cache: LayerCache) -> None:
+        """Host work of a step on a GPU, once before the layers run. The backend keeps what it needs until the next one.
+
+        Args:
+            cache: of any layer.
+        """
         ...
 
     def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:

@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
-from quire.forward_batch import ForwardBatch, LayerCache
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 
 
 class PagedAttention:
@@ -22,7 +22,7 @@ class PagedAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self._scale, self._window, self._soft_cap = spec.scale, spec.sliding_window, spec.soft_cap
 
-    def prepare(self, batch: ForwardBatch) -> None:
+    def prepare(self, step: HostStep, cache: LayerCache) -> None:
         """There is nothing to prepare."""
 
     def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:

@@ -1,4 +1,5 @@
-"""Which attention backend serves a layer: the best for the device, or the one named by QUIRE_ATTENTION_BACKEND."""
+"""Which attention backend serves a layer: the one that the settings or QUIRE_ATTENTION_BACKEND name, or the best for
+the device. Whether FlashInfer is the best is said by resolve.py, which knows the KV cache."""
 
 from __future__ import annotations
 
@@ -7,30 +8,36 @@ import torch
 from quire import envs
 from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.cpu import CpuAttention
+from quire.attention.flashinfer import FlashInferAttention
 from quire.attention.gpu import TritonAttention
 from quire.attention.reference import ReferenceAttention
 from quire.errors import ConfigError
-from quire.forward_batch import ForwardBatch
+from quire.forward_batch import HostStep, LayerCache
 
-# Best first. The last one supports everything.
+# Best first. The last one supports everything. FlashInfer has to be named.
 _BACKENDS: tuple[type[CpuAttention] | type[TritonAttention] | type[ReferenceAttention], ...] = (
     TritonAttention,
     CpuAttention,
     ReferenceAttention,
 )
+_NAMED = (*_BACKENDS, FlashInferAttention)
+_VLLM_NAMES = {"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton", "CPU_ATTN": "cpu"}
 
 
 def select_backend(spec: AttentionSpec, device: torch.device, name: str | None = None) -> AttentionBackend:
     """A backend for layers of this spec.
 
     Args:
-        name: the backend to use; None reads QUIRE_ATTENTION_BACKEND, and empty means the first that supports the spec.
+        name: the backend to use, also by vLLM's name; None or auto reads QUIRE_ATTENTION_BACKEND, and empty means the
+            first that supports the spec.
 
     Raises:
         ConfigError: the named backend does not exist or cannot serve the spec, with its reason.
     """
-    name = envs.ATTENTION_BACKEND.get() if name is None else name
-    names = [backend.name for backend in _BACKENDS]
+    name = envs.ATTENTION_BACKEND.get() if name in (None, "auto") else name
+    assert name is not None
+    name = _VLLM_NAMES.get(name, name)
+    names = [backend.name for backend in _NAMED]
     if name and name not in names:
         raise ConfigError(
             "Unknown attention backend",
@@ -38,7 +45,7 @@ def select_backend(spec: AttentionSpec, device: torch.device, name: str | None =
             expected="one of " + ", ".join(names),
             param=envs.ATTENTION_BACKEND.name,
         )
-    for backend in _BACKENDS:
+    for backend in _NAMED if name else _BACKENDS:
         if name and backend.name != name:
             continue
         reason = backend.unsupported(spec, device)
@@ -47,7 +54,7 @@ def select_backend(spec: AttentionSpec, device: torch.device, name: str | None =
         if name:
             raise ConfigError(
                 f"The attention backend {name} cannot be used: {reason}",
-                fix=f"Unset {envs.ATTENTION_BACKEND.name} to use the best one",
+                fix=f"Unset {envs.ATTENTION_BACKEND.name} and leave --attention-backend out to use the best one",
                 param=envs.ATTENTION_BACKEND.name,
             )
     raise AssertionError("the reference backend supports every spec")
@@ -56,16 +63,16 @@ def select_backend(spec: AttentionSpec, device: torch.device, name: str | None =
 class SharedBackends:
     """The backends of one model: layers with the same spec share an instance, and with it what prepare() does."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, name: str | None = None) -> None:
+        self._device, self._name = device, name
         self._by_spec: dict[AttentionSpec, AttentionBackend] = {}
 
     def get(self, spec: AttentionSpec) -> AttentionBackend:
         if spec not in self._by_spec:
-            self._by_spec[spec] = select_backend(spec, self._device)
+            self._by_spec[spec] = select_backend(spec, self._device, self._name)
         return self._by_spec[spec]
 
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Once per step, before the first layer."""
+    def prepare(self, step: HostStep, cache: LayerCache) -> None:
+        """Once per step on a GPU, before the first layer. `cache`: of any layer."""
         for backend in self._by_spec.values():
-            backend.prepare(batch)
+            backend.prepare(step, cache)

@@ -14,7 +14,7 @@ TEXT_ONLY = "models here read text only"
 REASONING = "reasoning is not split from the answer in this version"
 TRANSFER = "KV caches are not moved between servers or tiers in this version"
 KERNELS = "kernels are chosen for this CPU at start; QUIRE_ISA and QUIRE_ATTENTION_BACKEND name others"
-NO_GRAPHS = "nothing is compiled or captured on CPU"
+NO_GRAPHS = "nothing is compiled; --cudagraph-mode and --cudagraph-capture-sizes say what is captured on a GPU"
 IN_RAM = "on CPU the weights are in main memory already"
 MAMBA = "models with state-space layers are not in this version"
 
@@ -82,7 +82,7 @@ ATTENTION_AND_KERNELS: tuple[Foreign, ...] = (
     *accepted(
         KERNELS,
         values="""
-            attention_backend attention_config moe_backend linear_backend sparse_indexer_topk_backend
+            attention_config moe_backend linear_backend sparse_indexer_topk_backend
             ir_op_priority kernel_config gdn_prefill_backend kda_prefill_backend kda_decode_backend
         """,
         switches="enable_flashinfer_autotune",
@@ -90,9 +90,17 @@ ATTENTION_AND_KERNELS: tuple[Foreign, ...] = (
     ),
     *accepted(
         NO_GRAPHS,
-        values="compilation_config optimization_level max_cudagraph_capture_size jit_monitor_mode",
+        values="optimization_level max_cudagraph_capture_size jit_monitor_mode",
         switches="cudagraph_metrics enable_layerwise_nvtx_tracing jit_monitor_verbose",
-        lists="cudagraph_capture_sizes",
+    ),
+    translated(
+        "compilation_config",
+        "nothing is compiled; cudagraph_mode and cudagraph_capture_sizes are settings of their own",
+        lambda value: (
+            {name: value[name] for name in ("cudagraph_mode", "cudagraph_capture_sizes") if value.get(name)}
+            if isinstance(value, dict)
+            else {}
+        ),
     ),
     *accepted(
         MAMBA,

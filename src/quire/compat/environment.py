@@ -18,18 +18,16 @@ _THREADS = "use --num-threads or QUIRE_NUM_THREADS; threads run on the cores the
 _PROCESSES = "the server starts its engine process in one way"
 _LOGGING = "VLLM_LOGGING_LEVEL sets the level, --log-format json the form"
 _LORA = "LoRA adapters are not in this version"
-_PLAIN_TRUTH = "it is always so here"
 
 # vLLM 0.32's variables, and older ones of guides, that change nothing here. name -> why
 NOT_READ: dict[str, str] = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _LORA,
     "VLLM_LORA_RESOLVER_CACHE_DIR": _LORA,
-    "VLLM_ATTENTION_BACKEND": _KERNELS,
+    "VLLM_ATTENTION_BACKEND": "use --attention-backend",
     "VLLM_USE_TRITON_FLASH_ATTN": _KERNELS,
     "VLLM_FLASH_ATTN_VERSION": _KERNELS,
     "VLLM_USE_FLASHINFER_SAMPLER": _KERNELS,
     "VLLM_USE_DEEP_GEMM": f"it is about block-FP8 weights on GPUs, and never about the KV cache's dtype; {_KERNELS}",
-    "VLLM_BATCH_INVARIANT": _PLAIN_TRUTH,
     "VLLM_COMPUTE_NANS_IN_LOGITS": "a request whose logits are not numbers always fails alone",
     "VLLM_CACHE_ROOT": "HF_HOME moves the hub's files, QUIRE_CACHE_DIR what --packed-weights-cache keeps",
     "VLLM_CONFIGURE_LOGGING": _LOGGING,

@@ -65,10 +65,10 @@ def settle(given: Mapping[str, Any], spell: Callable[[str], str] = str) -> dict[
     settled = {name: value for name, value in given.items() if name not in FOREIGN}
     for name, value in asked.items():
         entry = FOREIGN[name]
-        if entry.becomes is None:
+        becomes = {} if entry.becomes is None else entry.becomes(_parsed(value))
+        if not becomes:
             logger.warning("%s has no effect: %s", spell(name), entry.text)
-            continue
-        for target, new in entry.becomes(_parsed(value)).items():
+        for target, new in becomes.items():
             logger.warning("%s is taken as %s %s: %s", spell(name), spell(target), _shown(new), entry.text)
             settled[target] = _joined(settled.get(target), new, spell(name), spell(target))
     return settled

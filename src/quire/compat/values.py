@@ -57,6 +57,22 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             "Use raw_logprobs or processed_logprobs",
         ),
     ),
+    "attention_backend": (
+        ForeignValues(
+            (
+                "FLASH*",
+                "ROCM*",
+                "TORCH_SDPA",
+                "FLEX_ATTENTION",
+                "TREE_ATTN",
+                "XFORMERS",
+                "CUTLASS*",
+                "TRITON*",
+            ),
+            "there are FlashInfer and our own kernels",
+            "Leave it out, or use FLASHINFER, TRITON_ATTN or CPU_ATTN",
+        ),
+    ),
     "model_impl": (ForeignValues(("terratorch",), "models here generate text only", "Leave it out"),),
 }
 

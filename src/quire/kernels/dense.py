@@ -1,6 +1,7 @@
-"""Products with weights in floating point, packed once: compiled kernels for CPU tensors, plain torch otherwise.
+"""Products with weights in floating point, packed once: compiled kernels for CPU tensors, plain torch otherwise, which
+is cuBLAS on a GPU, or Triton where results must be deterministic.
 
-The arithmetic of one row never depends on the other rows of a call nor on the number of threads.
+The arithmetic of one row never depends on the other rows of a call nor on the number of threads; that of cuBLAS does.
 Dimensions: T tokens, K in-features, N out-features.
 """
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import cpu
+from quire.kernels import cpu, gpu
 from quire.kernels.product import check_product
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import PANEL_WIDTH
@@ -45,7 +46,7 @@ def pack_linear(weight_NK: Tensor) -> PackedLinear:
     assert weight_NK.dim() == 2, f"weight must be [N, K], got shape {tuple(weight_NK.shape)}"
     assert weight_NK.dtype in cpu.DTYPE_CODES, f"weight dtype {weight_NK.dtype} is not float32, bfloat16 or float16"
     N, K = weight_NK.shape
-    if not (cpu.available() and weight_NK.device.type == "cpu"):
+    if gpu.serves(weight_NK.device) or not (cpu.available() and weight_NK.device.type == "cpu"):
         return PackedLinear(weight_NK, N, K, weight_NK.dtype, is_packed=False)
     return PackedLinear(cpu.gemm_pack(contiguous_rows(weight_NK)), N, K, weight_NK.dtype, is_packed=True)
 
@@ -60,12 +61,13 @@ def linear(
     """y_TN = x_TK @ weight.T + bias_N with float32 accumulation, rounded once to the output dtype.
 
     x has the weight's dtype; the output has x's dtype unless `out_dtype` (or the dtype of `out`) says otherwise. Rows
-    of x and of `out` may be strided. The bias may have any of the three dtypes. Plain torch rounds to its dtype first.
+    of x and of `out` may be strided. The bias may have any of the three dtypes. Plain torch rounds to x's dtype first.
     """
     check_product(x_TK, packed.N, packed.K, bias_N)
     assert x_TK.dtype == packed.dtype, f"x is {x_TK.dtype}, the weight is {packed.dtype}"
     T = x_TK.shape[0]
-    if out is None and not packed.is_packed:
+    on_gpu = gpu.takes(x_TK) and gpu.is_deterministic()
+    if out is None and not (packed.is_packed or on_gpu):
         return _plain(x_TK, packed, bias_N).to(out_dtype or x_TK.dtype)
     if out is None:
         out = torch.empty((T, packed.N), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
@@ -73,11 +75,14 @@ def linear(
         assert out.shape == (T, packed.N), f"out is {tuple(out.shape)}, expected [{T}, {packed.N}]"
         assert out.stride(1) == 1, "the last dimension of out is not contiguous"
         assert out_dtype is None or out_dtype == out.dtype, f"out is {out.dtype}, out_dtype is {out_dtype}"
-    if packed.is_packed:
-        bias_N = None if bias_N is None else contiguous_rows(bias_N)
-        cpu.gemm(contiguous_rows(x_TK), packed.data, packed.N, bias_N, out)
-        return out
-    return out.copy_(_plain(x_TK, packed, bias_N))
+    if not (packed.is_packed or on_gpu):
+        return out.copy_(_plain(x_TK, packed, bias_N))
+    x_TK, bias_N = contiguous_rows(x_TK), None if bias_N is None else contiguous_rows(bias_N)
+    if on_gpu:
+        gpu.kernels().linear(x_TK, contiguous_rows(packed.data), bias_N, out)
+    else:
+        cpu.gemm(x_TK, packed.data, packed.N, bias_N, out)
+    return out
 
 
 def _plain(x_TK: Tensor, packed: PackedLinear, bias_N: Tensor | None) -> Tensor:

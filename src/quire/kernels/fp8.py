@@ -50,6 +50,24 @@ class PackedFp8:
         return self.weight.nbytes
 
 
+@dataclass(frozen=True)
+class Fp8Rows:
+    """Rows of activations that are quantized already.
+
+    Attributes:
+        codes_TK: float8_e4m3fn.
+        scales_T1: float32.
+        dtype: of the rows before.
+    """
+
+    codes_TK: Tensor
+    scales_T1: Tensor
+    dtype: torch.dtype
+
+
+Rows = Tensor | Fp8Rows  # activations on their way into a linear layer
+
+
 def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
     """The nearest codes (ties to even) with one scale per row: max |w| / 448, so that the largest element becomes 448.
 
@@ -80,14 +98,30 @@ def pack_fp8(weight: Fp8Weight) -> PackedFp8:
     return PackedFp8(cpu.fp8_pack(codes_NK, weight.scales_NG.contiguous(), weight.group_size), None, *shape)
 
 
+def rms_norm_to_fp8(
+    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float
+) -> Fp8Rows:
+    """On a GPU: ops.rms_norm, or ops.add_rms_norm with a residual (changed in place), then quantized: the same bits."""
+    codes_TD, scales_T1 = gpu.kernels().rms_norm_to_fp8(x_TD, residual_TD, weight_D, eps, weight_offset)
+    return Fp8Rows(codes_TD, scales_T1, x_TD.dtype)
+
+
+def gated_activation_to_fp8(name: str, x_T2I: Tensor) -> Fp8Rows:
+    """On a GPU: ops.gated_activation, then quantized: the same bits."""
+    codes_TI, scales_T1 = gpu.kernels().gated_activation_to_fp8(name, x_T2I)
+    return Fp8Rows(codes_TI, scales_T1, x_T2I.dtype)
+
+
 def fp8_linear(
-    x_TK: Tensor, packed: PackedFp8, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x_TK: Rows, packed: PackedFp8, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """y_TN = x @ weight.T + bias_N. Sums of a group are of x and codes as they are, in float32; then come the scales.
 
-    Where `quantizes_activations` says so, x is quantized first, with a scale per row. The output has x's dtype or
-    `out_dtype`, rounded once.
+    Where `quantizes_activations` says so, x is quantized first, with a scale per row; or it comes as Fp8Rows, because
+    that has been asked before. The output has x's dtype or `out_dtype`, rounded once.
     """
+    if isinstance(x_TK, Fp8Rows):
+        return _product_of_codes(x_TK, packed, bias_N, out_dtype or x_TK.dtype)
     check_product(x_TK, packed.N, packed.K, bias_N)
     out_dtype = out_dtype or x_TK.dtype
     on_gpu = gpu.takes(x_TK)
@@ -97,7 +131,8 @@ def fp8_linear(
     x_TK = contiguous_rows(x_TK)
     bias_N = None if bias_N is None else contiguous_rows(bias_N)
     if on_gpu and quantizes_activations(x_TK, packed, out_dtype):
-        return _product_of_codes(x_TK, packed, bias_N, out_dtype)
+        codes_TK, scales_T1 = gpu.kernels().quantize_rows(x_TK)
+        return _product_of_codes(Fp8Rows(codes_TK, scales_T1, x_TK.dtype), packed, bias_N, out_dtype)
     out_TN = torch.empty((x_TK.shape[0], packed.N), dtype=out_dtype, device=x_TK.device)
     if on_gpu:
         assert packed.weight is not None
@@ -112,11 +147,15 @@ def fp8_linear(
 def quantizes_activations(x_TK: Tensor, packed: PackedFp8, out_dtype: torch.dtype) -> bool:
     """Whether `fp8_linear` on a GPU rounds rows of x to FP8 as well and multiplies codes with codes.
 
+    Of x, only the number of rows and the device are asked for.
+
     That takes tensor cores with FP8 (sm_89 and later), a scale per output channel (torch._scaled_mm has no others that
-    our checkpoints have), a result in bfloat16, sizes in multiples of 16, and rows enough that arithmetic counts.
+    our checkpoints have), a result in bfloat16, sizes in multiples of 16, and rows enough that arithmetic counts. As
+    the number of rows decides, it is never so where results must be deterministic.
     """
     return (
         x_TK.shape[0] >= _FEWEST_QUANTIZED_ROWS
+        and not gpu.is_deterministic()
         and packed.group_size >= packed.K
         and out_dtype == torch.bfloat16
         and packed.N % 16 == packed.K % 16 == 0
@@ -129,14 +168,13 @@ def _multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _product_of_codes(x_TK: Tensor, packed: PackedFp8, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _product_of_codes(rows: Fp8Rows, packed: PackedFp8, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     assert packed.weight is not None
-    codes_TK, scales_T1 = gpu.kernels().quantize_rows(x_TK)
     bias_N = None if bias_N is None else bias_N.to(out_dtype)
     return torch._scaled_mm(
-        codes_TK,
+        rows.codes_TK,
         packed.weight.codes_NK.T,
-        scale_a=scales_T1,
+        scale_a=rows.scales_T1,
         scale_b=packed.weight.scales_NG.T,
         bias=bias_N,
         out_dtype=out_dtype,

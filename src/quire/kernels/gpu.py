@@ -9,6 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_is_deterministic = False
+
+
+def be_deterministic() -> None:
+    """From now on, kernels are chosen of which a row's bits depend on nothing but the row, in this whole process.
+
+    There is no way back: what one engine has promised, a later one in the same process does not break.
+    """
+    global _is_deterministic
+    _is_deterministic = True
+
+
+def is_deterministic() -> bool:
+    """Whether a row's bits must not depend on the batch, at whatever cost in speed."""
+    return _is_deterministic
+
 
 def serves(device: torch.device) -> bool:
     """True when ops on tensors of this device run on the Triton kernels."""

@@ -7,14 +7,19 @@ from collections.abc import Callable
 from torch import Tensor
 
 from quire.kernels import ops
+from quire.kernels.fp8 import Rows, gated_activation_to_fp8
+from quire.layers.linear import Projection
 
-_GATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": ops.silu_and_mul,
-    "gelu": ops.gelu_and_mul,
-    "gelu_tanh": ops.gelu_tanh_and_mul,
-}
+_NAMES = ("silu", "gelu", "gelu_tanh")
 
 
-def gated_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function for ModelConfig.hidden_act."""
-    return _GATED[name]
+def gated_activation(name: str, feeds: Projection) -> Callable[[Tensor], Rows]:
+    """The function for ModelConfig.hidden_act, whose result `feeds` reads: quantized where it would quantize it."""
+    assert name in _NAMES, name
+
+    def activate(x_T2I: Tensor) -> Rows:
+        if feeds.quantizes(x_T2I):
+            return gated_activation_to_fp8(name, x_T2I)
+        return ops.gated_activation(name, x_T2I)
+
+    return activate

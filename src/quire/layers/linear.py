@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels import gpu
+from quire.kernels.fp8 import PackedFp8, Rows, quantizes_activations
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor
 from quire.quantization.select import select_scheme
@@ -50,16 +52,23 @@ class Linear:
         self.bias: Tensor | None = None
         scheme.create_weights(self)
         self._bias_tensor = ShardedTensor([(num_outputs,) for _, num_outputs in shards], dtype) if bias else None
-        self._apply = scheme.apply
+        self._apply: Callable[..., Tensor] = scheme.apply
 
-    def __call__(self, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, x_TK: Rows, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x may be quantized already where `quantizes` says that it would be."""
         return self._apply(self, x_TK, out_dtype)
+
+    def quantizes(self, x: Tensor) -> bool:
+        """Whether rows of x are quantized to FP8 before they are multiplied. Only their number and device count."""
+        weight = self.weight
+        return isinstance(weight, PackedFp8) and gpu.takes(x) and quantizes_activations(x, weight, x.dtype)
 
     def observe(self, watch: Callable[[Tensor], None]) -> None:
         """Show every input to `watch` before it is multiplied: calibration."""
         apply = self._apply
 
-        def watched(layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        def watched(layer: LinearLayer, x_TK: Rows, out_dtype: torch.dtype | None = None) -> Tensor:
+            assert isinstance(x_TK, Tensor), "rows that are quantized already"
             watch(x_TK)
             return apply(layer, x_TK, out_dtype)
 
@@ -119,8 +128,12 @@ class SplitLinear:
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = tuple(parts)
 
-    def __call__(self, x_TK: Tensor) -> Tensor:
+    def __call__(self, x_TK: Rows) -> Tensor:
         return torch.cat([part(x_TK) for part in self.parts], dim=1)
+
+    def quantizes(self, x: Tensor) -> bool:
+        """Whether all of them do: see Linear."""
+        return all(part.quantizes(x) for part in self.parts)
 
     def slots(self) -> WeightSlots:
         for part in self.parts:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.fp8 import Rows, rms_norm_to_fp8
 from quire.kernels.ops import add_rms_norm, rms_norm
+from quire.layers.linear import Projection
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 
 
@@ -21,13 +23,22 @@ class RMSNorm:
         self.eps = eps
         self.offset = offset
         self.weight_D = torch.empty(size, dtype=dtype)
+        self.feeds: Projection | None = None  # what reads the results of `feed` and `add`, and nothing else does
 
     def __call__(self, x_TD: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows of x may be strided; `out` may be x."""
         return rms_norm(x_TD, self.weight_D, self.eps, self.offset, out)
 
-    def add(self, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
-        """residual += x in place, and the norm of the sum."""
+    def feed(self, x_TD: Tensor) -> Rows:
+        """The norm, quantized where what it feeds would quantize it."""
+        if self.feeds is not None and self.feeds.quantizes(x_TD):
+            return rms_norm_to_fp8(x_TD, None, self.weight_D, self.eps, self.offset)
+        return self(x_TD)
+
+    def add(self, x_TD: Tensor, residual_TD: Tensor) -> Rows:
+        """residual += x in place, and the norm of the sum, quantized as in `feed`."""
+        if self.feeds is not None and self.feeds.quantizes(x_TD):
+            return rms_norm_to_fp8(x_TD, residual_TD, self.weight_D, self.eps, self.offset)
         return add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps, self.offset)
 
     def slots(self) -> WeightSlots:

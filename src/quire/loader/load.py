@@ -33,6 +33,7 @@ def load_model(
     quantization: str | None = None,
     packed_weights_cache: bool = False,
     device: torch.device = CPU,
+    attention_backend: str | None = None,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
@@ -45,6 +46,7 @@ def load_model(
         quantization: a key of weight_format.ON_LOAD, or None: weights as the checkpoint has them.
         packed_weights_cache: of a native model on the CPU kernels: map what an earlier start has kept, else keep it.
         device: where weights go and the model runs.
+        attention_backend: of a native model: see attention.select.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
@@ -84,7 +86,7 @@ def load_model(
                 fix="Use --hf-overrides '{\"quantization_config\": null}' with --quantization int8, int4 or fp8",
                 param="load_format",
             )
-        model = build_model(config, dtype, quantization, device)
+        model = build_model(config, dtype, quantization, device, attention_backend)
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.layer import Attention
 from quire.forward_batch import ForwardBatch
+from quire.kernels.fp8 import Rows
 from quire.layers.activation import gated_activation
 from quire.layers.linear import Projection, make_linear
 from quire.layers.norm import RMSNorm
@@ -46,7 +47,7 @@ class Block(Protocol):
     input_norm: RMSNorm | None
     next_norm: RMSNorm | None
 
-    def __call__(self, x_TD: Tensor, residual_TD: Tensor, batch: ForwardBatch) -> Tensor: ...
+    def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows: ...
 
 
 class SelfAttention:
@@ -63,11 +64,11 @@ class SelfAttention:
         self._heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         self._num_heads, self._head_dim = sum(self._heads), config.head_dim
         self._q_width, self._kv_width = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._attention, self._qkv, self._output = attention, qkv, output
+        self._attention, self.qkv, self._output = attention, qkv, output
         self._wide_norms = wide_norms
 
-    def __call__(self, x_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        qkv = self._qkv(x_TD)
+    def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
+        qkv = self.qkv(x_TD)
         if self._wide_norms is not None:
             self._normalise_width(qkv)
         num_tokens = qkv.shape[0]
@@ -87,11 +88,11 @@ class SelfAttention:
 class MLP:
     """Gated MLP. Input [T, D], output [T, D]."""
 
-    def __init__(self, gate_up: Projection, activation: Callable[[Tensor], Tensor], down: Projection) -> None:
-        self._gate_up, self._activation, self._down = gate_up, activation, down
+    def __init__(self, gate_up: Projection, activation: Callable[[Tensor], Rows], down: Projection) -> None:
+        self.gate_up, self._activation, self._down = gate_up, activation, down
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        return self._down(self._activation(self._gate_up(x_TD)))
+    def __call__(self, x_TD: Rows) -> Tensor:
+        return self._down(self._activation(self.gate_up(x_TD)))
 
 
 @dataclass
@@ -153,20 +154,22 @@ class LayerBuilder:
         config = self.config
         linears = config.block_linears(self.layer)
         gate_up, down = self.linear(linears.gate_up, config.mlp_bias), self.linear(linears.down, config.mlp_bias)
-        return MLP(gate_up, gated_activation(config.hidden_act), down)
+        return MLP(gate_up, gated_activation(config.hidden_act, feeds=down), down)
 
 
 class PreNormBlock:
     """x + attention(norm(x)), then x + mlp(norm(x)): Llama and most others."""
 
     def __init__(self, build: LayerBuilder) -> None:
-        self.input_norm: RMSNorm | None = build.norm("input_layernorm")
+        input_norm = build.norm("input_layernorm")
+        self.input_norm: RMSNorm | None = input_norm
         self.next_norm: RMSNorm | None = None
         self.attention = build.attention()
         self.mlp_norm = build.norm("post_attention_layernorm")
         self.mlp = build.mlp()
+        input_norm.feeds, self.mlp_norm.feeds = self.attention.qkv, self.mlp.gate_up
 
-    def __call__(self, x_TD: Tensor, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows:
         assert self.next_norm is not None
         x_TD = self.mlp_norm.add(self.attention(x_TD, batch), residual_TD)
         return self.next_norm.add(self.mlp(x_TD), residual_TD)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from quire.attention.select import SharedBackends
-from quire.forward_batch import ForwardBatch
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.hf_config.rope import RopeConfig
+from quire.kernels.fp8 import Rows
 from quire.layers.embedding import Embedding, OutputProjection, PackedEmbedding
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
@@ -35,6 +36,7 @@ class Decoder:
         dtype: of weights, activations and KV cache.
         quantization: a key of ON_LOAD, or None: weights as the checkpoint has them.
         device: where `load_weights` brings the tensors it gets, and where the model runs.
+        attention_backend: see attention.select.
     """
 
     def __init__(
@@ -44,13 +46,14 @@ class Decoder:
         dtype: torch.dtype,
         quantization: str | None,
         device: torch.device,
+        attention_backend: str | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self.mapped_bytes = 0
         self._parts: list[tuple[str, Weighted]] = []
-        self._backends = SharedBackends(device)
+        self._backends = SharedBackends(device, attention_backend)
         self._embed = self._make_embeddings(quantization)
         self._blocks = [family.block(build) for build in self._layer_builders(family, quantization)]
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset, dtype)
@@ -138,16 +141,22 @@ class Decoder:
         """Bytes the loaded weights take, padding of packed forms included; rotary tables aside."""
         return sum(part.weight_bytes() for _, part in self._parts)
 
+    def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
+        """Host work of a step, which cannot be captured."""
+        self._backends.prepare(step, caches[0])
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""
+        if batch.host is not None:
+            self.prepare(batch.host, batch.caches)
         residual_TD = self.embed(batch.token_ids_T)
         return self._replay(self._run_blocks, residual_TD, batch)
 
     def _run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        self._backends.prepare(batch)
-        x_TD = residual_TD if self._first_norm is None else self._first_norm(residual_TD)
+        x_TD: Rows = residual_TD if self._first_norm is None else self._first_norm.feed(residual_TD)
         for block in self._blocks:
             x_TD = block(x_TD, residual_TD, batch)
+        assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
@@ -173,9 +182,8 @@ class Decoder:
     def run_layer(self, layer: int, residual_TD: Tensor, batch: ForwardBatch) -> None:
         """One layer alone, for calibration: changes the residual stream in place. Only its own weights must be there:
         what the next layer's norm makes of the stream is dropped."""
-        self._backends.prepare(batch)
         block = self._blocks[layer]
-        block(residual_TD if block.input_norm is None else block.input_norm(residual_TD), residual_TD, batch)
+        block(residual_TD if block.input_norm is None else block.input_norm.feed(residual_TD), residual_TD, batch)
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         """logits_RV in float32, scaled and soft-capped as the family does."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.forward_batch import ForwardBatch
+from quire.kernels.fp8 import Rows
 from quire.layers.norm import RMSNorm
 from quire.models.block import LayerBuilder
 from quire.models.family import Family
@@ -17,20 +18,21 @@ class SandwichBlock:
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, build: LayerBuilder) -> None:
-        self.input_norm: RMSNorm | None = build.norm("input_layernorm")
+        input_norm = build.norm("input_layernorm")
+        self.input_norm: RMSNorm | None = input_norm
         self.next_norm: RMSNorm | None = None
         self.attention = build.attention()
         self.after_attention = build.norm("post_attention_layernorm")
         self.mlp_norm = build.norm("pre_feedforward_layernorm")
         self.mlp = build.mlp()
         self.after_mlp = build.norm("post_feedforward_layernorm")
+        input_norm.feeds, self.mlp_norm.feeds = self.attention.qkv, self.mlp.gate_up
 
-    def __call__(self, x_TD: Tensor, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows:
         assert self.next_norm is not None
-        x_TD = self.attention(x_TD, batch)
-        x_TD = self.mlp_norm.add(self.after_attention(x_TD, out=x_TD), residual_TD)
-        x_TD = self.mlp(x_TD)
-        return self.next_norm.add(self.after_mlp(x_TD, out=x_TD), residual_TD)
+        y_TD = self.attention(x_TD, batch)
+        y_TD = self.mlp(self.mlp_norm.add(self.after_attention(y_TD, out=y_TD), residual_TD))
+        return self.next_norm.add(self.after_mlp(y_TD, out=y_TD), residual_TD)
 
 
 FAMILY = Family(architectures=("Gemma2ForCausalLM",), block=SandwichBlock, norm_offset=1.0)

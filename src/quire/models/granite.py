@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.forward_batch import ForwardBatch
+from quire.kernels.fp8 import Rows
 from quire.models.block import LayerBuilder, PreNormBlock
 from quire.models.family import Family
 
@@ -19,7 +20,7 @@ class GraniteBlock(PreNormBlock):
         super().__init__(build)
         self._multiplier = build.config.residual_multiplier
 
-    def __call__(self, x_TD: Tensor, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows:
         assert self.next_norm is not None
         x_TD = self.mlp_norm.add(self.attention(x_TD, batch).mul_(self._multiplier), residual_TD)
         return self.next_norm.add(self.mlp(x_TD).mul_(self._multiplier), residual_TD)

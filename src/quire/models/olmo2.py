@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.forward_batch import ForwardBatch
+from quire.kernels.fp8 import Rows
 from quire.layers.norm import RMSNorm
 from quire.models.block import LayerBuilder
 from quire.models.family import Family
@@ -25,11 +26,11 @@ class PostNormBlock:
         self.mlp = build.mlp()
         self.after_mlp = build.norm("post_feedforward_layernorm")
 
-    def __call__(self, x_TD: Tensor, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        x_TD = self.attention(x_TD, batch)
-        residual_TD += self.after_attention(x_TD, out=x_TD)
-        x_TD = self.mlp(residual_TD)
-        residual_TD += self.after_mlp(x_TD, out=x_TD)
+    def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows:
+        y_TD = self.attention(x_TD, batch)
+        residual_TD += self.after_attention(y_TD, out=y_TD)
+        y_TD = self.mlp(residual_TD)
+        residual_TD += self.after_mlp(y_TD, out=y_TD)
         return residual_TD if self.next_norm is None else self.next_norm(residual_TD)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelConfigError
-from quire.forward_batch import ForwardBatch
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.model_config import ModelConfig
 from quire.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from quire.models.decoder import Decoder
@@ -46,6 +46,10 @@ class CausalLM(Protocol):
         """Bytes the loaded weights take."""
         ...
 
+    def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
+        """Host work of a step on a GPU. `forward` does it by itself where the batch has what the host knows."""
+        ...
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD with the final norm applied; writes K and V of the step's tokens to batch.caches."""
         ...
@@ -60,6 +64,7 @@ def build_model(
     dtype: torch.dtype,
     quantization: str | None = None,
     device: torch.device = CPU,
+    attention_backend: str | None = None,
 ) -> Decoder:
     """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
 
@@ -74,4 +79,4 @@ def build_model(
             expected="one of " + ", ".join(FAMILIES),
             fix="Use --model-impl transformers to run it through transformers' modelling code",
         )
-    return Decoder(config, family, dtype, quantization, device)
+    return Decoder(config, family, dtype, quantization, device, attention_backend)

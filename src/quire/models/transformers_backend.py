@@ -24,7 +24,7 @@ from quire import logs
 from quire.attention.layer import Attention
 from quire.attention.select import SharedBackends
 from quire.errors import ConfigError, ModelConfigError
-from quire.forward_batch import ForwardBatch
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.hf_config.translate import merge
 from quire.kernels.dense import linear, pack_linear
 from quire.model_config import ModelConfig
@@ -129,9 +129,14 @@ class TransformersModel:
             packed += sum(module.packed.nbytes for module in part.modules() if isinstance(module, PackedLinear))
         return sum(parameters.values()) + packed
 
+    def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
+        """Host work of a step."""
+        self._backends.prepare(step, caches[0])
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""
-        self._backends.prepare(batch)
+        if batch.host is not None:
+            self.prepare(batch.host, batch.caches)
         self._context.batch = batch
         try:
             return self._run_body(batch.token_ids_T, batch.positions_T)

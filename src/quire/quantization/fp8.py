@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.errors import WeightsError
 from quire.hf_config.layer_format import LayerFormat
-from quire.kernels.fp8 import fp8_linear, fp8_rows, pack_fp8, quantize_fp8
+from quire.kernels.fp8 import Rows, fp8_linear, fp8_rows, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.quantization.scheme import FLOATS, CheckedTensor, LinearLayer, ShardedTensor, check_finite, plain_weight
 from quire.weight_format import Fp8Format
@@ -22,7 +22,7 @@ from quire.weight_format import Fp8Format
 class _Fp8:
     """What both schemes share once the weight is packed."""
 
-    def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def apply(self, layer: LinearLayer, x_TK: Rows, out_dtype: torch.dtype | None = None) -> Tensor:
         return fp8_linear(x_TK, layer.weight, layer.bias, out_dtype)
 
     def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:

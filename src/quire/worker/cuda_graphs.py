@@ -1,8 +1,10 @@
-"""Decoding as CUDA graphs: the forward pass of a batch size is captured once, and replayed with one call.
+"""Steps as CUDA graphs: the forward pass of a size is captured once, and replayed with one call.
 
 A graph is a list of launches with their addresses: what it reads lies where it lay, and the numbers there are a step's.
-Batches between two captured sizes run on the larger one, with rows that write and read nothing. Dimensions: S rows of
-a step, D hidden.
+Steps between two captured sizes run on the larger one, with tokens and rows that write and read nothing. Decoding has
+graphs by the number of rows. Other steps, prompts or pieces of them beside decodes, have a few by the number of tokens:
+our attention reads lengths on the device, so nothing of a launch depends on how the tokens belong to rows.
+Dimensions: T tokens of a step, D hidden.
 """
 
 from __future__ import annotations
@@ -19,17 +21,46 @@ from torch import Tensor
 
 from quire.forward_batch import LayerCache
 from quire.models.registry import CausalLM
+from quire.resolve import Resolved
 from quire.worker.accelerator import Accelerator, Graph
-from quire.worker.device_inputs import DeviceInputBatch, StagedStep
+from quire.worker.device_inputs import DeviceInputBatch, Padding, StagedStep
 from quire.worker.input_batch import StepRows
 
-# Above it the products of a step take longer than its launches.
+# Tokens of a step: above it the products take longer than the launches.
 LARGEST_BATCH = 256
+# Tokens of mixed steps.
+_MIXED_SIZES = (32, 64, 128, LARGEST_BATCH)
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes to capture, ascending: 1, 2, 4, the multiples of 8, and the largest batch itself."""
+def mixed_sizes(max_num_batched_tokens: int, wished: Sequence[int] = ()) -> list[int]:
+    """The token counts of mixed steps to capture, ascending: few, or the wished ones; never above LARGEST_BATCH."""
+    return sorted({size for size in wished or _MIXED_SIZES if 2 <= size <= min(max_num_batched_tokens, LARGEST_BATCH)})
+
+
+def paddings(resolved: Resolved) -> list[Padding]:
+    """What is captured with these settings, the largest first: the smaller ones fit into its scratch memory."""
+    max_num_seqs, wished = resolved.max_num_seqs, resolved.cudagraph_capture_sizes
+    if resolved.cudagraph_mode == "NONE":
+        return []
+    found = [Padding(size, size) for size in capture_sizes(max_num_seqs, wished)]
+    if resolved.cudagraph_mode == "FULL":
+        # one row at least computes several tokens
+        sizes = mixed_sizes(resolved.max_num_batched_tokens, wished)
+        found += [Padding(size, min(max_num_seqs, size - 1)) for size in sizes]
+    return in_order(found)
+
+
+def in_order(sizes: Sequence[Padding]) -> list[Padding]:
+    """The largest first."""
+    return sorted(sizes, key=lambda size: (size.tokens, size.rows), reverse=True)
+
+
+def capture_sizes(max_num_seqs: int, wished: Sequence[int] = ()) -> list[int]:
+    """The batch sizes to capture, ascending: 1, 2, 4, the multiples of 8, and the largest batch itself; or the wished
+    ones up to it."""
     largest = min(max_num_seqs, LARGEST_BATCH)
+    if wished:
+        return sorted({size for size in wished if size <= largest})
     return sorted({size for size in (1, 2, 4, *range(8, largest + 1, 8), largest) if size <= largest})
 
 
@@ -41,11 +72,11 @@ class _Captured:
     staged: StagedStep
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The graphs of one model on one cache.
 
     Args:
-        sizes: batch sizes, ascending.
+        sizes: in the order in which they are captured.
     """
 
     def __init__(
@@ -54,19 +85,21 @@ class DecodeGraphs:
         caches: list[LayerCache],
         inputs: DeviceInputBatch,
         accelerator: Accelerator,
-        sizes: Sequence[int],
+        sizes: Sequence[Padding],
     ) -> None:
         self._model, self._caches, self._inputs, self._accelerator = model, caches, inputs, accelerator
         self._sizes = list(sizes)
-        self._captured: dict[int, _Captured] = {}
+        self._decodes = sorted(size.tokens for size in sizes if size.tokens == size.rows)
+        self._mixed = sorted((size.tokens, size.rows) for size in sizes if size.tokens != size.rows)
+        self._captured: dict[Padding, _Captured] = {}
         # One place for all sizes: what is left in the graphs' own memory may be overwritten by another graph.
-        self._hidden_SD = torch.empty(
-            (self._sizes[-1], model.config.hidden_size), dtype=model.dtype, device=accelerator.device
+        self._hidden_TD = torch.empty(
+            (max(size.tokens for size in sizes), model.config.hidden_size), dtype=model.dtype, device=accelerator.device
         )
 
     @torch.inference_mode()
     def capture(self, on_captured: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture every size, the largest first: the smaller ones fit into its scratch memory.
+        """Capture every size.
 
         Args:
             on_captured: called with how many are captured, and how many there are.
@@ -75,28 +108,34 @@ class DecodeGraphs:
         gc.collect()
         gc.freeze()  # torch collects garbage before each capture, and what is here now stays
         pool = self._accelerator.graph_pool()
-        for done, size in enumerate(reversed(self._sizes), 1):
+        for done, size in enumerate(self._sizes, 1):
             staged = self._inputs.stage(nothing, pad_to=size)
+            self._model.prepare(staged.host, self._caches)
             run = partial(self._forward, staged, size)
             run()  # loads kernels, which cannot be done within a capture
             self._accelerator.synchronize()
             self._captured[size] = _Captured(self._accelerator.capture(run, pool), staged)
             on_captured(done, len(self._sizes))
 
-    def _forward(self, staged: StagedStep, size: int) -> None:
-        hidden_SD = self._model.forward(self._inputs.on_device(staged, self._caches))
-        self._hidden_SD[:size].copy_(hidden_SD)
+    def _forward(self, staged: StagedStep, size: Padding) -> None:
+        hidden_TD = self._model.forward(self._inputs.on_device(staged, self._caches, is_prepared=True))
+        self._hidden_TD[: size.tokens].copy_(hidden_TD)
 
-    def size_for(self, step: StepRows) -> int | None:
-        """The size to run a step on; None: it computes more than a token of a row, or has too many rows."""
-        num_rows = len(step.lens_S)
-        if num_rows > self._sizes[-1] or int(step.lens_S.max()) > 1:
+    def size_for(self, step: StepRows) -> Padding | None:
+        """The size to run a step on; None: there is none that holds it."""
+        num_rows, num_tokens = len(step.lens_S), int(step.lens_S.sum())
+        if num_tokens == num_rows:
+            at = bisect_left(self._decodes, num_rows)
+            return Padding(self._decodes[at], self._decodes[at]) if at < len(self._decodes) else None
+        at = bisect_left(self._mixed, (num_tokens, 0))
+        if at == len(self._mixed) or num_rows > self._mixed[at][1]:
             return None
-        return self._sizes[bisect_left(self._sizes, num_rows)]
+        return Padding(*self._mixed[at])
 
-    def run(self, size: int, staged: StagedStep) -> Tensor:
-        """hidden_SD of a step that was staged with this padding; overwritten by the next run."""
+    def run(self, size: Padding, staged: StagedStep) -> Tensor:
+        """hidden_TD of a step that was staged with this padding; overwritten by the next run."""
         captured = self._captured[size]
         assert captured.staged.token_ids_T.data_ptr() == staged.token_ids_T.data_ptr(), "the step lies elsewhere"
+        self._model.prepare(staged.host, self._caches)
         captured.graph.replay()
-        return self._hidden_SD[:size]
+        return self._hidden_TD[: size.tokens]

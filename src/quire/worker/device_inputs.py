@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.forward_batch import ForwardBatch, LayerCache
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels import gpu
 from quire.schedule import NewRow
 from quire.worker.accelerator import Accelerator
@@ -27,6 +27,14 @@ from quire.worker.staging import ALIGNMENT, Staging
 
 # Bytes per token and per row of a step, and how many arrays there are: see DeviceInputBatch.stage.
 _TOKEN_BYTES, _ROW_BYTES, _NUM_ARRAYS = 3 * 8, 3 * 8 + 2 * 4 + 4 * 4 + 8, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The size that a step is brought to: of decodes, as many rows as tokens."""
+
+    tokens: int
+    rows: int
 
 
 @dataclass(slots=True)
@@ -42,6 +50,7 @@ class StagedStep:
     logits_indices_R: Tensor  # int64
     sampled_rows_R: Tensor  # int64
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
+    host: HostStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +103,14 @@ class DeviceInputBatch(InputBatch):
     def _grow(self) -> None:
         raise AssertionError(f"more than the {len(self.num_tokens)} rows that memory was planned for")
 
-    def stage(self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: int | None = None) -> StagedStep:
+    def stage(
+        self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None
+    ) -> StagedStep:
         """Start to bring one step's numbers to the device.
 
         Args:
             parameters: Sampler.host_parameters of the rows that sample.
-            pad_to: tokens and rows of the step, of one token each: those behind the step's own write and read nothing.
+            pad_to: tokens and rows behind the step's own write and read nothing.
         """
         rows_S, starts_S, lens_S = step.rows_S, step.starts_S, step.lens_S
         num_rows = len(rows_S)
@@ -117,7 +128,7 @@ class DeviceInputBatch(InputBatch):
         self._write_new_blocks()
         staging = self._staging
         staging.begin()
-        width_T, width_S = (num_tokens, num_rows) if pad_to is None else (pad_to, pad_to)
+        width_T, width_S = (num_tokens, num_rows) if pad_to is None else (pad_to.tokens, pad_to.rows)
 
         def put(values: NDArray[Any], width: int, dtype: type, padding: int) -> Tensor:
             array, view = staging.array(width, dtype)
@@ -143,12 +154,16 @@ class DeviceInputBatch(InputBatch):
             logits_indices_R=staging.put(cu_S[sampled].astype(np.int64) - 1),
             sampled_rows_R=staging.put(rows_S[sampled]),
             parameters=tuple(staging.put(values) for values in parameters),
+            host=HostStep(rows_S, lens_S, ends_S, self.block_tables, None if pad_to is None else pad_to.rows),
         )
         staging.send()
         return staged
 
-    def on_device(self, staged: StagedStep, caches: list[LayerCache]) -> ForwardBatch:
+    def on_device(self, staged: StagedStep, caches: list[LayerCache], is_prepared: bool = False) -> ForwardBatch:
         """What the forward pass reads. Launches only: it can be captured.
+
+        Args:
+            is_prepared: the model's `prepare` has been called for the step.
 
         Tables have their full width whatever is in use: kernels are compiled for a stride.
         """
@@ -163,6 +178,7 @@ class DeviceInputBatch(InputBatch):
             block_tables_SM=self._block_tables_CM.index_select(0, staged.rows_S),
             logits_indices_R=staged.logits_indices_R,
             caches=caches,
+            host=None if is_prepared else staged.host,
         )
 
     def forward_batch(self, step: StepRows, caches: list[LayerCache]) -> ForwardBatch:

@@ -22,7 +22,7 @@ from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens
 from quire.schedule import ScheduledBatch, StepResult
 from quire.worker.accelerator import Accelerator, Download, device_failed
-from quire.worker.cuda_graphs import DecodeGraphs
+from quire.worker.cuda_graphs import StepGraphs
 from quire.worker.device_inputs import DeviceInputBatch, ExpectedTokens
 from quire.worker.input_batch import StepRows
 from quire.worker.kv_cache import copy_blocks
@@ -84,7 +84,7 @@ class DeviceRunner(ModelRunner):
     knows that its owner has ended, though a step in flight still writes to it: the new owner's step comes later.
 
     Args:
-        graphs: of decode steps; None: every kernel is launched by itself.
+        graphs: None: every kernel is launched by itself.
     """
 
     input_batch: DeviceInputBatch
@@ -96,7 +96,7 @@ class DeviceRunner(ModelRunner):
         input_batch: DeviceInputBatch,
         logprobs_mode: str,
         accelerator: Accelerator,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         super().__init__(model, caches, input_batch, logprobs_mode)
         self.graphs = graphs
@@ -138,7 +138,7 @@ class DeviceRunner(ModelRunner):
         start = accelerator.mark()
         staged = inputs.stage(step, self.sampler.host_parameters(rows) if len(rows) else (), size)
         if self.graphs is not None and size is not None:
-            hidden_TD = self.graphs.run(size, staged)[: len(step.lens_S)]
+            hidden_TD = self.graphs.run(size, staged)[: int(step.lens_S.sum())]
         else:
             hidden_TD = self.model.forward(inputs.on_device(staged, self.caches))
         launched = _Launched(sampling.tolist())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 from quire.forward_batch import LayerCache
 from quire.models.registry import CausalLM
@@ -16,7 +16,7 @@ from quire.resolve import Resolved
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker.accelerator import Accelerator
-from quire.worker.cuda_graphs import DecodeGraphs, capture_sizes
+from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.device_runner import DeviceRunner
 
@@ -24,6 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 RANDOM = SamplingParams(temperature=1.0, top_p=0.5, max_tokens=1, seed=0)
 # Triton compiles a kernel for counts of 1, of multiples of 16, and of others: while serving it would hold up everybody.
 _ROWS_OF_VARIANTS = (1, 2, 16)
+_LENGTHS_OF_VARIANTS = (1, 2)  # attention has a form for single tokens
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,19 @@ def measure(model: CausalLM, cache: list[LayerCache], resolved: Resolved, accele
     """
     inputs = make_inputs(resolved, model.config.vocab_size, accelerator, 1)
     runner = DeviceRunner(model, cache, inputs, "raw_logprobs", accelerator)
-    for num_rows in _ROWS_OF_VARIANTS:
-        for params in (GREEDY, RANDOM):
-            if num_rows <= resolved.max_num_seqs and 2 * num_rows <= resolved.max_num_batched_tokens:
-                _run(runner, prompts(resolved, [2] * num_rows, params))
     before = accelerator.release()
+    for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
+        for params in (GREEDY, RANDOM):
+            if num_rows <= resolved.max_num_seqs and length * num_rows <= resolved.max_num_batched_tokens:
+                _run(runner, prompts(resolved, [length] * num_rows, params))
+    accelerator.release()  # what stays is scratch of kernels, and counts
     _run(runner, largest_batch(resolved))
     step_bytes = accelerator.reserved_peak() - before
     batch = largest_batch(resolved)
     started = time.perf_counter()
     _run(runner, batch)
     largest_step = batch.num_tokens, time.perf_counter() - started
-    graph_bytes = 0
-    if not resolved.enforce_eager:
-        graph_bytes = _measure_graphs(model, cache, inputs, resolved, accelerator)
+    graph_bytes = _measure_graphs(model, cache, inputs, resolved, accelerator)
     return GpuWork(step_bytes, graph_bytes, largest_step)
 
 
@@ -104,9 +104,11 @@ def _measure_graphs(
     model: CausalLM, cache: list[LayerCache], inputs: DeviceInputBatch, resolved: Resolved, accelerator: Accelerator
 ) -> int:
     """Bytes of all graphs: the largest one brings the scratch memory, each further one what the second one takes."""
-    sizes = capture_sizes(resolved.max_num_seqs)
+    sizes = paddings(resolved)
+    if not sizes:
+        return 0
     free = []
-    graphs = DecodeGraphs(model, cache, inputs, accelerator, sizes[-2:])
+    graphs = StepGraphs(model, cache, inputs, accelerator, sizes[:2])
 
     def note(done: int = 0, total: int = 0) -> None:
         accelerator.release()

@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.cost import devices
 from quire.errors import MemoryPlanError
 from quire.forward_batch import LayerCache
-from quire.kernels import cpu, extension, gpu_facts
+from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.kv_format import kv_format
 from quire.loader.load import load_model
 from quire.logs import get_logger
@@ -33,7 +33,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import gpu_memory, kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
-from quire.worker.cuda_graphs import DecodeGraphs, capture_sizes
+from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_runner import DeviceRunner
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
@@ -60,8 +60,8 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     if (wished := extension.wished_isa()) is not None:
         cpu.set_isa(wished)
     isa = cpu.isa() if cpu.available() else "torch"
-    gpu = "none was looked for" if config.device == "cpu" else gpu_facts.detect()
-    device = devices.detect(isa, gpu)
+    found = "none was looked for" if config.device == "cpu" else gpu_facts.detect()
+    device = devices.detect(isa, found)
     resolved = resolve(config, model_config, device, is_server=is_server)
     total_bytes, _ = device.memory_of(resolved.device)
     # Refused before minutes are spent on reading them.
@@ -71,6 +71,8 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     if cpu.available():
         cpu.set_num_threads(resolved.num_threads)
     torch.set_num_threads(resolved.num_threads)
+    if resolved.deterministic:
+        gpu.be_deterministic()
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     model_config = replace(model_config, max_model_len=resolved.max_model_len)
     progress("load", 0.0, "")
@@ -83,6 +85,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
         resolved.quantization,
         config.packed_weights_cache,
         torch.device(resolved.device),
+        resolved.attention_backend,
     )
     form = resolved.quantization or resolved.dtype
     form = f"packed {form}" if cpu.available() and resolved.device == "cpu" else form
@@ -153,8 +156,8 @@ def bring_up_gpu(
     depth = 2 if resolved.async_scheduling else 1
     inputs = gpu_memory.make_inputs(resolved, model_config.vocab_size, accelerator, depth)
     graphs = None
-    if not resolved.enforce_eager:
-        graphs = DecodeGraphs(model, caches, inputs, accelerator, capture_sizes(resolved.max_num_seqs))
+    if sizes := paddings(resolved):
+        graphs = StepGraphs(model, caches, inputs, accelerator, sizes)
         graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
     runner = DeviceRunner(model, caches, inputs, config.logprobs_mode, accelerator, graphs)
     return Worker(runner, resolved, work.largest_step, Prefault(caches))

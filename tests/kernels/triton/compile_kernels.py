@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.kernels.triton import activation, attention, fp8, grouped, norm, parts, rope_cache, sampling
+from quire.kernels.triton import activation, attention, dense, fp8, grouped, norm, parts, rope_cache, sampling
 from quire.weight_format import GGUF, GroupedFormat
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -36,10 +36,20 @@ def signature(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> 
 
 
 def attention_case(
-    num_tokens: int, num_seqs: int, group: int, head_dim: int, codes: str = "none", sm: int = 80
+    num_tokens: int,
+    num_seqs: int,
+    group: int,
+    head_dim: int,
+    codes: str = "none",
+    sm: int = 80,
+    is_deterministic: bool = False,
 ) -> dict[str, Any]:
     """The kernel with the tiles of such a batch."""
-    shape = attention.choose_shape(num_tokens, num_seqs, group, 8, head_dim, codes != "none", sm == 90)
+    has_codes = codes != "none"
+    if is_deterministic:
+        shape = attention.choose_fixed_shape(num_tokens, num_seqs, group, 8, head_dim, 8192, sm == 90)
+    else:
+        shape = attention.choose_shape(num_tokens, num_seqs, group, 8, head_dim, has_codes, sm == 90)
     constants = {
         "GROUP": group,
         "E": head_dim,
@@ -51,12 +61,13 @@ def attention_case(
         "WINDOW": 0,
         "HAS_SOFT_CAP": False,
         "SEGMENTS": shape.segments,
+        "RANGE": shape.range_len,
         "CODES": codes,
         "UPCAST": False,
     }
     types = dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "cu_seqlens_ptr"), "*i32")
     types |= {"scale": "fp32", "soft_cap": "fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"}
-    if codes != "none":
+    if has_codes:
         types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8"}
     if codes == "int8":
         types |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
@@ -70,7 +81,11 @@ def attention_case(
         "kernel": attention._attention_kernel,
         "constants": constants,
         "types": types,
-        "options": {"num_warps": shape.num_warps, "num_stages": shape.num_stages},
+        "options": {
+            "num_warps": shape.num_warps,
+            "num_stages": shape.num_stages,
+            "enable_fp_fusion": not is_deterministic,
+        },
     }
 
 
@@ -110,6 +125,24 @@ def grouped_case(
     return tiled_case(grouped._grouped_kernel, constants, types, tile)
 
 
+def dense_case(M: int, is_split: bool, dtype: torch.dtype, wgmma: bool, is_even: bool = True) -> dict[str, Any]:
+    """The product of M rows with a weight in floating point."""
+    constants = {
+        "bias_ptr": None,
+        "PARTS": 8,
+        "IS_SPLIT": is_split,
+        "HAS_BIAS": False,
+        "EVEN_K": is_even,
+        "UPCAST": False,
+    }
+    types = dict.fromkeys(("x_ptr", "weight_ptr"), POINTERS[dtype])
+    types["out_ptr"] = "*fp32" if is_split else POINTERS[dtype]
+    tile = parts.choose_tile(M, 4096, dtype, wgmma)
+    case = tiled_case(dense._dense_kernel, constants, types, tile)
+    case["options"]["num_warps"] = dense.num_warps(tile)
+    return case
+
+
 def fp8_case(M: int, is_split: bool, is_grouped: bool, wgmma: bool) -> dict[str, Any]:
     """The product of M rows with an FP8 weight cut into parts."""
     constants = {
@@ -145,6 +178,31 @@ def tiled_case(kernel: Any, constants: dict[str, Any], types: dict[str, str], ti
             *(x for x in kernel.arg_names if x.endswith(("_bytes", "_at"))),
         ),
     }
+
+
+def deterministic_cases(sm: int) -> dict[str, dict[str, Any]]:
+    """What runs where a row's bits must not depend on the batch, with the tiles of this architecture."""
+    sizes = {"prefill": (2048, 4), "decode": (256, 256), "split decode": (1, 1)}
+    found = {
+        f"deterministic {name}{' of wide heads' * (head_dim > 128)} of {codes}": attention_case(
+            *counts, group, head_dim, codes, sm, is_deterministic=True
+        )
+        for name, counts in sizes.items()
+        for group, head_dim in ((4, 128), (2, 256))
+        for codes in ("none", "e4m3", "e5m2", "int8")
+    }
+    found["join ranges"] = {
+        "kernel": attention._join_ranges_kernel,
+        "constants": {"H": 32, "E": 128, "BLOCK_E": 128, "SEGMENTS": 32},
+        "types": {"partial_ptr": "*fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"},
+        "options": {"enable_fp_fusion": False},
+    }
+    for M, is_split in ((1, True), (64, True), (2048, False)):
+        found[f"dense, {M} rows"] = dense_case(M, is_split, torch.bfloat16, sm == 90)
+    found["dense, float32"] = dense_case(1, True, torch.float32, sm == 90)
+    found["dense, float16"] = dense_case(2048, False, torch.float16, sm == 90)
+    found["dense, uneven"] = dense_case(2048, False, torch.bfloat16, sm == 90, is_even=False)
+    return found
 
 
 def code_cases(sm: int) -> dict[str, dict[str, Any]]:
@@ -308,7 +366,7 @@ if __name__ == "__main__":
         {
             f"{name}, sm_{sm}": compiled(case, sm)
             for sm in (80, 90)
-            for name, case in {**cases(), **code_cases(sm), **product_cases(sm)}.items()
+            for name, case in {**cases(), **code_cases(sm), **product_cases(sm), **deterministic_cases(sm)}.items()
         },
         sys.stdout,
     )

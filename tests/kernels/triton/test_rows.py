@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.kernels import kv_codes, reference
 from quire.kernels.triton.activation import gated_activation, gated_activation_to_fp8
+from quire.kernels.triton.fp8 import quantize_rows
 from quire.kernels.triton.norm import rms_norm, rms_norm_to_fp8
 from quire.kernels.triton.rope_cache import rope_and_cache
 
@@ -68,29 +69,34 @@ def test_gated_activation(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out_TI, expected_TI, atol=max(atol, 2e-6), rtol=rtol)
 
 
-def assert_quantized(actual: tuple[Tensor, Tensor], y_TD: Tensor) -> None:
-    """Codes and scales of float32 rows; the last bit of a row may move a code to its neighbour."""
-    expected = reference.quantize_fp8(y_TD)
-    torch.testing.assert_close(actual[1], expected.scales_NG, atol=0, rtol=1e-6)
-    codes, expected_codes = actual[0].view(torch.uint8).int(), expected.codes_NK.view(torch.uint8).int()
-    differs = codes != expected_codes
-    assert differs.float().mean() < 0.01
-    assert ((codes - expected_codes).abs()[differs] == 1).all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_and_activation_to_fp8(dtype: torch.dtype) -> None:
-    x_TD, residual_TD = randn(5, 666, dtype=dtype), randn(5, 666, dtype=dtype, seed=1)
-    weight_D = randn(666, dtype=torch.float32, seed=2)
-    assert_quantized(
-        rms_norm_to_fp8(x_TD, None, weight_D, 1e-6, 1.0), reference.rms_norm(x_TD.float(), weight_D, 1e-6, 1.0)
-    )
-    quantized = rms_norm_to_fp8(x_TD, residual_TD, weight_D, 1e-6, 0.0)
-    assert_close(residual_TD, randn(5, 666, dtype=dtype, seed=1) + x_TD)
-    assert_quantized(quantized, reference.rms_norm(residual_TD.float(), weight_D, 1e-6))
+@pytest.mark.parametrize("D", [111, 1100])
+def test_norms_and_activations_to_fp8_are_quantized_afterwards(D: int, dtype: torch.dtype) -> None:
+    """To a bit, also rows of zeros and rows that are not finite."""
+    x_TD, weight_D = randn(6, 2 * D, dtype=dtype)[:, :D], randn(D, dtype=torch.float32, seed=2)
+    x_TD[1], x_TD[2, 3], x_TD[3, 0] = 0, torch.nan, torch.inf
+    residual_TD = randn(6, D, dtype=dtype, seed=1)
+
+    def assert_quantized(actual: tuple[Tensor, Tensor], y_TD: Tensor) -> None:
+        codes_TD, scales_T1 = quantize_rows(y_TD)
+        torch.testing.assert_close(actual[1], scales_T1, atol=0, rtol=0, equal_nan=True)
+        is_finite_T = scales_T1.isfinite().flatten()
+        assert is_finite_T.any()
+        assert torch.equal(actual[0].view(torch.uint8)[is_finite_T], codes_TD.view(torch.uint8)[is_finite_T])
+
+    for residual in (None, residual_TD):
+        changed = None if residual is None else residual.clone()
+        y_TD = torch.empty(6, D, dtype=dtype, device=DEVICE)
+        rms_norm(x_TD, changed, weight_D, 1e-6, 1.0, y_TD)
+        own = None if residual is None else residual.clone()
+        assert_quantized(rms_norm_to_fp8(x_TD, own, weight_D, 1e-6, 1.0), y_TD)
+        if own is not None and changed is not None:
+            torch.testing.assert_close(own, changed, atol=0, rtol=0, equal_nan=True)
     for name in ("silu", "gelu", "gelu_tanh"):
-        y_TI = reference.gated_activation(name, x_TD.float())
-        assert_quantized(gated_activation_to_fp8(name, x_TD), y_TI)
+        x_T2I = randn(6, 2 * D, dtype=dtype, seed=3)
+        y_TI = torch.empty(6, D, dtype=dtype, device=DEVICE)
+        gated_activation(name, x_T2I, y_TI)
+        assert_quantized(gated_activation_to_fp8(name, x_T2I), y_TI)
 
 
 # H, G, E, rotary dims (0: no rotation), block size, with norm

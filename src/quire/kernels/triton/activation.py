@@ -56,11 +56,12 @@ def _quantized_activation_kernel(
     is_inside = columns < inner
     gate = tl.load(x_ptr + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + inner + columns, mask=is_inside, other=0.0).to(tl.float32)
-    codes.store_row(codes_ptr + row * inner, scales_ptr + row, _gated(gate, up, NAME), columns, is_inside)
+    y = _gated(gate, up, NAME).to(x_ptr.dtype.element_ty).to(tl.float32)  # as the unquantized form stores it
+    codes.store_row(codes_ptr + row * inner, scales_ptr + row, y, columns, is_inside)
 
 
 def gated_activation_to_fp8(name: str, x_T2I: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of float32 results as codes [T, I] in e4m3 and scales [T, 1], as fp8.quantize_fp8 gives them."""
+    """Codes [T, I] in e4m3 and scales [T, 1]: the bits of `gated_activation` in x's dtype, and then quantize_rows."""
     T, inner = x_T2I.shape[0], x_T2I.shape[1] // 2
     codes_TI = torch.empty((T, inner), dtype=torch.int8, device=x_T2I.device)
     scales_T1 = torch.empty((T, 1), dtype=torch.float32, device=x_T2I.device)

@@ -7,6 +7,10 @@ output, and a second kernel joins them (FlashDecoding). Lengths are read on the 
 them, so a launch can be captured in a CUDA graph. Of a cache of 8-bit codes, tiles are decoded to q's dtype, exactly;
 scales of int8 rows multiply scores and probabilities.
 
+The deterministic form (gpu.is_deterministic) has the same tiles for every batch and cuts keys at multiples of `RANGE`,
+wherever a sequence ends. Ranges are summed on their own and joined in order, by one program or by the second kernel, so
+a row's bits depend on nothing but its own query and keys.
+
 Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, S sequences, M blocks per
 sequence.
 """
@@ -20,11 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels import gpu
 from quire.kernels.triton import codes
-from quire.kernels.triton.launch import IS_INTERPRETED, has_wgmma, next_power_of_2
+from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2
 
 # Streaming multiprocessors that a launch should give work to; an H100 has 132.
 _PROGRAMS_WANTED = 264
+# Of the deterministic form: keys in a range, and ranges of a sequence, of which each may get a program.
+_SHORTEST_RANGE, _MOST_RANGES = 1024, 32
 
 
 @triton.jit
@@ -40,6 +47,85 @@ def _sequence_of(cu_seqlens_ptr, block, num_seqs, BLOCK_Q: tl.constexpr):
         else:
             high = middle
     return low
+
+
+@triton.jit
+def _attend(
+    q,
+    position,
+    begin,
+    end,
+    table_ptr,
+    at_head,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    scale,
+    soft_cap,
+    cache_stride_b,
+    E: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    CODES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Maxima (of log2) and sums [BLOCK_M], unnormalised output [BLOCK_M, BLOCK_E] over the keys begin .. end."""
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    e = tl.arange(0, BLOCK_E)
+    is_e = e < E
+    for start in range(begin, end, TILE):
+        key = start + tl.arange(0, TILE)
+        is_key = key < end
+        page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64)
+        at = page * cache_stride_b + at_head + (key % P) * E
+        k = tl.load(k_cache_ptr + at[None, :] + e[:, None], mask=is_key[None, :] & is_e[:, None], other=0)
+        v = tl.load(v_cache_ptr + at[:, None] + e[None, :], mask=is_key[:, None] & is_e[None, :], other=0)
+        if CODES != "none":
+            k = codes.decode(k, CODES).to(q.dtype)
+            v = codes.decode(v, CODES).to(q.dtype)
+        if UPCAST:
+            scores = tl.dot(q.to(tl.float32), k.to(tl.float32)) * scale
+        else:
+            scores = tl.dot(q, k, input_precision="ieee") * scale
+        if CODES == "int8":
+            scale_at = (page * tl.num_programs(1) + tl.program_id(1)) * P + key % P
+            scores *= tl.load(k_scales_ptr + scale_at, mask=is_key, other=0.0)[None, :]
+        if HAS_SOFT_CAP:
+            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
+        is_visible = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(is_visible & is_key[None, :], scores * 1.4426950408889634, float("-inf"))  # log2(e)
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        safe_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        p = tl.exp2(scores - safe_maximum[:, None])
+        decay = tl.exp2(maximum - safe_maximum)
+        total = total * decay + tl.sum(p, axis=1)
+        if CODES == "int8":
+            p *= tl.load(v_scales_ptr + scale_at, mask=is_key, other=0.0)[None, :]
+        if UPCAST:
+            acc = acc * decay[:, None] + tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        maximum = new_maximum
+    return maximum, total, acc
+
+
+@triton.jit
+def _join(maximum, total, acc, part_maximum, part_total, part_acc):
+    """What `_attend` would have of more keys. Keys of which a row sees none change no bit of it."""
+    new_maximum = tl.maximum(maximum, part_maximum)
+    safe_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weight, part_weight = tl.exp2(maximum - safe_maximum), tl.exp2(part_maximum - safe_maximum)
+    total = total * weight + part_total * part_weight
+    return new_maximum, total, acc * weight[:, None] + part_acc * part_weight[:, None]
 
 
 @triton.jit
@@ -75,10 +161,14 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    RANGE: tl.constexpr,
     CODES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Without segments: out [T, H, E]. With: float32 out [T, H, SEGMENTS, E], maxima and sums [T, H, SEGMENTS]."""
+    """Without segments: out [T, H, E]. With: float32 out [T, H, SEGMENTS, E], maxima and sums [T, H, SEGMENTS].
+
+    RANGE is 0, or the keys that are summed on their own: those of a segment, if there are segments.
+    """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     s = _sequence_of(cu_seqlens_ptr, block, num_seqs, BLOCK_Q)
@@ -106,50 +196,69 @@ def _attention_kernel(
     if WINDOW > 0:
         begin = tl.maximum(seq_len - query_len + first_query - WINDOW + 1, 0) // TILE * TILE
     if SEGMENTS > 1:
-        segment_len = tl.cdiv(tl.cdiv(seq_len, SEGMENTS), TILE) * TILE
+        segment_len = RANGE if RANGE > 0 else tl.cdiv(tl.cdiv(seq_len, SEGMENTS), TILE) * TILE
         segment = tl.program_id(2)
         begin = tl.maximum(begin, segment * segment_len)
         end = tl.minimum(end, (segment + 1) * segment_len)
 
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    at_head = kv_head * cache_stride_g
     table_ptr = block_tables_ptr + s.to(tl.int64) * table_stride
-    for start in range(begin, end, TILE):
-        key = start + tl.arange(0, TILE)
-        is_key = key < end
-        page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64)
-        at = page * cache_stride_b + kv_head * cache_stride_g + (key % P) * E
-        k = tl.load(k_cache_ptr + at[None, :] + e[:, None], mask=is_key[None, :] & is_e[:, None], other=0)
-        v = tl.load(v_cache_ptr + at[:, None] + e[None, :], mask=is_key[:, None] & is_e[None, :], other=0)
-        if CODES != "none":
-            k = codes.decode(k, CODES).to(q.dtype)
-            v = codes.decode(v, CODES).to(q.dtype)
-        if UPCAST:
-            scores = tl.dot(q.to(tl.float32), k.to(tl.float32)) * scale
-        else:
-            scores = tl.dot(q, k, input_precision="ieee") * scale
-        if CODES == "int8":
-            scale_at = (page * tl.num_programs(1) + kv_head) * P + key % P
-            scores *= tl.load(k_scales_ptr + scale_at, mask=is_key, other=0.0)[None, :]
-        if HAS_SOFT_CAP:
-            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
-        is_visible = key[None, :] <= position[:, None]
-        if WINDOW > 0:
-            is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(is_visible & is_key[None, :], scores * 1.4426950408889634, float("-inf"))  # log2(e)
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        safe_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        p = tl.exp2(scores - safe_maximum[:, None])
-        decay = tl.exp2(maximum - safe_maximum)
-        total = total * decay + tl.sum(p, axis=1)
-        if CODES == "int8":
-            p *= tl.load(v_scales_ptr + scale_at, mask=is_key, other=0.0)[None, :]
-        if UPCAST:
-            acc = acc * decay[:, None] + tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
-        else:
-            acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        maximum = new_maximum
+    if RANGE > 0 and SEGMENTS == 1:
+        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+        for part in range(begin // RANGE, tl.cdiv(end, RANGE)):
+            part_begin, part_end = tl.maximum(begin, part * RANGE), tl.minimum(end, (part + 1) * RANGE)
+            part_maximum, part_total, part_acc = _attend(
+                q,
+                position,
+                part_begin,
+                part_end,
+                table_ptr,
+                at_head,
+                k_cache_ptr,
+                v_cache_ptr,
+                k_scales_ptr,
+                v_scales_ptr,
+                scale,
+                soft_cap,
+                cache_stride_b,
+                E,
+                P,
+                BLOCK_E,
+                BLOCK_M,
+                TILE,
+                WINDOW,
+                HAS_SOFT_CAP,
+                CODES,
+                UPCAST,
+            )
+            maximum, total, acc = _join(maximum, total, acc, part_maximum, part_total, part_acc)
+    else:
+        maximum, total, acc = _attend(
+            q,
+            position,
+            begin,
+            end,
+            table_ptr,
+            at_head,
+            k_cache_ptr,
+            v_cache_ptr,
+            k_scales_ptr,
+            v_scales_ptr,
+            scale,
+            soft_cap,
+            cache_stride_b,
+            E,
+            P,
+            BLOCK_E,
+            BLOCK_M,
+            TILE,
+            WINDOW,
+            HAS_SOFT_CAP,
+            CODES,
+            UPCAST,
+        )
 
     if SEGMENTS > 1:
         row = (token * tl.num_programs(1) * GROUP + head) * SEGMENTS + segment
@@ -190,15 +299,51 @@ def _join_segments_kernel(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_e)
 
 
+@triton.jit
+def _join_ranges_kernel(
+    partial_ptr,
+    max_ptr,
+    sum_ptr,
+    out_ptr,
+    out_stride_t,
+    out_stride_h,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """One after the other, as one program does it."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = (token * H + head) * SEGMENTS + tl.arange(0, 1)
+    e = tl.arange(0, BLOCK_E)[None, :]
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_E], tl.float32)
+    for segment in range(SEGMENTS):
+        part_acc = tl.load(partial_ptr + (row + segment)[:, None] * E + e, mask=e < E, other=0.0)
+        part_maximum, part_total = tl.load(max_ptr + row + segment), tl.load(sum_ptr + row + segment)
+        maximum, total, acc = _join(maximum, total, acc, part_maximum, part_total, part_acc)
+    y = acc / total[:, None]
+    out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h + e
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=e < E)
+
+
 @dataclass(frozen=True)
 class AttentionShape:
-    """How a launch is cut: rows and keys of a tile, segments of a sequence, and what the compiler is told."""
+    """How a launch is cut: rows and keys of a tile, segments of a sequence, and what the compiler is told.
+
+    Args:
+        range_len: keys that are summed on their own, wherever a sequence ends; then a segment has so many. 0: there are
+            no ranges.
+    """
 
     block_m: int
     tile: int
     segments: int
     num_warps: int
     num_stages: int
+    range_len: int = 0
 
 
 def choose_shape(
@@ -226,6 +371,31 @@ def choose_shape(
     return AttentionShape(block_m, 64 >> (is_wide + has_codes), segments, 4, 2 if has_codes and not is_wide else 3)
 
 
+def choose_fixed_shape(
+    num_tokens: int, num_seqs: int, group: int, num_kv_heads: int, head_dim: int, max_keys: int, is_wgmma: bool = False
+) -> AttentionShape:
+    """What the deterministic form takes: tiles and ranges do not depend on the batch.
+
+    Only whether ranges get programs of their own does: for decodes of few sequences. Tiles have 64 rows also for a
+    single token where one instruction (wgmma) shall multiply prompts and decodes. Two outputs are held in registers,
+    that of a range and that of those before it, so tiles are spread over 8 warps.
+
+    Args:
+        max_keys: that block tables have room for: the same in all calls.
+    """
+    is_wide = head_dim > 128
+    range_len = max(_SHORTEST_RANGE, next_power_of_2(ceil_div(max_keys, _MOST_RANGES)))
+    is_split = num_tokens <= num_seqs and num_seqs * num_kv_heads < _PROGRAMS_WANTED
+    return AttentionShape(
+        block_m=max(64 if is_wgmma or not is_wide else 32, next_power_of_2(group)),
+        tile=(16 if is_wide else 64) if is_wgmma else 32,
+        segments=ceil_div(max_keys, range_len) if is_split else 1,
+        num_warps=8,
+        num_stages=2,
+        range_len=range_len,
+    )
+
+
 def paged_attention(
     q_THE: Tensor,
     k_cache_BGPE: Tensor,
@@ -249,6 +419,8 @@ def paged_attention(
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
+    if shape is None and gpu.is_deterministic():
+        shape = choose_fixed_shape(T, S, group, G, E, block_tables_SM.shape[1] * P, has_wgmma(q_THE.device))
     shape = shape or choose_shape(T, S, group, G, E, name != "none", has_wgmma(q_THE.device))
     assert group <= shape.block_m, f"{group} query heads per KV head do not fit {shape.block_m} rows"
     block_q = shape.block_m // group
@@ -289,13 +461,16 @@ def paged_attention(
         WINDOW=sliding_window,
         HAS_SOFT_CAP=soft_cap > 0,
         SEGMENTS=shape.segments,
+        RANGE=shape.range_len,
         CODES=name,
         UPCAST=IS_INTERPRETED,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        enable_fp_fusion=shape.range_len == 0,  # ranges are joined alike, by one program or by a kernel of its own
     )
     if shape.segments > 1:
-        _join_segments_kernel[(T, H)](
+        join = _join_ranges_kernel if shape.range_len else _join_segments_kernel
+        join[(T, H)](
             partial,
             maxima_THK,
             sums_THK,
@@ -306,4 +481,5 @@ def paged_attention(
             BLOCK_E=block_e,
             SEGMENTS=shape.segments,
             num_warps=4,
+            enable_fp_fusion=shape.range_len == 0,
         )

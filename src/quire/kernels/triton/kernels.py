@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quire.kernels.triton.activation import gated_activation, gated_activation_to_fp8
 from quire.kernels.triton.attention import paged_attention
+from quire.kernels.triton.dense import linear
 from quire.kernels.triton.fp8 import fp8_linear, quantize_rows
 from quire.kernels.triton.grouped import grouped_linear
 from quire.kernels.triton.norm import rms_norm, rms_norm_to_fp8
@@ -16,6 +17,7 @@ __all__ = [
     "gated_activation_to_fp8",
     "greedy",
     "grouped_linear",
+    "linear",
     "paged_attention",
     "quantize_rows",
     "rms_norm",

@@ -45,6 +45,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=is_inside, other=0.0).to(tl.float32) + weight_offset
     y = x * inverse * weight
     if IS_QUANTIZED:
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # as the unquantized form stores it
         codes.store_row(out_ptr + row * out_stride, scales_ptr + row, y, columns, is_inside)
     else:
         tl.store(out_ptr + row * out_stride + columns, y.to(out_ptr.dtype.element_ty), mask=is_inside)
@@ -60,7 +61,7 @@ def rms_norm(
 def rms_norm_to_fp8(
     x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Rows of float32 results as codes [T, D] in e4m3 and scales [T, 1], as fp8.quantize_fp8 gives them."""
+    """Codes [T, D] in e4m3 and scales [T, 1]: the bits of `rms_norm` in x's dtype, and then fp8.quantize_rows."""
     codes_TD = torch.empty(x_TD.shape, dtype=torch.int8, device=x_TD.device)
     scales_T1 = torch.empty((x_TD.shape[0], 1), dtype=torch.float32, device=x_TD.device)
     _launch(x_TD, residual_TD, weight_D, eps, weight_offset, codes_TD, scales_T1)

@@ -1,0 +1,178 @@
+"""Attention by FlashInfer's kernels, where it is installed (0.6.14: docs.flashinfer.ai/api/attention.html).
+
+Its `plan` distributes a step's work over the GPU, on the host, from the lengths of the rows; `run` is called in every
+layer. A captured decode step has a wrapper of its own, whose plan is copied to where the graph reads it.
+
+Dimensions: T tokens, S rows, H query heads, G kv heads, E head dim, P block size, I blocks of all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.attention.backend import AttentionSpec
+from quire.flashinfer_facts import why_not_flashinfer
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.kernels import gpu
+
+_LAYOUT = "HND"  # of a block: heads, tokens, dimensions
+_WORKSPACE_BYTES, _PLAN_BYTES = 128 << 20, 8 << 20  # what FlashInfer recommends, and what it takes itself for a plan
+# Query heads per KV head from which its tensor-core kernel decodes faster, by its documentation "for large group size".
+_TENSOR_CORE_GROUP = 4
+
+_cuda: Any = torch.cuda  # without types in some versions of torch
+
+
+@dataclass
+class _Wrapper:
+    """One of FlashInfer's wrappers. Its plan passes through pinned memory of its own, which is read later."""
+
+    flashinfer: Any
+    copied: Any = None  # event behind the copies of the last plan
+
+    def plan(self, device: torch.device, *arguments: Any, **settings: Any) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.flashinfer.plan(*arguments, **settings)
+        if device.type == "cuda":
+            self.copied = _cuda.Event()
+            self.copied.record()
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """The KV cache of a step's rows as FlashInfer's page table: int32, `indices` on the device, the others pinned."""
+
+    indptr_S1: Tensor
+    indices_I: Tensor
+    last_page_lens_S: Tensor
+    seq_lens_S: Tensor
+
+
+class FlashInferAttention:
+    """FlashInfer's decode wrapper where each row computes one token, else its prefill wrapper."""
+
+    name = "flashinfer"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+        self._module = import_module("flashinfer")
+        self._has_tensor_cores = spec.num_q_heads // spec.num_kv_heads >= _TENSOR_CORE_GROUP
+        self._prefill: _Wrapper | None = None
+        self._decode: _Wrapper | None = None
+        self._captured: dict[int, _Wrapper] = {}  # by padded number of rows
+        self._captured_indices: Tensor | None = None
+        self._captured_plan: Tensor | None = None
+        self._planned: Any = None
+
+    @staticmethod
+    def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
+        if not gpu.serves(device):
+            return f"it runs on CUDA, not on {device.type}"
+        dtype = str(spec.dtype).removeprefix("torch.")
+        return why_not_flashinfer(spec.head_dim, dtype, dtype, gpu.is_deterministic())
+
+    def prepare(self, step: HostStep, cache: LayerCache) -> None:
+        """Plan the step."""
+        device = cache.k_BGPE.device
+        pages = _pages(step, cache.k_BGPE.shape[2], device)
+        is_decode = bool((step.query_lens_S <= 1).all())
+        if step.padded_rows is not None:
+            wrapper = self._captured_wrapper(step, device)
+        elif is_decode:
+            wrapper = self._decode = self._decode or self._new(self._module.BatchDecodeWithPagedKVCacheWrapper, device)
+        else:
+            wrapper = self._prefill = self._prefill or self._new(
+                self._module.BatchPrefillWithPagedKVCacheWrapper, device
+            )
+        spec = self._spec
+        sizes = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, cache.k_BGPE.shape[2])
+        settings: dict[str, Any] = {
+            "window_left": spec.sliding_window - 1,  # keys before a token that it sees; -1: all
+            "logits_soft_cap": spec.soft_cap,
+            "sm_scale": spec.scale,
+            "q_data_type": spec.dtype,
+            "kv_data_type": cache.k_BGPE.dtype,
+            "seq_lens": pages.seq_lens_S,
+        }
+        tables = (pages.indptr_S1, pages.indices_I, pages.last_page_lens_S)
+        if is_decode:
+            wrapper.plan(device, *tables, *sizes, **settings)
+        else:
+            query_indptr_S1 = _pinned(_sums(step.query_lens_S), device)
+            wrapper.plan(device, query_indptr_S1, *tables, *sizes, causal=True, **settings)
+        self._planned = wrapper.flashinfer
+
+    def _new(self, wrapper: Any, device: torch.device) -> _Wrapper:
+        settings = {} if "Prefill" in wrapper.__name__ else {"use_tensor_cores": self._has_tensor_cores}
+        return _Wrapper(wrapper(_workspace(device), _LAYOUT, **settings))
+
+    def _captured_wrapper(self, step: HostStep, device: torch.device) -> _Wrapper:
+        """That of a graph: what it reads stays where it is. Graphs run one after the other, so they share scratch."""
+        size = step.padded_rows
+        assert size is not None
+        if size not in self._captured:
+            num_indices = size * step.block_tables_CM.shape[1]
+            if self._captured_indices is None or self._captured_plan is None:
+                self._captured_indices = torch.empty(num_indices, dtype=torch.int32, device=device)
+                self._captured_plan = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
+            assert num_indices <= len(self._captured_indices), "the largest size is captured first"
+            wrapper = self._module.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+                _workspace(device),
+                torch.empty(size + 1, dtype=torch.int32, device=device),
+                self._captured_indices[:num_indices],
+                torch.empty(size, dtype=torch.int32, device=device),
+                _LAYOUT,
+                self._has_tensor_cores,
+            )
+            wrapper.reset_workspace_buffer(_workspace(device), self._captured_plan)
+            self._captured[size] = _Wrapper(wrapper)
+        return self._captured[size]
+
+    def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+        assert self._planned is not None, "a step that was not prepared"
+        out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
+        self._planned.run(q_THE, (cache.k_BGPE, cache.v_BGPE), out=out_THE)
+        return out_THE
+
+
+@cache
+def _workspace(device: torch.device) -> Tensor:
+    """Scratch of all wrappers: the device runs one kernel after the other."""
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _sums(counts_S: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts_S)))
+
+
+def _pinned(values: NDArray[np.int64], device: torch.device) -> Tensor:
+    """int32 on the host, where `plan` reads it and from where it is copied without waiting."""
+    tensor = torch.from_numpy(values.astype(np.int32))
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+def _pages(step: HostStep, block_size: int, device: torch.device) -> _Pages:
+    """Rows of padding have a sequence of one token in block 0: a page holds at least one."""
+    padding = 0 if step.padded_rows is None else step.padded_rows - len(step.rows_S)
+    seq_lens_S = np.concatenate((step.seq_lens_S, np.ones(padding, np.int64)))
+    counts_S = -(-seq_lens_S // block_size)
+    indptr_S1 = _sums(counts_S)
+    real = counts_S[: len(step.rows_S)]
+    columns_I = np.arange(real.sum()) - np.repeat(indptr_S1[: len(real)], real)
+    indices_I = step.block_tables_CM[np.repeat(step.rows_S, real), columns_I]
+    indices_I = np.concatenate((indices_I, np.zeros(padding, np.int32)))
+    return _Pages(
+        _pinned(indptr_S1, device),
+        gpu.place(torch.from_numpy(indices_I.astype(np.int32)), device),
+        _pinned(seq_lens_S - (counts_S - 1) * block_size, device),
+        _pinned(seq_lens_S, device),
+    )

@@ -1,0 +1,113 @@
+"""Products with weights in floating point of which a row does not depend on the number of rows.
+
+cuBLAS, which multiplies unless results must be deterministic, chooses tiles and parts of K by that number. Here K is
+cut into parts as in products with quantized weights: see parts.py.
+
+Dimensions: M rows, K in-features, N out-features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma
+from quire.kernels.triton.parts import Tile, choose_tile, is_split, join_parts, part_length
+
+
+@triton.jit(do_not_specialize=["M"])
+def _dense_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    part_len,
+    x_stride,
+    weight_stride,
+    out_stride,
+    PARTS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Split: a program takes one part; float32 out [PARTS, M, N], no bias."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    is_m, is_n = m < M, n < N
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * weight_stride + k[None, :]
+
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for turn in range(1 if IS_SPLIT else PARTS):
+        part = tl.program_id(2) if IS_SPLIT else turn
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(part * part_len, tl.minimum(K, (part + 1) * part_len), BLOCK_K):
+            if EVEN_K:
+                x = tl.load(x_ptrs + start, mask=is_m[:, None], other=0.0)
+                w = tl.load(weight_ptrs + start, mask=is_n[:, None], other=0.0)
+            else:
+                is_k = (start + k < K)[None, :]
+                x = tl.load(x_ptrs + start, mask=is_m[:, None] & is_k, other=0.0)
+                w = tl.load(weight_ptrs + start, mask=is_n[:, None] & is_k, other=0.0)
+            if UPCAST:
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        total += acc
+
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    if IS_SPLIT:
+        out_ptrs += tl.program_id(2).to(tl.int64) * M * N
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
+
+
+def num_warps(tile: Tile) -> int:
+    """Tiles of 64 rows are spread over 8 warps: on sm_80 the split form of 4 spills."""
+    return 8 if tile.block_m == 64 else tile.num_warps
+
+
+def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor) -> None:
+    """out = x @ weight.T + bias, float32 sums rounded once. The last dimension of every tensor is contiguous."""
+    M, K = x_MK.shape
+    N = weight_NK.shape[0]
+    tile = choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device))
+    part_len = part_length(N, K)
+    parts = ceil_div(K, part_len)
+    splits = parts > 1 and is_split(tile, M, N)
+    out = torch.empty((parts, M, N), dtype=torch.float32, device=x_MK.device) if splits else out_MN
+    _dense_kernel[(ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), parts if splits else 1)](
+        x_MK,
+        weight_NK,
+        None if splits else bias_N,
+        out,
+        M,
+        N,
+        K,
+        part_len,
+        x_MK.stride(0),
+        weight_NK.stride(0),
+        out.stride(-2),
+        PARTS=parts,
+        IS_SPLIT=splits,
+        HAS_BIAS=bias_N is not None and not splits,
+        EVEN_K=K % tile.block_k == 0,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        UPCAST=IS_INTERPRETED,
+        num_warps=num_warps(tile),
+        num_stages=tile.num_stages,
+    )
+    if splits:
+        join_parts(out, bias_N, out_MN)

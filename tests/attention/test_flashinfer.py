@@ -1,0 +1,242 @@
+"""FlashInfer as a backend: what it is given, on a fake that computes what FlashInfer's documentation says, against our
+own reference; and when it is chosen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire import demo, flashinfer_facts
+from quire.attention import flashinfer
+from quire.attention.backend import AttentionSpec
+from quire.attention.flashinfer import FlashInferAttention
+from quire.attention.reference import ReferenceAttention
+from quire.attention.select import select_backend
+from quire.config import EngineConfig, ServerConfig
+from quire.errors import ConfigError
+from quire.explain import explain
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.kernels import cpu, gpu
+from quire.model_config import load_model_config
+from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
+from quire.worker.device_runner import DeviceRunner
+from tests.attention import fake_flashinfer
+from tests.attention.test_backends import SPECS, make_batch
+from tests.engine import harness
+from tests.engine.harness import Schedule, build_core, run
+from tests.engine.test_sameness import prompts
+from tests.worker.fake_accelerator import FakeAccelerator
+
+CPU = torch.device("cpu")
+MIXED = [(1, 23), (9, 9), (7, 31), (1, 1)]
+DECODES = [(1, 23), (1, 16), (1, 1), (1, 17)]
+BLOCK_SIZE = 8
+GIB = 1 << 30
+WITH_GPU = DeviceFacts("cpu", "test", "avx2", 4, 64 * GIB, 60 * GIB, GpuFacts("H100", 90, 80 * GIB, 79 * GIB), "")
+MODEL = load_model_config(demo.path())
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("QUIRE_ATTENTION_BACKEND", raising=False)
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.setattr(flashinfer_facts, "find_spec", lambda name: name == "flashinfer" or None)
+    monkeypatch.setattr(flashinfer_facts, "version", lambda name: "0.6.14")
+    monkeypatch.setattr(flashinfer_facts.shutil, "which", lambda name: "/usr/local/cuda/bin/nvcc")
+    yield
+    flashinfer._workspace.cache_clear()
+
+
+def host_step(batch: ForwardBatch, rows: list[tuple[int, int]], padded_rows: int | None = None) -> HostStep:
+    """The tables in other rows of a worker's than those of the step, and wider."""
+    count, width = batch.block_tables_SM.shape
+    tables_CM = np.full((count + 3, width + 2), -7, dtype=np.int32)
+    rows_S = np.arange(count)[::-1] + 2
+    tables_CM[rows_S, :width] = batch.block_tables_SM.numpy()
+    query_lens_S, seq_lens_S = np.array(rows).T
+    return HostStep(rows_S, query_lens_S, seq_lens_S, tables_CM, padded_rows)
+
+
+@pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("name", SPECS)
+def test_equals_the_reference(name: str, rows: list[tuple[int, int]]) -> None:
+    """Unused slots of the cache hold NaN: nothing else than what a row has is read."""
+    spec = SPECS[name]
+    batch, _, _, q_THE = make_batch(spec, BLOCK_SIZE, rows)
+    wide = torch.randn(len(q_THE), spec.num_q_heads + 2, spec.head_dim).to(spec.dtype)
+    wide[:, 1:-1] = q_THE
+    backend = FlashInferAttention(spec)
+    backend._has_tensor_cores = True  # groups of any size
+    backend.prepare(host_step(batch, rows), batch.caches[0])
+    actual = backend.forward(wide[:, 1:-1], q_THE, q_THE, batch.caches[0], batch)
+    expected = ReferenceAttention(spec).forward(q_THE, q_THE, q_THE, batch.caches[0], batch)
+    is_exact = spec.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, atol=1e-5 if is_exact else 1e-2, rtol=1e-5 if is_exact else 1e-2)
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_cache_of_codes(codes: torch.dtype) -> None:
+    spec = replace(SPECS["grouped"], dtype=torch.float16)
+    batch, _, _, q_THE = make_batch(spec, BLOCK_SIZE, MIXED)
+    cache = LayerCache(*(x.nan_to_num().to(codes) for x in batch.caches[0].tensors()))
+    backend = FlashInferAttention(spec)
+    backend.prepare(host_step(batch, MIXED), cache)
+    actual = backend.forward(q_THE, q_THE, q_THE, cache, batch)
+    expected = ReferenceAttention(spec).forward(q_THE, q_THE, q_THE, cache, batch)
+    torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_one_plan_serves_all_layers_and_each_kind_of_step_has_its_wrapper() -> None:
+    spec = SPECS["grouped"]
+    backend = FlashInferAttention(spec)
+    for rows in (MIXED, DECODES, MIXED, DECODES):
+        batch, _, _, q_THE = make_batch(spec, BLOCK_SIZE, rows)
+        backend.prepare(host_step(batch, rows), batch.caches[0])
+        for _ in range(3):
+            backend.forward(q_THE, q_THE, q_THE, batch.caches[0], batch)
+    assert backend._prefill is not None
+    assert backend._decode is not None
+    assert (backend._prefill.flashinfer.num_plans, backend._decode.flashinfer.num_plans) == (2, 2)
+
+
+def test_groups_of_four_and_more_are_decoded_on_tensor_cores() -> None:
+    for heads, has_tensor_cores in ((2, False), (6, False), (8, True), (14, True)):
+        backend = FlashInferAttention(AttentionSpec(heads, 2, 16, 0.25, 0, 0.0, torch.float16))
+        batch, _, _, _ = make_batch(backend._spec, BLOCK_SIZE, DECODES)
+        backend.prepare(host_step(batch, DECODES), batch.caches[0])
+        assert backend._planned.use_tensor_cores == has_tensor_cores
+
+
+def test_captured_steps_read_buffers_that_stay() -> None:
+    """Padded to eight rows, with other lengths each time; all sizes share scratch."""
+    spec = SPECS["window"]
+    backend = FlashInferAttention(spec)
+    for size, rows in ((8, DECODES), (4, DECODES), (8, [(1, 31), (1, 2)]), (4, DECODES[:1])):
+        batch, _, _, q_THE = make_batch(spec, BLOCK_SIZE, rows)
+        wide = make_batch(spec, BLOCK_SIZE, [(1, 40)] * len(rows))[0]
+        step = host_step(batch, rows, size)
+        tables = np.zeros((12, wide.block_tables_SM.shape[1]), np.int32)
+        tables[:, : step.block_tables_CM.shape[1] - 2] = 0
+        count = batch.block_tables_SM.shape[1]
+        tables[step.rows_S, :count] = batch.block_tables_SM.numpy()
+        backend.prepare(replace(step, block_tables_CM=tables), batch.caches[0])
+        padded = torch.cat((q_THE, torch.zeros(size - len(q_THE), *q_THE.shape[1:])))
+        actual = backend.forward(padded, padded, padded, batch.caches[0], batch)[: len(q_THE)]
+        expected = ReferenceAttention(spec).forward(q_THE, q_THE, q_THE, batch.caches[0], batch)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    wrappers = [wrapper.flashinfer for wrapper in backend._captured.values()]
+    assert [len(wrapper._buffers[2]) for wrapper in wrappers] == [8, 4]
+    assert len({wrapper._buffers[1].data_ptr() for wrapper in wrappers}) == 1
+    assert len({wrapper.int_workspace.data_ptr() for wrapper in wrappers}) == 1
+    assert [wrapper.num_plans for wrapper in wrappers] == [2, 2]
+
+
+def test_a_plan_waits_until_the_one_before_is_copied() -> None:
+    """Its numbers pass through pinned memory, which a GPU reads later."""
+    events: list[str] = []
+    copied = type("Event", (), {"synchronize": lambda self: events.append("waited")})()
+    plan = type("Plan", (), {"plan": lambda self: events.append("planned")})()
+    wrapper = flashinfer._Wrapper(plan, copied)
+    wrapper.plan(CPU)
+    assert events == ["waited", "planned"]
+
+
+def test_the_engine_gives_the_cpu_s_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks beside decodes, padded graphs, two steps in flight, in float32, which the fake computes."""
+    want = run(build_core(Schedule(), "float32"), prompts())
+    with monkeypatch.context() as patch:
+        patch.setattr(FlashInferAttention, "unsupported", staticmethod(lambda spec, device: None))
+        kinds: set[type] = set()
+        forward = FlashInferAttention.forward
+        patch.setattr(
+            FlashInferAttention, "forward", lambda self, *a: (kinds.add(type(self._planned)), forward(self, *a))[1]
+        )
+        patch.setenv("QUIRE_ATTENTION_BACKEND", "flashinfer")
+        harness.demo_model.cache_clear()  # it is loaded for another backend
+        accelerator = FakeAccelerator()
+        schedule = Schedule(chunk=17, depth=2, accelerator=accelerator, graph_sizes=(1, 2, 4, 8))
+        try:
+            core = build_core(schedule, "float32")
+            assert isinstance(core.executor, DeviceRunner)
+            assert run(core, prompts()) == want
+        finally:
+            harness.demo_model.cache_clear()
+    assert sum(graph.num_replays for graph in accelerator.graphs) > 10
+    assert kinds == {
+        fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+        fake_flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    }
+
+
+def settings(device: DeviceFacts = WITH_GPU, **arguments: Any) -> Resolved:
+    model = replace(MODEL, head_dim=arguments.pop("head_dim", 128))
+    return resolve(EngineConfig.from_kwargs(**arguments), model, device, is_server=True)
+
+
+def test_it_is_chosen_where_it_is_installed_and_takes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings().settings["attention_backend"]
+    assert (chosen.value, chosen.source) == ("FLASHINFER", "device")
+    assert "0.6.14 is installed" in chosen.detail
+    for arguments, why in (
+        ({"head_dim": 96}, "takes heads of 64, 128, 256 dimensions, not 96"),
+        ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
+        ({"kv_cache_dtype": "int8"}, "does not read a KV cache of int8"),
+        ({"deterministic": True}, "--deterministic is set"),
+        ({"model_impl": "transformers"}, "transformers' modelling code"),
+    ):
+        plain = settings(**arguments).settings["attention_backend"]
+        assert plain.value == "TRITON_ATTN"
+        assert why in plain.detail
+        with pytest.raises(ConfigError, match=f"FlashInfer cannot be used: .*{why}"):
+            settings(attention_backend="flashinfer", **arguments)
+    assert settings(kv_cache_dtype="fp8").attention_backend == "FLASHINFER"
+    mode = settings().settings["cudagraph_mode"]
+    assert mode.value == "FULL_DECODE_ONLY"
+    assert "FlashInfer's kernels for mixed steps are not captured" in mode.detail
+    monkeypatch.setattr(flashinfer_facts.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert "nvcc" in settings().settings["attention_backend"].detail
+    monkeypatch.setattr(flashinfer_facts, "find_spec", lambda name: None)
+    assert "not FlashInfer: it is not installed" in settings().settings["attention_backend"].detail
+    with pytest.raises(ConfigError, match="FlashInfer cannot be used: it is not installed"):
+        settings(attention_backend="FLASHINFER")
+
+
+def test_names() -> None:
+    on_cpu = replace(WITH_GPU, gpu=None)
+    assert settings(attention_backend="triton_attn").attention_backend == "TRITON_ATTN"
+    assert settings(on_cpu).attention_backend == "auto"
+    assert settings(on_cpu, attention_backend="CPU_ATTN").attention_backend == "CPU_ATTN"
+    with pytest.raises(ConfigError, match="TRITON_ATTN does not run on cpu"):
+        settings(on_cpu, attention_backend="TRITON_ATTN")
+    with pytest.raises(ConfigError, match="it runs on CUDA, and the model on the CPU"):
+        settings(on_cpu, attention_backend="FLASHINFER")
+    with pytest.raises(ConfigError, match="there are FlashInfer and our own kernels"):
+        EngineConfig.from_kwargs(attention_backend="FLASH_ATTN")
+    text = explain("demo", EngineConfig(attention_backend="TRITON_ATTN"), ServerConfig(), MODEL, WITH_GPU).text()
+    assert "attention_backend                    TRITON_ATTN   [argument]" in text
+
+
+def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its names only; the reasons are those of the settings."""
+    spec = AttentionSpec(8, 2, 128, 0.1, 0, 0.0, torch.bfloat16)
+    cuda = torch.device("cuda")
+    assert select_backend(spec, cuda, "FLASHINFER").name == "flashinfer"
+    assert select_backend(spec, cuda, "flashinfer").name == "flashinfer"
+    assert select_backend(spec, cuda).name == "triton"
+    assert select_backend(spec, cuda, "TRITON_ATTN").name == "triton"
+    with pytest.raises(ConfigError, match="it runs on CUDA, not on cpu"):
+        select_backend(spec, CPU, "FLASHINFER")
+    with pytest.raises(ConfigError, match="heads of 64, 128, 256 dimensions, not 80"):
+        select_backend(replace(spec, head_dim=80), cuda, "FLASHINFER")
+    monkeypatch.setattr(gpu, "_is_deterministic", True)
+    with pytest.raises(ConfigError, match="--deterministic is set"):
+        select_backend(spec, cuda, "FLASHINFER")
+    monkeypatch.setattr(cpu, "_available", True)
+    assert select_backend(spec, CPU, "CPU_ATTN").name == "cpu"
