@@ -13,6 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import quire.demo
+from quire.cli.main import main
+from quire.kernels import cpu
+from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from tests.quantize.folders import tensors, write_plain
 
@@ -59,6 +62,18 @@ def test_names_shapes_and_dtypes(folders: dict[str, Path], name: str) -> None:
                 expected[f"{module}.{suffix}"] = (dtype, tuple(sizes[size] for size in shape.split(", ")))
     found = {key: (x.dtype, tuple(x.shape)) for key, x in tensors(folders[name]).items() if "_proj" in key}
     assert found == expected
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
+@pytest.mark.parametrize("name", NAMES)
+def test_quire_plan_has_the_loaded_bytes(
+    folders: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To a byte; a quantized checkpoint has its own format only."""
+    assert main(["plan", str(folders[name]), "--device", "cpu", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["models"][0]["weights"]
+    model = load_model(load_model_config(folders[name]), torch.bfloat16)
+    assert row["num_bytes"] == model.weight_bytes()
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq-act-order"])
