@@ -61,12 +61,18 @@ format: setup
 bench: setup  ## microbenchmarks of the kernels and the front end, against the limits of this machine
 	for file in benchmarks/kernels/*.py benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
-bench-gpu: setup  ## kernels and engine against the limits of this machine's GPU
-	$(BIN)/python benchmarks/gpu/kernels.py $(ARGS)
-	$(BIN)/python benchmarks/gpu/engine.py $(ARGS)
+# GPU_PYTHON=python3: with that interpreter's own torch and Triton, and nothing is installed. It needs msgspec, jinja2, tokenizers
+# and tqdm beside them, and pytest, hypothesis and safetensors for the tests.
+GPU_PYTHON ?=
+GPU_SETUP := $(if $(GPU_PYTHON),,setup)
+RUN_ON_GPU := PYTHONPATH=src $(or $(GPU_PYTHON),$(BIN)/python)
 
-test-gpu: setup  ## what only a machine with an NVIDIA GPU can show
-	$(BIN)/python -m pytest -q tests/kernels/triton tests/engine/test_on_a_gpu.py $(ARGS)
+bench-gpu: $(GPU_SETUP)  ## kernels and engine against the limits of this machine's GPU
+	$(RUN_ON_GPU) benchmarks/gpu/kernels.py $(ARGS)
+	$(RUN_ON_GPU) benchmarks/gpu/engine.py $(ARGS)
+
+test-gpu: $(GPU_SETUP)  ## what only a machine with an NVIDIA GPU can show
+	$(RUN_ON_GPU) -m pytest -q -c tests/gpu.ini --rootdir . tests/kernels/triton tests/layers tests/engine/test_on_a_gpu.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build

@@ -14,14 +14,21 @@ import pytest
 import torch
 
 import quire.demo
+from quire.attention.backend import AttentionSpec
+from quire.attention.flashinfer import FlashInferAttention
+from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine, start_engine
+from quire.flashinfer_facts import flashinfer_version
+from quire.forward_batch import LayerCache
 from quire.kernels import gpu, gpu_facts
 from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 from quire.worker.accelerator import Cuda
 from quire.worker.device_runner import DeviceRunner
+from tests.attention.test_backends import make_batch
+from tests.attention.test_flashinfer import BLOCK_SIZE, DECODES, MIXED, host_step
 from tests.engine.harness import Prompt, Schedule, build_core, run
 from tests.engine.test_gpu_path import HISTORY
 from tests.engine.test_sameness import prompts
@@ -101,6 +108,25 @@ def test_deterministic_tokens_and_logprobs(quantization: str | None, monkeypatch
     for arguments in ({"max_num_batched_tokens": 24}, {"enforce_eager": True}):
         other = start(deterministic=True, quantization=quantization, max_num_seqs=24, **arguments).core
         assert outputs(other, "other") == alone
+
+
+@pytest.mark.skipif(flashinfer_version() is None, reason="FlashInfer is not installed")
+@pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (6, 0.0), (0, 5.0)])
+@pytest.mark.parametrize("num_q_heads", [2, 8])
+def test_flashinfer_equals_the_reference(
+    num_q_heads: int, window: int, soft_cap: float, rows: list[tuple[int, int]]
+) -> None:
+    """What the fake of tests/attention stands for: tables, windows, caps and scales as FlashInfer itself takes them."""
+    spec = AttentionSpec(num_q_heads, 2, 64, 0.11, window, soft_cap, torch.float16)
+    batch, _, _, q_THE = make_batch(spec, BLOCK_SIZE, rows)
+    want_THE = ReferenceAttention(spec).forward(q_THE, q_THE, q_THE, batch.caches[0], batch)
+    cache = LayerCache(*(tensor.nan_to_num().cuda() for tensor in batch.caches[0].tensors()))
+    backend = FlashInferAttention(spec)
+    backend.prepare(host_step(batch, rows), cache)
+    q_THE = q_THE.cuda()
+    actual_THE = backend.forward(q_THE, q_THE, q_THE, cache, batch)
+    torch.testing.assert_close(actual_THE.cpu(), want_THE, atol=4e-3, rtol=4e-3)
 
 
 def test_memory_is_what_was_planned() -> None:

@@ -43,6 +43,8 @@ def attention_case(
     codes: str = "none",
     sm: int = 80,
     is_deterministic: bool = False,
+    window: int = 0,
+    has_soft_cap: bool = False,
 ) -> dict[str, Any]:
     """The kernel with the tiles of such a batch."""
     has_codes = codes != "none"
@@ -58,8 +60,8 @@ def attention_case(
         "BLOCK_M": shape.block_m,
         "BLOCK_Q": shape.block_m // group,
         "TILE": shape.tile,
-        "WINDOW": 0,
-        "HAS_SOFT_CAP": False,
+        "WINDOW": window,
+        "HAS_SOFT_CAP": has_soft_cap,
         "SEGMENTS": shape.segments,
         "RANGE": shape.range_len,
         "CODES": codes,
@@ -300,6 +302,9 @@ def cases() -> dict[str, dict[str, Any]]:
         "rope to int8": rope_case("int8"),
         "prefill": attention_case(2048, 4, 4, 128),
         "prefill of wide heads": attention_case(2048, 4, 2, 256),
+        "prefill with window and cap": attention_case(2048, 4, 2, 256, window=4096, has_soft_cap=True),
+        "decode with window and cap": attention_case(256, 256, 2, 256, window=4096, has_soft_cap=True),
+        "decode of wide heads": attention_case(256, 256, 2, 256),
         "decode": attention_case(256, 256, 4, 128),
         "split decode": attention_case(1, 1, 4, 128),
         "join": {
@@ -326,6 +331,20 @@ def cases() -> dict[str, dict[str, Any]]:
             "options": {"num_warps": 8},
         },
         "silu": {"kernel": activation._gated_activation_kernel, "constants": {"NAME": "silu", "BLOCK": 1024}},
+        "greedy": {
+            "kernel": sampling._highest_kernel,
+            "constants": {"SLICE": sampling.SLICE},
+            "types": {"logits_ptr": "*fp32", "highest_ptr": "*fp32", "token_ptr": "*i32"},
+        },
+        "join greedy": {
+            "kernel": sampling._join_highest_kernel,
+            "constants": {"BLOCK_B": 64},
+            "types": {
+                **dict.fromkeys(("highest_ptr", "row_highest_ptr"), "*fp32"),
+                "token_ptr": "*i32",
+                "row_token_ptr": "*i64",
+            },
+        },
         "search of top-k": sampling_case(sampling._search_k_kernel, ROUND=7),
         "search of top-p": sampling_case(sampling._search_p_kernel, ROUND=7),
         "total": sampling_case(sampling._total_kernel),
@@ -361,12 +380,11 @@ def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:
     }
 
 
+def all_cases(sm: int) -> dict[str, dict[str, Any]]:
+    return {**cases(), **code_cases(sm), **product_cases(sm), **deterministic_cases(sm)}
+
+
 if __name__ == "__main__":
     json.dump(
-        {
-            f"{name}, sm_{sm}": compiled(case, sm)
-            for sm in (80, 90)
-            for name, case in {**cases(), **code_cases(sm), **product_cases(sm), **deterministic_cases(sm)}.items()
-        },
-        sys.stdout,
+        {f"{name}, sm_{sm}": compiled(case, sm) for sm in (80, 90) for name, case in all_cases(sm).items()}, sys.stdout
     )
