@@ -25,11 +25,14 @@ inline __m512i in_register(__m512i x) {
 // memory into the L2 cache: each pass takes an equal share, so that memory and arithmetic overlap evenly. A pass calls
 // fetch() at even intervals; each call takes `lines` cache lines.
 struct Prefetch {
+  // L1 as well, where that was measured: 1.00 to 1.08 times as fast from 1 to 256 rows (bfloat16, int8; Zen 5)
+  static constexpr int kLocality = QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512_BF16 ? 3 : 2;
+
   const char* next;
   int lines;
 
   inline void fetch() {
-    for (int i = 0; i < lines; ++i) __builtin_prefetch(next + 64 * i, 0, 2);
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(next + 64 * i, 0, kLocality);
     next += 64 * lines;
   }
 };
