@@ -235,6 +235,15 @@ def grouped_pack(weight: GroupedWeight, packed: Tensor) -> None:
     )
 
 
+def grouped_rows(packed: Tensor, form: tuple[int, ...], order_K: Tensor | None, rows_T: Tensor, out_TK: Tensor) -> None:
+    """See grouped.grouped_rows; rows and out are contiguous."""
+    count, K = out_TK.shape
+    code = DTYPE_CODES[out_TK.dtype]
+    _C.gemm_grouped_rows(
+        packed.data_ptr(), K, _address(order_K), rows_T.data_ptr(), count, code, out_TK.data_ptr(), *form
+    )
+
+
 def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
     """Best measured bytes per second of reading memory once, over all kernel threads. Needs the extension."""
     return float(_C.read_bandwidth(num_bytes, repeats))

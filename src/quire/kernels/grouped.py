@@ -141,6 +141,10 @@ def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> T
     if packed.data is None:
         assert packed.weight is not None
         weight = packed.weight.rows(rows_T)
+    elif cpu.available() and packed.data.device.type == "cpu":
+        out_TK = torch.empty((len(rows_T), packed.K), dtype=dtype)
+        cpu.grouped_rows(packed.data, packed.form, packed.order_K, rows_T.contiguous(), out_TK)
+        return out_TK
     else:
         weight = rows_of_panels(packed.data, packed.order_K, packed.format, packed.N, packed.K, rows_T)
     return reference.dequantize_grouped(weight).to(dtype)
