@@ -47,6 +47,17 @@ void bind_gemm(nb::module_& m) {
       nb::arg("scale_numbers"), nb::arg("offset_numbers"), nb::arg("super_size"),
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
+      "gemm_grouped_rows",
+      [](uintptr_t packed, int64_t k, uintptr_t order, uintptr_t rows, int64_t count, int dtype, uintptr_t out,
+         int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
+        gemm_grouped_rows(pointer<const void>(packed), k, form_of(bits, group_size, scales, offsets, super_size),
+                          pointer<const int32_t>(order), pointer<const int64_t>(rows), count, static_cast<DType>(dtype),
+                          pointer<void>(out));
+      },
+      nb::arg("packed"), nb::arg("k"), nb::arg("order"), nb::arg("rows"), nb::arg("count"), nb::arg("dtype"),
+      nb::arg("out"), nb::arg("bits"), nb::arg("group_size"), nb::arg("scales"), nb::arg("offsets"),
+      nb::arg("super_size"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
       "gemm_grouped_quantize",
       [](uintptr_t weight, int dtype, int64_t weight_stride, int64_t n, int64_t k, int bits, int64_t group_size,
          uintptr_t codes, uintptr_t scales) {

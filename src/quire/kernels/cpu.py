@@ -18,7 +18,6 @@ from torch import Tensor
 from quire import envs
 from quire.kernels import extension
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.kernels.weight_memory import WeightMemory
 from quire.weight_format import GroupedFormat
 
 _C: Any = extension.C  # None: installed without a compiler; ops run on plain torch
@@ -124,13 +123,15 @@ def default_num_threads() -> int:
     return int(_C.default_num_threads()) if _available else torch.get_num_threads()
 
 
-def gemm_pack(weight_NK: Tensor) -> Tensor:
-    """Copy a weight (rows may be strided) into the panel layout of csrc/include/quire/kernels/gemm.h; uint8 tensor."""
-    N, K = weight_NK.shape
+def gemm_packed_bytes(dtype: torch.dtype, N: int, K: int) -> int:
+    """Bytes of N rows in the panel layout of csrc/include/quire/kernels/gemm.h."""
+    return int(_C.gemm_packed_bytes(DTYPE_CODES[dtype], N, K))
+
+
+def gemm_pack(weight_NK: Tensor, packed: Tensor) -> None:
+    """Copy a weight (rows may be strided) into that layout, to the beginning of `packed`."""
     code = DTYPE_CODES[weight_NK.dtype]
-    packed = _weights.empty(_C.gemm_packed_bytes(code, N, K))
-    _C.gemm_pack(weight_NK.data_ptr(), code, N, K, weight_NK.stride(0), packed.data_ptr())
-    return packed
+    _C.gemm_pack(weight_NK.data_ptr(), code, *weight_NK.shape, weight_NK.stride(0), packed.data_ptr())
 
 
 def gemm(
@@ -180,53 +181,47 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def fp8_quantize(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes_NK and scales_N, see fp8.quantize_fp8."""
-    N, K = weight_NK.shape
-    codes_NK = torch.empty((N, K), dtype=torch.float8_e4m3fn)
-    scales_N = torch.empty(N, dtype=torch.float32)
-    code = DTYPE_CODES[weight_NK.dtype]
-    _C.gemm_fp8_quantize(
-        weight_NK.data_ptr(), code, weight_NK.stride(0), N, K, codes_NK.data_ptr(), scales_N.data_ptr()
-    )
-    return codes_NK, scales_N
+def fp8_quantize(weight_NK: Tensor, codes_NK: Tensor, scales_N: Tensor) -> None:
+    """See fp8.quantize_fp8."""
+    address, code, stride = weight_NK.data_ptr(), DTYPE_CODES[weight_NK.dtype], weight_NK.stride(0)
+    _C.gemm_fp8_quantize(address, code, stride, *weight_NK.shape, codes_NK.data_ptr(), scales_N.data_ptr())
 
 
-def fp8_pack(codes_NK: Tensor, scales_NG: Tensor, group_size: int) -> Tensor:
-    """Copy an FP8 weight into the panel layout of csrc/include/quire/kernels/gemm_fp8.h; uint8 tensor."""
+def fp8_packed_bytes(N: int, K: int, group_size: int) -> int:
+    """Bytes of N rows in the panel layout of csrc/include/quire/kernels/gemm_fp8.h."""
+    return int(_C.gemm_fp8_packed_bytes(N, K, group_size))
+
+
+def fp8_pack(codes_NK: Tensor, scales_NG: Tensor, group_size: int, packed: Tensor) -> None:
+    """Copy an FP8 weight into that layout, to the beginning of `packed`."""
     N, K = codes_NK.shape
-    packed = _weights.empty(_C.gemm_fp8_packed_bytes(N, K, group_size))
     _C.gemm_fp8_pack(codes_NK.data_ptr(), codes_NK.stride(0), scales_NG.data_ptr(), N, K, group_size, packed.data_ptr())
-    return packed
 
 
-def grouped_quantize(weight_NK: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+def grouped_quantize(weight_NK: Tensor, bits: int, group_size: int, codes_NK: Tensor, scales_NG: Tensor) -> None:
     """See grouped.quantize_grouped."""
-    N, K = weight_NK.shape
-    codes_NK = torch.empty((N, K), dtype=torch.uint8)
-    scales_NG = torch.empty((N, -(-K // group_size)), dtype=torch.float32)
     _C.gemm_grouped_quantize(
         weight_NK.data_ptr(),
         DTYPE_CODES[weight_NK.dtype],
         weight_NK.stride(0),
-        N,
-        K,
+        *weight_NK.shape,
         bits,
         group_size,
         codes_NK.data_ptr(),
         scales_NG.data_ptr(),
     )
-    return codes_NK, scales_NG
 
 
-def grouped_pack(weight: GroupedWeight) -> Tensor:
-    """Copy a grouped weight into the panel layout of csrc/include/quire/kernels/grouped_layout.h; uint8 tensor.
+def grouped_packed_bytes(N: int, K: int, form: tuple[int, ...]) -> int:
+    """Bytes of N rows in the panel layout of csrc/include/quire/kernels/grouped_layout.h; `form` of `grouped_form`."""
+    return int(_C.gemm_grouped_packed_bytes(N, K, *form))
+
+
+def grouped_pack(weight: GroupedWeight, packed: Tensor) -> None:
+    """Copy a grouped weight into that layout, to the beginning of `packed`.
 
     Its tensors are contiguous, but for the rows of the codes.
     """
-    N, K = weight.shape
-    form = grouped_form(weight.format)
-    packed = _weights.empty(_C.gemm_grouped_packed_bytes(N, K, *form))
     _C.gemm_grouped_pack(
         weight.codes_NK.data_ptr(),
         weight.codes_NK.stride(0),
@@ -234,12 +229,19 @@ def grouped_pack(weight: GroupedWeight) -> Tensor:
         _address(weight.zeros_NG if weight.minima_NG is None else weight.minima_NG),
         _address(weight.super_scales_NS),
         _address(weight.super_minima_NS),
-        N,
-        K,
+        *weight.shape,
         packed.data_ptr(),
-        *form,
+        *grouped_form(weight.format),
     )
-    return packed
+
+
+def grouped_rows(packed: Tensor, form: tuple[int, ...], order_K: Tensor | None, rows_T: Tensor, out_TK: Tensor) -> None:
+    """See grouped.grouped_rows; rows and out are contiguous."""
+    count, K = out_TK.shape
+    code = DTYPE_CODES[out_TK.dtype]
+    _C.gemm_grouped_rows(
+        packed.data_ptr(), K, _address(order_K), rows_T.data_ptr(), count, code, out_TK.data_ptr(), *form
+    )
 
 
 def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
@@ -263,9 +265,6 @@ def advise_huge_pages(x: Tensor) -> None:
     """
     if _available:
         _C.advise_huge_pages(x.data_ptr(), x.nbytes)
-
-
-_weights = WeightMemory(advise_huge_pages)
 
 
 def rms_norm(

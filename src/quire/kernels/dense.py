@@ -7,13 +7,15 @@ Dimensions: T tokens, K in-features, N out-features.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import cpu, gpu
+from quire.kernels import cpu, gpu, pages, weight_memory
 from quire.kernels.product import check_product
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import PANEL_WIDTH
@@ -37,18 +39,36 @@ class PackedLinear:
         return self.data.nbytes
 
 
+def packs(device: torch.device) -> bool:
+    """Whether weights on this device are packed: by the compiled kernels, on CPU."""
+    return cpu.available() and device.type == "cpu" and not gpu.serves(device)
+
+
 def pack_linear(weight_NK: Tensor) -> PackedLinear:
     """Bring a weight [N, K] of dtype float32, bfloat16 or float16 into the form `linear` reads.
 
-    On CPU with the compiled kernels this is a copy (multi-threaded): the caller may free `weight_NK`. Rows may be
-    strided.
+    On CPU with the compiled kernels this is a copy (multi-threaded), and pages of a mapped file are released as it goes
+    on: the caller may free `weight_NK`. Rows may be strided.
     """
     assert weight_NK.dim() == 2, f"weight must be [N, K], got shape {tuple(weight_NK.shape)}"
     assert weight_NK.dtype in cpu.DTYPE_CODES, f"weight dtype {weight_NK.dtype} is not float32, bfloat16 or float16"
     N, K = weight_NK.shape
-    if gpu.serves(weight_NK.device) or not (cpu.available() and weight_NK.device.type == "cpu"):
+    if not packs(weight_NK.device):
         return PackedLinear(weight_NK, N, K, weight_NK.dtype, is_packed=False)
-    return PackedLinear(cpu.gemm_pack(contiguous_rows(weight_NK)), N, K, weight_NK.dtype, is_packed=True)
+    return pack_linear_bands(pages.row_bands(weight_NK), N)
+
+
+def pack_linear_bands(bands: Iterable[Tensor], N: int) -> PackedLinear:
+    """The packed form of a weight of N rows that comes in bands, on a device that `packs`: rows in order, in each band
+    but the last a multiple of PANEL_WIDTH."""
+    bands = iter(bands)
+    first = next(bands)
+    dtype, K = first.dtype, first.shape[1]
+    data, begin = weight_memory.empty(cpu.gemm_packed_bytes(dtype, N, K)), 0
+    for band_NK in chain([first], bands):
+        cpu.gemm_pack(contiguous_rows(band_NK), data[begin:])
+        begin += cpu.gemm_packed_bytes(dtype, *band_NK.shape)
+    return PackedLinear(data, N, K, dtype, is_packed=True)
 
 
 def linear(

@@ -8,13 +8,14 @@ Dimensions: T tokens, K in-features, N out-features, G groups along K.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu, gpu, reference
+from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.product import check_product
 from quire.kernels.strides import contiguous_rows
@@ -81,21 +82,36 @@ def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
     if on_gpu:
         codes_NK, scales_N1 = gpu.kernels().quantize_rows(weight_NK)
         return Fp8Weight(codes_NK, scales_N1, group_size)
-    codes_NK, scales_N = cpu.fp8_quantize(weight_NK)
-    return Fp8Weight(codes_NK, scales_N[:, None], group_size)
+    codes_NK = pages.scratch(tuple(weight_NK.shape), torch.float8_e4m3fn)
+    scales_N1 = torch.empty((weight_NK.shape[0], 1), dtype=torch.float32)
+    cpu.fp8_quantize(weight_NK, codes_NK, scales_N1)
+    return Fp8Weight(codes_NK, scales_N1, group_size)
 
 
 def pack_fp8(weight: Fp8Weight) -> PackedFp8:
     """Bring a weight into the form `fp8_linear` reads; a copy on the kernels."""
-    shape = (*weight.shape, weight.group_size)
-    codes_NK = weight.codes_NK
-    on_gpu = gpu.serves(codes_NK.device)
-    if not (on_gpu or (cpu.available() and codes_NK.device.type == "cpu")):
-        return PackedFp8(None, weight, *shape)
-    codes_NK = contiguous_rows(codes_NK)
-    if on_gpu:
-        return PackedFp8(None, Fp8Weight(codes_NK, weight.scales_NG.contiguous(), weight.group_size), *shape)
-    return PackedFp8(cpu.fp8_pack(codes_NK, weight.scales_NG.contiguous(), weight.group_size), None, *shape)
+    return pack_fp8_bands([weight], weight.shape[0])
+
+
+def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int) -> PackedFp8:
+    """The same for a weight of N rows that comes in bands: rows in order, in each but the last a multiple of
+    PANEL_WIDTH. The CPU kernels need one at a time."""
+    bands = iter(bands)
+    band: Fp8Weight | None = next(bands)
+    assert band is not None
+    group_size, (_, K), device = band.group_size, band.shape, band.codes_NK.device
+    if not (cpu.available() and device.type == "cpu"):
+        weight = Fp8Weight.joined([band, *bands])
+        if gpu.serves(device):
+            weight = Fp8Weight(contiguous_rows(weight.codes_NK), weight.scales_NG.contiguous(), group_size)
+        return PackedFp8(None, weight, N, K, group_size)
+    data, begin = weight_memory.empty(cpu.fp8_packed_bytes(N, K, group_size)), 0
+    while band is not None:
+        cpu.fp8_pack(contiguous_rows(band.codes_NK), band.scales_NG.contiguous(), group_size, data[begin:])
+        begin += cpu.fp8_packed_bytes(*band.shape, group_size)
+        band = None  # the next one is made in its memory
+        band = next(bands, None)
+    return PackedFp8(data, None, N, K, group_size)
 
 
 def rms_norm_to_fp8(

@@ -5,6 +5,7 @@ Dimensions: N out-features, K in-features, G groups of group_size along K (the l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,14 @@ class Fp8Weight:
     @property
     def nbytes(self) -> int:
         return self.codes_NK.nbytes + self.scales_NG.nbytes
+
+    @staticmethod
+    def joined(bands: Sequence[Fp8Weight]) -> Fp8Weight:
+        """The weight of all their rows."""
+        if len(bands) == 1:
+            return bands[0]
+        codes_NK = torch.cat([band.codes_NK.view(torch.uint8) for band in bands]).view(torch.float8_e4m3fn)
+        return Fp8Weight(codes_NK, torch.cat([band.scales_NG for band in bands]), bands[0].group_size)
 
     def rows(self, rows_T: Tensor) -> Fp8Weight:
         """The weight of some out-features; rows_T int64, each in [0, N)."""

@@ -6,6 +6,7 @@ Dimensions: T tokens, K in-features, N out-features, G groups along K.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu, gpu, reference
+from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.grouped_panels import rows_of_panels, to_panels
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.kernels.product import check_product
@@ -63,24 +64,48 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWe
     if not cpu.takes(weight_NK):
         return reference.quantize_grouped(weight_NK, bits, group_size)
     weight_NK = contiguous_rows(weight_NK)
-    codes_NK, scales_NG = cpu.grouped_quantize(weight_NK, bits, group_size)
+    N, K = weight_NK.shape
+    codes_NK = pages.scratch((N, K), torch.uint8)
+    scales_NG = torch.empty((N, -(-K // group_size)), dtype=torch.float32)
+    cpu.grouped_quantize(weight_NK, bits, group_size, codes_NK, scales_NG)
     return GroupedWeight(codes_NK=codes_NK, bits=bits, group_size=group_size, scales_NG=scales_NG)
 
 
 def pack_grouped(weight: GroupedWeight) -> PackedGrouped:
     """Bring a weight into the form `grouped_linear` reads, on its device; a copy on the kernels."""
-    shape = (*weight.shape, weight.format)
-    order_K = None if weight.order_K is None else weight.order_K.to(torch.int32).contiguous()
-    if gpu.serves(weight.codes_NK.device):
-        return PackedGrouped(to_panels(weight), order_K, None, *shape)
-    if not (cpu.available() and weight.codes_NK.device.type == "cpu"):
-        return PackedGrouped(None, None, weight, *shape)
-    contiguous: dict[str, Any] = {
+    return pack_grouped_bands([weight], weight.shape[0])
+
+
+def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
+    """The same for a weight of N rows that comes in bands: rows in order, in each but the last a multiple of
+    PANEL_WIDTH. The CPU kernels need one at a time."""
+    bands = iter(bands)
+    band: GroupedWeight | None = next(bands)
+    assert band is not None
+    order_K = None if band.order_K is None else band.order_K.to(torch.int32).contiguous()
+    (_, K), form, device = band.shape, band.format, band.codes_NK.device
+    if gpu.serves(device):
+        return PackedGrouped(to_panels(GroupedWeight.joined([band, *bands])), order_K, None, N, K, form)
+    if not (cpu.available() and device.type == "cpu"):
+        return PackedGrouped(None, None, GroupedWeight.joined([band, *bands]), N, K, form)
+    codes = cpu.grouped_form(form)
+    data, begin = weight_memory.empty(cpu.grouped_packed_bytes(N, K, codes)), 0
+    while band is not None:
+        cpu.grouped_pack(_contiguous(band), data[begin:])
+        begin += cpu.grouped_packed_bytes(*band.shape, codes)
+        band = None  # the next one is made in its memory
+        band = next(bands, None)
+    return PackedGrouped(data, order_K, None, N, K, form)
+
+
+def _contiguous(weight: GroupedWeight) -> GroupedWeight:
+    """But for the rows of the codes."""
+    tensors: dict[str, Any] = {
         name: x.contiguous()
         for name, x in vars(weight).items()
         if isinstance(x, Tensor) and not (name == "codes_NK" and x.stride(1) == 1)
     }
-    return PackedGrouped(cpu.grouped_pack(replace(weight, **contiguous)), order_K, None, *shape)
+    return replace(weight, **tensors)
 
 
 def grouped_linear(
@@ -115,6 +140,10 @@ def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> T
     if packed.data is None:
         assert packed.weight is not None
         weight = packed.weight.rows(rows_T)
+    elif cpu.available() and packed.data.device.type == "cpu":
+        out_TK = torch.empty((len(rows_T), packed.K), dtype=dtype)
+        cpu.grouped_rows(packed.data, packed.form, packed.order_K, rows_T.contiguous(), out_TK)
+        return out_TK
     else:
         weight = rows_of_panels(packed.data, packed.order_K, packed.format, packed.N, packed.K, rows_T)
     return reference.dequantize_grouped(weight).to(dtype)

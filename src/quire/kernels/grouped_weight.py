@@ -5,6 +5,7 @@ Dimensions: N out-features, K in-features, G groups of group_size along K (the l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +85,18 @@ class GroupedWeight:
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in vars(self).values() if isinstance(x, Tensor))
+
+    @staticmethod
+    def joined(bands: Sequence[GroupedWeight]) -> GroupedWeight:
+        """The weight of all their rows; the columns of all are in one order."""
+        if len(bands) == 1:
+            return bands[0]
+        of_rows: dict[str, Any] = {
+            name: torch.cat([getattr(band, name) for band in bands])
+            for name, x in vars(bands[0]).items()
+            if isinstance(x, Tensor) and name != "order_K"
+        }
+        return replace(bands[0], **of_rows)
 
     def rows(self, rows_T: Tensor) -> GroupedWeight:
         """The weight of some out-features; rows_T int64, each in [0, N)."""

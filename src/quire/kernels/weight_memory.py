@@ -7,15 +7,18 @@ times as fast with this in bfloat16, 1.06, 1.07 and 1.06 in 4 bits (benchmarks/N
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels import cpu
+
 REGION_BYTES = 256 << 20  # of addresses: memory is taken as it is written
+HUGE_PAGE = 2 << 20
 ALIGNMENT = 64
 
 
@@ -29,17 +32,27 @@ class WeightMemory:
     def __init__(self, advise: Callable[[Tensor], None]) -> None:
         self._advise = advise
         self._lock = threading.Lock()
-        self._region: weakref.ref[np.ndarray] | None = None
+        self._region: weakref.ref[mmap.mmap] | None = None
         self._used = 0
 
     def empty(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], not initialised, at a multiple of 64 bytes."""
+        """uint8 [num_bytes], one or more, not initialised, at a multiple of 64 bytes."""
         with self._lock:
             region = self._region() if self._region is not None else None
             if region is None or self._used + num_bytes > len(region):
-                region = np.empty(max(num_bytes, REGION_BYTES) + ALIGNMENT, dtype=np.uint8)
-                self._advise(torch.from_numpy(region))
-                self._region, self._used = weakref.ref(region), -region.ctypes.data % ALIGNMENT
-            piece = region[self._used : self._used + num_bytes]  # keeps the region
+                size = max(num_bytes, REGION_BYTES) + HUGE_PAGE
+                region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                whole = torch.frombuffer(region, dtype=torch.uint8)
+                self._advise(whole)
+                self._region, self._used = weakref.ref(region), -whole.data_ptr() % HUGE_PAGE
+            piece = torch.frombuffer(region, dtype=torch.uint8, count=num_bytes, offset=self._used)  # keeps the region
             self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-            return torch.from_numpy(piece)
+            return piece
+
+
+_weights = WeightMemory(cpu.advise_huge_pages)
+
+
+def empty(num_bytes: int) -> Tensor:
+    """Memory for a weight that the compiled kernels read, see WeightMemory."""
+    return _weights.empty(num_bytes)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.pages import copied
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.select import select_scheme
@@ -31,7 +32,7 @@ class Embedding:
         yield "weight", WeightSlot(self._shape, self._load)
 
     def _load(self, weight_VD: Tensor) -> None:
-        self.weight_VD = weight_VD.to(self.weight_VD.dtype, copy=True)
+        self.weight_VD = copied(weight_VD, self.weight_VD.dtype)
 
     def weight_bytes(self) -> int:
         return self.weight_VD.nbytes

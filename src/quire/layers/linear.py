@@ -102,8 +102,8 @@ class Linear:
             self.bias = bias.owned
         arrived = [*self.tensors.values(), *([bias] if bias is not None else [])]
         self.scheme.finalize(self)
-        for tensor in arrived:  # the slots live as long as the model: without this they hold every weight a second time
-            tensor.data = None
+        for tensor in arrived:  # the slots live as long as the model: without this they hold the checkpoint
+            tensor.clear()
 
     @property
     def parts(self) -> tuple[Linear, ...]:

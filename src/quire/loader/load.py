@@ -9,6 +9,7 @@ from quire.errors import ConfigError
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat
 from quire.kernels import extension
+from quire.kernels.pages import trim
 from quire.loader.dummy import dummy_weights
 from quire.loader.gguf import GgufCheckpoint
 from quire.loader.packed_cache import PackedCache
@@ -93,6 +94,7 @@ def load_model(
     if packed_weights_cache:
         if isinstance(model, Decoder) and checkpoint is not None and extension.is_used() and device == CPU:
             _load_cached(model, PackedCache(config, dtype, quantization, checkpoint.files), checkpoint, progress)
+            trim()
             return model
         logger.warning("no packed weights are kept: only those of native models are, on the compiled CPU kernels")
     if checkpoint is None:
@@ -100,6 +102,7 @@ def load_model(
     else:
         model.load_weights(checkpoint.tensors(progress))
     model.finalize()
+    trim()
     return model
 
 

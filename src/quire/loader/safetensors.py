@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from quire.errors import WeightsError
+from quire.kernels.pages import map_file
 from quire.messages import Progress
 from quire.resolve import shown_bytes
 
@@ -328,13 +329,12 @@ def map_tensors(
     wanted = [entry for entry in entries if names is None or entry.name in names]
     if not wanted:
         return
-    # A private, writable mapping: torch takes the buffer without a warning, and the file cannot be changed through it.
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size < entries[-1].end:
             raise WeightsError(
                 f"{path.name} changed while it was being loaded", fix="Start again when the download is complete"
             )
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapped = map_file(file)
     advice = _PageAdvice(mapped, wanted[-1].end)
     for entry in wanted:
         advice.move(entry.begin, entry.end)

@@ -27,6 +27,7 @@ from quire.errors import ConfigError, ModelConfigError
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.hf_config.translate import merge
 from quire.kernels.dense import linear, pack_linear
+from quire.kernels.pages import copied
 from quire.model_config import ModelConfig
 from quire.models import transformers_attention as attention
 from quire.models.weights import check_fit, without_kv_scales
@@ -110,7 +111,7 @@ class TransformersModel:
         """Pack the linear layers, see what every layer's attention is, and connect it to the KV cache."""
         _pack_linear_layers(self._model, self.dtype)
         for tensor in (*self._model.parameters(), *self._model.buffers()):
-            tensor.data = tensor.data.clone()  # what is not packed is still a view of the mapped file
+            tensor.data = copied(tensor.data)  # what is not packed is still a view of the mapped file
         self._body = self._split_off_head()
         calls = self._probe(0)
         attention.check_calls(calls, self._probe(_PROBE_SHIFT), self.config.architecture, self.config.num_layers)

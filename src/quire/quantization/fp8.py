@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.errors import WeightsError
 from quire.hf_config.layer_format import LayerFormat
-from quire.kernels.fp8 import Rows, fp8_linear, fp8_rows, pack_fp8, quantize_fp8
+from quire.kernels.fp8 import Rows, fp8_linear, fp8_rows, pack_fp8, pack_fp8_bands, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.quantization.scheme import FLOATS, CheckedTensor, LinearLayer, ShardedTensor, check_finite, plain_weight
 from quire.weight_format import Fp8Format
@@ -39,7 +39,8 @@ class Fp8OnLoad(_Fp8):
         layer.tensors["weight"] = plain_weight(layer)
 
     def finalize(self, layer: LinearLayer) -> None:
-        layer.weight = pack_fp8(quantize_fp8(layer.tensors.pop("weight").whole))
+        bands = layer.tensors.pop("weight").row_bands()
+        layer.weight = pack_fp8_bands(map(quantize_fp8, bands), layer.out_features)
 
 
 class Fp8Checkpoint(_Fp8):

@@ -9,7 +9,9 @@ import torch
 
 from quire.errors import WeightsError
 from quire.gguf.types import TensorType
-from quire.kernels.grouped import pack_grouped
+from quire.kernels.grouped import pack_grouped_bands
+from quire.kernels.grouped_weight import GroupedWeight
+from quire.kernels.pages import row_bands
 from quire.quantization.gguf_blocks import unpack_blocks
 from quire.quantization.grouped import Grouped
 from quire.quantization.scheme import LinearLayer, ShardedTensor, check_finite
@@ -27,7 +29,12 @@ class GgufBlocks(Grouped):
         layer.tensors["weight"] = ShardedTensor(pieces, torch.uint8, accepts=(torch.uint8,))
 
     def finalize(self, layer: LinearLayer) -> None:
-        weight = unpack_blocks(layer.tensors.pop("weight").whole, self._type)
+        # whole: unpacking takes turns with packing, and the threads of the one wait busily into the other's time
+        raw_NR = layer.tensors.pop("weight").whole
+        bands = (self._checked(unpack_blocks(band_NR, self._type), layer) for band_NR in row_bands(raw_NR))
+        layer.weight = pack_grouped_bands(bands, layer.out_features)
+
+    def _checked(self, weight: GroupedWeight, layer: LinearLayer) -> GroupedWeight:
         if weight.codes_NK.shape[1] != layer.in_features:
             raise WeightsError(
                 f"rows in blocks of {self._type.name} are not as wide as the layer",
@@ -39,4 +46,4 @@ class GgufBlocks(Grouped):
         check_finite(numbers)
         if offsets is not None:
             check_finite(offsets)
-        layer.weight = pack_grouped(weight)
+        return weight

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.gguf.types import TensorType
+from quire.kernels import pages
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.weight_format import GGUF
 
@@ -39,7 +40,7 @@ def unpack_blocks(raw_NR: Tensor, tensor_type: TensorType) -> GroupedWeight:
     K = R // tensor_type.block_bytes * tensor_type.block_size
     G = K // form.group_size_of(K)
     is_two_level, has_minima = form.scales == "int8", form.offsets is not None
-    codes_NK = raw_NR.new_empty((N, K))
+    codes_NK = pages.scratch((N, K), torch.uint8, raw_NR.device)
     scales_NG = raw_NR.new_empty((N, G), dtype=torch.int8 if is_two_level else torch.float16)
     minima_NG = torch.empty_like(scales_NG) if has_minima else None
     super_scales_NS = raw_NR.new_empty((N, G // form.super_size), dtype=torch.float16) if is_two_level else None

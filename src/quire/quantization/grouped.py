@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.hf_config.layer_format import LayerFormat
-from quire.kernels.grouped import grouped_linear, grouped_rows, pack_grouped, quantize_grouped
+from quire.kernels.grouped import grouped_linear, grouped_rows, pack_grouped, pack_grouped_bands, quantize_grouped
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.logs import get_logger
 from quire.quantization.scheme import LinearLayer, check_finite, plain_weight
@@ -51,9 +51,10 @@ class QuantizedOnLoad(Grouped):
         layer.tensors["weight"] = plain_weight(layer)
 
     def finalize(self, layer: LinearLayer) -> None:
-        weight_NK = layer.tensors.pop("weight").whole
+        weight_NK = layer.tensors.pop("weight")
         bits, group_size = self._format.bits, self._format.group_size_of(layer.in_features)
-        layer.weight = pack_grouped(quantize_grouped(weight_NK, bits, group_size))
+        bands = (quantize_grouped(band_NK, bits, group_size) for band_NK in weight_NK.row_bands())
+        layer.weight = pack_grouped_bands(bands, layer.out_features)
 
 
 class Layout(Protocol):

@@ -5,7 +5,7 @@ Dimensions: T tokens, K in-features, N out-features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import WeightsError
+from quire.kernels import pages
+from quire.weight_format import PANEL_WIDTH
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -20,12 +22,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class ShardedTensor:
     """A tensor that arrives in pieces along one dimension (q, k and v of one fused projection).
 
-    Memory is taken when the first piece arrives, so that a model holds few unpacked layers at a time. A piece that is
-    the whole is kept as it is, without a copy: `is_borrowed` then says that the memory belongs to whoever brought it.
+    Pieces are kept as they come, without a copy, until the layer is packed: they may be views of a mapped file.
 
     Args:
         pieces: their shapes, one per shard.
-        dtype: pieces are converted to it.
+        dtype: what is read of it is converted to it.
         dim: the dimension along which they lie side by side.
         accepts: dtypes a checkpoint may bring.
     """
@@ -40,9 +41,8 @@ class ShardedTensor:
         self.pieces = tuple(pieces)
         self.dtype = dtype
         self.accepts = accepts
-        self.data: Tensor | None = None
-        self.is_borrowed = False
         self._dim = dim
+        self._arrived: dict[int, Tensor] = {}
         self._missing = set(range(len(pieces)))
 
     def shapes(self, shard: int) -> tuple[tuple[int, ...], ...]:
@@ -50,35 +50,58 @@ class ShardedTensor:
         return (self.pieces[shard],)
 
     def load(self, shard: int, piece: Tensor) -> None:
-        """Take the piece of one shard; converted to the tensor's dtype."""
+        """Take the piece of one shard."""
         assert piece.shape == self.pieces[shard]
-        if len(self.pieces) == 1:
-            self.data = piece.to(self.dtype)
-            # On a GPU it was brought there for us: nobody else keeps it.
-            self.is_borrowed = self.data.data_ptr() == piece.data_ptr() and piece.device.type == "cpu"
-        else:
-            sizes = [shape[self._dim] for shape in self.pieces]
-            if self.data is None:
-                shape = list(self.pieces[0])
-                shape[self._dim] = sum(sizes)
-                self.data = torch.empty(shape, dtype=self.dtype, device=piece.device)
-            self.data.narrow(self._dim, sum(sizes[:shard]), sizes[shard]).copy_(piece)
+        self._arrived[shard] = piece
         self._missing.discard(shard)
+
+    def clear(self) -> None:
+        """Let go of the pieces, and of their pages if they are of a mapped file."""
+        for piece in self._arrived.values():
+            pages.release(piece)
+        self._arrived.clear()
 
     @property
     def is_complete(self) -> bool:
         return not self._missing
 
     @property
+    def device(self) -> torch.device:
+        """Where the pieces are that have arrived."""
+        return next(iter(self._arrived.values())).device
+
+    @property
     def whole(self) -> Tensor:
-        """All pieces, which must have arrived."""
-        assert self.data is not None and self.is_complete
-        return self.data
+        """All pieces, which must have arrived; the only one is not copied if it has the tensor's dtype."""
+        assert len(self._arrived) == len(self.pieces)
+        if len(self.pieces) == 1:
+            return self._arrived[0].to(self.dtype)
+        sizes = [shape[self._dim] for shape in self.pieces]
+        shape = list(self.pieces[0])
+        shape[self._dim] = sum(sizes)
+        whole = pages.scratch(tuple(shape), self.dtype, self.device)
+        for shard, part in enumerate(torch.split(whole, sizes, self._dim)):
+            part.copy_(self._arrived[shard])
+        return whole
 
     @property
     def owned(self) -> Tensor:
         """The same, copied if the memory is somebody else's: what is kept must not hold the checkpoint's file."""
-        return self.whole.clone() if self.is_borrowed else self.whole
+        whole = self.whole
+        # On a GPU a piece was brought there for us: nobody else keeps it.
+        is_borrowed = whole.device.type == "cpu" and whole.data_ptr() == self._arrived[0].data_ptr()
+        return whole.clone() if is_borrowed else whole
+
+    def row_bands(self) -> Iterator[Tensor]:
+        """The rows of all pieces in order, a band at a time (see pages.row_bands). They lie side by side along rows."""
+        assert self._dim == 0
+        if all(shape[0] % PANEL_WIDTH == 0 for shape in self.pieces[:-1]):
+            parts = [self._arrived[shard] for shard in range(len(self.pieces))]
+        else:
+            parts = [self.whole]
+        for part in parts:
+            for band in pages.row_bands(part):
+                yield band.to(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.dense import linear, pack_linear, packed_rows
+from quire.kernels.dense import linear, pack_linear, pack_linear_bands, packed_rows, packs
 from quire.quantization.scheme import LinearLayer, plain_weight
 
 
@@ -20,8 +20,9 @@ class Unquantized:
 
     def finalize(self, layer: LinearLayer) -> None:
         tensor = layer.tensors.pop("weight")
-        layer.weight = pack_linear(tensor.whole)
-        if not layer.weight.is_packed:
+        if packs(tensor.device):
+            layer.weight = pack_linear_bands(tensor.row_bands(), layer.out_features)
+        else:
             layer.weight = pack_linear(tensor.owned)
 
     def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

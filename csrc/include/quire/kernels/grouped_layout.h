@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "quire/dtype.h"
 #include "quire/round_up.h"
 
 namespace quire {
@@ -77,5 +78,9 @@ struct GroupedSource {
 
 int64_t gemm_grouped_packed_bytes(int64_t n, int64_t k, const GroupedForm& form);
 void gemm_grouped_pack(const GroupedSource& source, int64_t n, int64_t k, const GroupedForm& form, void* packed);
+// Rows of the weight, each in [0, n), computed in float and rounded to dtype: out [count, k]. Column i of the codes is
+// element order[i] of a row, i without an order.
+void gemm_grouped_rows(const void* packed, int64_t k, const GroupedForm& form, const int32_t* order,
+                       const int64_t* rows, int64_t count, DType dtype, void* out);
 
 }  // namespace quire

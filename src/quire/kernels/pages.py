@@ -1,0 +1,127 @@
+"""Whole pages of memory while weights are loaded: files mapped for tensors, scratch outside the heap, what goes back.
+
+The checkpoint and what is made of it are resident together for no longer than a band of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import weakref
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels import cpu
+from quire.weight_format import PANEL_WIDTH
+
+_CPU = torch.device("cpu")
+_HUGE_PAGE = 2 << 20
+_THREAD_BAND_BYTES = 4 << 20  # of a weight, for each thread: some panels of the widest rows
+
+# Address and size of the files that are mapped, with the mappings. What an entry's mapping has left may be anybody's.
+_mapped: dict[int, tuple[int, weakref.ref[mmap.mmap]]] = {}
+
+
+def map_file(file: BinaryIO) -> mmap.mmap:
+    """A mapping of the whole file (of one byte or more) for tensors that are read only: `release` drops their pages."""
+    # Private and writable: torch takes the buffer without a warning, and the file cannot be changed through it.
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+    for other in [other for other, (_, owner) in _mapped.items() if owner() is None]:
+        del _mapped[other]
+    _mapped[address] = (len(mapped), weakref.ref(mapped))
+    return mapped
+
+
+def release(tensor: Tensor) -> None:
+    """Give back the pages of a tensor if they are of a mapped file: read again, they come from the file."""
+    if not (hasattr(mmap, "MADV_DONTNEED") and tensor.device.type == "cpu" and tensor.is_contiguous()):
+        return
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    for address, (size, owner) in _mapped.items():
+        if address <= begin and end <= address + size and (mapped := owner()) is not None:
+            first, last = _page_floor(begin - address), _page_floor(end - address)
+            if first < last:
+                mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
+            return
+
+
+def row_bands(weight_NX: Tensor) -> Iterator[Tensor]:
+    """The rows of a weight in order, a multiple of PANEL_WIDTH at a time, as many as keep all threads busy.
+
+    When the next band is asked for, the pages of the one before are released. On a GPU the whole is one.
+    """
+    if weight_NX.device.type != "cpu":
+        yield weight_NX
+        return
+    panel_bytes = max(math.prod(weight_NX.shape[1:]) * weight_NX.dtype.itemsize, 1) * PANEL_WIDTH
+    num_panels = max(_THREAD_BAND_BYTES * cpu.get_num_threads() // panel_bytes, 1)
+    for band in torch.split(weight_NX, num_panels * PANEL_WIDTH):
+        yield band
+        release(band)
+
+
+def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy, of `dtype` if given, made in bands."""
+    if tensor.dim() < 2:
+        return tensor.to(dtype or tensor.dtype, copy=True)
+    copy, begin = torch.empty_like(tensor, dtype=dtype), 0
+    for band in row_bands(tensor):
+        copy[begin : begin + len(band)] = band
+        begin += len(band)
+    return copy
+
+
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
+    """An uninitialised tensor for a step between checkpoint and packed weight; on CPU in memory that was used before,
+    if there is some that no tensor is in: fresh pages cost more than what is written to them."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    free = [piece for piece in _scratch if piece.user() is None]
+    piece = next((piece for piece in free if len(piece.memory) >= num_bytes), None)
+    if piece is None:
+        if free:
+            _scratch.remove(free[0])  # too small
+        piece = _Scratch(_array(num_bytes))
+        _scratch.append(piece)
+    array = piece.memory[:num_bytes]
+    piece.user = weakref.ref(array)
+    return torch.from_numpy(array).view(dtype).view(shape)
+
+
+class _Scratch:
+    """Some memory, and the array that all views of the tensor in it hold."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
+        self.user: Callable[[], np.ndarray | None] = lambda: None
+
+
+_scratch: list[_Scratch] = []
+
+
+def _array(num_bytes: int) -> np.ndarray:
+    mapped = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(mapped, dtype=np.uint8)
+    begin = -memory.ctypes.data % _HUGE_PAGE
+    memory = memory[begin : begin + num_bytes]
+    cpu.advise_huge_pages(torch.from_numpy(memory))
+    return memory
+
+
+def trim() -> None:
+    """Give back the scratch memory, and what the heap holds of freed memory, where the C library can (glibc)."""
+    _scratch.clear()
+    trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim_heap is not None:
+        trim_heap(0)
+
+
+def _page_floor(offset: int) -> int:
+    return offset - offset % mmap.PAGESIZE

@@ -1,0 +1,91 @@
+"""Weights in bands, pages of mapped files that are given back, and scratch memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels import pages
+from quire.kernels.dense import linear, pack_linear
+from quire.kernels.fp8 import fp8_rows, pack_fp8, pack_fp8_bands, quantize_fp8
+from quire.kernels.grouped import grouped_rows, pack_grouped, pack_grouped_bands, quantize_grouped
+from quire.quantization.scheme import ShardedTensor
+
+
+@pytest.fixture
+def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_THREAD_BAND_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small_bands")
+@pytest.mark.parametrize("rows", [1, 64, 200])
+def test_bands_are_packed_as_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_NK, rows_N = torch.randn(rows, 96), torch.arange(rows)
+    bands = list(pages.row_bands(weight_NK))
+    assert [len(band) for band in bands] == [64] * (rows // 64) + [rows % 64] * (rows % 64 > 0)
+    assert torch.equal(torch.cat(bands), weight_NK)
+
+    whole = pack_grouped(quantize_grouped(weight_NK, 4, 32))
+    banded = pack_grouped_bands((quantize_grouped(band, 4, 32) for band in bands), rows)
+    assert (banded.N, banded.K, banded.format) == (whole.N, whole.K, whole.format)
+    assert torch.equal(grouped_rows(banded, rows_N, torch.float32), grouped_rows(whole, rows_N, torch.float32))
+    fp8, fp8_banded = pack_fp8(quantize_fp8(weight_NK)), pack_fp8_bands(map(quantize_fp8, bands), rows)
+    assert torch.equal(fp8_rows(fp8_banded, rows_N, torch.float32), fp8_rows(fp8, rows_N, torch.float32))
+
+    x_TK = torch.randn(3, 96)
+    in_bands_TN = linear(x_TK, pack_linear(weight_NK))
+    monkeypatch.setattr(pages, "_THREAD_BAND_BYTES", 1 << 20)
+    assert torch.equal(in_bands_TN, linear(x_TK, pack_linear(weight_NK)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems may keep a page that was written to")
+def test_released_pages_come_from_the_file_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    with path.open("rb") as file:
+        mapped = torch.frombuffer(pages.map_file(file), dtype=torch.uint8)
+    expected = mapped.clone()
+    mapped[5000] += 1  # of the private copy: gone when its page is
+    pages.release(mapped[4096:8192])
+    assert torch.equal(mapped, expected)
+    assert torch.equal(pages.copied(mapped.view(128, 128), torch.int32).flatten(), expected.int())
+
+
+def test_memory_of_others_is_not_released() -> None:
+    tensor = torch.arange(1 << 14)
+    expected = tensor.clone()
+    pages.release(tensor)
+    pages.release(tensor[::2])
+    assert torch.equal(tensor, expected)
+
+
+def test_scratch_is_used_again_when_nothing_is_in_it() -> None:
+    pages.trim()
+    first = pages.scratch((10, 10), torch.float32)
+    other = pages.scratch((10, 10), torch.float32)
+    view, address = first[5:], first.data_ptr()
+    del first
+    assert pages.scratch((10, 10), torch.float32).data_ptr() not in (address, other.data_ptr())
+    view.fill_(3)
+    pages.trim()
+    assert (view == 3).all(), "held by a view"
+    del view, other
+    first = pages.scratch((10, 10), torch.float32)
+    address = first.data_ptr()
+    del first
+    assert pages.scratch((25,), torch.uint8).data_ptr() == address
+
+
+def test_pieces_of_any_size_are_packed_as_the_whole() -> None:
+    for sizes in ((64, 32), (40, 64, 24)):
+        weight_NK = torch.randn(sum(sizes), 16)
+        tensor = ShardedTensor([(size, 16) for size in sizes], torch.bfloat16)
+        for shard, piece in reversed(list(enumerate(weight_NK.split(sizes)))):
+            tensor.load(shard, piece)
+        bands = list(tensor.row_bands())
+        assert torch.equal(torch.cat(bands), weight_NK.bfloat16())
+        assert torch.equal(tensor.whole, weight_NK.bfloat16())
+        assert all(len(band) % 64 == 0 for band in bands[:-1])
