@@ -333,16 +333,12 @@ def test_quantized_bytes_are_those_of_the_config(name, quantization, expected):
 
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_and_bytes_are_those_of_the_config(name, path, expected):
-    """What plan prints is what is allocated: to the byte but for the padding of packed panels."""
+    """What plan prints is what is allocated, to the byte."""
     case, folder = CASES[name], expected(name).folder
     model = load(case, folder, torch.float32)
     shapes = model.expected_weights().values()
     assert sum(torch.Size(shape).numel() for shape in shapes) == model.config.num_parameters()
-    want = model.config.weight_bytes("float32")
-    if path == "reference":
-        assert model.weight_bytes() == want
-    else:
-        assert want <= model.weight_bytes() < 2 * want
+    assert model.weight_bytes() == model.config.weight_bytes("float32", is_packed=path != "reference")
 
 
 def test_aligned_sizes_have_no_padding(tmp_path, path):

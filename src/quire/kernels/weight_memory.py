@@ -33,20 +33,21 @@ class WeightMemory:
         self._advise = advise
         self._lock = threading.Lock()
         self._region: weakref.ref[mmap.mmap] | None = None
-        self._used = 0
+        self._next = self._end = 0  # in the region
 
     def empty(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], one or more, not initialised, at a multiple of 64 bytes."""
         with self._lock:
             region = self._region() if self._region is not None else None
-            if region is None or self._used + num_bytes > len(region):
-                size = max(num_bytes, REGION_BYTES) + HUGE_PAGE
-                region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if region is None or self._next + num_bytes > self._end:
+                size = max(num_bytes, REGION_BYTES)
+                region = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 whole = torch.frombuffer(region, dtype=torch.uint8)
                 self._advise(whole)
-                self._region, self._used = weakref.ref(region), -whole.data_ptr() % HUGE_PAGE
-            piece = torch.frombuffer(region, dtype=torch.uint8, count=num_bytes, offset=self._used)  # keeps the region
-            self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+                self._region, self._next = weakref.ref(region), -whole.data_ptr() % HUGE_PAGE
+                self._end = self._next + size
+            piece = torch.frombuffer(region, dtype=torch.uint8, count=num_bytes, offset=self._next)  # keeps the region
+            self._next += -(-num_bytes // ALIGNMENT) * ALIGNMENT
             return piece
 
 
