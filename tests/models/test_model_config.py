@@ -370,7 +370,7 @@ def test_published_models(name, load):
     assert config.kv_bytes_per_token(KV_FORMATS["bfloat16"]) == kv_bytes_per_token
     assert config.num_parameters() == num_parameters
     assert config.weight_bytes("bfloat16", is_packed=False) == 2 * num_parameters
-    assert config.weight_bytes("float32") == 4 * num_parameters
+    assert config.weight_bytes("float32", is_packed=False) == 4 * num_parameters
     assert config.max_model_len == max_model_len
     assert config.rope.type == rope_type
     assert config.is_native
