@@ -100,11 +100,12 @@ def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int) -> PackedFp8:
     band: Fp8Weight | None = next(bands)
     assert band is not None
     group_size, (_, K), device = band.group_size, band.shape, band.codes_NK.device
-    if not (cpu.available() and device.type == "cpu"):
+    if gpu.serves(device):
         weight = Fp8Weight.joined([band, *bands])
-        if gpu.serves(device):
-            weight = Fp8Weight(contiguous_rows(weight.codes_NK), weight.scales_NG.contiguous(), group_size)
+        weight = Fp8Weight(contiguous_rows(weight.codes_NK), weight.scales_NG.contiguous(), group_size)
         return PackedFp8(None, weight, N, K, group_size)
+    if not (cpu.available() and device.type == "cpu"):
+        return PackedFp8(None, Fp8Weight.joined([band, *bands]), N, K, group_size)
     data, begin = weight_memory.empty(cpu.fp8_packed_bytes(N, K, group_size)), 0
     while band is not None:
         cpu.fp8_pack(contiguous_rows(band.codes_NK), band.scales_NG.contiguous(), group_size, data[begin:])
