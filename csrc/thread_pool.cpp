@@ -1,7 +1,7 @@
 // The worker threads behind parallel_for. Each thread has a range of consecutive tasks and takes them in order, so that
 // what it fetched ahead for the next task is its own; one that has none left takes over half of what another has. A
-// range is one atomic word with the number of its job, changed by compare-and-swap only, so a worker that wakes up late
-// can never touch the next job by mistake.
+// range is one atomic word with the number of its job. While it holds claims it is changed by compare-and-swap only, so
+// a worker that wakes up late can never touch the next job by mistake.
 #include "quire/thread_pool.h"
 
 #include <pthread.h>

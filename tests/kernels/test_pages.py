@@ -79,6 +79,20 @@ def test_scratch_is_used_again_when_nothing_is_in_it() -> None:
     assert pages.scratch((25,), torch.uint8).data_ptr() == address
 
 
+def test_what_is_kept_holds_no_scratch_memory() -> None:
+    """A fused bias would else keep memory that was made for a weight, one for each layer."""
+    pages.trim()
+    large = pages.scratch((1 << 20,), torch.uint8)
+    address = large.data_ptr()
+    del large
+    tensor = ShardedTensor([(3,), (2,)], torch.float32)
+    for shard, size in enumerate((3, 2)):
+        tensor.load(shard, torch.ones(size))
+    kept = tensor.owned
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+    assert pages.scratch((1 << 20,), torch.uint8).data_ptr() == address
+
+
 def test_pieces_of_any_size_are_packed_as_the_whole() -> None:
     for sizes in ((64, 32), (40, 64, 24)):
         weight_NK = torch.randn(sum(sizes), 16)

@@ -136,7 +136,7 @@ def grouped_linear(
 
 def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
     """weight[rows_T] -> [T, K], computed in float32 and rounded to dtype. rows_T int64, each in [0, N)."""
-    assert rows_T.dim() == 1, f"rows must be [T], got shape {tuple(rows_T.shape)}"
+    assert rows_T.dim() == 1 and rows_T.dtype == torch.int64, f"rows must be int64 [T], got {rows_T.dtype}"
     if packed.data is None:
         assert packed.weight is not None
         weight = packed.weight.rows(rows_T)

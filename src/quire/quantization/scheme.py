@@ -86,11 +86,10 @@ class ShardedTensor:
 
     @property
     def owned(self) -> Tensor:
-        """The same, copied if the memory is somebody else's: what is kept must not hold the checkpoint's file."""
+        """The same in memory of its own: what is kept must hold neither the checkpoint's file nor scratch memory."""
         whole = self.whole
         # On a GPU a piece was brought there for us: nobody else keeps it.
-        is_borrowed = whole.device.type == "cpu" and whole.data_ptr() == self._arrived[0].data_ptr()
-        return whole.clone() if is_borrowed else whole
+        return whole.clone() if whole.device.type == "cpu" else whole
 
     def row_bands(self) -> Iterator[Tensor]:
         """The rows of all pieces in order, a band at a time (see pages.row_bands). They lie side by side along rows."""
