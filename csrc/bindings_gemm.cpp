@@ -1,4 +1,7 @@
 // Python names of the matrix products.
+#include <stdexcept>
+#include <string>
+
 #include "bindings.h"
 #include "quire/kernels/gemm_fp8.h"
 
@@ -48,14 +51,17 @@ void bind_gemm(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "gemm_grouped_rows",
-      [](uintptr_t packed, int64_t k, uintptr_t order, uintptr_t rows, int64_t count, int dtype, uintptr_t out,
-         int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
+      [](uintptr_t packed, int64_t n, int64_t k, uintptr_t order, uintptr_t rows, int64_t count, int dtype,
+         uintptr_t out, int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
+        for (int64_t i = 0; i < count; ++i)
+          if (const int64_t row = pointer<const int64_t>(rows)[i]; row < 0 || row >= n)
+            throw std::out_of_range("row " + std::to_string(row) + " of a weight with " + std::to_string(n) + " rows");
         gemm_grouped_rows(pointer<const void>(packed), k, form_of(bits, group_size, scales, offsets, super_size),
                           pointer<const int32_t>(order), pointer<const int64_t>(rows), count, static_cast<DType>(dtype),
                           pointer<void>(out));
       },
-      nb::arg("packed"), nb::arg("k"), nb::arg("order"), nb::arg("rows"), nb::arg("count"), nb::arg("dtype"),
-      nb::arg("out"), nb::arg("bits"), nb::arg("group_size"), nb::arg("scales"), nb::arg("offsets"),
+      nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("order"), nb::arg("rows"), nb::arg("count"),
+      nb::arg("dtype"), nb::arg("out"), nb::arg("bits"), nb::arg("group_size"), nb::arg("scales"), nb::arg("offsets"),
       nb::arg("super_size"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "gemm_grouped_quantize",

@@ -76,7 +76,8 @@ class Pool {
       const auto end = static_cast<uint32_t>(num_claims * (t + 1) / num_threads_);
       slots_[t].range.store(Range{generation, begin, end}.packed(), std::memory_order_release);
     }
-    epoch_.store(static_cast<int>(generation), std::memory_order_release);
+    // In sequence with the look at who sleeps, that a worker which is about to does not miss it.
+    epoch_.store(static_cast<int>(generation), std::memory_order_seq_cst);
     epoch_.notify_all();
     work(generation, 0);
     for (int spins = 0; unfinished_.load(std::memory_order_acquire) != 0;) {

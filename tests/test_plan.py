@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import quire.demo
+import quire.plan
 from quire import LLM
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.cost import devices
+from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
@@ -179,6 +181,24 @@ def test_a_format_the_model_cannot_have_is_named(tmp_path: Path) -> None:
     found = plan_of(tmp_path, MISTRAL_7B | {"intermediate_size": 65_600}, CPU)
     assert [row.name for row in found.weights] == ["bfloat16", "fp8", "int4"]
     assert "int8: A layer has more in-features than one scale" in found.text()
+
+
+def test_a_pair_that_is_not_possible_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    possible = quire.plan.resolve
+
+    def refuse(engine: EngineConfig, *arguments: Any, **flags: Any) -> Any:
+        if engine.quantization is not None and engine.kv_cache_dtype == "int8":
+            raise ConfigError("No such pair")
+        return possible(engine, *arguments, **flags)
+
+    monkeypatch.setattr(quire.plan, "resolve", refuse)
+    found = plan_of(tmp_path, MISTRAL_7B, CPU)
+    pairs = {(fit.weights.name, fit.kv_cache_dtype) for fit in found.fits}
+    assert {("bfloat16", "int8"), ("int4", "fp8")} <= pairs
+    assert ("int4", "int8") not in pairs
+    assert found.refused["int4 with a KV cache in int8"] == "No such pair."
+    (line,) = [line for line in found.text().splitlines() if line.startswith("int4") and line.rstrip().endswith("-")]
+    assert " = " in line
 
 
 def test_several_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

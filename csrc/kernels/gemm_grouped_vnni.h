@@ -146,8 +146,8 @@ void add_groups_vnni(const GroupRun& run, Prefetch& prefetch) {
       "add %c[pitch](%[tile]), %[factors]\n"
       "decq %c[groups](%[tile])\n"
       "jnz 1b\n"
-      : [x] "+r"(x), [x3] "+r"(x3), [weights] "+r"(weights), [numbers] "+r"(numbers), [scales] "+r"(scales),
-        [factors] "+r"(factors), [next] "+r"(prefetch.next), [step] "=&r"(step)
+      : [x] "+&r"(x), [x3] "+&r"(x3), [weights] "+&r"(weights), [numbers] "+&r"(numbers), [scales] "+&r"(scales),
+        [factors] "+&r"(factors), [next] "+&r"(prefetch.next), [step] "=&r"(step)
       : [tile] "r"(&tile), [stride] "r"(input.stride), [totals] "r"(run.totals), [rows] "i"(kRows),
         [packed] "i"(kPacked), [middle] "i"(kOffset == Offset::middle), [zeros] "i"(kOffset == Offset::zeros),
         [minima] "i"(kOffset == Offset::minima), [groups] "i"(offsetof(GroupTile, num_groups)),

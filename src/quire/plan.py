@@ -5,12 +5,13 @@ From config.json or a GGUF header alone: no weights are read.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.errors import ModelConfigError
+from quire.errors import ConfigError
 from quire.kv_format import kv_format
 from quire.memory_plan import MemoryFacts, blocks_that_fit, predict_memory
 from quire.model_config import ModelConfig, WeightBytes
@@ -185,14 +186,14 @@ class ModelPlan:
         for fit in self.fits:
             kinds[kv_format(fit.kv_cache_dtype, fit.weights.dtype).name] = f"{fit.kv_bytes_per_token:,}"
         yield "KV bytes per token: " + ", ".join(f"{name} {count}" for name, count in kinds.items())
-        names = [f"KV {fit.kv_cache_dtype}" for fit in self.fits if fit.weights is self.weights[0]]
+        names = list(dict.fromkeys(fit.kv_cache_dtype for fit in self.fits))
+        cells = {
+            (fit.weights.name, fit.kv_cache_dtype): f"{fit.num_tokens:,} = {fit.num_sequences:,}" for fit in self.fits
+        }
         yield f"Tokens that fit, and requests of {self.resolved.max_model_len:,} tokens:"
         yield from _table(
-            ["weights", *names],
-            [
-                [row.name, *(f"{fit.num_tokens:,} = {fit.num_sequences:,}" for fit in self.fits if fit.weights is row)]
-                for row in self.weights
-            ],
+            ["weights", *(f"KV {name}" for name in names)],
+            [[row.name, *(cells.get((row.name, name), "-") for name in names)] for row in self.weights],
         )
 
     def _checkpoint(self) -> str:
@@ -215,7 +216,7 @@ class ModelPlan:
         yield f"best     {_words(best.flags)}: loses least of what holds {wanted}"
         yield f"         {best.why}"
         if best.expected_loss:
-            flags = " ".join((_quoted(self.model_name), *best.flags))
+            flags = " ".join((shlex.quote(self.model_name), *best.flags))
             yield f"         it is not the original: measure it first with `quire quality {flags} --text FILE`"
 
 
@@ -249,7 +250,7 @@ def plan(
             resolved = resolve(chosen, model, device, is_server=True)
             packed = packs_floats(resolved.isa)
             num_bytes = model.weight_bytes_by_kind(dtype, resolved.quantization, is_packed=packed)
-        except ModelConfigError as error:
+        except ConfigError as error:
             if is_own:
                 raise
             refused[quantization or dtype] = error.message
@@ -263,10 +264,16 @@ def plan(
         rows.append(row)
         for kv_cache_dtype, kv_loss in _kv_formats(engine):
             paired = replace(chosen, kv_cache_dtype=kv_cache_dtype)
-            resolved = resolve(paired, model, device, is_server=True)
+            kv_is_own = kv_cache_dtype == engine.kv_cache_dtype
+            try:
+                resolved = resolve(paired, model, device, is_server=True)
+            except ConfigError as error:
+                if is_own and kv_is_own:
+                    raise
+                refused[f"{row.name} with a KV cache in {kv_cache_dtype}"] = error.message
+                continue
             memory = predict_memory(resolved, model, device)
             num_blocks, why = blocks_that_fit(paired, model, resolved, memory)
-            kv_is_own = kv_cache_dtype == engine.kv_cache_dtype
             fits.append(
                 Fit(
                     weights=row,
@@ -309,10 +316,6 @@ def _words(flags: Sequence[str]) -> str:
 
 def _speed(tokens_per_second: float) -> str:
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
-
-
-def _quoted(name: str) -> str:
-    return f"'{name}'" if any(char.isspace() for char in name) else name
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -120,6 +120,9 @@ def test_rows_of_the_weight_are_what_was_packed(weight_format: GroupedFormat) ->
     rows_T = torch.tensor([129, 0, 64, 63, 0])
     for dtype in DTYPES:
         assert torch.equal(grouped_rows(packed, rows_T, dtype), restored_NK[rows_T].to(dtype))
+    for row in (-1, packed.N):
+        with pytest.raises(IndexError):
+            grouped_rows(packed, torch.tensor([0, row]), torch.float32)
     x_TK = torch.randn(3, 611)  # rounded to 8 bits: an error of some 0.4 % of the largest element per group
     torch.testing.assert_close(grouped_linear(x_TK, packed), x_TK @ restored_NK.T, atol=0.06, rtol=0)
 

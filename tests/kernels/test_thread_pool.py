@@ -26,7 +26,7 @@ def probe(num_tasks: int) -> list[int]:
 def test_every_task_runs_on_a_thread_of_the_pool(num_threads: int, set_num_threads: Callable[[int], None]) -> None:
     set_num_threads(num_threads)
     assert cpu.get_num_threads() == num_threads
-    for num_tasks in (0, 1, 2, 3, 100, 1000):
+    for num_tasks in (0, 1, 2, 3, 100, 1000, 65_535, 65_536, 200_001):  # from 65,536 on they are claimed in pieces
         threads = probe(num_tasks)
         assert len(threads) == num_tasks
         assert all(0 <= thread < num_threads for thread in threads)

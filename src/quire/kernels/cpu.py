@@ -235,12 +235,14 @@ def grouped_pack(weight: GroupedWeight, packed: Tensor) -> None:
     )
 
 
-def grouped_rows(packed: Tensor, form: tuple[int, ...], order_K: Tensor | None, rows_T: Tensor, out_TK: Tensor) -> None:
-    """See grouped.grouped_rows; rows and out are contiguous."""
+def grouped_rows(
+    packed: Tensor, N: int, form: tuple[int, ...], order_K: Tensor | None, rows_T: Tensor, out_TK: Tensor
+) -> None:
+    """See grouped.grouped_rows; rows and out are contiguous. IndexError for a row that is not in [0, N)."""
     count, K = out_TK.shape
     code = DTYPE_CODES[out_TK.dtype]
     _C.gemm_grouped_rows(
-        packed.data_ptr(), K, _address(order_K), rows_T.data_ptr(), count, code, out_TK.data_ptr(), *form
+        packed.data_ptr(), N, K, _address(order_K), rows_T.data_ptr(), count, code, out_TK.data_ptr(), *form
     )
 
 

@@ -135,14 +135,17 @@ def grouped_linear(
 
 
 def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight[rows_T] -> [T, K], computed in float32 and rounded to dtype. rows_T int64, each in [0, N)."""
+    """weight[rows_T] -> [T, K], computed in float32 and rounded to dtype.
+
+    rows_T: int64; IndexError if one is not in [0, N).
+    """
     assert rows_T.dim() == 1 and rows_T.dtype == torch.int64, f"rows must be int64 [T], got {rows_T.dtype}"
     if packed.data is None:
         assert packed.weight is not None
         weight = packed.weight.rows(rows_T)
     elif cpu.available() and packed.data.device.type == "cpu":
         out_TK = torch.empty((len(rows_T), packed.K), dtype=dtype)
-        cpu.grouped_rows(packed.data, packed.form, packed.order_K, rows_T.contiguous(), out_TK)
+        cpu.grouped_rows(packed.data, packed.N, packed.form, packed.order_K, rows_T.contiguous(), out_TK)
         return out_TK
     else:
         weight = rows_of_panels(packed.data, packed.order_K, packed.format, packed.N, packed.K, rows_T)
