@@ -137,6 +137,28 @@ def test_captured_steps_read_buffers_that_stay() -> None:
     assert [wrapper.num_plans for wrapper in wrappers] == [2, 2]
 
 
+def planned_bytes(heads: int, kv_heads: int, head_dim: int, num_sms: int, rows: int, tile: int) -> int:
+    """What FlashInfer 0.6.14's planner asks for: captured (a tile holds one token's heads), or split over the GPU."""
+    tiles = -(-rows * (heads // kv_heads) // tile) + rows - 1 if rows else 2 * num_sms // kv_heads
+    return 4 * heads * max(tiles, 2 * num_sms // kv_heads) * tile * (head_dim + 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(32, 8, 128), (40, 8, 128), (64, 8, 128), (16, 2, 128), (96, 8, 128), (64, 2, 128)],
+)
+def test_scratch_holds_what_the_planner_asks_for(heads: int, kv_heads: int, head_dim: int) -> None:
+    """64 heads of 128 dimensions in a graph of 256 rows take more than the recommended 128 MiB."""
+    spec = AttentionSpec(heads, kv_heads, head_dim, 0.1, 0, 0.0, torch.bfloat16)
+    for num_sms in (108, 132, 188):
+        assert flashinfer.split_bytes(spec, num_sms) >= planned_bytes(heads, kv_heads, head_dim, num_sms, 0, 128)
+        for rows in (1, 24, 256):
+            tile = 16 if heads // kv_heads <= 16 else 64
+            wanted = planned_bytes(heads, kv_heads, head_dim, num_sms, rows, tile)
+            assert flashinfer.split_bytes(spec, num_sms, rows) >= wanted
+    assert planned_bytes(64, 8, 128, 132, 256, 16) > 128 << 20 > planned_bytes(32, 8, 128, 132, 256, 16)
+
+
 def test_a_plan_waits_until_the_one_before_is_copied() -> None:
     """Its numbers pass through pinned memory, which a GPU reads later."""
     events: list[str] = []
