@@ -71,7 +71,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     if cpu.available():
         cpu.set_num_threads(resolved.num_threads)
     torch.set_num_threads(resolved.num_threads)
-    if resolved.deterministic:
+    if resolved.deterministic and resolved.device == "cuda":
         gpu.be_deterministic()
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     model_config = replace(model_config, max_model_len=resolved.max_model_len)
