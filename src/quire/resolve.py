@@ -12,6 +12,7 @@ from quire import envs
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.flashinfer_facts import flashinfer_version, why_not_flashinfer
+from quire.graph_sizes import graph_sizes
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.model_config import DTYPE_BYTES, ModelConfig
@@ -201,6 +202,9 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     put("attention_backend", *_attention_backend(config, model, resolved, gpu))
     if gpu is not None:
         put("cudagraph_mode", *_cudagraph_mode(config, resolved))
+        wished, source = config.cudagraph_capture_sizes, config.sources["cudagraph_capture_sizes"]
+        sizes = graph_sizes(resolved.cudagraph_mode, resolved.max_num_seqs, resolved.max_num_batched_tokens, wished)
+        put("cudagraph_capture_sizes", wished, source, sizes.describe())
     _put_rest(resolved, config)
     return resolved
 
