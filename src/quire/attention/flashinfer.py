@@ -8,6 +8,8 @@ Dimensions: T tokens, S rows, H query heads, G kv heads, E head dim, P block siz
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
+from quire.errors import ConfigError
 from quire.flashinfer_facts import why_not_flashinfer
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels import gpu
@@ -32,17 +35,35 @@ _TENSOR_CORE_GROUP = 4
 _cuda: Any = torch.cuda  # without types in some versions of torch
 
 
+@contextmanager
+def _installation() -> Iterator[None]:
+    """Around what loads FlashInfer or builds its kernels. Raises ConfigError for whatever it meets but full memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of the import system, of its loader of libraries, of the compiler that it calls
+        raise ConfigError(
+            f"FlashInfer cannot be loaded or cannot build its kernels: {error}",
+            fix="Use --attention-backend TRITON_ATTN, which are Quire's own kernels, or repair its installation",
+            param="attention_backend",
+        ) from error
+
+
 @dataclass
 class _Wrapper:
     """One of FlashInfer's wrappers. Its plan passes through pinned memory of its own, which is read later."""
 
     flashinfer: Any
     copied: Any = None  # event behind the copies of the last plan
+    is_built: bool = False
 
     def plan(self, device: torch.device, *arguments: Any, **settings: Any) -> None:
         if self.copied is not None:
             self.copied.synchronize()
-        self.flashinfer.plan(*arguments, **settings)
+        with nullcontext() if self.is_built else _installation():
+            self.flashinfer.plan(*arguments, **settings)
+        self.is_built = True
         if device.type == "cuda":
             self.copied = _cuda.Event()
             self.copied.record()
@@ -65,7 +86,8 @@ class FlashInferAttention:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
-        self._module = import_module("flashinfer")
+        with _installation():
+            self._module = import_module("flashinfer")
         self._has_tensor_cores = spec.num_q_heads // spec.num_kv_heads >= _TENSOR_CORE_GROUP
         self._prefill: _Wrapper | None = None
         self._decode: _Wrapper | None = None
@@ -77,6 +99,7 @@ class FlashInferAttention:
 
     @staticmethod
     def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
+        """As AttentionBackend says. A cache of codes is looked at in resolve.py, before there is one."""
         if not gpu.serves(device):
             return f"it runs on CUDA, not on {device.type}"
         dtype = str(spec.dtype).removeprefix("torch.")
