@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from quire import demo
 from quire.config import EngineConfig, ServerConfig
 from quire.cost import devices
+from quire.engine.start import start_engine
 from quire.errors import ConfigError, MemoryPlanError
 from quire.explain import explain
-from quire.kernels import gpu_facts
+from quire.kernels import gpu, gpu_facts
 from quire.memory_plan import MemoryFacts, plan_kv_cache
 from quire.model_config import load_model_config
 from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
@@ -108,6 +110,14 @@ def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8 = explain("demo", EngineConfig(quantization="fp8"), ServerConfig(), MODEL, WITH_H100).text()
     assert "_scaled_mm" in settings(quantization="fp8").settings["deterministic"].detail
     assert "from 257 rows" not in fp8
+
+
+def test_an_engine_on_the_cpu_leaves_the_process_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is deterministic anyway, and a later one on a GPU need not be."""
+    monkeypatch.setattr(gpu, "_is_deterministic", False)
+    config = EngineConfig(device="cpu", deterministic=True, max_num_seqs=1, num_gpu_blocks_override=8, max_model_len=64)
+    start_engine(config, Path(demo.path("target")), is_server=False, progress=lambda phase, share, detail: None)
+    assert not gpu.is_deterministic()
 
 
 def planned(memory: MemoryFacts, **arguments: Any) -> Resolved:

@@ -1,6 +1,7 @@
 """The engine on a GPU, with random weights in the shapes of published models: decoding as a share of the memory's rate,
-prompts as a share of the arithmetic's, a whole workload, the start, what CUDA graphs, scheduling ahead, FP8, int4 and
-prefix caching bring, beside what others have published of theirs, and what --deterministic costs.
+prompts as a share of the arithmetic's, a whole workload, the start, what CUDA graphs, scheduling ahead, FP8, int4,
+FlashInfer where it is installed, and prefix caching bring, beside what others have published of theirs, and what
+--deterministic costs.
 
     python benchmarks/gpu/engine.py [--models Llama-3.1-8B,Qwen3-0.6B] [--save HARDWARE]
 
@@ -27,7 +28,9 @@ from kernels import limits
 from quire.bench import report
 from quire.config import EngineConfig
 from quire.engine.start import StartedEngine, start_engine
+from quire.flashinfer_facts import why_not_flashinfer
 from quire.messages import AddRequest
+from quire.model_config import ModelConfig
 from quire.sampling_params import SamplingParams
 from quire.schedule import StepRecord
 
@@ -57,6 +60,7 @@ COMPARISONS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "fp8 cache": ({"kv_cache_dtype": "fp8"}, "FP8 KV cache", "vLLM's guide: half the bytes, twice the tokens"),
     "int4": ({"quantization": "int4"}, "int4 weights", "SGLang, Qwen3-8B AWQ at batch 1: 2.29x"),
+    "flashinfer": ({"attention_backend": "FLASHINFER"}, "FlashInfer's attention", "none found: which is faster?"),
 }
 SLOWER = ("eager", "not ahead")  # the gain is what is lost with them
 SHARED_PREFIX = 0.9  # of the prompts of a workload
@@ -220,16 +224,27 @@ def run_model(name: str, device: str) -> dict[str, Any]:
             free, total = torch.cuda.mem_get_info()
             planned = [engine.resolved.settings[key].value for key in ("weight_bytes", "work_bytes", "kv_cache_bytes")]
             result["memory"] |= {"planned_bytes": sum(planned), "taken_bytes": total - free}
+        problem = "it runs on CUDA" if device == "cpu" else why_not(engine.model)
         for key, (settings, _, _) in COMPARISONS.items():
+            if key == "flashinfer" and problem is not None:
+                result["no_flashinfer"] = problem
+                continue
             del engine
             engine = _fresh(path, device, **settings)
             result[key] = [decode(engine, batch) for batch in BATCHES_OF_COMPARISONS]
             if key == "eager":
                 result["short_prompts"]["launched"] = short_prompts(engine)
+            if key == "flashinfer":
+                result["flashinfer_prefill"] = prefill(engine)
         del engine
         engine = _fresh(path, device, enable_prefix_caching=True)
         result["prefix_workload"] = workload(engine, SHARED_PREFIX)
     return result
+
+
+def why_not(model: ModelConfig) -> str | None:
+    """Why FlashInfer cannot be compared, or None."""
+    return why_not_flashinfer(model.head_dim, "bfloat16", "bfloat16", is_deterministic=False)
 
 
 def _fresh(path: Path, device: str, **settings: Any) -> Engine:
@@ -244,7 +259,7 @@ def gains(result: dict[str, Any]) -> Iterator[str]:
     """Markdown: measured gains beside published ones."""
     yield from ("", "Gains:", "", "| what | measured | published |", "|---|---|---|")
     own = {row["batch"]: row["tokens_per_s"] for row in result["decode"]}
-    for key, (_, title, published) in COMPARISONS.items():
+    for key, (_, title, published) in ((key, COMPARISONS[key]) for key in COMPARISONS if key in result):
         ratios = [(row["batch"], row["tokens_per_s"] / own[row["batch"]]) for row in result[key]]
         shown = [f"{1 / ratio if key in SLOWER else ratio:.2f}x at batch {batch}" for batch, ratio in ratios]
         title = title.replace("Without ", "")
@@ -277,6 +292,10 @@ def lines_of(result: dict[str, Any], bandwidth: float | None, flops: float | Non
     made = result["prefill"]
     rate = made["flop_per_s"]
     yield f"Prompt of {made['tokens']} tokens: {made['ms']:.1f} ms, {rate / 1e12:.0f} TFLOP/s{share(rate, flops)}."
+    if "flashinfer_prefill" in result:
+        yield f"The same prompt with FlashInfer: {result['flashinfer_prefill']['ms']:.1f} ms."
+    if "no_flashinfer" in result:
+        yield f"FlashInfer is not compared: {result['no_flashinfer']}."
     done = result["workload"]
     yield (
         f"{done['requests']} requests of {done['prompt_tokens']} -> {done['output_tokens']} tokens: "

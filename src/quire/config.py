@@ -122,8 +122,8 @@ class EngineConfig:
     )
     attention_backend: str = option(
         "auto",
-        "auto: FlashInfer where it is installed and takes the model, else our own; FLASHINFER; TRITON_ATTN: our own on "
-        "GPUs; CPU_ATTN: on CPU.",
+        "auto: our own; FLASHINFER: where it is installed and takes the model; TRITON_ATTN: our own on GPUs; "
+        "CPU_ATTN: on CPU.",
         choices=("auto", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN"),
         type=_parse_backend,
         limits="which attention kernels run",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
-CACHE_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2")
+CODE_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # of a KV cache that is not the model's
 
 
 def flashinfer_version() -> str | None:
@@ -38,7 +38,7 @@ def why_not_flashinfer(head_dim: int, dtype: str, cache_dtype: str, is_determini
         return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {head_dim}"
     if dtype not in DTYPES:
         return f"it takes {' and '.join(DTYPES)}, not {dtype}"
-    if cache_dtype != dtype and cache_dtype not in CACHE_DTYPES[len(DTYPES) :]:
+    if cache_dtype != dtype and cache_dtype not in CODE_DTYPES:
         return f"it does not read a KV cache of {cache_dtype}"
     return None
 

@@ -12,6 +12,7 @@ from quire import envs
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.flashinfer_facts import flashinfer_version, why_not_flashinfer
+from quire.graph_sizes import graph_sizes
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.model_config import DTYPE_BYTES, ModelConfig
@@ -201,6 +202,9 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     put("attention_backend", *_attention_backend(config, model, resolved, gpu))
     if gpu is not None:
         put("cudagraph_mode", *_cudagraph_mode(config, resolved))
+        wished, source = config.cudagraph_capture_sizes, config.sources["cudagraph_capture_sizes"]
+        sizes = graph_sizes(resolved.cudagraph_mode, resolved.max_num_seqs, resolved.max_num_batched_tokens, wished)
+        put("cudagraph_capture_sizes", wished, source, sizes.describe())
     _put_rest(resolved, config)
     return resolved
 
@@ -269,9 +273,12 @@ def _cudagraph_mode(config: EngineConfig, resolved: Resolved) -> tuple[str, Sour
     eager = resolved.settings["enforce_eager"]
     if eager.value:
         return "NONE", eager.source, eager.detail
+    backend = resolved.settings["attention_backend"]
+    if backend.value == "reference":
+        return "NONE", backend.source, "the reference attention waits for the device, which a graph cannot hold"
     if chosen in ("NONE", "FULL_DECODE_ONLY"):
         return chosen, source, ""
-    if resolved.attention_backend.upper() == "FLASHINFER":
+    if resolved.attention_backend == "FLASHINFER":
         return "FULL_DECODE_ONLY", "device", "FlashInfer's kernels for mixed steps are not captured"
     return "FULL", source, "decodes by number of rows; mixed steps of few tokens, whose launches take longest"
 
@@ -299,8 +306,11 @@ def _attention_backend(
 ) -> tuple[str, Source, str]:
     """By vLLM's names. Raises ConfigError for FlashInfer where it cannot be used."""
     chosen, source = config.attention_backend, config.sources["attention_backend"]
+    fix = "Leave --attention-backend out"
     if chosen == "auto" and (named := envs.ATTENTION_BACKEND.get()):
-        return named, "environment", envs.ATTENTION_BACKEND.name
+        if named.upper() != "FLASHINFER":
+            return named, "environment", envs.ATTENTION_BACKEND.name
+        chosen, source, fix = "FLASHINFER", "environment", f"Unset {envs.ATTENTION_BACKEND.name}"
     cache_dtype = kv_format(resolved.kv_cache_dtype, resolved.dtype).torch_dtype
     if gpu is None:
         problem: str | None = "it runs on CUDA, and the model on the CPU"
@@ -312,23 +322,26 @@ def _attention_backend(
         raise ConfigError(
             f"FlashInfer cannot be used: {problem}",
             value=chosen,
-            fix="Leave --attention-backend out",
+            fix=fix,
             param="attention_backend",
         )
     if chosen in ("TRITON_ATTN", "CPU_ATTN") and (chosen == "CPU_ATTN") != (gpu is None):
         raise ConfigError(
             f"{chosen} does not run on {resolved.device}",
             value=chosen,
-            fix="Leave --attention-backend out",
+            fix=fix,
             param="attention_backend",
         )
+    if chosen == "FLASHINFER":
+        return chosen, source, f"{flashinfer_version()} is installed, and takes this model"
     if chosen != "auto":
         return chosen, source, ""
     if gpu is None:
         return chosen, source, "the CPU's kernels, or plain torch where they are not built"
     if problem is not None:
         return "TRITON_ATTN", "device", f"our own kernels; not FlashInfer: {problem}"
-    return "FLASHINFER", "device", f"{flashinfer_version()} is installed, and takes this model"
+    why = f"FlashInfer {flashinfer_version()} takes this model too, but no GPU has shown which is faster"
+    return "TRITON_ATTN", "device", f"our own kernels; {why}: --attention-backend FLASHINFER"
 
 
 def _batch_limits(config: EngineConfig, gpu: GpuFacts | None, is_server: bool) -> tuple[int, int, Source, str]:

@@ -137,6 +137,28 @@ def test_captured_steps_read_buffers_that_stay() -> None:
     assert [wrapper.num_plans for wrapper in wrappers] == [2, 2]
 
 
+def planned_bytes(heads: int, kv_heads: int, head_dim: int, num_sms: int, rows: int, tile: int) -> int:
+    """What FlashInfer 0.6.14's planner asks for: captured (a tile holds one token's heads), or split over the GPU."""
+    tiles = -(-rows * (heads // kv_heads) // tile) + rows - 1 if rows else 2 * num_sms // kv_heads
+    return 4 * heads * max(tiles, 2 * num_sms // kv_heads) * tile * (head_dim + 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(32, 8, 128), (40, 8, 128), (64, 8, 128), (16, 2, 128), (96, 8, 128), (64, 2, 128)],
+)
+def test_scratch_holds_what_the_planner_asks_for(heads: int, kv_heads: int, head_dim: int) -> None:
+    """64 heads of 128 dimensions in a graph of 256 rows take more than the recommended 128 MiB."""
+    spec = AttentionSpec(heads, kv_heads, head_dim, 0.1, 0, 0.0, torch.bfloat16)
+    for num_sms in (108, 132, 188):
+        assert flashinfer.split_bytes(spec, num_sms) >= planned_bytes(heads, kv_heads, head_dim, num_sms, 0, 128)
+        for rows in (1, 24, 256):
+            tile = 16 if heads // kv_heads <= 16 else 64
+            wanted = planned_bytes(heads, kv_heads, head_dim, num_sms, rows, tile)
+            assert flashinfer.split_bytes(spec, num_sms, rows) >= wanted
+    assert planned_bytes(64, 8, 128, 132, 256, 16) > 128 << 20 > planned_bytes(32, 8, 128, 132, 256, 16)
+
+
 def test_a_plan_waits_until_the_one_before_is_copied() -> None:
     """Its numbers pass through pinned memory, which a GPU reads later."""
     events: list[str] = []
@@ -179,9 +201,15 @@ def settings(device: DeviceFacts = WITH_GPU, **arguments: Any) -> Resolved:
     return resolve(EngineConfig.from_kwargs(**arguments), model, device, is_server=True)
 
 
-def test_it_is_chosen_where_it_is_installed_and_takes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = settings().settings["attention_backend"]
-    assert (chosen.value, chosen.source) == ("FLASHINFER", "device")
+def test_it_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings say why it is not chosen by itself, and where it is named, why it cannot be."""
+    own = settings().settings["attention_backend"]
+    assert (own.value, own.source) == ("TRITON_ATTN", "device")
+    assert "FlashInfer 0.6.14 takes this model too, but no GPU has shown which is faster" in own.detail
+    text = explain("demo", EngineConfig(), ServerConfig(), replace(MODEL, head_dim=128), WITH_GPU).text()
+    assert f"why     {own.detail}" in text
+    chosen = settings(attention_backend="flashinfer").settings["attention_backend"]
+    assert (chosen.value, chosen.source) == ("FLASHINFER", "argument")
     assert "0.6.14 is installed" in chosen.detail
     for arguments, why in (
         ({"head_dim": 96}, "takes heads of 64, 128, 256 dimensions, not 96"),
@@ -195,8 +223,8 @@ def test_it_is_chosen_where_it_is_installed_and_takes_the_model(monkeypatch: pyt
         assert why in plain.detail
         with pytest.raises(ConfigError, match=f"FlashInfer cannot be used: .*{why}"):
             settings(attention_backend="flashinfer", **arguments)
-    assert settings(kv_cache_dtype="fp8").attention_backend == "FLASHINFER"
-    mode = settings().settings["cudagraph_mode"]
+    assert settings(kv_cache_dtype="fp8", attention_backend="FLASHINFER").attention_backend == "FLASHINFER"
+    mode = settings(attention_backend="FLASHINFER").settings["cudagraph_mode"]
     assert mode.value == "FULL_DECODE_ONLY"
     assert "FlashInfer's kernels for mixed steps are not captured" in mode.detail
     monkeypatch.setattr(flashinfer_facts.shutil, "which", lambda name: None)
@@ -206,6 +234,51 @@ def test_it_is_chosen_where_it_is_installed_and_takes_the_model(monkeypatch: pyt
     assert "not FlashInfer: it is not installed" in settings().settings["attention_backend"].detail
     with pytest.raises(ConfigError, match="FlashInfer cannot be used: it is not installed"):
         settings(attention_backend="FLASHINFER")
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "FLASHINFER", "FlashInfer"])
+def test_the_environment_names_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same checks; a flag comes first."""
+    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", name)
+    resolved = settings()
+    chosen = resolved.settings["attention_backend"]
+    assert (chosen.value, chosen.source) == ("FLASHINFER", "environment")
+    assert resolved.cudagraph_mode == "FULL_DECODE_ONLY"
+    with pytest.raises(ConfigError, match=r"does not read a KV cache of int8.*Unset QUIRE_ATTENTION_BACKEND"):
+        settings(kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=r"the model on the CPU.*Unset QUIRE_ATTENTION_BACKEND"):
+        settings(replace(WITH_GPU, gpu=None))
+    assert settings(attention_backend="TRITON_ATTN", kv_cache_dtype="int8").attention_backend == "TRITON_ATTN"
+
+
+def test_the_reference_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", "reference")
+    mode = settings().settings["cudagraph_mode"]
+    assert (mode.value, mode.source) == ("NONE", "environment")
+    assert "the reference attention waits for the device" in mode.detail
+
+
+def test_an_installation_that_does_not_work_names_the_other_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is loaded or builds its kernels, which its first plan does; what fails later is no matter of that."""
+
+    def fails(*arguments: Any, **settings: Any) -> None:
+        raise RuntimeError("Ninja build failed")
+
+    spec = SPECS["grouped"]
+    backend = FlashInferAttention(spec)
+    batch, _, _, _ = make_batch(spec, BLOCK_SIZE, MIXED)
+    step = host_step(batch, MIXED)
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "plan", fails)
+        with pytest.raises(ConfigError, match=r"Ninja build failed.*--attention-backend TRITON_ATTN"):
+            backend.prepare(step, batch.caches[0])
+    backend.prepare(step, batch.caches[0])
+    monkeypatch.setattr(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "plan", fails)
+    with pytest.raises(RuntimeError, match=r"^Ninja build failed"):
+        backend.prepare(step, batch.caches[0])
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*--attention-backend TRITON_ATTN"):
+        FlashInferAttention(spec)
 
 
 def test_names() -> None:

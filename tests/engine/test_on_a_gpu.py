@@ -71,8 +71,8 @@ def test_a_step_does_not_wait(arguments: dict[str, Any]) -> None:
 
 
 def test_graphs_give_what_launches_give() -> None:
-    """Each padded size, to a bit: the same kernels on the same numbers."""
-    with_graphs, without = start().core, start(enforce_eager=True).core
+    """The tokens, at each padded size. In float32: padding gives cuBLAS other rows, and it may round otherwise."""
+    with_graphs, without = start(dtype="float32").core, start(dtype="float32", enforce_eager=True).core
     for num_rows in (1, 2, 3, 5, 9, 17, 24):
         batch = [
             Prompt(tuple(range(5 + row, 20 + row)), SamplingParams(temperature=0.0, max_tokens=9))

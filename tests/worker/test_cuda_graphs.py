@@ -14,12 +14,13 @@ import quire.demo
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.forward_batch import ForwardBatch
+from quire.graph_sizes import LARGEST_BATCH, capture_sizes, mixed_sizes
 from quire.model_config import load_model_config
 from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
-from quire.worker.cuda_graphs import LARGEST_BATCH, StepGraphs, capture_sizes, in_order, mixed_sizes, paddings
+from quire.worker.cuda_graphs import StepGraphs, in_order, paddings, warn_about_dropped_sizes
 from quire.worker.device_inputs import DeviceInputBatch, Padding
 from quire.worker.input_batch import StepRows
 from tests.engine.harness import demo_model
@@ -82,6 +83,34 @@ def test_what_is_captured(arguments: dict[str, Any], mode: str, sizes: list[tupl
     resolved = settings(**arguments)
     assert resolved.cudagraph_mode == mode
     assert paddings(resolved) == [Padding(*size) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "detail"),
+    [
+        ({}, "captured: decodes of 1, 2, 4 rows, mixed steps of 32, 64 tokens"),
+        (
+            {"max_num_seqs": 64, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            "captured: decodes of 1 to 64 (11 sizes) rows",
+        ),
+        (
+            {"cudagraph_capture_sizes": [3, 40, 512]},
+            "captured: decodes of 3 rows, mixed steps of 3, 40 tokens; too large: 512",
+        ),
+        (
+            {"cudagraph_capture_sizes": [40, 512], "cudagraph_mode": "FULL_DECODE_ONLY"},
+            "captured: nothing; too large: 40, 512",
+        ),
+        ({"cudagraph_capture_sizes": [512], "enforce_eager": True}, "captured: nothing"),
+    ],
+)
+def test_what_is_not_captured_is_said(arguments: dict[str, Any], detail: str, caplog: pytest.LogCaptureFixture) -> None:
+    resolved = settings(**arguments)
+    assert resolved.settings["cudagraph_capture_sizes"].detail == detail
+    with caplog.at_level("WARNING"):
+        warn_about_dropped_sizes(resolved)
+    warned = [f"not every size of --cudagraph-capture-sizes is captured: {detail}"] if "too large" in detail else []
+    assert [record.getMessage() for record in caplog.records] == warned
 
 
 def test_sizes_are_checked() -> None:

@@ -8,6 +8,8 @@ Dimensions: T tokens, S rows, H query heads, G kv heads, E head dim, P block siz
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -19,16 +21,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
+from quire.errors import ConfigError
 from quire.flashinfer_facts import why_not_flashinfer
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels import gpu
 
 _LAYOUT = "HND"  # of a block: heads, tokens, dimensions
 _WORKSPACE_BYTES, _PLAN_BYTES = 128 << 20, 8 << 20  # what FlashInfer recommends, and what it takes itself for a plan
+_TILE_ROWS = 128  # queries times heads of a group in the largest tile of its prefill kernel
 # Query heads per KV head from which its tensor-core kernel decodes faster, by its documentation "for large group size".
 _TENSOR_CORE_GROUP = 4
 
 _cuda: Any = torch.cuda  # without types in some versions of torch
+
+
+@contextmanager
+def _installation() -> Iterator[None]:
+    """Around what loads FlashInfer or builds its kernels. Raises ConfigError for whatever it meets but full memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of the import system, of its loader of libraries, of the compiler that it calls
+        raise ConfigError(
+            f"FlashInfer cannot be loaded or cannot build its kernels: {error}",
+            fix="Use --attention-backend TRITON_ATTN, which are Quire's own kernels, or repair its installation",
+            param="attention_backend",
+        ) from error
 
 
 @dataclass
@@ -37,11 +56,14 @@ class _Wrapper:
 
     flashinfer: Any
     copied: Any = None  # event behind the copies of the last plan
+    is_built: bool = False
 
     def plan(self, device: torch.device, *arguments: Any, **settings: Any) -> None:
         if self.copied is not None:
             self.copied.synchronize()
-        self.flashinfer.plan(*arguments, **settings)
+        with nullcontext() if self.is_built else _installation():
+            self.flashinfer.plan(*arguments, **settings)
+        self.is_built = True
         if device.type == "cuda":
             self.copied = _cuda.Event()
             self.copied.record()
@@ -64,17 +86,20 @@ class FlashInferAttention:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
-        self._module = import_module("flashinfer")
+        with _installation():
+            self._module = import_module("flashinfer")
         self._has_tensor_cores = spec.num_q_heads // spec.num_kv_heads >= _TENSOR_CORE_GROUP
         self._prefill: _Wrapper | None = None
         self._decode: _Wrapper | None = None
         self._captured: dict[int, _Wrapper] = {}  # by padded number of rows
         self._captured_indices: Tensor | None = None
         self._captured_plan: Tensor | None = None
+        self._captured_workspace: Tensor | None = None
         self._planned: Any = None
 
     @staticmethod
     def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
+        """As AttentionBackend says. A cache of codes is looked at in resolve.py, before there is one."""
         if not gpu.serves(device):
             return f"it runs on CUDA, not on {device.type}"
         dtype = str(spec.dtype).removeprefix("torch.")
@@ -113,7 +138,11 @@ class FlashInferAttention:
 
     def _new(self, wrapper: Any, device: torch.device) -> _Wrapper:
         settings = {} if "Prefill" in wrapper.__name__ else {"use_tensor_cores": self._has_tensor_cores}
-        return _Wrapper(wrapper(_workspace(device), _LAYOUT, **settings))
+        return _Wrapper(wrapper(self._workspace(device), _LAYOUT, **settings))
+
+    def _workspace(self, device: torch.device, padded_rows: int = 0) -> Tensor:
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        return _workspace(device, max(_WORKSPACE_BYTES, split_bytes(self._spec, num_sms, padded_rows)))
 
     def _captured_wrapper(self, step: HostStep, device: torch.device) -> _Wrapper:
         """That of a graph: what it reads stays where it is. Graphs run one after the other, so they share scratch."""
@@ -121,19 +150,20 @@ class FlashInferAttention:
         assert size is not None
         if size not in self._captured:
             num_indices = size * step.block_tables_CM.shape[1]
-            if self._captured_indices is None or self._captured_plan is None:
+            if self._captured_indices is None or self._captured_plan is None or self._captured_workspace is None:
+                self._captured_workspace = self._workspace(device, size)
                 self._captured_indices = torch.empty(num_indices, dtype=torch.int32, device=device)
                 self._captured_plan = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
             assert num_indices <= len(self._captured_indices), "the largest size is captured first"
             wrapper = self._module.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-                _workspace(device),
+                self._captured_workspace,
                 torch.empty(size + 1, dtype=torch.int32, device=device),
                 self._captured_indices[:num_indices],
                 torch.empty(size, dtype=torch.int32, device=device),
                 _LAYOUT,
                 self._has_tensor_cores,
             )
-            wrapper.reset_workspace_buffer(_workspace(device), self._captured_plan)
+            wrapper.reset_workspace_buffer(self._captured_workspace, self._captured_plan)
             self._captured[size] = _Wrapper(wrapper)
         return self._captured[size]
 
@@ -144,10 +174,22 @@ class FlashInferAttention:
         return out_THE
 
 
+def split_bytes(spec: AttentionSpec, num_sms: int, padded_rows: int = 0) -> int:
+    """What FlashInfer's prefill kernel, which also decodes on tensor cores, needs for the parts of split sequences.
+
+    Its planner (PrefillPlan in attention/scheduler.cuh of 0.6.14) refuses a step with less. It reserves a float32
+    output and a sum for every row of every tile: two tiles for each multiprocessor, or what captured rows take.
+    """
+    group = spec.num_q_heads // spec.num_kv_heads
+    rows_of_a_token = 16 if group <= 16 else 64  # of a tile that holds one token
+    num_rows = max(_TILE_ROWS * (2 * num_sms // spec.num_kv_heads), padded_rows * (group + rows_of_a_token))
+    return 4 * spec.num_q_heads * (spec.head_dim + 1) * num_rows + (1 << 10)  # and what alignment takes
+
+
 @cache
-def _workspace(device: torch.device) -> Tensor:
+def _workspace(device: torch.device, num_bytes: int) -> Tensor:
     """Scratch of all wrappers: the device runs one kernel after the other."""
-    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _sums(counts_S: NDArray[np.int64]) -> NDArray[np.int64]:

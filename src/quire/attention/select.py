@@ -1,5 +1,5 @@
-"""Which attention backend serves a layer: the one that the settings or QUIRE_ATTENTION_BACKEND name, or the best for
-the device. Whether FlashInfer is the best is said by resolve.py, which knows the KV cache."""
+"""Which attention backend serves a layer: the one that the settings name (resolve.py, which also knows the KV cache
+and the environment), or where they name none, QUIRE_ATTENTION_BACKEND or the first that supports the layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.errors import ConfigError
 from quire.forward_batch import HostStep, LayerCache
 
-# Best first. The last one supports everything. FlashInfer has to be named.
+# Best first. The last one supports everything. FlashInfer has to be named: resolve.py checks it against the cache.
 _BACKENDS: tuple[type[CpuAttention] | type[TritonAttention] | type[ReferenceAttention], ...] = (
     TritonAttention,
     CpuAttention,

@@ -13,7 +13,7 @@ logger = get_logger(__name__)
 
 PREFIXES = ("VLLM_", "QUIRE_")
 
-_KERNELS = "kernels are chosen for this CPU at start; QUIRE_ISA and QUIRE_ATTENTION_BACKEND name others"
+_KERNELS = "kernels are chosen for the device at start; --attention-backend and QUIRE_ISA name others"
 _THREADS = "use --num-threads or QUIRE_NUM_THREADS; threads run on the cores the process is allowed"
 _PROCESSES = "the server starts its engine process in one way"
 _LOGGING = "VLLM_LOGGING_LEVEL sets the level, --log-format json the form"

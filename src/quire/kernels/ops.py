@@ -81,23 +81,12 @@ def _check_norm(x_TD: Tensor, weight_D: Tensor, out: Tensor | None) -> None:
     )
 
 
-def silu_and_mul(x_T2I: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(first half of each row) * second half, float32 inside, rounded once; Shazeer, arXiv 2002.05202."""
-    return gated_activation("silu", x_T2I, out)
-
-
-def gelu_and_mul(x_T2I: Tensor, out: Tensor | None = None) -> Tensor:
-    """gelu(first half of each row) * second half with the exact (erf) gelu, float32 inside, rounded once."""
-    return gated_activation("gelu", x_T2I, out)
-
-
-def gelu_tanh_and_mul(x_T2I: Tensor, out: Tensor | None = None) -> Tensor:
-    """gelu(first half of each row) * second half with the tanh form of gelu, float32 inside, rounded once."""
-    return gated_activation("gelu_tanh", x_T2I, out)
-
-
 def gated_activation(name: str, x_T2I: Tensor, out: Tensor | None = None) -> Tensor:
-    """One of the three by name: silu, gelu or gelu_tanh."""
+    """f(first half of each row) * second half, float32 inside, rounded once; Shazeer, arXiv 2002.05202.
+
+    Args:
+        name: of f: silu, gelu (exact, by erf) or gelu_tanh (its tanh form).
+    """
     assert x_T2I.dim() == 2 and x_T2I.shape[1] % 2 == 0, f"x is {tuple(x_T2I.shape)}, expected [T, 2 * I]"
     shape = (x_T2I.shape[0], x_T2I.shape[1] // 2)
     assert out is None or (out.shape == shape and out.dtype == x_T2I.dtype), f"out is not {shape} of x's dtype"

@@ -20,48 +20,45 @@ import torch
 from torch import Tensor
 
 from quire.forward_batch import LayerCache
+from quire.graph_sizes import GraphSizes, graph_sizes
+from quire.logs import get_logger
 from quire.models.registry import CausalLM
 from quire.resolve import Resolved
 from quire.worker.accelerator import Accelerator, Graph
 from quire.worker.device_inputs import DeviceInputBatch, Padding, StagedStep
 from quire.worker.input_batch import StepRows
 
-# Tokens of a step: above it the products take longer than the launches.
-LARGEST_BATCH = 256
-# Tokens of mixed steps.
-_MIXED_SIZES = (32, 64, 128, LARGEST_BATCH)
-
-
-def mixed_sizes(max_num_batched_tokens: int, wished: Sequence[int] = ()) -> list[int]:
-    """The token counts of mixed steps to capture, ascending: few, or the wished ones; never above LARGEST_BATCH."""
-    return sorted({size for size in wished or _MIXED_SIZES if 2 <= size <= min(max_num_batched_tokens, LARGEST_BATCH)})
+logger = get_logger(__name__)
 
 
 def paddings(resolved: Resolved) -> list[Padding]:
     """What is captured with these settings, the largest first: the smaller ones fit into its scratch memory."""
-    max_num_seqs, wished = resolved.max_num_seqs, resolved.cudagraph_capture_sizes
-    if resolved.cudagraph_mode == "NONE":
-        return []
-    found = [Padding(size, size) for size in capture_sizes(max_num_seqs, wished)]
-    if resolved.cudagraph_mode == "FULL":
-        # one row at least computes several tokens
-        sizes = mixed_sizes(resolved.max_num_batched_tokens, wished)
-        found += [Padding(size, min(max_num_seqs, size - 1)) for size in sizes]
+    sizes = _sizes(resolved)
+    found = [Padding(size, size) for size in sizes.decodes]
+    # one row at least computes several tokens
+    found += [Padding(size, min(resolved.max_num_seqs, size - 1)) for size in sizes.mixed]
     return in_order(found)
+
+
+def warn_about_dropped_sizes(resolved: Resolved) -> None:
+    """Log what was wished and is not captured."""
+    sizes = _sizes(resolved)
+    if sizes.dropped:
+        logger.warning("not every size of --cudagraph-capture-sizes is captured: %s", sizes.describe())
+
+
+def _sizes(resolved: Resolved) -> GraphSizes:
+    return graph_sizes(
+        resolved.cudagraph_mode,
+        resolved.max_num_seqs,
+        resolved.max_num_batched_tokens,
+        resolved.cudagraph_capture_sizes,
+    )
 
 
 def in_order(sizes: Sequence[Padding]) -> list[Padding]:
     """The largest first."""
     return sorted(sizes, key=lambda size: (size.tokens, size.rows), reverse=True)
-
-
-def capture_sizes(max_num_seqs: int, wished: Sequence[int] = ()) -> list[int]:
-    """The batch sizes to capture, ascending: 1, 2, 4, the multiples of 8, and the largest batch itself; or the wished
-    ones up to it."""
-    largest = min(max_num_seqs, LARGEST_BATCH)
-    if wished:
-        return sorted({size for size in wished if size <= largest})
-    return sorted({size for size in (1, 2, 4, *range(8, largest + 1, 8), largest) if size <= largest})
 
 
 @dataclass(frozen=True, slots=True)

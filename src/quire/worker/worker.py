@@ -33,7 +33,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import gpu_memory, kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
-from quire.worker.cuda_graphs import StepGraphs, paddings
+from quire.worker.cuda_graphs import StepGraphs, paddings, warn_about_dropped_sizes
 from quire.worker.device_runner import DeviceRunner
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
@@ -71,7 +71,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     if cpu.available():
         cpu.set_num_threads(resolved.num_threads)
     torch.set_num_threads(resolved.num_threads)
-    if resolved.deterministic:
+    if resolved.deterministic and resolved.device == "cuda":
         gpu.be_deterministic()
     dtype: torch.dtype = getattr(torch, resolved.dtype)
     model_config = replace(model_config, max_model_len=resolved.max_model_len)
@@ -156,6 +156,7 @@ def bring_up_gpu(
     depth = 2 if resolved.async_scheduling else 1
     inputs = gpu_memory.make_inputs(resolved, model_config.vocab_size, accelerator, depth)
     graphs = None
+    warn_about_dropped_sizes(resolved)
     if sizes := paddings(resolved):
         graphs = StepGraphs(model, caches, inputs, accelerator, sizes)
         graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))

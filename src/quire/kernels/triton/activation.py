@@ -39,7 +39,7 @@ def _gated_activation_kernel(x_ptr, out_ptr, x_stride, out_stride, inner, NAME: 
 
 
 def gated_activation(name: str, x_T2I: Tensor, out_TI: Tensor) -> None:
-    """See ops.silu_and_mul; `name` is silu, gelu or gelu_tanh."""
+    """See ops.gated_activation."""
     T, inner = out_TI.shape
     _gated_activation_kernel[(T, ceil_div(inner, _BLOCK))](
         x_T2I, out_TI, x_T2I.stride(0), out_TI.stride(0), inner, NAME=name, BLOCK=_BLOCK, num_warps=4

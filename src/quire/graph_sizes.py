@@ -1,0 +1,57 @@
+"""Which sizes of steps are captured in CUDA graphs. No torch: also for `quire explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Tokens of a step: above it the products take longer than the launches.
+LARGEST_BATCH = 256
+# Tokens of mixed steps.
+_MIXED_SIZES = (32, 64, 128, LARGEST_BATCH)
+_MAX_SHOWN = 8  # sizes in a description
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """Rows of decodes and tokens of mixed steps, ascending, and what was wished and is neither."""
+
+    decodes: list[int]
+    mixed: list[int]
+    dropped: list[int]
+
+    def describe(self) -> str:
+        """For people."""
+        parts = [f"decodes of {_listed(self.decodes)} rows"] if self.decodes else []
+        parts += [f"mixed steps of {_listed(self.mixed)} tokens"] if self.mixed else []
+        text = "captured: " + (", ".join(parts) or "nothing")
+        return f"{text}; too large: {_listed(self.dropped)}" if self.dropped else text
+
+
+def graph_sizes(mode: str, max_num_seqs: int, max_num_batched_tokens: int, wished: Sequence[int] = ()) -> GraphSizes:
+    """What is captured in a mode: FULL, FULL_DECODE_ONLY or NONE, where nothing is and no wish is dropped."""
+    if mode == "NONE":
+        return GraphSizes([], [], [])
+    decodes = capture_sizes(max_num_seqs, wished)
+    mixed = mixed_sizes(max_num_batched_tokens, wished) if mode == "FULL" else []
+    return GraphSizes(decodes, mixed, sorted({*wished} - {*decodes, *mixed}))
+
+
+def capture_sizes(max_num_seqs: int, wished: Sequence[int] = ()) -> list[int]:
+    """The batch sizes to capture, ascending: 1, 2, 4, the multiples of 8, and the largest batch itself; or the wished
+    ones up to it."""
+    largest = min(max_num_seqs, LARGEST_BATCH)
+    if wished:
+        return sorted({size for size in wished if size <= largest})
+    return sorted({size for size in (1, 2, 4, *range(8, largest + 1, 8), largest) if size <= largest})
+
+
+def mixed_sizes(max_num_batched_tokens: int, wished: Sequence[int] = ()) -> list[int]:
+    """The token counts of mixed steps to capture, ascending: few, or the wished ones; never above LARGEST_BATCH."""
+    return sorted({size for size in wished or _MIXED_SIZES if 2 <= size <= min(max_num_batched_tokens, LARGEST_BATCH)})
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    if len(sizes) > _MAX_SHOWN:
+        return f"{sizes[0]} to {sizes[-1]} ({len(sizes)} sizes)"
+    return ", ".join(map(str, sizes))
