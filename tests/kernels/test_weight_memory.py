@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from quire.kernels import weight_memory
+from quire.kernels import cpu, weight_memory
 from quire.kernels.weight_memory import ALIGNMENT, WeightMemory
 
 
@@ -19,7 +19,8 @@ def advised() -> list[tuple[int, int]]:
 @pytest.fixture
 def memory(advised: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> WeightMemory:
     monkeypatch.setattr(weight_memory, "REGION_BYTES", 1 << 20)
-    return WeightMemory(lambda region: advised.append((region.data_ptr(), region.nbytes)))
+    monkeypatch.setattr(cpu, "advise_huge_pages", lambda region: advised.append((region.data_ptr(), region.nbytes)))
+    return WeightMemory()
 
 
 def test_weights_follow_each_other(memory: WeightMemory, advised: list[tuple[int, int]]) -> None:

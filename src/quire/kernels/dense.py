@@ -64,10 +64,12 @@ def pack_linear_bands(bands: Iterable[Tensor], N: int) -> PackedLinear:
     bands = iter(bands)
     first = next(bands)
     dtype, K = first.dtype, first.shape[1]
-    data, begin = weight_memory.empty(cpu.gemm_packed_bytes(dtype, N, K)), 0
-    for band_NK in chain([first], bands):
-        cpu.gemm_pack(contiguous_rows(band_NK), data[begin:])
-        begin += cpu.gemm_packed_bytes(dtype, *band_NK.shape)
+
+    def pack(band_NK: Tensor, to: Tensor) -> int:
+        cpu.gemm_pack(contiguous_rows(band_NK), to)
+        return cpu.gemm_packed_bytes(dtype, *band_NK.shape)
+
+    data = weight_memory.filled(cpu.gemm_packed_bytes(dtype, N, K), chain([first], bands), pack)
     return PackedLinear(data, N, K, dtype, is_packed=True)
 
 

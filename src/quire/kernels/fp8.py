@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -97,21 +98,22 @@ def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int) -> PackedFp8:
     """The same for a weight of N rows that comes in bands: rows in order, in each but the last a multiple of
     PANEL_WIDTH. The CPU kernels need one at a time."""
     bands = iter(bands)
-    band: Fp8Weight | None = next(bands)
-    assert band is not None
-    group_size, (_, K), device = band.group_size, band.shape, band.codes_NK.device
+    first = next(bands)
+    group_size, (_, K), device = first.group_size, first.shape, first.codes_NK.device
+    bands = chain([first], bands)
+    del first  # held by nothing else: the next band is made in its memory
     if gpu.serves(device):
-        weight = Fp8Weight.joined([band, *bands])
+        weight = Fp8Weight.joined([*bands])
         weight = Fp8Weight(contiguous_rows(weight.codes_NK), weight.scales_NG.contiguous(), group_size)
         return PackedFp8(None, weight, N, K, group_size)
     if not (cpu.available() and device.type == "cpu"):
-        return PackedFp8(None, Fp8Weight.joined([band, *bands]), N, K, group_size)
-    data, begin = weight_memory.empty(cpu.fp8_packed_bytes(N, K, group_size)), 0
-    while band is not None:
-        cpu.fp8_pack(contiguous_rows(band.codes_NK), band.scales_NG.contiguous(), group_size, data[begin:])
-        begin += cpu.fp8_packed_bytes(*band.shape, group_size)
-        band = None  # the next one is made in its memory
-        band = next(bands, None)
+        return PackedFp8(None, Fp8Weight.joined([*bands]), N, K, group_size)
+
+    def pack(band: Fp8Weight, to: Tensor) -> int:
+        cpu.fp8_pack(contiguous_rows(band.codes_NK), band.scales_NG.contiguous(), group_size, to)
+        return cpu.fp8_packed_bytes(*band.shape, group_size)
+
+    data = weight_memory.filled(cpu.fp8_packed_bytes(N, K, group_size), bands, pack)
     return PackedFp8(data, None, N, K, group_size)
 
 

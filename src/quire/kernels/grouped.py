@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -80,21 +81,22 @@ def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
     """The same for a weight of N rows that comes in bands: rows in order, in each but the last a multiple of
     PANEL_WIDTH. The CPU kernels need one at a time."""
     bands = iter(bands)
-    band: GroupedWeight | None = next(bands)
-    assert band is not None
-    order_K = None if band.order_K is None else band.order_K.to(torch.int32).contiguous()
-    (_, K), form, device = band.shape, band.format, band.codes_NK.device
+    first = next(bands)
+    order_K = None if first.order_K is None else first.order_K.to(torch.int32).contiguous()
+    (_, K), form, device = first.shape, first.format, first.codes_NK.device
+    bands = chain([first], bands)
+    del first  # held by nothing else: the next band is made in its memory
     if gpu.serves(device):
-        return PackedGrouped(to_panels(GroupedWeight.joined([band, *bands])), order_K, None, N, K, form)
+        return PackedGrouped(to_panels(GroupedWeight.joined([*bands])), order_K, None, N, K, form)
     if not (cpu.available() and device.type == "cpu"):
-        return PackedGrouped(None, None, GroupedWeight.joined([band, *bands]), N, K, form)
+        return PackedGrouped(None, None, GroupedWeight.joined([*bands]), N, K, form)
     codes = cpu.grouped_form(form)
-    data, begin = weight_memory.empty(cpu.grouped_packed_bytes(N, K, codes)), 0
-    while band is not None:
-        cpu.grouped_pack(_contiguous(band), data[begin:])
-        begin += cpu.grouped_packed_bytes(*band.shape, codes)
-        band = None  # the next one is made in its memory
-        band = next(bands, None)
+
+    def pack(band: GroupedWeight, to: Tensor) -> int:
+        cpu.grouped_pack(_contiguous(band), to)
+        return cpu.grouped_packed_bytes(*band.shape, codes)
+
+    data = weight_memory.filled(cpu.grouped_packed_bytes(N, K, codes), bands, pack)
     return PackedGrouped(data, order_K, None, N, K, form)
 
 

@@ -9,7 +9,7 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
+from quire.kernels.memory_piece import MemoryPiece
+from quire.kernels.weight_memory import map_huge_pages
 from quire.weight_format import PANEL_WIDTH
 
 _CPU = torch.device("cpu")
-_HUGE_PAGE = 2 << 20
 _THREAD_BAND_BYTES = 4 << 20  # of a weight, for each thread: some panels of the widest rows
 
 # Address and size of the files that are mapped, with the mappings. What an entry's mapping has left may be anybody's.
@@ -83,36 +84,18 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    free = [piece for piece in _scratch if piece.user() is None]
-    piece = next((piece for piece in free if len(piece.memory) >= num_bytes), None)
+    free = [piece for piece in _scratch if piece.is_free]
+    piece = next((piece for piece in free if len(piece) >= num_bytes), None)
     if piece is None:
         if free:
             _scratch.remove(free[0])  # too small
-        piece = _Scratch(_array(num_bytes))
+        mapped, begin = map_huge_pages(num_bytes)
+        piece = MemoryPiece(np.frombuffer(mapped, dtype=np.uint8, count=num_bytes, offset=begin))
         _scratch.append(piece)
-    array = piece.memory[:num_bytes]
-    piece.user = weakref.ref(array)
-    return torch.from_numpy(array).view(dtype).view(shape)
+    return piece.take(num_bytes).view(dtype).view(shape)
 
 
-class _Scratch:
-    """Some memory, and the array that all views of the tensor in it hold."""
-
-    def __init__(self, memory: np.ndarray) -> None:
-        self.memory = memory
-        self.user: Callable[[], np.ndarray | None] = lambda: None
-
-
-_scratch: list[_Scratch] = []
-
-
-def _array(num_bytes: int) -> np.ndarray:
-    mapped = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = np.frombuffer(mapped, dtype=np.uint8)
-    begin = -memory.ctypes.data % _HUGE_PAGE
-    memory = memory[begin : begin + num_bytes]
-    cpu.advise_huge_pages(torch.from_numpy(memory))
-    return memory
+_scratch: list[MemoryPiece] = []
 
 
 def trim() -> None:

@@ -8,7 +8,6 @@ weights of 0.6B parameters, 19 % with 4-bit ones (benchmarks/NOTES.md, Zen 5).
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,28 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from quire.kernels import cpu
+from quire.kernels.memory_piece import MemoryPiece
 
 _ALIGNMENT = 64
-
-
-class _Piece:
-    """Some memory, and whether a tensor is in it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
-        begin = -memory.ctypes.data % _ALIGNMENT
-        self._bytes = memory[begin : begin + num_bytes]
-        self._user: weakref.ref[np.ndarray] | None = None
-
-    def fits(self, num_bytes: int) -> bool:
-        is_free = self._user is None or self._user() is None
-        return is_free and num_bytes <= len(self._bytes) <= 2 * num_bytes
-
-    def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes]. Its storage, which all views of the tensor share, holds the array that is watched."""
-        array = self._bytes[:num_bytes]
-        self._user = weakref.ref(array)
-        return torch.from_numpy(array)
 
 
 class Arena:
@@ -50,13 +30,16 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[_Piece] = []
+        self._pieces: list[MemoryPiece] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
-        piece = next((piece for piece in self._pieces if piece.fits(num_bytes)), None)
+        free = (piece for piece in self._pieces if piece.is_free)
+        piece = next((piece for piece in free if num_bytes <= len(piece) <= 2 * num_bytes), None)
         if piece is None:
-            piece = _Piece(num_bytes)
+            memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+            begin = -memory.ctypes.data % _ALIGNMENT
+            piece = MemoryPiece(memory[begin : begin + num_bytes])
             self._pieces.append(piece)
         return piece.take(num_bytes).view(dtype).view(shape)
 

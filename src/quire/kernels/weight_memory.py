@@ -10,7 +10,8 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,15 +23,21 @@ HUGE_PAGE = 2 << 20
 ALIGNMENT = 64
 
 
+Band = TypeVar("Band")
+
+
+def map_huge_pages(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Memory outside the heap, and where its first huge page begins: `num_bytes` fit from there on."""
+    mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    cpu.advise_huge_pages(whole)
+    return mapped, -whole.data_ptr() % HUGE_PAGE
+
+
 class WeightMemory:
-    """Hands out memory of regions; a region is given back when the last tensor in it is gone.
+    """Hands out memory of regions; a region is given back when the last tensor in it is gone."""
 
-    Args:
-        advise: told of a new region, uint8, before it is written.
-    """
-
-    def __init__(self, advise: Callable[[Tensor], None]) -> None:
-        self._advise = advise
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._region: weakref.ref[mmap.mmap] | None = None
         self._next = self._end = 0  # in the region
@@ -41,19 +48,29 @@ class WeightMemory:
             region = self._region() if self._region is not None else None
             if region is None or self._next + num_bytes > self._end:
                 size = max(num_bytes, REGION_BYTES)
-                region = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                whole = torch.frombuffer(region, dtype=torch.uint8)
-                self._advise(whole)
-                self._region, self._next = weakref.ref(region), -whole.data_ptr() % HUGE_PAGE
-                self._end = self._next + size
+                region, self._next = map_huge_pages(size)
+                self._region, self._end = weakref.ref(region), self._next + size
             piece = torch.frombuffer(region, dtype=torch.uint8, count=num_bytes, offset=self._next)  # keeps the region
             self._next += -(-num_bytes // ALIGNMENT) * ALIGNMENT
             return piece
 
 
-_weights = WeightMemory(cpu.advise_huge_pages)
+_weights = WeightMemory()
 
 
-def empty(num_bytes: int) -> Tensor:
-    """Memory for a weight that the compiled kernels read, see WeightMemory."""
-    return _weights.empty(num_bytes)
+def filled(num_bytes: int, bands: Iterable[Band], pack: Callable[[Band, Tensor], int]) -> Tensor:
+    """A weight for the compiled kernels: its bands packed one behind the other.
+
+    A band is let go before the next one is asked for, which may be made in its memory.
+
+    Args:
+        pack: writes a band to the beginning of what it is given, and says how many bytes it took.
+    """
+    data, begin = _weights.empty(num_bytes), 0
+    bands = iter(bands)
+    band = next(bands, None)
+    while band is not None:
+        begin += pack(band, data[begin:])
+        band = None
+        band = next(bands, None)
+    return data

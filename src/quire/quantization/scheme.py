@@ -43,7 +43,6 @@ class ShardedTensor:
         self.accepts = accepts
         self._dim = dim
         self._arrived: dict[int, Tensor] = {}
-        self._missing = set(range(len(pieces)))
 
     def shapes(self, shard: int) -> tuple[tuple[int, ...], ...]:
         """Those in which a checkpoint may bring the piece of a shard, the usual one first."""
@@ -53,7 +52,6 @@ class ShardedTensor:
         """Take the piece of one shard."""
         assert piece.shape == self.pieces[shard]
         self._arrived[shard] = piece
-        self._missing.discard(shard)
 
     def clear(self) -> None:
         """Let go of the pieces, and of their pages if they are of a mapped file."""
@@ -63,7 +61,7 @@ class ShardedTensor:
 
     @property
     def is_complete(self) -> bool:
-        return not self._missing
+        return len(self._arrived) == len(self.pieces)
 
     @property
     def device(self) -> torch.device:
@@ -73,7 +71,7 @@ class ShardedTensor:
     @property
     def whole(self) -> Tensor:
         """All pieces, which must have arrived; the only one is not copied if it has the tensor's dtype."""
-        assert len(self._arrived) == len(self.pieces)
+        assert self.is_complete
         if len(self.pieces) == 1:
             return self._arrived[0].to(self.dtype)
         sizes = [shape[self._dim] for shape in self.pieces]

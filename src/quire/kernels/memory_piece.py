@@ -1,0 +1,30 @@
+"""Memory that is handed out again when no tensor is in it any more."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class MemoryPiece:
+    """Some memory (uint8), and whether a tensor is in it."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self._memory = memory
+        self._user: weakref.ref[np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    @property
+    def is_free(self) -> bool:
+        return self._user is None or self._user() is None
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes]. Its storage, which all views of the tensor share, holds the array that is watched."""
+        array = self._memory[:num_bytes]
+        self._user = weakref.ref(array)
+        return torch.from_numpy(array)
