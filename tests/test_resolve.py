@@ -232,7 +232,7 @@ def test_weights_that_do_not_fit() -> None:
     assert "--dtype" not in weights_do_not_fit(resolved, 20 * GIB, 8 * GIB).message
 
 
-@pytest.mark.parametrize(("is_server", "limits"), [(True, (128, 2048)), (False, (256, 4096))])
+@pytest.mark.parametrize(("is_server", "limits"), [(True, (128, 2048)), (False, (256, 2048))])
 def test_batch_limits_are_vllms(is_server: bool, limits: tuple[int, int]) -> None:
     resolved = resolve(EngineConfig(), MODEL, DEVICE, is_server=is_server)
     assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == limits

@@ -48,24 +48,6 @@ struct QuantizedRows {
 
 inline int64_t grouped_input_bytes(const GemmArgs& args) { return QuantizedRows(args, nullptr).bytes(args.m); }
 
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-inline void store_codes(int8_t* to, F32 x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
-}
-#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
-inline void store_codes(int8_t* to, F32 x) {
-  const __m256i words = _mm256_cvtps_epi32(x.v);
-  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(halves, halves));
-}
-#else
-inline void store_codes(int8_t* to, F32 x) {
-  float lanes[F32::kWidth];
-  store(lanes, x);
-  for (int i = 0; i < F32::kWidth; ++i) to[i] = static_cast<int8_t>(std::lrint(lanes[i]));
-}
-#endif
-
 // Elements [0, count) of one group of a row become codes in [-127, 127], the rest up to group_size zeros. A group with
 // an element that is not finite gets the scale NaN, so that its whole row of the output says so. Returns the sum of the
 // codes, which is exact: 127 * 65,536 < 2^24.
@@ -89,7 +71,7 @@ inline float quantize_group(const T* x, int64_t count, int64_t group_size, int8_
   F32 sums = zero();
   for (int64_t i = 0; i < group_size; i += W) {
     const F32 code = is_finite ? round(load_at(i) * inverse) : zero();
-    store_codes(codes + i, code);
+    store(codes + i, code);
     sums = sums + code;
   }
   return reduce_add(sums);

@@ -143,9 +143,11 @@ inline void encode_row(const float* x, int dim, int8_t* out, float* scales, int6
   for (int i = 0; i < dim; i += F32::kWidth) {
     // this order of operands makes a number of NaN
     const F32 y = min(max(round(load(x + i) * inverse), broadcast(-127.0f)), broadcast(127.0f));
-    float codes[F32::kWidth];
-    store(codes, y);
-    for (int j = 0; j < F32::kWidth && i + j < dim; ++j) out[i + j] = static_cast<int8_t>(codes[j]);
+    if (i + F32::kWidth <= dim) {
+      store(out + i, y);
+    } else {
+      store_n(out + i, y, dim - i);
+    }
   }
 }
 

@@ -24,8 +24,9 @@ NO_DRIVER = "no driver of a GPU is loaded"
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 # vLLM's tables, `max_num_seqs / max_num_batched_tokens`, for the server, and for LLM(...): on CPU, on GPUs, and on GPUs
-# with much memory.
-SERVER_LIMITS, OFFLINE_LIMITS = (128, 2048), (256, 4096)
+# with much memory. Only the 4,096 tokens of LLM(...) on CPU are 2,048 here: activations of longer steps leave the
+# caches (1.07 times the time of a prompt in bfloat16, 1.09 in int8; benchmarks/NOTES.md).
+SERVER_LIMITS, OFFLINE_LIMITS = (128, 2048), (256, 2048)
 GPU_SERVER_LIMITS, GPU_OFFLINE_LIMITS = (256, 2048), (256, 8192)
 LARGE_GPU_SERVER_LIMITS, LARGE_GPU_OFFLINE_LIMITS = (1024, 8192), (1024, 16384)
 LARGE_GPU_BYTES = 70 * GIB
@@ -354,6 +355,8 @@ def _batch_limits(config: EngineConfig, gpu: GpuFacts | None, is_server: bool) -
         limits = LARGE_GPU_SERVER_LIMITS if is_server else LARGE_GPU_OFFLINE_LIMITS
         (seqs, tokens), kind = limits, f"GPUs of {LARGE_GPU_BYTES // GIB} GiB and more"
     why = f"as vLLM on {kind}: {seqs} requests, {tokens} tokens"
+    if gpu is None and not is_server:
+        why = f"{seqs} requests as vLLM on CPU; {tokens} tokens, whose activations stay in the caches"
     if config.performance_mode == "interactivity":
         tokens //= INTERACTIVITY_DIVISOR
         return seqs, tokens, "formula", f"{why}; tokens / {INTERACTIVITY_DIVISOR} for interactivity"

@@ -2,7 +2,8 @@
 // float, bfloat16 and half, arithmetic, reductions and exp. The width is F32::kWidth (4, 8 or 16).
 //
 // load(p) / store(p, v) move kWidth elements; load_n(p, n, fill) / store_n(p, v, n) the first n of them (0 <= n <=
-// kWidth) and touch no other memory. Include only from csrc/kernels: the content depends on QUIRE_ISA.
+// kWidth) and touch no other memory; to int8_t the nearest integers of [-128, 127] are stored. Include only from
+// csrc/kernels: the content depends on QUIRE_ISA.
 #pragma once
 
 #include <cmath>
@@ -88,9 +89,12 @@ inline __m256i narrow_f16(__m512 x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NE
 inline void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
 inline void store(bf16* p, F32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(a.v)); }
 inline void store(f16* p, F32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_f16(a.v)); }
+inline __m128i narrow_int8(__m512 x) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)); }
+inline void store(int8_t* p, F32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_int8(a.v)); }
 inline void store_n(float* p, F32 a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
 inline void store_n(bf16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_bf16(a.v)); }
 inline void store_n(f16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_f16(a.v)); }
+inline void store_n(int8_t* p, F32 a, int n) { _mm_mask_storeu_epi8(p, first_lanes(n), narrow_int8(a.v)); }
 // Stores the lanes whose bit is set side by side, returns how many; overwrites up to kWidth floats at p.
 inline int store_compressed(float* p, F32 a, uint32_t mask) {
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), a.v));
@@ -167,6 +171,11 @@ inline F32 load_odd(const bf16* p) {
 inline void store(float* p, F32 a) { _mm256_storeu_ps(p, a.v); }
 inline void store(bf16* p, F32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_bf16(a.v)); }
 inline void store(f16* p, F32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_f16(a.v)); }
+inline void store(int8_t* p, F32 a) {
+  const __m256i words = _mm256_cvtps_epi32(a.v);
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
+}
 
 // For every mask the numbers of its set bits, a byte each.
 struct SetBits {
@@ -259,6 +268,9 @@ inline F32 load_odd(const bf16* p) { return {reinterpret_cast<Vector4f>(load_wor
 template <class T>
 inline void store(T* p, F32 a) {
   for (int i = 0; i < 4; ++i) p[i] = from_f32<T>(a.v[i]);
+}
+inline void store(int8_t* p, F32 a) {
+  for (int i = 0; i < 4; ++i) p[i] = static_cast<int8_t>(std::lrint(a.v[i]));
 }
 inline int store_compressed(float* p, F32 a, uint32_t mask) {
   int n = 0;

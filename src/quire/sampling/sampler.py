@@ -204,11 +204,11 @@ class Sampler:
 
 def _errors(logits_RV: Tensor, token_ids_R: Tensor) -> dict[int, str]:
     """Rows without a valid choice, with the reason. Looks at a whole row only if its choice is not valid."""
-    chosen_R = logits_RV.gather(1, token_ids_R.clamp(min=0)[:, None])[:, 0]
-    failed_R = ~torch.isfinite(chosen_R) | (token_ids_R < 0)
-    if not bool(failed_R.any()):
+    token_ids = token_ids_R.numpy()  # numpy's calls touch less memory, which other work of a step has evicted
+    is_sampled = np.isfinite(logits_RV.numpy()[np.arange(len(token_ids)), token_ids]) & (token_ids >= 0)
+    if is_sampled.all():
         return {}
-    return {index: _reason(logits_RV[index]) for index in failed_R.nonzero()[:, 0].tolist()}
+    return {index: _reason(logits_RV[index]) for index in np.flatnonzero(~is_sampled).tolist()}
 
 
 _IS_INFINITE = "The model's logits for this request are infinite. No token can be sampled."
