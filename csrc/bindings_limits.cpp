@@ -42,13 +42,23 @@ double read_bandwidth(int64_t bytes, int repeats) {
   return best;
 }
 
-// Floating point operations per second of register-only multiply-adds.
-double peak_flops(int dtype, int64_t rounds) {
-  const LimitKernels& kernels = limit_kernels();
+// Operations per second of register-only multiply-adds; run() does some on one thread and returns how many.
+template <class Run>
+double operations_per_second(const Run& run) {
   std::atomic<int64_t> operations{0};
   const auto start = std::chrono::steady_clock::now();
-  parallel_for(num_threads() * 8, [&](int, int) { operations += kernels.multiply(static_cast<DType>(dtype), rounds); });
+  parallel_for(num_threads() * 8, [&](int, int) { operations += run(); });
   return static_cast<double>(operations.load()) / seconds_since(start);
+}
+
+double peak_flops(int dtype, int64_t rounds) {
+  const LimitKernels& kernels = limit_kernels();
+  return operations_per_second([&] { return kernels.multiply(static_cast<DType>(dtype), rounds); });
+}
+
+double peak_int8_ops(int64_t rounds) {
+  const LimitKernels& kernels = limit_kernels();
+  return operations_per_second([&] { return kernels.multiply_int8(rounds); });
 }
 
 }  // namespace
@@ -61,6 +71,8 @@ void bind_limits(nb::module_& m) {
       nb::arg("begin"), nb::arg("bytes"), "Asks the operating system for huge pages; only a hint");
   m.def("peak_flops", peak_flops, nb::arg("dtype"), nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>(),
         "Floating point operations per second without memory");
+  m.def("peak_int8_ops", peak_int8_ops, nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>(),
+        "The same of 8-bit integers");
 }
 
 }  // namespace quire

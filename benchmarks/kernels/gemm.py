@@ -3,10 +3,9 @@
 Every engine walks through enough copies of the weight that each call finds it outside the caches, as in a model. The
 engines take turns in short bursts (after a pause, because OpenMP threads spin for some milliseconds after a call and
 would take a core from the next engine); a reading is the median call. The limit of a shape is the larger of weight
-bytes over the measured read bandwidth and FLOPs over the measured register-only peak; both are measured between the
-bursts, so that a noisy machine hits numerator and denominator alike. Of quantized weights (`--quantization`) only the
-bytes count: their register-only peak is not measured. Formats of checkpoints (`q4_k`, `awq` ...) are random codes in
-the form the kernels hold.
+bytes over the measured read bandwidth and operations over the measured register-only peak, of 8-bit integers where
+weights are integers (`--quantization`); both are measured between the bursts, so that a noisy machine hits numerator
+and denominator alike. Formats of checkpoints (`q4_k`, `awq` ...) are random codes in the form the kernels hold.
 
     python benchmarks/kernels/gemm.py --shapes 1024x3072,1024x151936,3072x1024 --m 1,4,16,64,256,1024 --isa amx
 """
@@ -118,14 +117,14 @@ def engines(x: Tensor, out: Tensor, weights: list[Tensor], packed: list[Packed],
     return calls
 
 
-def measure(calls: Engines, dtype: torch.dtype, seconds: float) -> tuple[dict[str, float], float, float]:
-    """Median seconds of a call per engine, median bytes per second of reading, median peak FLOP/s."""
+def measure(calls: Engines, peak_of: Callable[[], float], seconds: float) -> tuple[dict[str, float], float, float]:
+    """Median seconds of a call per engine, median bytes per second of reading, median peak operations per second."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     bandwidths, peaks = [], []
     deadline = time.perf_counter() + seconds
     while not bandwidths or time.perf_counter() < deadline:
         bandwidths.append(cpu.read_bandwidth(256 << 20, repeats=2))
-        peaks.append(cpu.peak_flops(dtype, repeats=2))
+        peaks.append(peak_of())
         for name, copies in calls.items():
             time.sleep(PAUSE_S)
             copies[-1]()  # wakes the threads
@@ -150,19 +149,20 @@ def bench_shape(
     packed = [pack(w, quantization) for w in weights]
     pack_gb_s = sum(w.nbytes for w in weights) / (time.perf_counter() - start) / 1e9
     rows = []
+    is_float = isinstance(packed[0], PackedLinear | PackedFp8)  # FP8 becomes bfloat16
+    peak_of = partial(cpu.peak_flops, dtype, repeats=2) if is_float else partial(cpu.peak_int8_ops, repeats=2)
     for M in Ms:
         calls = engines(torch.randn(M, K).to(dtype), torch.empty(M, N, dtype=dtype), weights, packed, peers)
-        medians, bandwidth, peak = measure(calls, dtype, seconds)
-        arithmetic_s = 0 if quantization else 2 * M * N * K / peak
+        medians, bandwidth, peak = measure(calls, peak_of, seconds)
         rows.append(
             {
                 "K": K,
                 "N": N,
                 "M": M,
                 "bandwidth_gb_s": bandwidth / 1e9,
-                "peak_gflops": peak / 1e9,
+                "peak_gops": peak / 1e9,
                 "weight_bytes": packed[0].nbytes,
-                "limit_us": max(packed[0].nbytes / bandwidth, arithmetic_s) * 1e6,
+                "limit_us": max(packed[0].nbytes / bandwidth, 2 * M * N * K / peak) * 1e6,
                 "pack_gb_s": pack_gb_s,
                 "us": {name: s * 1e6 for name, s in medians.items()},
             }
@@ -178,7 +178,7 @@ def print_row(row: dict[str, Any]) -> None:
         for name, us in row["us"].items()
     ]
     head = f"[{row['M']:4},{row['K']:5}] x [{row['K']:5},{row['N']:6}]  limit {flops / row['limit_us'] / 1e3:6.0f}"
-    print(f"{head} ({row['bandwidth_gb_s']:.1f} GB/s, {row['peak_gflops']:.0f})  " + "  |  ".join(cells), flush=True)
+    print(f"{head} ({row['bandwidth_gb_s']:.1f} GB/s, {row['peak_gops']:.0f})  " + "  |  ".join(cells), flush=True)
 
 
 def main() -> None:

@@ -89,10 +89,55 @@ int64_t multiply(DType dtype, int64_t rounds) {
   return dtype == DType::bf16 ? multiply_bf16(rounds) : multiply_f32(rounds);
 }
 
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+int64_t multiply_int8(int64_t rounds) {
+  configure_tiles(kTileRows);
+  for (int64_t round = 0; round < rounds; ++round) {
+    _tile_dpbusd(0, 6, 7);
+    _tile_dpbusd(1, 6, 7);
+    _tile_dpbusd(2, 6, 7);
+    _tile_dpbusd(3, 6, 7);
+    _tile_dpbusd(4, 6, 7);
+    _tile_dpbusd(5, 6, 7);
+  }
+  _tile_release();
+  return rounds * 6 * (16 * 16 * 64 * 2);
+}
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+using I32 = __m512i;
+constexpr int kInt8Products = 64;  // of one vpdpbusd
+inline I32 dot(I32 sum, I32 x) { return _mm512_dpbusd_epi32(sum, x, x); }
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+using I32 = __m512i;
+constexpr int kInt8Products = 32;  // widened to 16 bits
+inline I32 dot(I32 sum, I32 x) { return _mm512_add_epi32(sum, _mm512_madd_epi16(x, x)); }
+#else
+using I32 = __m256i;
+constexpr int kInt8Products = 16;
+inline I32 dot(I32 sum, I32 x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(x, x)); }
+#endif
+
+int64_t multiply_int8(int64_t rounds) {
+  I32 sums[kChains] = {}, x = {};
+  for (int64_t round = 0; round < rounds; ++round) {
+    keep(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < kChains; ++i) {
+      sums[i] = dot(sums[i], x);
+      keep(sums[i]);
+    }
+  }
+  return rounds * kChains * kInt8Products * 2;
+}
+#else
+int64_t multiply_int8(int64_t rounds) { return multiply_f32(rounds); }
+#endif
+
 }  // namespace
 
 extern const LimitKernels limit_table;
-const LimitKernels limit_table = {read, multiply};
+const LimitKernels limit_table = {read, multiply, multiply_int8};
 
 }  // namespace quire::QUIRE_ISA
 

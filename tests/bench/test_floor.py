@@ -13,7 +13,7 @@ from quire.model_config import load_model_config
 
 MODEL = replace(load_model_config(quire.demo.path("target")), layer_windows=(0,) * 100)
 MODEL = replace(MODEL, layer_windows=(0,) * MODEL.num_layers)
-SLOW_MEMORY, SLOW_ARITHMETIC = Machine(1.0, 1e30), Machine(1e30, 1.0)
+SLOW_MEMORY, SLOW_ARITHMETIC = Machine(1.0, 1e30, 1e30), Machine(1e30, 1.0, 1e30)
 HEAD = MODEL.vocab_size * MODEL.hidden_size
 LAYERS = MODEL.num_parameters() - HEAD * (1 if MODEL.tie_word_embeddings else 2)
 
@@ -26,12 +26,24 @@ def test_bytes_of_a_decode() -> None:
     assert found.bound == "memory"
 
 
-def test_quantized_weights() -> None:
-    """Bytes as they are held; the rate of integer products is not known, so that arithmetic does not bound."""
-    found = floor(MODEL, "bfloat16", [Work(1, 0, 1)], Machine(1.0, 1.0), quantization="int4")
+def test_bytes_of_quantized_weights() -> None:
+    """As they are held."""
+    found = floor(MODEL, "bfloat16", [Work(1, 0, 1)], SLOW_MEMORY, quantization="int4")
     embeddings = 0 if MODEL.tie_word_embeddings else 2 * HEAD
     assert found.seconds == pytest.approx(MODEL.weight_bytes("bfloat16", "int4") - embeddings)
-    assert found.bound == "memory"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_operations_of_quantized_weights(quantization: str) -> None:
+    """Integers are multiplied as integers, FP8 and attention in floating point; norms and biases are floats too."""
+    work, model = [Work(10, 0, 1)], MODEL
+    total = floor(model, "bfloat16", work, SLOW_ARITHMETIC).num_flops
+    found = floor(model, "bfloat16", work, Machine(1e30, 1.0, 2.0), quantization=quantization)
+    linears = [(shape.out_features * shape.in_features, shape == model.output_linear()) for shape in model.linears()]
+    products = sum(2 * size * (1 if is_output else 10) for size, is_output in linears)
+    assert found.num_int8_ops == (products if quantization == "int8" else 0)
+    assert found.num_flops == total - found.num_int8_ops
+    assert found.seconds == pytest.approx(found.num_flops + found.num_int8_ops / 2)
 
 
 def test_flops_of_a_prompt() -> None:
@@ -65,8 +77,8 @@ def test_a_window_bounds_what_is_read() -> None:
 
 
 def test_percent() -> None:
-    found = floor(MODEL, "bfloat16", [Work(10, 0, 3)], Machine(1e9, 1e12))
-    assert found.report(2 * found.seconds, Machine(1e9, 1e12))["percent"] == pytest.approx(50)
+    found = floor(MODEL, "bfloat16", [Work(10, 0, 3)], Machine(1e9, 1e12, 1e12))
+    assert found.report(2 * found.seconds, Machine(1e9, 1e12, 1e12))["percent"] == pytest.approx(50)
 
 
 def test_rounds_add_up() -> None:

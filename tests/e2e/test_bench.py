@@ -40,6 +40,15 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "Hardware limit reached (%):" in out
 
 
+@pytest.mark.skipif(not cpu.available(), reason="only the compiled kernels measure the limits")
+def test_limit_of_integer_weights(tmp_path: Path) -> None:
+    words = ("--num-prompts", "4", "--input-len", "100", "--output-len", "1", "--quantization", "int8")
+    limit = run("throughput", *words, file=tmp_path / "t.json")["hardware_limit"]
+    assert isinstance(limit, dict)
+    assert limit["num_int8_ops"] > limit["num_flops"] > 0
+    assert 0 < limit["percent"] < 100
+
+
 def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "--batch-size",

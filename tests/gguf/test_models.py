@@ -257,7 +257,7 @@ def test_what_a_step_reads(tied: bool, kind: str | None, tmp_path: Path) -> None
     table = 0 if kind is None else GGUF[kind].num_bytes(131, WIDE["hidden_size"])
     expected = config.weight_bytes("bfloat16") - table
     assert config.read_bytes_per_step("bfloat16") == expected
-    one_token = floor(config, "bfloat16", [Work(1, 0, 1)], Machine(1.0, 1e30), quantization="gguf")
+    one_token = floor(config, "bfloat16", [Work(1, 0, 1)], Machine(1.0, 1e30, 1e30), quantization="gguf")
     assert one_token.num_bytes == expected
     device = DeviceFacts("cpu", "CPU", "avx2", 4, 64 << 30, 32 << 30)
     settings = EngineConfig(model=str(tmp_path / "m.gguf"), dtype="bfloat16")

@@ -15,14 +15,16 @@ import numpy as np
 
 from quire.kv_format import kv_format
 from quire.model_config import ModelConfig
+from quire.weight_format import GroupedFormat
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Ceilings, measured: bytes and floating point operations per second over all cores in use."""
+    """Ceilings, measured: bytes, floating point and 8-bit integer operations per second over all cores in use."""
 
     read_bandwidth: float
     peak_flops: float
+    peak_int8_ops: float
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Floor:
 
     num_bytes: float
     num_flops: float
+    num_int8_ops: float
     seconds: float
     bound: str  # memory or arithmetic
 
@@ -63,8 +66,7 @@ def floor(
         dtype: a key of model_config.DTYPE_BYTES, of weights and activations.
         max_num_seqs: requests that may run at once; None: all.
         kv_cache_dtype: as the setting of that name.
-        quantization: of the weights, as ModelConfig.weight_bytes takes it. The rate of their products is not measured,
-            so that only memory bounds.
+        quantization: of the weights, as ModelConfig.weight_bytes takes it. Integers are multiplied as 8-bit integers.
     """
     head = model.vocab_size * model.hidden_size  # the embeddings are looked up, the output layer is read and multiplied
     blocks = model.num_block_parameters()
@@ -87,11 +89,27 @@ def floor(
     num_bytes = num_steps * model.read_bytes_per_step(dtype, quantization) + decode_reads * kv_bytes
     num_tokens = sum(request.num_prompt + max(request.num_output - 1, 0) for request in work)
     attention = 4 * model.num_q_heads * model.head_dim * (decode_reads + prompt_reads)  # scores, and their sum of V
-    num_flops = 2 * blocks * num_tokens + 2 * head * total_output + attention
+    num_ops = 2 * blocks * num_tokens + 2 * head * total_output + attention
+    integer_blocks, integer_head = _integer_parameters(model, quantization)
+    num_int8_ops = 2.0 * (integer_blocks * num_tokens + integer_head * total_output)
+    num_flops = num_ops - num_int8_ops
     by_memory = num_bytes / machine.read_bandwidth
-    by_arithmetic = num_flops / machine.peak_flops if quantization is None else 0.0
+    by_arithmetic = num_flops / machine.peak_flops + num_int8_ops / machine.peak_int8_ops
     bound = "memory" if by_memory >= by_arithmetic else "arithmetic"
-    return Floor(num_bytes, num_flops, max(by_memory, by_arithmetic), bound)
+    return Floor(num_bytes, num_flops, num_int8_ops, max(by_memory, by_arithmetic), bound)
+
+
+def _integer_parameters(model: ModelConfig, quantization: str | None) -> tuple[int, int]:
+    """Elements of weights that are held as integers: of the layers, and of the output projection."""
+    blocks = output = 0
+    for linear in model.linears():
+        parts = (part for part in model.stored(linear, quantization) if isinstance(part.held, GroupedFormat))
+        elements = sum(part.shape.out_features * part.shape.in_features for part in parts)
+        if linear == model.output_linear():
+            output += elements
+        else:
+            blocks += elements
+    return blocks, output
 
 
 def together(floors: Sequence[Floor]) -> Floor:
@@ -100,6 +118,7 @@ def together(floors: Sequence[Floor]) -> Floor:
     return Floor(
         sum(each.num_bytes for each in floors),
         sum(each.num_flops for each in floors),
+        sum(each.num_int8_ops for each in floors),
         sum(each.seconds for each in floors),
         longest.bound,
     )
@@ -118,4 +137,4 @@ def measure_machine(dtype: str, num_threads: int) -> Machine | None:
     if not cpu.available():
         return None
     cpu.set_num_threads(num_threads)
-    return Machine(cpu.read_bandwidth(), cpu.peak_flops(getattr(torch, dtype)))
+    return Machine(cpu.read_bandwidth(), cpu.peak_flops(getattr(torch, dtype)), cpu.peak_int8_ops())

@@ -218,10 +218,14 @@ def _own_lines(result: dict[str, Any]) -> list[str]:
 
 def limit_line(limit: dict[str, Any]) -> str:
     """The percentage of the hardware limit and what it is a percentage of."""
+    rates = [
+        f"{limit['read_bandwidth'] / 1e9:.1f} GB/s",
+        *([f"{limit['peak_flops'] / 1e9:,.0f} GFLOP/s"] if limit["num_flops"] else []),
+        *([f"{limit['peak_int8_ops'] / 1e9:,.0f} GOP/s of int8"] if limit["num_int8_ops"] else []),
+    ]
     return (
         f"{'Hardware limit reached (%):':<40} {limit['percent']:.1f}   bound by {limit['bound']}: at least "
-        f"{limit['seconds']:.2f} s at {limit['read_bandwidth'] / 1e9:.1f} GB/s and "
-        f"{limit['peak_flops'] / 1e9:,.0f} GFLOP/s"
+        f"{limit['seconds']:.2f} s at {', '.join(rates)}"
     )
 
 

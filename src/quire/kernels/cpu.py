@@ -32,6 +32,7 @@ ACTIVATION_CODES: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4}
 # kMaxHeadDim of csrc/kernels/attention_tile.h; above it ops run on plain torch
 MAX_HEAD_DIM = 256
+_PEAK_ROUNDS = 20_000  # of multiply-adds per reading, under a millisecond each
 
 
 def _load() -> bool:
@@ -256,8 +257,15 @@ def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
 
     bfloat16 uses AMX tiles or vdpbf16ps where active; every other dtype float32. Needs the extension.
     """
-    rounds = 20_000
-    return max(float(_C.peak_flops(DTYPE_CODES[dtype], rounds)) for _ in range(repeats))
+    return max(float(_C.peak_flops(DTYPE_CODES[dtype], _PEAK_ROUNDS)) for _ in range(repeats))
+
+
+def peak_int8_ops(repeats: int = 3) -> float:
+    """The same for 8-bit integers (multiplications and additions per second), as grouped weights are multiplied.
+
+    AMX tiles, vpdpbusd, or 16-bit multiply-adds. Needs the extension.
+    """
+    return max(float(_C.peak_int8_ops(_PEAK_ROUNDS)) for _ in range(repeats))
 
 
 def advise_huge_pages(x: Tensor) -> None:

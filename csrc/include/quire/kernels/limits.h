@@ -14,6 +14,9 @@ struct LimitKernels {
   // Runs `rounds` rounds of multiply-adds with bfloat16 (or float, for the other types) operands; returns the number of
   // floating point operations done.
   int64_t (*multiply)(DType dtype, int64_t rounds);
+  // The same with 8-bit integers, as the products of grouped weights compute: returns the number of multiplications and
+  // additions.
+  int64_t (*multiply_int8)(int64_t rounds);
 };
 
 const LimitKernels& limit_kernels();
