@@ -14,14 +14,15 @@ import quire.demo
 import quire.plan
 from quire import LLM
 from quire.cli.main import main
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.cost import devices
 from quire.errors import ConfigError
+from quire.explain import explain
 from quire.kernels import cpu
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.plan import ModelPlan, plan
-from quire.resolve import DeviceFacts, GpuFacts
+from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
 from quire.worker import kv_cache
 
 GIB = 1 << 30
@@ -122,7 +123,42 @@ def test_llama_70b(tmp_path: Path) -> None:
     assert awq.best.flags == ()
     small = plan_of(tmp_path, LLAMA_70B | AWQ, gpu(40 * 10**9))
     assert small.best is None
-    assert "best     none: the smallest format needs 3" in small.text()
+    assert "best     none: --kv-cache-dtype fp8 comes closest, with" in small.text()
+
+
+@pytest.mark.parametrize("share", [None, 0.9])
+def test_what_is_missing_is_enough(share: float | None, tmp_path: Path) -> None:
+    """Work and reserve counted: with so many bytes more there is a first block, with one less there is none."""
+    device = replace(CPU, total_memory_bytes=80 * GIB, free_memory_bytes=37 * GIB)
+    flags: dict[str, Any] = {"kv_cache_dtype": "fp8", "gpu_memory_utilization": share}
+    found = plan_of(tmp_path, LLAMA_70B | AWQ, device, **flags)
+    (fit,) = found.fits
+    assert found.best is None
+    assert f"as it is comes closest, with {shown_bytes(fit.missing_bytes)} missing for any KV cache" in found.text()
+    assert f"5% of {80 * GIB:,}" in found.text().splitlines()[-1], "the reserve is part of what is missing"
+    for more, num_blocks in ((0, 1), (-1, 0)):
+        enough = replace(device, free_memory_bytes=device.free_memory_bytes + fit.missing_bytes + more)
+        assert plan_of(tmp_path, LLAMA_70B | AWQ, enough, **flags).fits[0].num_blocks == num_blocks
+
+
+def test_the_longest_that_fits(tmp_path: Path) -> None:
+    """`--max-model-len -1`: a start cuts it, so that every format holds a request; the plan says which holds it all."""
+    device = gpu(46 * 10**9)
+    found = plan_of(tmp_path, LLAMA_70B | AWQ, device, max_model_len=-1)
+    best = found.best
+    assert best is not None
+    assert (best.flags, best.num_sequences) == ((), 1)
+    assert 0 < best.max_model_len == best.num_tokens < 8192
+    text = found.text()
+    assert "requests of up to 8,192 tokens, cut to what fits:" in text
+    assert f"holds 1 x {best.max_model_len:,} tokens" in text
+    assert "--max-model-len -1 starts with so many; no format holds all 8,192" in text
+    explained = explain("m", EngineConfig(model="m", max_model_len=-1), ServerConfig(), found.model, device)
+    assert explained.error is None
+    assert explained.settings["max_model_len"].value == best.max_model_len
+    whole = plan_of(tmp_path, LLAMA_70B | AWQ, gpu(48 * 10**9), max_model_len=-1).text()
+    assert "--max-model-len -1 starts with so many; --kv-cache-dtype int8 holds all 8,192" in whole
+    assert "cut to" not in plan_of(tmp_path, LLAMA_70B | AWQ, gpu(80 * GIB), max_model_len=-1).text()
 
 
 def test_weights_fit_but_no_full_request(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from quire.kv_format import KV_CACHE_DTYPES
 from quire.option import (
     Source,
     check_choices,
+    check_foreign,
     check_types,
     complete_sources,
     normalise,
@@ -370,6 +371,7 @@ def _check_engine(config: EngineConfig) -> None:
             param="trust_remote_code",
         )
     if config.quantization is not None and config.quantization not in (*ON_LOAD, *QUANTIZATION_NAMES):
+        check_foreign("quantization", config.quantization)
         raise ConfigError(
             "Quantized weights of this kind are not read",
             value=config.quantization,

@@ -108,15 +108,15 @@ class Explanation:
 
     def _layers(self) -> Iterator[str]:
         """Those that are held and multiplied with in the same way in one line; fused ones are joined by +."""
-        alike: dict[tuple[str, str, str], list[str]] = {}
+        alike: dict[tuple[str, str, str, str], list[str]] = {}
         for layer in self.layers:
-            key = (layer.weight, layer.kernel, layer.why)
+            key = (layer.weight, layer.why, layer.kernel, layer.kernel_why)
             alike.setdefault(key, []).append(f"{layer.count} x {'+'.join(layer.names)}")
         label = "layers"
-        for (weight, kernel, why), names in alike.items():
+        for (weight, why, kernel, kernel_why), names in alike.items():
             yield f"{label:<8} {', '.join(names)}"
             yield f"         weight  {weight}   ({why})"
-            yield f"         kernel  {kernel}"
+            yield f"         kernel  {kernel}   ({kernel_why})"
             label = ""
 
     def _kv_bytes_per_token(self) -> int:

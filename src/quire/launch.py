@@ -48,13 +48,13 @@ class FrontEndParts:
 
 
 def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool) -> tuple[Path, str, ModelConfig]:
-    """The model's folder or GGUF file, name and facts; what is missing is downloaded, safetensors only on request.
+    """The model's folder or GGUF file, name and facts; what is missing is downloaded, weights only on request.
 
     Raises ConfigErrors.
     """
     any_architecture = config.model_impl in ("auto", "transformers")
     source = (config.revision, config.download_dir, config.hf_token, progress)
-    if (file := find_gguf(config.model, config.gguf_file, *source)) is not None:
+    if (file := find_gguf(config.model, config.gguf_file, *source, weights=weights)) is not None:
         return file, config.model or file.name, load_model_config(file, config.hf_overrides)
     if config.model is None:
         folder, name = quire.demo.path("target"), DEMO_MODEL_NAME

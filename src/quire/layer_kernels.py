@@ -39,7 +39,8 @@ class LayerKernel:
         num_bytes: of one weight.
         weight: how it is held.
         kernel: how it is multiplied with.
-        why: where that comes from.
+        why: where the form of the weight comes from.
+        kernel_why: why this kernel, and no faster one.
     """
 
     names: tuple[str, ...]
@@ -50,6 +51,7 @@ class LayerKernel:
     weight: str
     kernel: str
     why: str
+    kernel_why: str
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -65,6 +67,7 @@ def layer_kernels(
     counts: Counter[LayerKernel] = Counter()
     for stored in model.stored_linears(quantization):
         shape = stored.shape
+        kernel, kernel_why = _kernel(stored, dtype, isa, is_deterministic)
         counts[
             LayerKernel(
                 names=tuple(name for name, _ in shape.shards),
@@ -73,8 +76,9 @@ def layer_kernels(
                 in_features=shape.in_features,
                 num_bytes=stored.num_bytes(dtype, is_packed=packs_floats(isa)),
                 weight=dtype if stored.held is None else _held(stored.held),
-                kernel=_kernel(stored, dtype, isa, is_deterministic),
+                kernel=kernel,
                 why=stored.reason,
+                kernel_why=kernel_why,
             )
         ] += 1
     return [LayerKernel(**(asdict(kind) | {"count": count})) for kind, count in counts.items()]
@@ -99,21 +103,36 @@ def _scaled(held: WeightFormat) -> str:
     )
 
 
-def _kernel(stored: StoredLinear, dtype: str, isa: str, is_deterministic: bool) -> str:
+def _kernel(stored: StoredLinear, dtype: str, isa: str, is_deterministic: bool) -> tuple[str, str]:
+    """The kernel, and why."""
     if isa == "torch":
-        return "plain torch"
+        return "plain torch", "the compiled kernels do not run here"
     if isa.startswith("sm_"):
-        if stored.held is None:
-            return "Triton: tensor cores" if is_deterministic else "cuBLAS"
-        return f"Triton: codes to {dtype}, tensor cores{'' if is_deterministic else _scaled(stored.held)}"
+        return _gpu_kernel(stored.held, dtype, is_deterministic)
     if isinstance(stored.held, Fp8Format):
-        products = _FP8_KERNELS.get(isa, _FLOAT_KERNEL) if dtype == "bfloat16" else _FLOAT_KERNEL
-        return f"codes to bfloat16 block by block, {products}"
-    if stored.held is not None:
-        group_size = stored.held.group_size_of(stored.shape.in_features)
-        if isa == "amx" and group_size > _AMX_SMALL_GROUP and group_size % _TILE_ROW:
-            isa = "avx512_bf16"
-        return f"rows of the input in 8 bits, {_INTEGER_KERNELS[isa]}"
-    if dtype == "bfloat16" and isa in _BFLOAT16_KERNELS:
-        return _BFLOAT16_KERNELS[isa]
-    return _FLOAT_KERNEL
+        kernel, why = _float_kernel(_FP8_KERNELS, dtype, isa)
+        return f"codes to bfloat16 block by block, {kernel}", f"CPUs multiply no FP8; {why}"
+    if stored.held is None:
+        return _float_kernel(_BFLOAT16_KERNELS, dtype, isa)
+    group_size, why = stored.held.group_size_of(stored.shape.in_features), f"integer codes, on {isa}"
+    if isa == "amx" and group_size > _AMX_SMALL_GROUP and group_size % _TILE_ROW:
+        isa, why = "avx512_bf16", f"a group of {group_size} does not fill AMX's tile rows of {_TILE_ROW}"
+    return f"rows of the input in 8 bits, {_INTEGER_KERNELS[isa]}", why
+
+
+def _float_kernel(kernels: dict[str, str], dtype: str, isa: str) -> tuple[str, str]:
+    """`kernels`: of bfloat16."""
+    if dtype != "bfloat16":
+        return _FLOAT_KERNEL, f"the model computes in {dtype}"
+    if isa not in kernels:
+        return _FLOAT_KERNEL, f"{isa} has no products of bfloat16"
+    return kernels[isa], f"bfloat16, on {isa}"
+
+
+def _gpu_kernel(held: WeightFormat | None, dtype: str, is_deterministic: bool) -> tuple[str, str]:
+    if held is not None:
+        kernel = f"Triton: codes to {dtype}, tensor cores{'' if is_deterministic else _scaled(held)}"
+        return kernel, f"cuBLAS multiplies no codes with {dtype}"
+    if is_deterministic:
+        return "Triton: tensor cores", "--deterministic: cuBLAS's sums follow the number of rows"
+    return "cuBLAS", f"{dtype}, on a GPU"

@@ -89,11 +89,11 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     block_bytes = resolved.block_size * kv_bytes_per_token(resolved, model)
     offer = _useful(_offer(config, resolved, memory, block_bytes), resolved, block_bytes)
     num_blocks = max(offer.num_bytes, 0) // block_bytes
-    blocks_needed = -(-resolved.max_model_len // resolved.block_size)
-    if config.max_model_len == -1 and 0 < num_blocks < blocks_needed:
+    length = length_that_starts(config, resolved, num_blocks)
+    if length < resolved.max_model_len:
         detail = f"{num_blocks} blocks x {resolved.block_size} tokens fit; the model allows {model.max_model_len}"
-        resolved.put("max_model_len", num_blocks * resolved.block_size, "formula", detail)
-        blocks_needed = num_blocks
+        resolved.put("max_model_len", length, "formula", detail)
+    blocks_needed = -(-length // resolved.block_size)
     if num_blocks < blocks_needed:
         raise _Shortage(config, model, resolved, memory, offer, block_bytes, blocks_needed).error()
     resolved.put("num_blocks", num_blocks, offer.source, offer.detail)
@@ -103,13 +103,22 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     resolved.put("unplanned_bytes", memory.free_bytes - kv_bytes - memory.work_bytes, "measured", detail)
 
 
-def blocks_that_fit(
+def length_that_starts(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:
+    """max_model_len, which -1 lets a start cut to the blocks there are."""
+    most: int = num_blocks * resolved.block_size
+    wanted: int = resolved.max_model_len
+    return most if config.max_model_len == -1 and 0 < most < wanted else wanted
+
+
+def bytes_for_kv_cache(
     config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts
 ) -> tuple[int, str]:
-    """KV blocks that there is memory for, also beyond what the running requests of a start could use, and why."""
-    block_bytes: int = resolved.block_size * kv_bytes_per_token(resolved, model)
-    offer = _offer(config, resolved, memory, block_bytes)
-    return max(offer.num_bytes, 0) // block_bytes, offer.detail
+    """What there is memory for, also beyond what the running requests of a start could use, and why.
+
+    Negative if weights, work and reserve take more than there is.
+    """
+    offer = _offer(config, resolved, memory, resolved.block_size * kv_bytes_per_token(resolved, model))
+    return offer.num_bytes, offer.detail
 
 
 def _put_memory(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> None:

@@ -8,7 +8,7 @@ import os
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from quire.compat.values import why_not
+from quire.compat.values import SAME_VALUES, why_not
 from quire.errors import ConfigError
 
 # Where a value comes from. argument: of LLM(...); file: --config; live: POST /v1/config; the rest says resolve.py.
@@ -90,8 +90,8 @@ def normalise(config: Any) -> None:
             plain = (value,) if isinstance(value, str) else tuple(value)
         elif f.name == "dtype" and str(value).startswith("torch."):
             plain = str(value).removeprefix("torch.")
-        elif f.name == "load_format" and value == "hf":  # vLLM's name for what auto finds
-            plain = "auto"
+        elif isinstance(value, str) and value in (same := SAME_VALUES.get(f.name, {})):
+            plain = same[value]
         elif isinstance(value, os.PathLike):
             plain = os.fspath(value)
         if plain is not None:
@@ -134,8 +134,7 @@ def check_choices(config: Any) -> None:
         choices, value = f.metadata["choices"], getattr(config, f.name)
         if not choices or value in choices or (value is None and f.default is None):
             continue
-        if (foreign := why_not(f.name, value)) is not None:
-            raise ConfigError(f"{f.name} {value} is not supported: {foreign.text}", fix=foreign.instead, param=f.name)
+        check_foreign(f.name, value)
         near = difflib.get_close_matches(str(value), choices, 1)
         raise ConfigError(
             f"Illegal value of {f.name}",
@@ -144,6 +143,12 @@ def check_choices(config: Any) -> None:
             fix=f"Did you mean {near[0]!r}?" if near else None,
             param=f.name,
         )
+
+
+def check_foreign(name: str, value: object) -> None:
+    """ConfigError for a value of vLLM's that setting `name` does not take: why, and what to use."""
+    if (foreign := why_not(name, value)) is not None:
+        raise ConfigError(f"{name} {value} is not supported: {foreign.text}", fix=foreign.instead, param=name)
 
 
 def complete_sources(config: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_format import kv_format
-from quire.memory_plan import MemoryFacts, blocks_that_fit, predict_memory
+from quire.memory_plan import MemoryFacts, bytes_for_kv_cache, length_that_starts, predict_memory
 from quire.model_config import ModelConfig, WeightBytes
 from quire.resolve import DeviceFacts, Resolved, resolve, shown_bytes
 from quire.weight_format import packs_floats
@@ -54,8 +54,9 @@ class Fit:
 
     Args:
         kv_bytes_per_token: over all layers, scales included.
-        num_blocks: of the KV cache, that there is memory for.
+        num_bytes: that there are for the KV cache; negative if weights, work and reserve already take too much.
         why: that many, in numbers.
+        max_model_len: of a start, which cuts -1 to what fits.
         flags: that give it.
         expected_loss: what orders formats by what they lose.
     """
@@ -63,13 +64,22 @@ class Fit:
     weights: WeightsRow
     kv_cache_dtype: str
     kv_bytes_per_token: int
-    num_blocks: int
+    num_bytes: int
     why: str
     block_size: int
     max_model_len: int
     memory: MemoryFacts
     flags: tuple[str, ...]
     expected_loss: float
+
+    @property
+    def num_blocks(self) -> int:
+        return max(self.num_bytes, 0) // self._block_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """For the first block."""
+        return max(self._block_bytes - self.num_bytes, 0)
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +90,10 @@ class Fit:
         """Of max_model_len tokens each, which share no blocks."""
         return self.num_blocks // -(-self.max_model_len // self.block_size)
 
+    @property
+    def _block_bytes(self) -> int:
+        return self.block_size * self.kv_bytes_per_token
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -87,6 +101,7 @@ class Fit:
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "num_tokens": self.num_tokens,
+            "max_model_len": self.max_model_len,
             "num_sequences": self.num_sequences,
             "why": self.why,
             "flags": list(self.flags),
@@ -190,7 +205,9 @@ class ModelPlan:
         cells = {
             (fit.weights.name, fit.kv_cache_dtype): f"{fit.num_tokens:,} = {fit.num_sequences:,}" for fit in self.fits
         }
-        yield f"Tokens that fit, and requests of {self.resolved.max_model_len:,} tokens:"
+        is_cut = any(fit.max_model_len < self.resolved.max_model_len for fit in self.fits)
+        longest = f"{'up to ' * is_cut}{self.resolved.max_model_len:,} tokens"
+        yield f"Tokens that fit, and requests of {longest}{', cut to what fits' * is_cut}:"
         yield from _table(
             ["weights", *(f"KV {name}" for name in names)],
             [[row.name, *(cells.get((row.name, name), "-") for name in names)] for row in self.weights],
@@ -200,20 +217,27 @@ class ModelPlan:
         return self.model.dtype if self.model.quantized is None else self.model.quantized.describe()
 
     def _advice(self) -> Iterator[str]:
-        wanted = f"{self.num_sequences} x {self.resolved.max_model_len:,} tokens"
-        best = self.best
+        longest, best = self.resolved.max_model_len, self.best
         if best is None:
-            most = max(self.fits, key=lambda fit: fit.num_tokens)
+            most = max(self.fits, key=lambda fit: (fit.num_tokens, -fit.missing_bytes))
             if not most.num_tokens:
-                needed = min(sum(fit.weights.num_bytes) + fit.memory.work_bytes for fit in self.fits)
-                yield f"best     none: the smallest format needs {shown_bytes(needed)} before any KV cache"
+                missing = shown_bytes(most.missing_bytes)
+                yield f"best     none: {_words(most.flags)} comes closest, with {missing} missing for any KV cache"
+                yield f"         {most.why}"
                 return
+            wanted = f"{self.num_sequences} x {longest:,} tokens"
             yield f"best     none holds {wanted}; {_words(most.flags)} holds {most.num_tokens:,} tokens"
             length = most.num_blocks // self.num_sequences * most.block_size
             if length:
                 yield f"         --max-model-len {length} starts, with {_words(most.flags)}"
             return
+        wanted = f"{self.num_sequences} x {best.max_model_len:,} tokens"
         yield f"best     {_words(best.flags)}: loses least of what holds {wanted}"
+        if best.max_model_len < longest:
+            whole = (fit for fit in self.fits if fit.num_tokens >= self.num_sequences * longest)
+            other = min(whole, key=lambda fit: fit.expected_loss, default=None)
+            instead = "no format holds" if other is None else f"{_words(other.flags)} holds"
+            yield f"         --max-model-len -1 starts with so many; {instead} all {longest:,}"
         yield f"         {best.why}"
         if best.expected_loss:
             flags = " ".join((shlex.quote(self.model_name), *best.flags))
@@ -273,21 +297,20 @@ def plan(
                 refused[f"{row.name} with a KV cache in {kv_cache_dtype}"] = error.message
                 continue
             memory = predict_memory(resolved, model, device)
-            num_blocks, why = blocks_that_fit(paired, model, resolved, memory)
-            fits.append(
-                Fit(
-                    weights=row,
-                    kv_cache_dtype=kv_cache_dtype,
-                    kv_bytes_per_token=model.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype)),
-                    num_blocks=num_blocks,
-                    why=why,
-                    block_size=resolved.block_size,
-                    max_model_len=resolved.max_model_len,
-                    memory=memory,
-                    flags=flags + (() if kv_is_own else ("--kv-cache-dtype", kv_cache_dtype)),
-                    expected_loss=weights_loss + kv_loss,
-                )
+            kv_cache_bytes, why = bytes_for_kv_cache(paired, model, resolved, memory)
+            fit = Fit(
+                weights=row,
+                kv_cache_dtype=kv_cache_dtype,
+                kv_bytes_per_token=model.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype)),
+                num_bytes=kv_cache_bytes,
+                why=why,
+                block_size=resolved.block_size,
+                max_model_len=resolved.max_model_len,
+                memory=memory,
+                flags=flags + (() if kv_is_own else ("--kv-cache-dtype", kv_cache_dtype)),
+                expected_loss=weights_loss + kv_loss,
             )
+            fits.append(replace(fit, max_model_len=length_that_starts(paired, resolved, fit.num_blocks)))
     return ModelPlan(model_name, model, memory_name, own, rows, fits, refused, num_sequences)
 
 

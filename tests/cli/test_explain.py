@@ -13,9 +13,10 @@ from quire.cli.main import main
 from quire.config import EngineConfig, ServerConfig
 from quire.cost import devices
 from quire.explain import explain
+from quire.layer_kernels import LayerKernel
 from quire.model_config import load_model_config
 from quire.option import options
-from quire.resolve import DeviceFacts
+from quire.resolve import DeviceFacts, GpuFacts
 
 MIB, GIB = 1 << 20, 1 << 30
 DEVICE = DeviceFacts(
@@ -123,32 +124,113 @@ def test_the_kernel_of_each_layer(tmp_path: Path) -> None:
     assert sum(layer.count * layer.num_bytes for layer in shown.layers) < shown.settings["weight_bytes"].value
     text = shown.text()
     assert "layers   31 x q_proj+k_proj+v_proj, 31 x o_proj, 31 x gate_proj+up_proj, 31 x down_proj" in text
-    assert "kernel  rows of the input in 8 bits, 16-bit multiply-adds" in text
+    assert "weight  bfloat16   (not quantized in the checkpoint: modules_to_not_convert)" in text
+    assert "kernel  rows of the input in 8 bits, 16-bit multiply-adds   (integer codes, on avx2)" in text
+    assert "kernel  float32 multiply-adds   (avx2 has no products of bfloat16)" in text
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "products"),
+    ("isa", "dtype", "products", "why"),
     [
-        ("amx", "bfloat16", "AMX tiles"),
-        ("avx512_bf16", "bfloat16", "bfloat16 dot products"),
-        ("avx2", "bfloat16", "float32 multiply-adds"),
-        ("amx", "float16", "float32 multiply-adds"),
+        ("amx", "bfloat16", "AMX tiles", "bfloat16, on amx"),
+        ("avx512_bf16", "bfloat16", "bfloat16 dot products", "bfloat16, on avx512_bf16"),
+        ("avx2", "bfloat16", "float32 multiply-adds", "avx2 has no products of bfloat16"),
+        ("amx", "float16", "float32 multiply-adds", "the model computes in float16"),
     ],
 )
-def test_the_kernel_of_fp8_layers(isa: str, dtype: str, products: str, tmp_path: Path) -> None:
-    folder = _folder(tmp_path, "Llama-3.1-8B")
-    raw = json.loads((folder / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(raw))
-    model = load_model_config(folder)
-    shown = explain("m", EngineConfig(dtype=dtype), ServerConfig(), model, replace(DEVICE, isa=isa))
-    found = {layer.names: (layer.weight, layer.kernel, layer.why) for layer in shown.layers}
-    assert found[("gate_proj", "up_proj")] == (
+def test_the_kernel_of_fp8_layers(isa: str, dtype: str, products: str, why: str, tmp_path: Path) -> None:
+    (fp8, left) = _up_and_output(tmp_path, FP8, isa, EngineConfig(dtype=dtype))
+    assert (fp8.weight, fp8.kernel, fp8.why, fp8.kernel_why) == (
         "FP8 codes (e4m3), a float32 scale per group of 128",
         f"codes to bfloat16 block by block, {products}",
         "the checkpoint's FP8, blocks of 128x128",
+        f"CPUs multiply no FP8; {why}",
     )
-    assert found[("lm_head",)][2] == "not quantized in the checkpoint: FP8 checkpoints leave the output projection"
+    assert left.why == "not quantized in the checkpoint: FP8 checkpoints leave the output projection"
+
+
+def _up_and_output(
+    tmp_path: Path, description: dict[str, Any] | None, isa: str, engine: EngineConfig
+) -> tuple[LayerKernel, LayerKernel]:
+    """gate+up and the output projection of Llama-3.1-8B, with this under quantization_config."""
+    folder = _folder(tmp_path, "Llama-3.1-8B")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": description}))
+    device = replace(DEVICE, isa=isa)
+    if isa.startswith("sm_"):
+        device = replace(DEVICE, gpu=GpuFacts("test", int(isa.removeprefix("sm_")), 80 * GIB, 80 * GIB))
+    shown = explain("m", engine, ServerConfig(), load_model_config(folder), device)
+    return next(x for x in shown.layers if "up_proj" in x.names), next(x for x in shown.layers if "lm_head" in x.names)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 544, "desc_act": True, "sym": False}
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "all": {
+            "targets": ["Linear"],
+            "weights": WEIGHTS,
+            "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+        }
+    },
+}
+IN_8_BITS, IN_FLOATS = "rows of the input in 8 bits, ", "Triton: codes to bfloat16, tensor cores"
+IN_FP8 = "; from 257 rows torch._scaled_mm with rows of the input in FP8, where the GPU has it"
+NO_CUBLAS = "cuBLAS multiplies no codes with bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("description", "settings", "isa", "weight", "kernel", "why"),
+    [
+        (
+            GPTQ, {}, "amx", "4-bit codes, a float16 scale per group of 544, zero points, in-features by act-order",
+            f"{IN_8_BITS}VNNI dot products", "a group of 544 does not fill AMX's tile rows of 64",
+        ),
+        (
+            W8A8, {}, "amx", "8-bit codes, a float32 scale per output channel",
+            f"{IN_8_BITS}AMX tiles for batches, VNNI dot products for few rows", "integer codes, on amx",
+        ),
+        (
+            None, {"quantization": "int4"}, "avx512_bf16", "4-bit codes, a float32 scale per group of 128",
+            f"{IN_8_BITS}VNNI dot products", "integer codes, on avx512_bf16",
+        ),
+        (
+            None, {"quantization": "int8"}, "scalar", "8-bit codes, a float32 scale per output channel",
+            f"{IN_8_BITS}one product at a time", "integer codes, on scalar",
+        ),
+        (
+            None, {"quantization": "int8"}, "torch", "8-bit codes, a float32 scale per output channel",
+            "plain torch", "the compiled kernels do not run here",
+        ),
+        (None, {}, "amx", "bfloat16", "AMX tiles, or bfloat16 dot products", "bfloat16, on amx"),
+        (W8A8, {}, "sm_90", "8-bit codes, a float32 scale per output channel", IN_FLOATS, NO_CUBLAS),
+        (
+            None, {"quantization": "fp8"}, "sm_90", "FP8 codes (e4m3), a float32 scale per output channel",
+            f"{IN_FLOATS}{IN_FP8}", NO_CUBLAS,
+        ),
+        (None, {}, "sm_90", "bfloat16", "cuBLAS", "bfloat16, on a GPU"),
+        (
+            None, {"deterministic": True}, "sm_90", "bfloat16", "Triton: tensor cores",
+            "--deterministic: cuBLAS's sums follow the number of rows",
+        ),
+    ],
+)  # fmt: skip
+def test_the_kernel_and_why(
+    description: dict[str, Any] | None,
+    settings: dict[str, Any],
+    isa: str,
+    weight: str,
+    kernel: str,
+    why: str,
+    tmp_path: Path,
+) -> None:
+    found, _ = _up_and_output(tmp_path, description, isa, EngineConfig(**settings))
+    assert (found.weight, found.kernel, found.kernel_why) == (weight, kernel, why)
+    assert found.why
 
 
 def _shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from quire.compat.table import FOREIGN, SHORT_FLAGS, as_flag, settle
 from quire.compat.values import FOREIGN_VALUES
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
+from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.option import options
+from quire.weight_format import ON_LOAD
 from tests.cli.reading import read
 
 LINES = (Path(__file__).parent / "vllm_0_32_flags.txt").read_text().splitlines()[1:]
@@ -177,9 +179,44 @@ def test_unknown_argument_names_the_nearest(name: str, hint: str) -> None:
     assert hint in caught.value.message
 
 
+# What `--quantization` takes: QuantizationMethods of vLLM 0.32, and names of before that are in many guides.
+QUANTIZATIONS = (
+    "awq", "auto_awq", "fp8", "fbgemm_fp8", "fp_quant", "modelopt", "modelopt_fp4", "modelopt_mxfp8",
+    "modelopt_mixed", "auto_gptq", "gptq", "gptq_marlin", "awq_marlin", "humming", "compressed-tensors",
+    "experts_int8", "quark", "moe_wna16", "torchao", "inc", "mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8", "online",
+    "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "mxfp8",
+    "gguf", "bitsandbytes", "ptpc_fp8", "hqq", "auto-round", "aqlm",
+)  # fmt: skip
+RUN = {
+    **dict.fromkeys(("awq", "auto_awq", "awq_marlin"), "awq"),
+    **dict.fromkeys(("gptq", "auto_gptq", "gptq_marlin"), "gptq"),
+    **{name: name for name in ("compressed-tensors", "fp8", "gguf")},
+    "fp8_per_channel": "fp8",
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_quantization_of_vllm(name: str) -> None:
+    """It means what it means there, or is refused with a flag or a checkpoint that runs."""
+    if name in RUN:
+        given = read("--quantization", name)[0].quantization
+        assert given is not None
+        assert QUANTIZATION_NAMES[given] == RUN[name]
+        return
+    with pytest.raises(ConfigError, match=f"^quantization {name} is not supported: ") as caught:
+        read("--quantization", name)
+    assert caught.value.param == "quantization"
+    assert caught.value.fix is not None
+    named = {word.strip(",.") for word in caught.value.fix.split()} & {*ON_LOAD, *QUANTIZATION_NAMES}
+    assert named, "no value that runs is named"
+    for value in named:
+        read("--quantization", value)
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
+        (["--quantization", "int3"], "int8, int4, fp8, which quantize a checkpoint in floating point"),
         (["--kv-cache-dtype", "nvfp4"], "Use fp8 or fp8_e5m2"),
         (["--kv-cache-dtype", "fp8_inc"], "Use fp8 or fp8_e5m2"),
         (["--kv-cache-dtype", "int8_per_token_head"], "Use int8"),

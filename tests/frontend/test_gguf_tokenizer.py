@@ -122,6 +122,12 @@ ORIGINALS = {
         pre_tokenizers.Split(Regex(CL100K.replace("DIGITS", r"\p{N}{1,3}")), "isolated"),
         pre_tokenizers.ByteLevel(False, use_regex=False),
     ],
+    "deepseek-coder": [
+        *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")),
+        pre_tokenizers.Split(Regex("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"), "isolated"),
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ],
 }
 
 
@@ -210,6 +216,25 @@ def test_without_bos_and_prefix(sentencepiece_like: tokenizers.Tokenizer, tmp_pa
         assert found.encode(odd) == plain.encode(odd).ids
     ids = found.encode(" the dog")
     assert found.decode(ids) == " the dog"
+
+
+def test_runs_of_spaces_that_are_tokens(tmp_path: Path) -> None:
+    """Gemma's files spell them with real spaces, as a user's own: they are found before spaces become ▁."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁b", "  ", "   ", "\n\n"]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma3")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0] * 3 + [-3.0, -4.0, -5.0, -6.0] + [-1000.0] * 3)
+    writer.add_token_types([2, 3, 3, 1, 1, 1, 1, 4, 4, 4])
+    writer.add_bool("tokenizer.ggml.add_space_prefix", False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = Tokenizer.from_folder(tmp_path / "m.gguf")
+    for cut in (["a", "▁b"], ["a", "  ", "b"], ["   ", "a", "   ", "▁b", "\n\n", "b"]):
+        ids, written_out = [tokens.index(token) for token in cut], "".join(cut).replace("▁", " ")
+        assert found.encode(written_out, add_special_tokens=False) == ids
+        assert found.decode(ids) == written_out
 
 
 @pytest.mark.parametrize("limit", ["_MAX_SPLIT_CHARS", "_MAX_MERGES"])

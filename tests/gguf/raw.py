@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
-U8, I8, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 1, 4, 6, 7, 8, 9, 10
+U8, I8, U16, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 1, 2, 4, 6, 7, 8, 9, 10
 F32_TENSOR, Q4_0_TENSOR, Q4_K_TENSOR = 0, 2, 12
 
 

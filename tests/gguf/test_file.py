@@ -132,6 +132,7 @@ HOSTILE = {
     "text of 2^63 bytes": Raw(pairs=[pair("k", STRING, text("x", 2**63))], data=bytes(64)).build(),
     "text of 2^64-1 bytes": Raw(pairs=[pair("k", STRING, text("x", U64_MAX))], data=bytes(64)).build(),
     "text in an array of 2^63 bytes": Raw(pairs=[pair("k", ARRAY, array(STRING, text("x", 2**63), 1))]).build(),
+    "text in an array longer than the file": Raw(pairs=[pair("k", ARRAY, array(STRING, text("x", 100), 1))]).build(),
     "key that is no UTF-8": Raw(pairs=[pair(b"\xff", U8, b"\0")], data=bytes(64)).build(),
     "text that is no UTF-8": Raw(pairs=[pair("k", ARRAY, array(STRING, text(b"\xff"), 1))], data=bytes(64)).build(),
     "key twice": Raw(pairs=[pair("k", U8, b"\0")] * 2, data=bytes(64)).build(),
@@ -165,6 +166,9 @@ HOSTILE = {
     "unknown type": Raw(tensors=[tensor("t", (4,), 99, 0)], data=bytes(64)).build(),
     "type 2^32-1": Raw(tensors=[tensor("t", (4,), 2**32 - 1, 0)], data=bytes(64)).build(),
     "removed type 4": Raw(tensors=[tensor("t", (32,), 4, 0)], data=bytes(64)).build(),
+    "removed type 36": Raw(tensors=[tensor("t", (32,), 36, 0)], data=bytes(64)).build(),
+    "unknown type with size 0": Raw(tensors=[tensor("t", (0,), 99, 0)], data=bytes(64)).build(),
+    "removed type with size 0": Raw(tensors=[tensor("t", (0,), 5, 0)], data=bytes(64)).build(),
     "IQ4_XS": Raw(tensors=[tensor("t", (256,), 23, 0)], data=bytes(136)).build(),
     "larger than the file": Raw(tensors=[tensor("t", (17,), F32_TENSOR, 0)], data=bytes(64)).build(),
     "name of a tensor too long": Raw(tensors=[tensor("t" * 70_000, (4,), F32_TENSOR, 0)], data=bytes(64)).build(),
@@ -182,6 +186,18 @@ HOSTILE["alignment that is a text"] = Raw(
 ).build()
 
 
+# What is refused as a count, before the loop over what it counts.
+COUNTS = {
+    "44 bytes with 10^8 pairs": "too many key-value pairs",
+    "2^64-1 pairs": "too many key-value pairs",
+    "2^64-1 tensors": "too many tensors",
+    "array of 2^30 strings": "too many strings in k",
+    "array of 2^30 arrays": "too many arrays in k",
+    "array of 2^30 numbers": "the array k",
+    "2^32-1 dimensions": "number of dimensions",
+}
+
+
 def test_the_file_of_44_bytes_has_44_bytes() -> None:
     assert len(HOSTILE["44 bytes with 10^8 pairs"]) == 44
 
@@ -190,7 +206,7 @@ def test_the_file_of_44_bytes_has_44_bytes() -> None:
 def test_hostile_file(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, HOSTILE[name])
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    with pytest.raises(WeightsError) as caught:
+    with pytest.raises(WeightsError, match=COUNTS.get(name)) as caught:
         open_gguf(path)
     assert caught.value.message
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -210,6 +226,28 @@ def test_a_header_over_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gguf_file, "MAX_HEADER_BYTES", 150)
     with pytest.raises(WeightsError, match="header larger"):
         open_gguf(write(tmp_path, small().build()))
+
+
+@pytest.mark.parametrize("limit", ["MAX_PAIRS", "MAX_TENSORS"])
+def test_more_than_a_limit_that_are_there(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, limit, 1)
+    with pytest.raises(WeightsError, match="declares too many"):
+        open_gguf(write(tmp_path, small().build()))
+
+
+@pytest.mark.parametrize(
+    ("raw", "what"),
+    [
+        (Raw(num_pairs=60_000, data=bytes(64)), "key-value pairs"),
+        (Raw(num_tensors=60_000, data=bytes(64)), "tensors"),
+        (Raw(pairs=[pair("k", ARRAY, array(STRING, b"", 1 << 20))], data=bytes(64)), "strings in k"),
+        (Raw(pairs=[pair("k", ARRAY, array(ARRAY, b"", 1 << 20))], data=bytes(64)), "arrays in k"),
+    ],
+)
+def test_counts_within_limits_are_held_against_the_bytes_left(raw: Raw, what: str, tmp_path: Path) -> None:
+    """Before anything of what they count is looked at: each would be read from the zeros that follow."""
+    with pytest.raises(WeightsError, match=rf"its header needs .*{what}"):
+        open_gguf(write(tmp_path, raw.build()))
 
 
 def test_items_of_all_arrays_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from quire.bench.floor import Machine, Work, floor
 from quire.config import EngineConfig, ServerConfig
@@ -188,6 +189,43 @@ def test_family(name: str, tmp_path: Path) -> None:
     write_gguf(path, tmp_path, "F32", extra=case.extra, tensors=case.tensors)
     loaded, logits = found_logits(path)
     assert loaded.config.dtype == "float32"
+    torch.testing.assert_close(logits, hf_logits(model, PROMPT), rtol=0, atol=TOLERANCE)
+
+
+# Of what transformers reads from a file, and nothing else: it takes the rest from defaults of its own.
+READ_BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}, {"rope.dimension_count": 16}),
+    "qwen2": ("Qwen2Config", {}, {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 128, "tie_word_embeddings": True}, {}),
+    "gemma2": (
+        "Gemma2Config",
+        {"sliding_window": 9, "head_dim": 256},
+        {"attention.sliding_window": 9, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"sliding_window": 9, "head_dim": 256, "num_hidden_layers": 7},
+        {"attention.sliding_window": 9, "attention.sliding_window_pattern": 6, "rope.freq_base_swa": 10_000.0},
+    ),
+    "phi3": ("Phi3Config", {"pad_token_id": 0}, {}),
+}
+
+
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_as_transformers_reads_the_file(name: str, tmp_path: Path) -> None:
+    """Its own names of keys and tensors, order of rows and norms; the tests' writer is ours, and could err with us."""
+    config_class, settings, extra = READ_BY_TRANSFORMERS[name]
+    make(tmp_path, config_class, {"hidden_size": 96, "head_dim": 16} | settings)
+    (tmp_path / "g").mkdir()
+    write_gguf(tmp_path / "g" / "m.gguf", tmp_path, "F32", extra=extra | {"vocab_size": SIZES["vocab_size"]})
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "g", gguf_file="m.gguf", attn_implementation="eager")
+    config.pad_token_id = 0
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    read = load_gguf_checkpoint(str(tmp_path / "g" / "m.gguf"), return_tensors=True, model_to_load=model)
+    missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    _, logits = found_logits(tmp_path / "g" / "m.gguf")
     torch.testing.assert_close(logits, hf_logits(model, PROMPT), rtol=0, atol=TOLERANCE)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.files, self.chunk_bytes, self.chunk_seconds = files, chunk_bytes, chunk_seconds
         self.paths: list[str] = []
+        self.num_bytes = 0  # of files
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
 
     def __enter__(self) -> Hub:
@@ -73,7 +75,14 @@ class HubHandler(BaseHTTPRequestHandler):
             info = {"id": "small/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.server.files]}
             self.respond(200, json.dumps(info).encode(), Content_Type="application/json")
         else:
-            data = self.server.files[path.split(f"/resolve/{COMMIT}/")[1]]
+            data = self.server.files[re.split(rf"/resolve/(?:{COMMIT}|main)/", path)[1]]
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range") or "")
+            if wanted is not None and self.command == "GET":
+                piece = data[int(wanted[1]) : int(wanted[2]) + 1]
+                self.server.num_bytes += len(piece)
+                self.respond(206, piece, Content_Range=f"bytes {wanted[1]}-{wanted[2]}/{len(data)}")
+                return
+            self.server.num_bytes += len(data) if self.command == "GET" else 0
             self.respond(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=COMMIT)
 
     do_HEAD = do_GET

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from huggingface_hub import constants
 
+import quire.demo
+from quire.cli.main import main
 from quire.errors import ConfigError, WeightsError
 from quire.gguf.file import is_gguf, open_gguf
+from quire.loader import gguf_headers
 from quire.loader.gguf_choice import find_gguf
 from quire.loader.hub import resolve_model
+from quire.model_config import load_model_config
+from tests.gguf.raw import F32_TENSOR, U16, Raw, number, pair, tensor
+from tests.gguf.writing import write_gguf
 from tests.loader.local_hub import Hub
 
 GGUF = b"GGUF" + bytes(20)
@@ -219,6 +228,73 @@ def test_without_a_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert find_gguf("small/model:Q8_0", None, download_dir=str(tmp_path)) == first
     assert "F16" not in failure("small/model:F16", download_dir=str(tmp_path)).message.split("Expected")[1]
     assert not hub.paths
+
+
+def test_a_plan_reads_the_header_alone(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In several requests if need be; its numbers are those of the whole file, of which nothing is kept."""
+    whole = tmp_path / "whole" / "demo-Q8_0.gguf"
+    whole.parent.mkdir()
+    factors = {"rope_freqs.weight": np.linspace(1.0, 4.0, 32)}
+    write_gguf(whole, quire.demo.path("target"), "Q8_0", tensors=factors)
+    hub.files = {whole.name: whole.read_bytes()}
+    monkeypatch.setattr(gguf_headers, "FIRST_BYTES", 1000)
+    words = ["plan", "--json", "--device", "cpu", "--memory", "8GiB"]
+    assert main([*words, "small/model:Q8_0", "--download-dir", str(tmp_path / "cache")]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["models"]
+    assert main([*words, str(whole)]) == 0
+    (expected,) = json.loads(capsys.readouterr().out)["models"]
+    assert found | {"name": ""} == expected | {"name": ""}
+    assert hub.num_bytes < whole.stat().st_size / 8
+    assert not files_below(tmp_path / "cache")
+    header = find_gguf("small/model", whole.name, weights=False)
+    assert header is not None
+    assert header.stat().st_size == whole.stat().st_size
+    assert replace(load_model_config(header), model="") == replace(load_model_config(whole), model="")
+
+
+def test_numbers_of_the_configuration_behind_weights(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are fetched by themselves; weights are a hole."""
+    tensors = [
+        tensor("token_embd.weight", (1024, 16), F32_TENSOR, 0),
+        tensor("rope_freqs.weight", (4,), F32_TENSOR, 1 << 16),
+    ]
+    hub.files = {"a-F32.gguf": Raw(tensors=tensors, data=b"\1" * ((1 << 16) + 16)).build()}
+    monkeypatch.setattr(gguf_headers, "FIRST_BYTES", 500)
+    header = find_gguf("small/model:F32", None, weights=False)
+    assert header is not None
+    file = open_gguf(header)
+    assert file.read(file.tensors["rope_freqs.weight"]) == b"\1" * 16
+    assert set(file.read(file.tensors["token_embd.weight"])[500:]) == {0}
+    assert hub.num_bytes == 500 + 16
+
+
+def test_headers_of_all_parts(hub: Hub, tmp_path: Path) -> None:
+    def part(number_: int) -> bytes:
+        pairs = [pair("split.no", U16, number("H", number_)), pair("split.count", U16, number("H", 2))]
+        return Raw(pairs=pairs, tensors=[tensor(f"t{number_}", (4,), F32_TENSOR, 0)], data=bytes(16)).build()
+
+    hub.files = {f"big/m-Q8_0-{i + 1:05}-of-00002.gguf": part(i) for i in range(2)}
+    for model, file in (("small/model:Q8_0", None), ("small/model", "big/m-Q8_0-00002-of-00002.gguf")):
+        header = find_gguf(model, file, weights=False)
+        assert header is not None
+        assert set(open_gguf(header).tensors) == {"t0", "t1"}
+
+
+def test_what_has_been_downloaded_is_read_there(hub: Hub, tmp_path: Path) -> None:
+    downloaded = find_gguf("small/model:Q8_0", None, download_dir=str(tmp_path))
+    hub.num_bytes = 0
+    assert find_gguf("small/model:Q8_0", None, download_dir=str(tmp_path), weights=False) == downloaded
+    assert hub.num_bytes == 0
+
+
+def test_a_broken_header_is_refused_before_a_download(hub: Hub, tmp_path: Path) -> None:
+    hub.files = {"a-Q8_0.gguf": Raw(num_tensors=9, data=bytes(1 << 16)).build(), "b-Q4_0.gguf": GGUF[:12]}
+    for kind in ("Q8_0", "Q4_0"):
+        with pytest.raises(WeightsError):
+            find_gguf(f"small/model:{kind}", None, download_dir=str(tmp_path), weights=False)
+    assert not files_below(tmp_path)
 
 
 def test_an_unknown_repository(hub: Hub, tmp_path: Path) -> None:

@@ -213,6 +213,35 @@ def test_a_broken_file_is_refused(tmp_path: Path, case: str) -> None:
     assert SINGLE_NAME in str(caught.value)
 
 
+BOMBS = {
+    "objects": (b'{"x":[', b"{},", b"1]}"),
+    "arrays": (b'{"x":[', b"[],", b"1]}"),
+    "numbers": (b'{"x":[', b"1000,", b"1]}"),
+    "metadata": (b'{"__metadata__":{', b'"":"",', b'"":""}}'),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_header_that_grows_is_not_parsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 MB would become half a gigabyte of objects."""
+    before, piece, after = BOMBS[name]
+    count = (safetensors.MAX_HEADER_BYTES - len(before) - len(after)) // len(piece)
+    path = tmp_path / SINGLE_NAME
+    path.write_bytes(pack(before + piece * count + after))
+    monkeypatch.setattr(json, "loads", lambda *arguments, **options: pytest.fail("it was parsed"))
+    with pytest.raises(WeightsError, match="declares more than 65536 tensors can need"):
+        read_header(path)
+
+
+def test_as_many_tensors_as_allowed(tmp_path: Path) -> None:
+    """With names and offsets as long as they get."""
+    count = safetensors.MAX_ENTRIES
+    header = {f"model.layers.{i}.self_attn.q_proj.weight": entry(i, i + 1, [1, 1, 1, 1]) for i in range(count)}
+    path = tmp_path / SINGLE_NAME
+    path.write_bytes(pack(header, bytes(count)))
+    assert len(read_header(path)) == count
+
+
 def only(*files: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         for file in files:

@@ -34,12 +34,15 @@ from tests.quantization.logits import error_of_logits
 
 FORMATS = {
     "awq": Format(method="awq", group_size=64, has_zeros=True),
+    "awq-32": Format(method="awq", group_size=32, has_zeros=True),
+    "awq-128": Format(method="awq", group_size=128, has_zeros=True),
     "awq-row": Format(method="awq", has_zeros=True),
     "gptq": Format(method="gptq", group_size=64),
     "gptq-zeros": Format(method="gptq", group_size=32, has_zeros=True),
     "gptq-v2": Format(method="gptq", group_size=64, has_zeros=True, config={"checkpoint_format": "gptq_v2"}),
     "gptq-8": Format(method="gptq", bits=8, group_size=128),
     "gptq-8-zeros": Format(method="gptq", bits=8, group_size=64, has_zeros=True),
+    "gptq-8-order": Format(method="gptq", bits=8, group_size=64, has_order=True),
     "gptq-order": Format(method="gptq", group_size=64, has_order=True),
     "gptq-order-zeros": Format(method="gptq", group_size=32, has_order=True, has_zeros=True),
     "gptq-row": Format(method="gptq"),
@@ -47,6 +50,7 @@ FORMATS = {
     "w4a16-zeros": Format(method="pack-quantized", group_size=32, has_zeros=True),
     "w4a16-order": Format(method="pack-quantized", group_size=64, has_order=True),
     "w8a16": Format(method="pack-quantized", bits=8, scale_dtype=torch.bfloat16),
+    "w8a16-order": Format(method="pack-quantized", bits=8, group_size=128, has_order=True),
     "w8a16-zeros": Format(method="pack-quantized", bits=8, group_size=64, has_zeros=True),
     "w8a8": Format(method="int-quantized", bits=8, scale_dtype=torch.bfloat16),
 }

@@ -88,5 +88,5 @@ def test_the_demo_model_keeps_its_answer(quantization: str) -> None:
 
 def test_unknown_format_names_those_there_are() -> None:
     with pytest.raises(ConfigError, match="int8, int4, fp8") as caught:
-        LLM(quantization="bitsandbytes")
+        LLM(quantization="int3")
     assert caught.value.param == "quantization"

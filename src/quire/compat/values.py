@@ -17,6 +17,14 @@ class ForeignValues:
         return any(value.startswith(known[:-1]) if known.endswith("*") else value == known for known in self.values)
 
 
+# vLLM's values that mean one of ours.
+SAME_VALUES: dict[str, dict[str, str]] = {
+    "load_format": {"hf": "auto"},
+    "quantization": {"fp8_per_channel": "fp8"},  # a scale per output channel
+}
+
+_QUANTIZE_ON_LOAD = "Name the same model in bfloat16, float16 or float32, with --quantization int8, int4 or fp8"
+
 FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
     "kv_cache_dtype": (
         ForeignValues(("int8*",), "int8 has a scale per token and KV head here, and no other form", "Use int8"),
@@ -24,6 +32,33 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             ("fp8*", "nvfp4*", "int4*", "int2*", "turboquant*"),
             "this layout of other devices or models is not in this version",
             "Use fp8 or fp8_e5m2 (half the bytes of bfloat16), or int8 (with scales)",
+        ),
+    ),
+    "quantization": (
+        ForeignValues(
+            ("fp8_per_tensor", "fp8_per_block", "ptpc_fp8"),
+            "weights that are quantized while they load have a scale per output channel",
+            "Use fp8",
+        ),
+        ForeignValues(
+            ("int8_per_channel_weight_only", "experts_int8", "moe_wna16", "nvfp4_per_token"),
+            "it is for mixtures of experts, which are not in this version",
+            "Use int8 or int4, which quantize every linear layer while it loads",
+        ),
+        ForeignValues(
+            ("mxfp4", "mxfp8", "gpt_oss_mxfp4", "modelopt*", "fp_quant", "deepseek_v4_fp8"),
+            "these numbers in floating point with a scale for a few elements are not read",
+            _QUANTIZE_ON_LOAD,
+        ),
+        ForeignValues(
+            ("bitsandbytes", "quark", "torchao", "inc", "auto-round", "humming", "fbgemm_fp8", "hqq", "aqlm"),
+            "checkpoints of this quantizer are not read",
+            f"{_QUANTIZE_ON_LOAD}, or one quantized with AWQ, GPTQ, compressed-tensors, FP8 or as a GGUF file",
+        ),
+        ForeignValues(
+            ("online",),
+            "it asks for formats by layer in --quantization-config, which is not in this version",
+            "Use int8, int4 or fp8",
         ),
     ),
     "load_format": (
@@ -35,7 +70,7 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
         ForeignValues(
             ("bitsandbytes",),
             "checkpoints of bitsandbytes are not read",
-            "Name the same model in bfloat16, float16 or float32, with --quantization int8, int4 or fp8",
+            _QUANTIZE_ON_LOAD,
         ),
         ForeignValues(
             ("mistral", "sharded_state", "tensorizer", "runai_streamer*", "fastsafetensors", "instanttensor"),

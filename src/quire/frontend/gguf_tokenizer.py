@@ -65,6 +65,11 @@ _CL100K = PreTokenizer((_cl100k(r"\p{N}{1,3}"),))
 _QWEN2 = PreTokenizer((_cl100k(r"\p{N}"),), is_composed=True)
 _DIGITS = PreTokenizer((r"\p{N}", _GPT2))
 _PLAIN = PreTokenizer((_GPT2,))
+_LINE, _HAN_AND_HANGUL = r"[\r\n]", "[一-龥ࠀ-一가-\ud7ff]+"
+_DEEPSEEK_CODER = PreTokenizer((_LINE, r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}"))
+_DEEPSEEK_LLM = PreTokenizer(
+    (_LINE, r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _HAN_AND_HANGUL, r"\p{N}")
+)
 # What llama.cpp does with files that name none.
 _DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
@@ -75,6 +80,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), _QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
     **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais", "granite-docling"), _PLAIN),
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-llm": _DEEPSEEK_LLM,
     "gpt-4o": PreTokenizer((_o200k(r"\p{N}{1,3}", rf"{_CONTRACTION}?"),)),
     "tekken": PreTokenizer((_o200k(r"\p{N}", ""),), takes_whole_words=True, adds_bos=True),
 }

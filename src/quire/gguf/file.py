@@ -177,16 +177,36 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         if os.fstat(file.fileno()).st_size != len(mapped):
             raise WeightsError(f"{path.name} changed while it was read", fix="Start again when it is complete")
-        return _Header(mapped, path.name).read()
+        return _Header(mapped, len(mapped), path.name).read()
+
+
+class MoreNeededError(Exception):
+    """More of a file has to be read to know its header: at least its first `num_bytes`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.num_bytes = num_bytes
+
+
+def parse_start(start: bytes, size: int, name: str) -> list[TensorInfo]:
+    """The tensors of a file of `size` bytes of which only the start is here.
+
+    Raises MoreNeededError if that is too little, WeightsError as `open_gguf`.
+    """
+    return _Header(start, size, name).read()[1]
 
 
 class _Header:
-    """A cursor over the header. Every read says first what it needs."""
+    """A cursor over the header. Every read says first what it needs.
 
-    def __init__(self, data: mmap.mmap, name: str) -> None:
-        self._data, self._name = data, name
-        self._size = len(data)
-        self._limit = min(self._size, MAX_HEADER_BYTES)
+    Args:
+        data: the file, or its start.
+        size: of the file.
+    """
+
+    def __init__(self, data: mmap.mmap | bytes, size: int, name: str) -> None:
+        self._data, self._size, self._name = data, size, name
+        self._limit = min(size, MAX_HEADER_BYTES)
         self._at = 0
         self._items_left = MAX_ITEMS
 
@@ -230,6 +250,8 @@ class _Header:
             left = self._limit - self._at
             problem = "declares a header larger than" if self._limit < self._size else "is truncated: its header needs"
             raise self._wrong(f"{problem} what is there ({what})", count, f"at most the {left} bytes left")
+        if self._at + count > len(self._data):
+            raise MoreNeededError(self._at + count)
 
     def _check_count(self, count: int, least_bytes: int, most: int, what: str) -> None:
         """`count` things of at least `least_bytes` fit into what is left."""
@@ -300,7 +322,7 @@ class _Header:
 
     def _strings(self, count: int, key: str) -> list[str]:
         """As `_string`, `count` times: vocabularies have hundreds of thousands."""
-        data, at, limit = self._data, self._at, self._limit
+        data, at, limit = self._data, self._at, min(self._limit, len(self._data))
         unpack = struct.Struct("<Q").unpack_from
         result = []
         for _ in range(count):

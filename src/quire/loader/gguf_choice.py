@@ -7,15 +7,20 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from quire.errors import ConfigError
+from quire import logs
+from quire.errors import ConfigError, WeightsError
 from quire.gguf.file import SPLIT_NAME, is_gguf
-from quire.loader.hub import download_files, list_files, local_folder, local_path
+from quire.loader.gguf_headers import fetch_headers
+from quire.loader.hub import cached_file, download_files, list_files, local_folder, local_path
 from quire.messages import Progress
+
+logger = logs.get_logger(__name__)
 
 # What names of files call types: Q4_K_M, IQ4_XS, Q8_0, BF16, ...
 _TYPE = r"(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32)"
 _TYPE_IN_NAME = re.compile(rf"(?:^|[-._/])({_TYPE})(?=$|[-._/])", re.IGNORECASE)
 _NAME_AND_TYPE = re.compile(rf"(?P<model>.+):(?P<type>{_TYPE})", re.IGNORECASE)
+_MAX_PARTS = 1000
 _NO_MODELS = "*mmproj*"  # vision parts lie beside the models they belong to
 
 
@@ -26,12 +31,15 @@ def find_gguf(
     download_dir: str | None = None,
     token: str | None = None,
     progress: Progress | None = None,
+    *,
+    weights: bool = True,
 ) -> Path | None:
     """The file that `--model` and `--gguf-file` mean, downloaded if need be; None if they mean no GGUF file.
 
     Args:
         model: folder, file, hub id, or folder or hub id with a type behind a colon, as `org/model-GGUF:Q4_K_M`.
         gguf_file: a path, or the name of a file in the model's folder or repository.
+        weights: False: of a file on the hub that has not been downloaded, the header alone, in a file of its length.
         The others as in `resolve_model`.
 
     Raises ConfigError listing what there is if nothing, or more than one model, fits.
@@ -41,6 +49,8 @@ def find_gguf(
         if model is None or path.is_file():
             return _checked(path, "gguf_file")
         folder = local_folder(model)
+        if folder is None and not weights and (header := _header(model, gguf_file, revision, download_dir, token)):
+            return _checked(header, "gguf_file")
         if folder is None:
             folder = download_files(model, revision, download_dir, token, progress, _with_parts(gguf_file))
         path = folder / gguf_file
@@ -65,9 +75,29 @@ def find_gguf(
     source = (revision, download_dir, token, progress)
     if there := list_files(named["model"], revision, token):
         name = _chosen(named["type"], named["model"], _gguf_only(name for name in there if name.count("/") <= 1))
+        if not weights and (header := _header(named["model"], name, revision, download_dir, token)):
+            return _checked(header, "model")
         return _checked(download_files(named["model"], *source, _with_parts(name)) / name, "model")
     folder = download_files(named["model"], *source, _patterns(named["type"]), [_NO_MODELS])  # what is in the cache
     return _choose(folder, named["type"], named["model"], _files_in(folder))
+
+
+def _header(repo: str, name: str, revision: str | None, download_dir: str | None, token: str | None) -> Path | None:
+    """A file with the header of one on the hub, or that file if it has been downloaded; None: it has to be."""
+    part = SPLIT_NAME.fullmatch(name)
+    count = 1 if part is None else int(part["count"])
+    names = [name] if part is None else [f"{part['stem']}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
+    if count > _MAX_PARTS:
+        return None
+    if all(cached_file(repo, each, revision, download_dir) for each in names):
+        return cached_file(repo, names[0], revision, download_dir)
+    try:
+        return fetch_headers(repo, names, revision, token) / Path(names[0]).name
+    except WeightsError:
+        raise
+    except Exception as error:  # also those of the HTTP client, which differs between the library's versions
+        logger.debug("The header of %s cannot be read alone: %s", name, error)
+        return None
 
 
 def _checked(path: Path, param: str) -> Path:

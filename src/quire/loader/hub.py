@@ -108,6 +108,14 @@ def list_files(name: str, revision: str | None, token: str | None) -> list[str]:
     return [sibling.rfilename for sibling in siblings or ()]
 
 
+def cached_file(name: str, file: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """A file of a hub id that has been downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, file, cache_dir=download_dir, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
 def local_path(name: str, param: str = "model") -> Path:
     """What a user wrote as a path; nothing needs to be there.
 

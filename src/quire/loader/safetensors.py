@@ -31,6 +31,10 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 16 << 20
 MAX_ENTRIES = 65_536
 MAX_DIMS = 16
+# Parsed, a header takes up to 30 times its bytes, so what it can become is counted first. A matrix has 3 brackets, and
+# with the comma behind it 9 commas and colons.
+MAX_BRACKETS = 4 * MAX_ENTRIES
+MAX_VALUES = 16 * MAX_ENTRIES
 
 READ_AHEAD_BYTES = 64 << 20  # how far the kernel is asked to read before the tensors are needed
 
@@ -204,6 +208,13 @@ def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
             raise WeightsError(f"{path.name} names a key twice", value=twice, fix=_AGAIN)
         return fields
 
+    if raw.count(b"{") + raw.count(b"[") > MAX_BRACKETS or raw.count(b",") + raw.count(b":") > MAX_VALUES:
+        raise WeightsError(
+            f"{path.name} declares more than {MAX_ENTRIES} tensors can need",
+            value=f"{len(raw)} bytes",
+            expected="a name, a dtype, a shape and offsets for each",
+            fix=_AGAIN,
+        )
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_duplicates)
     except (ValueError, RecursionError) as error:
