@@ -45,6 +45,9 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
     sizes = _sizes(resolved)
     if sizes.dropped:
         logger.warning("not every size of --cudagraph-capture-sizes is captured: %s", sizes.describe())
+    bound = resolved.settings["max_cudagraph_capture_size"]
+    if resolved.cudagraph_mode != "NONE" and bound.detail:
+        logger.warning("--max-cudagraph-capture-size is taken as %d: %s", bound.value, bound.detail)
 
 
 def _sizes(resolved: Resolved) -> GraphSizes:
@@ -53,6 +56,7 @@ def _sizes(resolved: Resolved) -> GraphSizes:
         resolved.max_num_seqs,
         resolved.max_num_batched_tokens,
         resolved.cudagraph_capture_sizes,
+        resolved.max_cudagraph_capture_size,
     )
 
 
