@@ -17,7 +17,7 @@ from quire.attention import flashinfer
 from quire.attention.backend import AttentionSpec
 from quire.attention.flashinfer import FlashInferAttention
 from quire.attention.reference import ReferenceAttention
-from quire.attention.select import select_backend
+from quire.attention.select import SharedBackends, select_backend
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.explain import explain
@@ -308,6 +308,11 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
         select_backend(spec, CPU, "FLASHINFER")
     with pytest.raises(ConfigError, match="heads of 64, 128, 256 dimensions, not 80"):
         select_backend(replace(spec, head_dim=80), cuda, "FLASHINFER")
+    assert select_backend(replace(spec, cache_dtype=torch.float8_e5m2), cuda, "FLASHINFER").name == "flashinfer"
+    with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
+        select_backend(replace(spec, cache_dtype=torch.int8), cuda, "FLASHINFER")
+    with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
+        SharedBackends(cuda, "FLASHINFER", torch.int8).get(spec)
     monkeypatch.setattr(gpu, "_is_deterministic", True)
     with pytest.raises(ConfigError, match="--deterministic is set"):
         select_backend(spec, cuda, "FLASHINFER")

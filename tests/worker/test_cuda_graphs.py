@@ -3,7 +3,9 @@ touch."""
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -233,6 +235,30 @@ def test_the_largest_is_captured_first_into_one_pool() -> None:
     assert list(setup.graphs._captured) == SIZES
     assert len({id(graph.pool) for graph in setup.accelerator.graphs}) == 1
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("is_frozen_by_others", [False, True])
+def test_what_is_captured_is_freed_with_its_owner(is_frozen_by_others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from a reference cycle; what others have frozen stays as they left it."""
+    monkeypatch.setitem(globals(), "demo_model", demo_model.__wrapped__)  # a model of its own
+    setup = Setup()
+    cycle = [setup, setup.graphs]
+    cycle.append(cycle)
+    alive = [weakref.ref(each) for each in (setup, setup.model, setup.graphs, setup.inputs, setup.caches[0].k_BGPE)]
+    counts: list[int] = []
+    if is_frozen_by_others:
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+        monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("what others have frozen is mixed with the engine"))
+        monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("what others have frozen is thawed"))
+        setup.graphs.capture()
+    else:
+        assert gc.get_freeze_count() == 0
+        setup.graphs.capture(lambda done, total: counts.append(gc.get_freeze_count()))
+        assert min(counts) > 0, "every capture looks at everything"
+        assert gc.get_freeze_count() == 0
+    del setup, cycle
+    gc.collect()
+    assert [each() for each in alive] == [None] * len(alive)
 
 
 def test_every_size_has_run_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
