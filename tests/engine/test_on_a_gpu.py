@@ -28,7 +28,7 @@ from quire.sampling_params import SamplingParams
 from quire.worker.accelerator import Cuda
 from quire.worker.device_runner import DeviceRunner
 from tests.attention.test_backends import make_batch
-from tests.attention.test_flashinfer import BLOCK_SIZE, DECODES, MIXED, host_step
+from tests.attention.test_flashinfer import BLOCK_SIZE, DECODES, MIXED, assert_replays_follow_plans, host_step
 from tests.engine.harness import Prompt, Schedule, build_core, run
 from tests.engine.test_gpu_path import HISTORY
 from tests.engine.test_sameness import prompts
@@ -127,6 +127,30 @@ def test_flashinfer_equals_the_reference(
     q_THE = q_THE.cuda()
     actual_THE = backend.forward(q_THE, q_THE, q_THE, cache, batch)
     torch.testing.assert_close(actual_THE.cpu(), want_THE, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.skipif(flashinfer_version() is None, reason="FlashInfer is not installed")
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (6, 0.0), (0, 5.0)])
+@pytest.mark.parametrize("num_q_heads", [2, 8])
+def test_flashinfer_s_captured_decodes_follow_plans(num_q_heads: int, window: int, soft_cap: float) -> None:
+    """With its kernels for CUDA cores and for tensor cores: what is replayed is the step that was planned last."""
+    spec = AttentionSpec(num_q_heads, 2, 64, 0.11, window, soft_cap, torch.float16)
+    accelerator = Cuda()
+    pool = accelerator.graph_pool()
+    assert_replays_follow_plans(spec, accelerator.device, lambda run: accelerator.capture(run, pool), 4e-3)
+
+
+@pytest.mark.skipif(flashinfer_version() is None, reason="FlashInfer is not installed")
+def test_flashinfer_serves_with_captured_decodes() -> None:
+    """A whole run, prompts in chunks beside decodes. Rounding may change a token, and with it all that follow."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 32}
+    own = run(start(**settings).core, prompts())
+    started = start(**settings, attention_backend="FLASHINFER")
+    runner = started.core.executor
+    assert isinstance(runner, DeviceRunner)
+    assert runner.graphs is not None
+    tokens = run(started.core, prompts())
+    assert sum(ours[0] == theirs[0] for ours, theirs in zip(own, tokens, strict=True)) >= len(own) - 1
 
 
 def test_memory_is_what_was_planned() -> None:
