@@ -21,6 +21,7 @@ from quire.weight_format import ON_LOAD
 
 GIB = 1 << 30
 NO_DRIVER = "no driver of a GPU is loaded"
+NEVER_RUN = "nothing of Quire has run on a GPU yet"
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 # vLLM's tables, `max_num_seqs / max_num_batched_tokens`, for the server, and for LLM(...): on CPU, on GPUs, and on GPUs
@@ -246,7 +247,9 @@ _UNSET = {
 
 def _device(config: EngineConfig, device: DeviceFacts) -> tuple[str, Source, str]:
     if config.device == "auto":
-        return ("cpu", "device", device.no_gpu) if device.gpu is None else ("cuda", "device", device.gpu.name)
+        if device.gpu is None:
+            return "cpu", "device", device.no_gpu
+        return "cuda", "device", f"{device.gpu.name}; {NEVER_RUN}"
     if config.device == "cuda" and device.gpu is None:
         raise ConfigError(
             f"There is no GPU that can be used: {device.no_gpu}",
@@ -254,7 +257,8 @@ def _device(config: EngineConfig, device: DeviceFacts) -> tuple[str, Source, str
             fix="Leave --device out to run on the CPU",
             param="device",
         )
-    return config.device, config.sources["device"], "" if device.gpu is None else f"there is {device.gpu.name}"
+    detail = "" if device.gpu is None else f"there is {device.gpu.name}"
+    return config.device, config.sources["device"], f"{detail}; {NEVER_RUN}" if config.device == "cuda" else detail
 
 
 def _enforce_eager(config: EngineConfig, model: ModelConfig) -> tuple[bool, Source, str]:
