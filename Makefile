@@ -67,9 +67,11 @@ GPU_PYTHON ?=
 GPU_SETUP := $(if $(GPU_PYTHON),,setup)
 RUN_ON_GPU := PYTHONPATH=src $(or $(GPU_PYTHON),$(BIN)/python)
 
-bench-gpu: $(GPU_SETUP)  ## kernels and engine against the limits of this machine's GPU
+bench-gpu: $(GPU_SETUP)  ## kernels and engine against the limits of this machine's GPU, and against transformers
+	$(RUN_ON_GPU) benchmarks/gpu/machine.py
 	$(RUN_ON_GPU) benchmarks/gpu/kernels.py $(ARGS)
 	$(RUN_ON_GPU) benchmarks/gpu/engine.py $(ARGS)
+	$(RUN_ON_GPU) benchmarks/gpu/against_transformers.py $(ARGS)
 
 test-gpu: $(GPU_SETUP)  ## what only a machine with an NVIDIA GPU can show
 	$(RUN_ON_GPU) -m pytest -q -c tests/gpu.ini --rootdir . tests/kernels/triton tests/layers tests/engine/test_on_a_gpu.py $(ARGS)

@@ -20,7 +20,7 @@ from quire.explain import explain
 from quire.kernels import gpu, gpu_facts
 from quire.memory_plan import MemoryFacts, plan_kv_cache
 from quire.model_config import load_model_config
-from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
+from quire.resolve import NEVER_RUN, DeviceFacts, GpuFacts, Resolved, resolve
 
 GIB = 1 << 30
 MODEL = load_model_config(demo.path())
@@ -36,11 +36,12 @@ def settings(device: DeviceFacts = WITH_H100, is_server: bool = True, model: Any
 
 def test_auto_is_the_gpu_if_there_is_one() -> None:
     assert (settings().device, settings(CPU).device) == ("cuda", "cpu")
-    assert settings().settings["device"].detail == H100.name
+    assert settings().settings["device"].detail == f"{H100.name}; {NEVER_RUN}"
     assert settings(CPU).settings["device"].detail == "torch finds no GPU of NVIDIA"
     assert settings(CPU).settings["device"].source == "device"
     chosen = resolve(EngineConfig.from_kwargs(device="cuda"), MODEL, WITH_H100, is_server=True).settings["device"]
     assert (chosen.value, chosen.source) == ("cuda", "argument")
+    assert chosen.detail == f"there is {H100.name}; {NEVER_RUN}"
 
 
 def test_a_gpu_that_is_not_there() -> None:

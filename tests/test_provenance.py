@@ -81,6 +81,7 @@ OTHER_VALUES: dict[str, Any] = {
     "enforce_eager": True,
     "cudagraph_mode": "NONE",
     "cudagraph_capture_sizes": (1, 8),
+    "max_cudagraph_capture_size": 8,
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory_bytes": 1 << 28,
     "num_gpu_blocks_override": 999,

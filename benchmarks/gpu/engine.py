@@ -1,7 +1,7 @@
 """The engine on a GPU, with random weights in the shapes of published models: decoding as a share of the memory's rate,
 prompts as a share of the arithmetic's, a whole workload, the start, what CUDA graphs, scheduling ahead, FP8, int4,
-FlashInfer where it is installed, and prefix caching bring, beside what others have published of theirs, and what
---deterministic costs.
+FlashInfer where it is installed, and prefix caching bring, beside what others have published of theirs, what
+--deterministic costs, and the goals set for an H100.
 
     python benchmarks/gpu/engine.py [--models Llama-3.1-8B,Qwen3-0.6B] [--save HARDWARE]
 
@@ -17,15 +17,17 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import machine
 import torch
 from kernels import limits
 
 from quire.bench import report
+from quire.bench.floor import Machine, Work, floor
 from quire.config import EngineConfig
 from quire.engine.start import StartedEngine, start_engine
 from quire.flashinfer_facts import why_not_flashinfer
@@ -68,6 +70,10 @@ PUBLISHED_PREFIX_GAIN = "runinfra.ai, 90 % hits: 2.7x"
 WORKLOAD = (256, 1024, 128)  # requests, prompt tokens, output tokens
 MIXED_TOKENS = (32, 64, 128, 256)  # of steps that are captured though they are no decodes
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+# Goals, for one H100 with an 8B model in bfloat16.
+GOAL_MODEL = "Llama-3.1-8B"
+GOAL_BYTES_PER_S, GOAL_PERCENT_OF_COPY, GOAL_FLOPS, GOAL_IDLE = 2.2e12, 80, 480e12, 0.03
+GOAL_START_SECONDS, GOAL_PLAN_ERROR = 20, 0.03
 
 
 def write_config(folder: Path, name: str) -> Path:
@@ -105,6 +111,7 @@ class Engine:
         self.core, self.model = self._started.core, self._started.model_config
         self.resolved = self._started.resolved
         self._num_added = 0
+        self.num_output_tokens = 0
 
     def _note(self, phase: str, fraction: float, detail: str) -> None:
         now = time.perf_counter()
@@ -112,9 +119,12 @@ class Engine:
         self._last_time = now
 
     def add(self, num_prompt: int, num_output: int, prefix: Sequence[int] = ()) -> None:
-        self._num_added += 1
         ids = [*prefix, *torch.randint(0, self.model.vocab_size, (num_prompt - len(prefix),)).tolist()]
-        self.core.add(AddRequest(f"r{self._num_added}", ids, GREEDY, num_output))
+        self.add_prompt(ids, num_output)
+
+    def add_prompt(self, token_ids: list[int], num_output: int) -> None:
+        self._num_added += 1
+        self.core.add(AddRequest(f"r{self._num_added}", token_ids, GREEDY, num_output))
 
     def steps(self) -> Iterator[StepRecord]:
         """The records of all steps until nobody wants a token."""
@@ -122,6 +132,7 @@ class Engine:
             for delta in self.core.step():
                 if delta.error is not None:
                     raise RuntimeError(delta.error)
+                self.num_output_tokens += len(delta.token_ids)
             if self.core.last_record is not None:
                 yield self.core.last_record
 
@@ -206,11 +217,37 @@ def workload(engine: Engine, shared: float = 0.0) -> dict[str, Any]:
     }
 
 
-def run_model(name: str, device: str) -> dict[str, Any]:
+def percent_of_limit(
+    model: ModelConfig, count: int, num_prompt: int, num_output: int, seconds: float, limit: Machine
+) -> float:
+    """Of a workload in bfloat16: the least time that its bytes and operations take, over the time it took."""
+    work = [Work(num_prompt, 0, num_output)] * count
+    return float(floor(model, "bfloat16", work, limit).report(seconds, limit)["percent"])
+
+
+def with_percentages(result: dict[str, Any], model: ModelConfig, limit: Machine) -> dict[str, Any]:
+    """The result of a model with each rate as a percentage of the GPU's."""
+
+    def of_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [row | {"percent_of_copy_rate": 100 * row["bytes_per_s"] / limit.read_bandwidth} for row in rows]
+
+    def of_product(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"percent_of_product_rate": 100 * row["flop_per_s"] / limit.peak_flops}
+
+    found = dict(result)
+    found |= {key: of_copy(result[key]) for key in ("decode", *COMPARISONS) if key in result}
+    found |= {key: of_product(result[key]) for key in ("prefill", "flashinfer_prefill") if key in result}
+    done = result["workload"]
+    sizes = (done["requests"], done["prompt_tokens"], done["output_tokens"])
+    return found | {"workload": done | {"percent_of_limit": percent_of_limit(model, *sizes, done["seconds"], limit)}}
+
+
+def run_model(name: str, device: str, limit: Machine | None) -> dict[str, Any]:
     """All measurements of one model; each engine is gone before the next one starts."""
     result: dict[str, Any] = {"model": name}
     with TemporaryDirectory() as folder:
         path = write_config(Path(folder), name)
+        cuda_bytes = bytes_before(device)
         engine = Engine(path, device)
         result["start_seconds"] = engine.phases
         result["memory"] = {
@@ -223,7 +260,7 @@ def run_model(name: str, device: str) -> dict[str, Any]:
         if device == "cuda":
             free, total = torch.cuda.mem_get_info()
             planned = [engine.resolved.settings[key].value for key in ("weight_bytes", "work_bytes", "kv_cache_bytes")]
-            result["memory"] |= {"planned_bytes": sum(planned), "taken_bytes": total - free}
+            result["memory"] |= {"planned_bytes": sum(planned), "taken_bytes": total - free, "cuda_bytes": cuda_bytes}
         problem = "it runs on CUDA" if device == "cpu" else why_not(engine.model)
         for key, (settings, _, _) in COMPARISONS.items():
             if key == "flashinfer" and problem is not None:
@@ -239,12 +276,21 @@ def run_model(name: str, device: str) -> dict[str, Any]:
         del engine
         engine = _fresh(path, device, enable_prefix_caching=True)
         result["prefix_workload"] = workload(engine, SHARED_PREFIX)
-    return result
+    return result if limit is None else with_percentages(result, engine.model, limit)
 
 
 def why_not(model: ModelConfig) -> str | None:
     """Why FlashInfer cannot be compared, or None."""
     return why_not_flashinfer(model.head_dim, "bfloat16", "bfloat16", is_deterministic=False)
+
+
+def bytes_before(device: str) -> int:
+    """What is taken of the GPU before an engine starts: CUDA's own, and other processes'."""
+    if device == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
 
 
 def _fresh(path: Path, device: str, **settings: Any) -> Engine:
@@ -268,30 +314,82 @@ def gains(result: dict[str, Any]) -> Iterator[str]:
     yield f"| Prefix caching, {SHARED_PREFIX:.0%} shared | {ratio:.2f}x of the workload | {PUBLISHED_PREFIX_GAIN} |"
 
 
-def run_deterministic(name: str, device: str) -> dict[str, Any]:
+def run_deterministic(name: str, device: str, limit: Machine | None) -> dict[str, Any]:
     """One model with --deterministic. It holds for the rest of the process: after everything else."""
     with TemporaryDirectory() as folder:
         engine = Engine(write_config(Path(folder), name), device, deterministic=True)
-        return {
+        result = {
             "model": f"{name}, deterministic",
             "start_seconds": engine.phases,
             "prefill": prefill(engine),
             "decode": [decode(engine, batch) for batch in BATCHES],
             "workload": workload(engine),
         }
+    return result if limit is None else with_percentages(result, engine.model, limit)
 
 
-def lines_of(result: dict[str, Any], bandwidth: float | None, flops: float | None) -> Iterator[str]:
+def cost_of_determinism(result: dict[str, Any], deterministic: dict[str, Any]) -> str:
+    """A sentence: how much longer the same takes."""
+    own = {row["batch"]: row["step_ms"] for row in result["decode"]}
+    steps = [f"{row['step_ms'] / own[row['batch']]:.2f}x at batch {row['batch']}" for row in deterministic["decode"]]
+    prompt = deterministic["prefill"]["ms"] / result["prefill"]["ms"]
+    whole = deterministic["workload"]["seconds"] / result["workload"]["seconds"]
+    return (
+        f"--deterministic takes, of {result['model']}: steps of decoding {', '.join(steps)}; "
+        f"a prompt {prompt:.2f}x; the workload {whole:.2f}x."
+    )
+
+
+def goals(result: dict[str, Any]) -> Iterator[str]:
+    """Markdown: what was set as a goal, beside what was measured."""
+    yield from (
+        "",
+        f"Goals ({GOAL_MODEL}, bfloat16, one H100):",
+        "",
+        "| what | goal | measured | reached |",
+        "|---|---|---|---|",
+    )
+
+    def row(what: str, goal: str, measured: str, is_reached: bool) -> str:
+        return f"| {what} | {goal} | {measured} | {'yes' if is_reached else 'no'} |"
+
+    slowest = min(result["decode"], key=lambda each: each["bytes_per_s"])
+    rate, at = slowest["bytes_per_s"], f"at batch {slowest['batch']}, the least"
+    what = f"decoding at batch {BATCHES[0]} to {BATCHES[-1]}"
+    yield row(what, f">= {GOAL_BYTES_PER_S / 1e12:.1f} TB/s", f"{rate / 1e12:.2f} {at}", rate >= GOAL_BYTES_PER_S)
+    share = result["decode"][0]["percent_of_copy_rate"]
+    yield row(
+        "at batch 1", f">= {GOAL_PERCENT_OF_COPY} % of the copy rate", f"{share:.0f} %", share >= GOAL_PERCENT_OF_COPY
+    )
+    idle = max(each["idle_share"] for each in result["decode"])
+    yield row("GPU idle between steps", f"< {GOAL_IDLE:.0%}", f"{idle:.1%} at most", idle < GOAL_IDLE)
+    flops = result["prefill"]["flop_per_s"]
+    what, goal = f"prompt of {result['prefill']['tokens']} tokens", f">= {GOAL_FLOPS / 1e12:.0f} TFLOP/s"
+    yield row(what, goal, f"{flops / 1e12:.0f}", flops >= GOAL_FLOPS)
+    seconds = sum(result["start_seconds"].values())
+    yield row("start, graphs included", f"< {GOAL_START_SECONDS} s", f"{seconds:.1f} s", seconds < GOAL_START_SECONDS)
+    error = abs(plan_error(result["memory"]))
+    yield row("plan of memory", f"within {GOAL_PLAN_ERROR:.0%}", f"{error:.1%}", error <= GOAL_PLAN_ERROR)
+
+
+def plan_error(memory: dict[str, Any]) -> float:
+    """By which share of what was taken the plan is more (less: negative); CUDA's own is no part of either."""
+    taken = memory["taken_bytes"] - memory["cuda_bytes"]
+    return float(memory["planned_bytes"] / taken - 1)
+
+
+def lines_of(result: dict[str, Any]) -> Iterator[str]:
     """Markdown of one model."""
 
-    def share(value: float, limit: float | None) -> str:
-        return "" if limit is None else f" ({100 * value / limit:.0f} %)"
+    def share(row: dict[str, Any], key: str) -> str:
+        return f" ({row[key]:.0f} %)" if key in row else ""
 
     start = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in result["start_seconds"].items())
-    yield from ("", f"## {result['model']}", "", f"Start: {start}.")
+    whole = sum(result["start_seconds"].values())
+    yield from ("", f"## {result['model']}", "", f"Start: {whole:.1f} s ({start}).")
     made = result["prefill"]
-    rate = made["flop_per_s"]
-    yield f"Prompt of {made['tokens']} tokens: {made['ms']:.1f} ms, {rate / 1e12:.0f} TFLOP/s{share(rate, flops)}."
+    rate = f"{made['flop_per_s'] / 1e12:.0f} TFLOP/s{share(made, 'percent_of_product_rate')}"
+    yield f"Prompt of {made['tokens']} tokens: {made['ms']:.1f} ms, {rate}."
     if "flashinfer_prefill" in result:
         yield f"The same prompt with FlashInfer: {result['flashinfer_prefill']['ms']:.1f} ms."
     if "no_flashinfer" in result:
@@ -300,25 +398,30 @@ def lines_of(result: dict[str, Any], bandwidth: float | None, flops: float | Non
     yield (
         f"{done['requests']} requests of {done['prompt_tokens']} -> {done['output_tokens']} tokens: "
         f"{done['seconds']:.2f} s, {done['output_tokens_per_s']:,.0f} output tokens/s, "
-        f"idle {100 * done['idle_share']:.0f} %."
+        f"idle {100 * done['idle_share']:.0f} %"
+        + (f", {done['percent_of_limit']:.0f} % of the limit." if "percent_of_limit" in done else ".")
     )
     for way, times in result.get("short_prompts", {}).items():
         yield f"Steps of short prompts, {way}: " + ", ".join(f"{n} tokens {ms:.2f} ms" for n, ms in times.items()) + "."
     if "taken_bytes" in result.get("memory", {}):
         planned, taken = (result["memory"][key] for key in ("planned_bytes", "taken_bytes"))
-        yield f"Memory: {planned / 1e9:.2f} GB planned, {taken / 1e9:.2f} GB taken, CUDA's own among it."
+        own = result["memory"]["cuda_bytes"]
+        yield (
+            f"Memory: {planned / 1e9:.2f} GB planned; {taken / 1e9:.2f} GB taken, {own / 1e9:.2f} GB of it before the "
+            f"start. The plan is off by {100 * plan_error(result['memory']):+.1f} %."
+        )
     titles = {"decode": "Decoding"} | {key: title for key, (_, title, _) in COMPARISONS.items()}
     for key in (name for name in titles if name in result):
         yield from ("", f"{titles[key]}:", "", "| batch | ms per step | tokens/s | TB/s (of the copy rate) | idle % |")
         yield "|---|---|---|---|---|"
         for row in result[key]:
-            rate = row["bytes_per_s"]
-            yield (
-                f"| {row['batch']} | {row['step_ms']:.2f} | {row['tokens_per_s']:,.0f} | {rate / 1e12:.2f}"
-                f"{share(rate, bandwidth)} | {100 * row['idle_share']:.0f} |"
-            )
+            rate = f"{row['bytes_per_s'] / 1e12:.2f}{share(row, 'percent_of_copy_rate')}"
+            idle = f"{100 * row['idle_share']:.1f}"
+            yield f"| {row['batch']} | {row['step_ms']:.2f} | {row['tokens_per_s']:,.0f} | {rate} | {idle} |"
     if "prefix_workload" in result:
         yield from gains(result)
+    if result["model"] == GOAL_MODEL and "percent_of_copy_rate" in result["decode"][0]:
+        yield from goals(result)
 
 
 def main() -> None:
@@ -327,29 +430,40 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
-    bandwidth = flops = None
-    device = "CPU"
-    head = ["# The engine on a GPU", ""]
+    limit = None
     if arguments.device == "cuda":
-        bandwidth, flops = limits()
+        machine.require()
+        limit = Machine(*limits())
         torch.cuda.empty_cache()
-        device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-        head.append(
-            f"Limits measured in the same run: copy {bandwidth / 1e12:.2f} TB/s, product {flops / 1e12:.0f} TFLOP/s."
-        )
+    environment = machine.environment("engine.py")
+    head = ["# The engine on a GPU", "", *machine.lines(environment)]
+    if limit is not None:
+        copy, product = limit.read_bandwidth / 1e12, limit.peak_flops / 1e12
+        head.append(f"- Limits measured in the same run: copy {copy:.2f} TB/s, product {product:.0f} TFLOP/s.")
     print("\n".join(head), flush=True)
-    results = []
     names = arguments.models.split(",")
-    for run, name in [(run, name) for run in (run_model, run_deterministic) for name in names]:
+    plain, deterministic, text = [], [], list(head)
+
+    def note(lines: Iterable[str]) -> None:
+        shown = list(lines)
+        text.extend(shown)
+        print("\n".join(shown), flush=True)
+
+    for name in names:
         gc.collect()
-        results.append(run(name, arguments.device))
-        print("\n".join(lines_of(results[-1], bandwidth, flops)), flush=True)
+        plain.append(run_model(name, arguments.device, limit))
+        note(lines_of(plain[-1]))
+    for name, own in zip(names, plain, strict=True):
+        gc.collect()
+        deterministic.append(run_deterministic(name, arguments.device, limit))
+        note(lines_of(deterministic[-1]))
+        note(["", cost_of_determinism(own, deterministic[-1])])
     if arguments.save:
-        environment = {**report.environment("python", "benchmarks/gpu/engine.py"), "gpu": device}
-        machine = f"- Command: `{environment['command']}`. Commit {environment['commit']}. {device}."
-        text = "\n".join([*head, machine, *(line for each in results for line in lines_of(each, bandwidth, flops))])
-        saved = {**environment, "copy_bytes_per_s": bandwidth, "flop_per_s": flops, "models": results}
-        report.save_published(Path(__file__).parents[1], "gpu_engine", arguments.save, saved, text + "\n")
+        rates = {"copy_bytes_per_s": None, "flop_per_s": None}
+        if limit is not None:
+            rates = {"copy_bytes_per_s": limit.read_bandwidth, "flop_per_s": limit.peak_flops}
+        saved = {**environment, **rates, "models": [*plain, *deterministic]}
+        report.save_published(Path(__file__).parents[1], "gpu_engine", arguments.save, saved, "\n".join(text) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The GPU kernels alone, on real shapes: time, and the share of this GPU's limit, which is measured in the same run.
 
-    python benchmarks/gpu/kernels.py [--save HARDWARE]
+    python benchmarks/gpu/kernels.py [--models Llama-3.1-8B,Qwen3-0.6B] [--save HARDWARE]
 
 Each case runs over copies of its inputs that together exceed the L2 cache, captured in a CUDA graph, so that neither
 launches nor the cache are measured. Times are medians of 20 replays. Needs an NVIDIA GPU.
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -255,8 +256,8 @@ def limits() -> tuple[float, float]:
     return 2 * 2 * (1 << 27) / copy, 2 * 8192**3 / product
 
 
-def cases() -> Iterator[Case]:
-    for model in MODELS:
+def cases(names: Sequence[str]) -> Iterator[Case]:
+    for model in (model for model in MODELS if model.name in names):
         for num_seqs, seq_len in ((1, 1024), (1, 8192), (8, 1024), (32, 1024), (128, 1024), (256, 1024), (32, 8192)):
             yield attention_case(model, 1, seq_len, num_seqs)
         for query_len, num_seqs in ((512, 4), (2048, 1), (8192, 1)):
@@ -284,37 +285,47 @@ def markdown(environment: dict[str, Any], bandwidth: float, flops: float, rows: 
     lines = [
         "# GPU kernels",
         "",
-        f"- Command: `{environment['command']}`. Commit {environment['commit']}. {environment['gpu']}.",
+        *machine.lines(environment),
         f"- Limits measured in the same run: copy {bandwidth / 1e12:.2f} TB/s, product {flops / 1e12:.0f} TFLOP/s.",
         "",
         "| case | us | % of the copy rate | % of the product rate |",
         "|---|---|---|---|",
     ]
     for row in rows:
-        shares = f"{100 * row['memory']:.0f} | {100 * row['arithmetic']:.0f}"
+        shares = f"{row['percent_of_copy_rate']:.0f} | {row['percent_of_product_rate']:.0f}"
         lines.append(f"| {row['case']} | {row['microseconds']:.1f} | {shares} |")
     return "\n".join(lines) + "\n"
 
 
+def result_of(case: Case, seconds: float, bandwidth: float, flops: float) -> dict[str, Any]:
+    """A row of the result file."""
+    return {
+        "case": case.name,
+        "microseconds": 1e6 * seconds,
+        "percent_of_copy_rate": 100 * case.num_bytes / bandwidth / seconds,
+        "percent_of_product_rate": 100 * case.num_flops / flops / seconds,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="Llama-3.1-8B,Qwen3-0.6B", help="whose shapes")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
+    machine.require()
     bandwidth, flops = limits()
-    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    print(f"{device}: copy {bandwidth / 1e12:.2f} TB/s, bfloat16 product {flops / 1e12:.0f} TFLOP/s")
+    environment = machine.environment("kernels.py")
+    print("\n".join(machine.lines(environment)))
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, bfloat16 product {flops / 1e12:.0f} TFLOP/s")
     rows = []
-    for case in cases():
-        seconds = seconds_per_call(case.calls)
-        by_memory, by_arithmetic = case.num_bytes / bandwidth / seconds, case.num_flops / flops / seconds
-        rows.append(
-            {"case": case.name, "microseconds": 1e6 * seconds, "memory": by_memory, "arithmetic": by_arithmetic}
-        )
-        print(f"{case.name:45} {1e6 * seconds:10.1f} us {100 * by_memory:6.1f} % {100 * by_arithmetic:6.1f} %")
+    for case in cases(arguments.models.split(",")):
+        row = result_of(case, seconds_per_call(case.calls), bandwidth, flops)
+        rows.append(row)
+        shares = f"{row['percent_of_copy_rate']:6.1f} % {row['percent_of_product_rate']:6.1f} %"
+        print(f"{case.name:45} {row['microseconds']:10.1f} us {shares}", flush=True)
         case.calls.clear()
         torch.cuda.empty_cache()
     if arguments.save:
-        environment = {**report.environment("python", "benchmarks/gpu/kernels.py"), "gpu": device}
         result = {**environment, "copy_bytes_per_s": bandwidth, "flop_per_s": flops, "cases": rows}
         text = markdown(environment, bandwidth, flops, rows)
         report.save_published(Path(__file__).parents[1], "gpu_kernels", arguments.save, result, text)

@@ -141,6 +141,11 @@ class EngineConfig:
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (), "Rows of decodes and tokens of mixed steps to capture, up to 256 each; none: chosen.", many=True
     )
+    max_cudagraph_capture_size: int | None = option(
+        None,
+        "The largest size that is captured, at most 256; beside --cudagraph-capture-sizes, the largest of them.",
+        limits="which steps are launched kernel by kernel",
+    )
     gpu_memory_utilization: float | None = option(
         None,
         "Share of the device's total memory (on CPU: RAM) for weights, KV cache and work; on GPUs 0.9 unless given.",

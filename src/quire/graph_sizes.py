@@ -20,6 +20,11 @@ class GraphSizes:
     mixed: list[int]
     dropped: list[int]
 
+    @property
+    def largest(self) -> int:
+        """Of all that are captured; 0: nothing is."""
+        return max((*self.decodes, *self.mixed), default=0)
+
     def describe(self) -> str:
         """For people."""
         parts = [f"decodes of {_listed(self.decodes)} rows"] if self.decodes else []
@@ -28,27 +33,38 @@ class GraphSizes:
         return f"{text}; too large: {_listed(self.dropped)}" if self.dropped else text
 
 
-def graph_sizes(mode: str, max_num_seqs: int, max_num_batched_tokens: int, wished: Sequence[int] = ()) -> GraphSizes:
-    """What is captured in a mode: FULL, FULL_DECODE_ONLY or NONE, where nothing is and no wish is dropped."""
+def graph_sizes(
+    mode: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    wished: Sequence[int] = (),
+    bound: int | None = None,
+) -> GraphSizes:
+    """What is captured in a mode: FULL, FULL_DECODE_ONLY or NONE, where nothing is and no wish is dropped.
+
+    Args:
+        wished: sizes to capture; none: chosen.
+        bound: no size above it; None: LARGEST_BATCH, which is the bound in any case.
+    """
     if mode == "NONE":
         return GraphSizes([], [], [])
-    decodes = capture_sizes(max_num_seqs, wished)
-    mixed = mixed_sizes(max_num_batched_tokens, wished) if mode == "FULL" else []
+    bound = min(LARGEST_BATCH if bound is None else bound, LARGEST_BATCH)
+    decodes = capture_sizes(max_num_seqs, wished, bound)
+    mixed = mixed_sizes(max_num_batched_tokens, wished, bound) if mode == "FULL" else []
     return GraphSizes(decodes, mixed, sorted({*wished} - {*decodes, *mixed}))
 
 
-def capture_sizes(max_num_seqs: int, wished: Sequence[int] = ()) -> list[int]:
+def capture_sizes(max_num_seqs: int, wished: Sequence[int] = (), bound: int = LARGEST_BATCH) -> list[int]:
     """The batch sizes to capture, ascending: 1, 2, 4, the multiples of 8, and the largest batch itself; or the wished
     ones up to it."""
     largest = min(max_num_seqs, LARGEST_BATCH)
-    if wished:
-        return sorted({size for size in wished if size <= largest})
-    return sorted({size for size in (1, 2, 4, *range(8, largest + 1, 8), largest) if size <= largest})
+    sizes = wished or (1, 2, 4, *range(8, largest + 1, 8), largest)
+    return sorted({size for size in sizes if size <= min(largest, bound)})
 
 
-def mixed_sizes(max_num_batched_tokens: int, wished: Sequence[int] = ()) -> list[int]:
+def mixed_sizes(max_num_batched_tokens: int, wished: Sequence[int] = (), bound: int = LARGEST_BATCH) -> list[int]:
     """The token counts of mixed steps to capture, ascending: few, or the wished ones; never above LARGEST_BATCH."""
-    return sorted({size for size in wished or _MIXED_SIZES if 2 <= size <= min(max_num_batched_tokens, LARGEST_BATCH)})
+    return sorted({size for size in wished or _MIXED_SIZES if 2 <= size <= min(max_num_batched_tokens, bound)})
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -21,6 +21,7 @@ from quire.weight_format import ON_LOAD
 
 GIB = 1 << 30
 NO_DRIVER = "no driver of a GPU is loaded"
+NEVER_RUN = "nothing of Quire has run on a GPU yet"
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 # vLLM's tables, `max_num_seqs / max_num_batched_tokens`, for the server, and for LLM(...): on CPU, on GPUs, and on GPUs
@@ -203,9 +204,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     put("attention_backend", *_attention_backend(config, model, resolved, gpu))
     if gpu is not None:
         put("cudagraph_mode", *_cudagraph_mode(config, resolved))
-        wished, source = config.cudagraph_capture_sizes, config.sources["cudagraph_capture_sizes"]
-        sizes = graph_sizes(resolved.cudagraph_mode, resolved.max_num_seqs, resolved.max_num_batched_tokens, wished)
-        put("cudagraph_capture_sizes", wished, source, sizes.describe())
+        _put_graph_sizes(resolved, config)
     _put_rest(resolved, config)
     return resolved
 
@@ -238,6 +237,7 @@ def _put_rest(resolved: Resolved, config: EngineConfig | ServerConfig) -> None:
 _UNSET = {
     "model": "the bundled demo model",
     "tokenizer": "the model's",
+    "max_cudagraph_capture_size": "nothing is captured on a CPU",
     "gpu_memory_utilization": "what is free decides",
     "kv_cache_memory_bytes": "what is free decides",
     "num_gpu_blocks_override": "what is free decides",
@@ -248,7 +248,9 @@ _UNSET = {
 
 def _device(config: EngineConfig, device: DeviceFacts) -> tuple[str, Source, str]:
     if config.device == "auto":
-        return ("cpu", "device", device.no_gpu) if device.gpu is None else ("cuda", "device", device.gpu.name)
+        if device.gpu is None:
+            return "cpu", "device", device.no_gpu
+        return "cuda", "device", f"{device.gpu.name}; {NEVER_RUN}"
     if config.device == "cuda" and device.gpu is None:
         raise ConfigError(
             f"There is no GPU that can be used: {device.no_gpu}",
@@ -256,7 +258,8 @@ def _device(config: EngineConfig, device: DeviceFacts) -> tuple[str, Source, str
             fix="Leave --device out to run on the CPU",
             param="device",
         )
-    return config.device, config.sources["device"], "" if device.gpu is None else f"there is {device.gpu.name}"
+    detail = "" if device.gpu is None else f"there is {device.gpu.name}"
+    return config.device, config.sources["device"], f"{detail}; {NEVER_RUN}" if config.device == "cuda" else detail
 
 
 def _enforce_eager(config: EngineConfig, model: ModelConfig) -> tuple[bool, Source, str]:
@@ -282,6 +285,39 @@ def _cudagraph_mode(config: EngineConfig, resolved: Resolved) -> tuple[str, Sour
     if resolved.attention_backend == "FLASHINFER":
         return "FULL_DECODE_ONLY", "device", "FlashInfer's kernels for mixed steps are not captured"
     return "FULL", source, "decodes by number of rows; mixed steps of few tokens, whose launches take longest"
+
+
+def _put_graph_sizes(resolved: Resolved, config: EngineConfig) -> None:
+    """The sizes and their bound, which is settled as in vLLM: it is the largest size that is captured.
+
+    Raises ConfigError for a bound that nothing fits under or that contradicts the sizes.
+    """
+    wished, bound = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
+    mode, num_tokens = resolved.cudagraph_mode, resolved.max_num_batched_tokens
+    if mode != "NONE" and bound is not None:
+        if bound < 1:
+            raise ConfigError(
+                "No CUDA graph is that small",
+                value=bound,
+                expected="a positive number",
+                fix="Use --enforce-eager to capture nothing",
+                param="max_cudagraph_capture_size",
+            )
+        largest = max((size for size in wished if size <= num_tokens), default=0)
+        if wished and bound != largest:
+            raise ConfigError(
+                "--max-cudagraph-capture-size is not the largest of --cudagraph-capture-sizes",
+                value=bound,
+                expected=f"{largest}, the largest of {', '.join(map(str, wished))} that --max-num-batched-tokens "
+                f"{num_tokens} holds",
+                fix="Leave one of the two out",
+                param="max_cudagraph_capture_size",
+            )
+    sizes = graph_sizes(mode, resolved.max_num_seqs, num_tokens, wished, bound)
+    resolved.put("cudagraph_capture_sizes", wished, config.sources["cudagraph_capture_sizes"], sizes.describe())
+    detail = "" if bound in (None, sizes.largest) else f"{bound} was asked for; {sizes.describe()}"
+    source = config.sources["max_cudagraph_capture_size"]
+    resolved.put("max_cudagraph_capture_size", sizes.largest, source, detail)
 
 
 def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None) -> tuple[bool, Source, str]:

@@ -4,8 +4,9 @@ own reference; and when it is chosen."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,17 @@ from quire.attention import flashinfer
 from quire.attention.backend import AttentionSpec
 from quire.attention.flashinfer import FlashInferAttention
 from quire.attention.reference import ReferenceAttention
-from quire.attention.select import select_backend
+from quire.attention.select import SharedBackends, select_backend
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.explain import explain
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels import cpu, gpu
 from quire.model_config import load_model_config
+from quire.models.registry import build_model
 from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
+from quire.worker import worker
+from quire.worker.accelerator import Graph
 from quire.worker.device_runner import DeviceRunner
 from tests.attention import fake_flashinfer
 from tests.attention.test_backends import SPECS, make_batch
@@ -135,6 +139,60 @@ def test_captured_steps_read_buffers_that_stay() -> None:
     assert len({wrapper._buffers[1].data_ptr() for wrapper in wrappers}) == 1
     assert len({wrapper.int_workspace.data_ptr() for wrapper in wrappers}) == 1
     assert [wrapper.num_plans for wrapper in wrappers] == [2, 2]
+
+
+def assert_replays_follow_plans(
+    spec: AttentionSpec, device: torch.device, capture: Callable[[Callable[[], None]], Graph], tolerance: float
+) -> None:
+    """Sizes are captured without rows, the largest first, as StepGraphs does; then each replay computes the step that
+    was planned before it: other rows, lengths and queries, at the same addresses."""
+    batch, _, _, _ = make_batch(spec, BLOCK_SIZE, [(1, 40), (1, 33), (1, 40), (1, 17)])
+    tables_CM = np.pad(batch.block_tables_SM.numpy(), ((3, 0), (0, 2)), constant_values=-7)
+    cache = LayerCache(*(tensor.nan_to_num().to(device) for tensor in batch.caches[0].tensors()))
+    backend, captured = FlashInferAttention(spec), {}
+    nothing = np.zeros(0, np.int64)
+    for size in (8, 4):
+        q_THE = torch.zeros(size, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
+        out_THE = torch.empty_like(q_THE)
+        forward = partial(backend.forward, q_THE, q_THE, q_THE, cache, batch)
+        backend.prepare(HostStep(nothing, nothing, nothing, tables_CM, size), cache)
+        forward()
+        captured[size] = q_THE, out_THE, capture(lambda out=out_THE, run=forward: out.copy_(run()))
+    generator = torch.Generator().manual_seed(3)
+    for size, rows, lens in (
+        (8, [0, 1, 2, 3], [40, 33, 2, 17]),
+        (4, [2], [9]),
+        (8, [3, 0], [1, 39]),
+        (4, [1, 3, 0, 2], [8, 16, 31, 40]),
+        (8, [0], [40]),
+    ):
+        q_THE, out_THE, graph = captured[size]
+        queries_SHE = torch.randn(len(rows), *q_THE.shape[1:], generator=generator).to(spec.dtype)
+        q_THE.zero_()
+        q_THE[: len(rows)].copy_(queries_SHE)
+        backend.prepare(HostStep(np.array(rows) + 3, np.ones_like(rows), np.array(lens), tables_CM, size), cache)
+        graph.replay()
+        step = replace(
+            batch,
+            cu_seqlens_q_S1=torch.arange(len(rows) + 1, dtype=torch.int32),
+            seq_lens_S=torch.tensor(lens, dtype=torch.int32),
+            block_tables_SM=batch.block_tables_SM[rows],
+        )
+        want_SHE = ReferenceAttention(spec).forward(queries_SHE, queries_SHE, queries_SHE, batch.caches[0], step)
+        torch.testing.assert_close(out_THE[: len(rows)].cpu(), want_SHE, atol=tolerance, rtol=tolerance)
+
+
+@dataclass
+class RunsAgain:
+    """Stands for a graph."""
+
+    replay: Callable[[], None]
+
+
+@pytest.mark.parametrize("name", ["grouped", "window", "soft-cap"])
+def test_replays_follow_plans(name: str) -> None:
+    """What test_on_a_gpu.py asks of FlashInfer itself."""
+    assert_replays_follow_plans(SPECS[name], CPU, RunsAgain, 1e-5)
 
 
 def planned_bytes(heads: int, kv_heads: int, head_dim: int, num_sms: int, rows: int, tile: int) -> int:
@@ -281,6 +339,23 @@ def test_an_installation_that_does_not_work_names_the_other_backend(monkeypatch:
         FlashInferAttention(spec)
 
 
+def test_a_model_knows_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the settings to the layers' specs: what the settings refuse, the layers refuse too."""
+    monkeypatch.setattr(gpu, "serves", lambda device: True)
+    build_model(MODEL, torch.bfloat16, None, CPU, "FLASHINFER", torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
+        build_model(MODEL, torch.bfloat16, None, CPU, "FLASHINFER", torch.int8)
+
+    def load_model(*arguments: Any) -> Any:
+        raise InterruptedError(arguments[-1])
+
+    monkeypatch.setattr(worker, "load_model", load_model)
+    for name, dtype in (("auto", torch.bfloat16), ("fp8_e5m2", torch.float8_e5m2), ("int8", torch.int8)):
+        config = EngineConfig.from_kwargs(device="cpu", kv_cache_dtype=name, dtype="bfloat16")
+        with pytest.raises(InterruptedError, match=str(dtype)):
+            worker.start_worker(config, MODEL, is_server=True, progress=lambda phase, share, detail: None)
+
+
 def test_names() -> None:
     on_cpu = replace(WITH_GPU, gpu=None)
     assert settings(attention_backend="triton_attn").attention_backend == "TRITON_ATTN"
@@ -308,6 +383,11 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
         select_backend(spec, CPU, "FLASHINFER")
     with pytest.raises(ConfigError, match="heads of 64, 128, 256 dimensions, not 80"):
         select_backend(replace(spec, head_dim=80), cuda, "FLASHINFER")
+    assert select_backend(replace(spec, cache_dtype=torch.float8_e5m2), cuda, "FLASHINFER").name == "flashinfer"
+    with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
+        select_backend(replace(spec, cache_dtype=torch.int8), cuda, "FLASHINFER")
+    with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
+        SharedBackends(cuda, "FLASHINFER", torch.int8).get(spec)
     monkeypatch.setattr(gpu, "_is_deterministic", True)
     with pytest.raises(ConfigError, match="--deterministic is set"):
         select_backend(spec, cuda, "FLASHINFER")

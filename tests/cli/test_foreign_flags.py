@@ -113,6 +113,7 @@ def test_asking_for_nothing_is_silent(entry: Foreign, caplog: pytest.LogCaptureF
         (["--max-num-active-seqs", "9"], "max_num_seqs", 9),
         (["-cc", '{"cudagraph_mode": "NONE", "level": 3}'], "cudagraph_mode", "NONE"),
         (["--compilation-config", '{"cudagraph_capture_sizes": [1, 8]}'], "cudagraph_capture_sizes", (1, 8)),
+        (["-cc", '{"max_cudagraph_capture_size": 64}'], "max_cudagraph_capture_size", 64),
         (
             ["--rope-scaling", '{"rope_type": "linear", "factor": 2.0}', "--hf-overrides", '{"a": 1}'],
             "hf_overrides",

@@ -3,6 +3,9 @@ touch."""
 
 from __future__ import annotations
 
+import gc
+import re
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +14,9 @@ import pytest
 import torch
 
 import quire.demo
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
+from quire.explain import explain
 from quire.forward_batch import ForwardBatch
 from quire.graph_sizes import LARGEST_BATCH, capture_sizes, mixed_sizes
 from quire.model_config import load_model_config
@@ -76,6 +80,12 @@ def settings(**arguments: Any) -> Resolved:
         ({"model_impl": "transformers"}, "NONE", []),
         ({"cudagraph_capture_sizes": [3, 40]}, "FULL", [(40, 4), (3, 3), (3, 2)]),
         ({"compilation_config": '{"cudagraph_capture_sizes": [4]}'}, "FULL", [(4, 4), (4, 3)]),
+        ({"max_cudagraph_capture_size": 40}, "FULL", [(32, 4), (4, 4), (2, 2), (1, 1)]),
+        ({"max_cudagraph_capture_size": 3}, "FULL", [(2, 2), (1, 1)]),
+        ({"max_cudagraph_capture_size": 3, "cudagraph_mode": "FULL_DECODE_ONLY"}, "FULL_DECODE_ONLY", [(2, 2), (1, 1)]),
+        ({"compilation_config": {"max_cudagraph_capture_size": 1}}, "FULL", [(1, 1)]),
+        ({"max_cudagraph_capture_size": 40, "cudagraph_capture_sizes": [40, 3]}, "FULL", [(40, 4), (3, 3), (3, 2)]),
+        ({"max_cudagraph_capture_size": 0, "enforce_eager": True}, "NONE", []),
     ],
 )
 def test_what_is_captured(arguments: dict[str, Any], mode: str, sizes: list[tuple[int, int]]) -> None:
@@ -111,6 +121,73 @@ def test_what_is_not_captured_is_said(arguments: dict[str, Any], detail: str, ca
         warn_about_dropped_sizes(resolved)
     warned = [f"not every size of --cudagraph-capture-sizes is captured: {detail}"] if "too large" in detail else []
     assert [record.getMessage() for record in caplog.records] == warned
+
+
+@pytest.mark.parametrize(
+    ("arguments", "largest", "detail"),
+    [
+        ({}, 64, ""),
+        ({"max_num_seqs": 20, "cudagraph_mode": "FULL_DECODE_ONLY"}, 20, ""),
+        ({"max_num_seqs": 20, "cudagraph_mode": "FULL_DECODE_ONLY", "max_cudagraph_capture_size": 16}, 16, ""),
+        (
+            {"max_num_seqs": 20, "cudagraph_mode": "FULL_DECODE_ONLY", "max_cudagraph_capture_size": 19},
+            16,
+            "19 was asked for; captured: decodes of 1, 2, 4, 8, 16 rows",
+        ),
+        (
+            {"max_num_seqs": 300, "max_num_batched_tokens": 1024, "max_cudagraph_capture_size": 512},
+            256,
+            "512 was asked for; captured: decodes of 1 to 256 (35 sizes) rows, mixed steps of 32, 64, 128, 256 tokens",
+        ),
+        (
+            {"cudagraph_capture_sizes": [64, 512], "max_cudagraph_capture_size": 512, "max_num_batched_tokens": 512},
+            64,
+            "512 was asked for; captured: mixed steps of 64 tokens; too large: 512",
+        ),
+        ({"enforce_eager": True, "max_cudagraph_capture_size": 64}, 0, "64 was asked for; captured: nothing"),
+    ],
+)
+def test_the_bound_is_the_largest_size_that_is_captured(
+    arguments: dict[str, Any], largest: int, detail: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in vLLM: the bound is settled, and said where it is not what was asked for."""
+    resolved = settings(**arguments)
+    bound = resolved.settings["max_cudagraph_capture_size"]
+    assert (bound.value, bound.detail) == (largest, detail)
+    assert max((size.tokens for size in paddings(resolved)), default=0) == largest
+    with caplog.at_level("WARNING"):
+        warn_about_dropped_sizes(resolved)
+    told = f"--max-cudagraph-capture-size is taken as {largest}: {detail}"
+    is_told = told in [record.getMessage() for record in caplog.records]
+    assert is_told == (bool(detail) and resolved.cudagraph_mode != "NONE")
+
+
+@pytest.mark.parametrize("explained", [{}, {"max_cudagraph_capture_size": 40}])
+def test_explain_shows_the_bound(explained: dict[str, Any]) -> None:
+    gpu = GpuFacts("fake", 90, 1 << 36, 1 << 36)
+    device = DeviceFacts("cpu", "test", "avx2", 4, 1 << 34, 1 << 34, gpu)
+    config = EngineConfig.from_kwargs(max_num_seqs=4, **explained)
+    text = explain("demo", config, ServerConfig(), load_model_config(quire.demo.path()), device).text()
+    value, source = (32, "argument") if explained else (256, "default")
+    assert re.search(rf"max_cudagraph_capture_size +{value} +\[{source}\]", text)
+    if explained:
+        assert "40 was asked for; captured: decodes of 1, 2, 4 rows, mixed steps of 32 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"max_cudagraph_capture_size": 0}, r"No CUDA graph is that small.*--enforce-eager"),
+        ({"max_cudagraph_capture_size": 8, "cudagraph_capture_sizes": [1, 4]}, r"not the largest of .*Expected 4,"),
+        (
+            {"max_cudagraph_capture_size": 512, "cudagraph_capture_sizes": [64, 512]},
+            r"Expected 64, the largest of 64, 512 that --max-num-batched-tokens 100 holds.*Leave one of the two out",
+        ),
+    ],
+)
+def test_bounds_that_contradict(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        settings(**arguments)
 
 
 def test_sizes_are_checked() -> None:
@@ -158,6 +235,30 @@ def test_the_largest_is_captured_first_into_one_pool() -> None:
     assert list(setup.graphs._captured) == SIZES
     assert len({id(graph.pool) for graph in setup.accelerator.graphs}) == 1
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("is_frozen_by_others", [False, True])
+def test_what_is_captured_is_freed_with_its_owner(is_frozen_by_others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from a reference cycle; what others have frozen stays as they left it."""
+    monkeypatch.setitem(globals(), "demo_model", demo_model.__wrapped__)  # a model of its own
+    setup = Setup()
+    cycle = [setup, setup.graphs]
+    cycle.append(cycle)
+    alive = [weakref.ref(each) for each in (setup, setup.model, setup.graphs, setup.inputs, setup.caches[0].k_BGPE)]
+    counts: list[int] = []
+    if is_frozen_by_others:
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+        monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("what others have frozen is mixed with the engine"))
+        monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("what others have frozen is thawed"))
+        setup.graphs.capture()
+    else:
+        assert gc.get_freeze_count() == 0
+        setup.graphs.capture(lambda done, total: counts.append(gc.get_freeze_count()))
+        assert min(counts) > 0, "every capture looks at everything"
+        assert gc.get_freeze_count() == 0
+    del setup, cycle
+    gc.collect()
+    assert [each() for each in alive] == [None] * len(alive)
 
 
 def test_every_size_has_run_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

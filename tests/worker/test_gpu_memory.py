@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -121,10 +123,7 @@ def test_what_comes_up_serves(arguments: dict[str, Any]) -> None:
     runner, resolved = worker.runner, worker.resolved
     assert isinstance(runner, DeviceRunner)
     assert (runner.graphs is None) == resolved.enforce_eager
-    kv = KVCacheManager(BlockPool(resolved.num_blocks, resolved.block_size), enable_prefix_caching=True)
-    budget = resolved.max_num_batched_tokens
-    limits = SchedulerLimits(max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=resolved.max_model_len)
-    core = EngineCore(Scheduler(limits, kv), runner, depth=2 if resolved.async_scheduling else 1)
+    core = core_of(worker)
     for index in range(30):
         params = SamplingParams(temperature=0.0, max_tokens=9)
         core.add(AddRequest(f"r{index}", [5 + index, 7, 9], params, 9))
@@ -135,3 +134,29 @@ def test_what_comes_up_serves(arguments: dict[str, Any]) -> None:
             counts[delta.request_id] = counts.get(delta.request_id, 0) + len(delta.token_ids)
     assert set(counts.values()) == {9}
     assert len(counts) == 30
+
+
+def core_of(worker: Worker) -> EngineCore:
+    resolved = worker.resolved
+    kv = KVCacheManager(BlockPool(resolved.num_blocks, resolved.block_size), enable_prefix_caching=True)
+    budget = resolved.max_num_batched_tokens
+    limits = SchedulerLimits(max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=resolved.max_model_len)
+    return EngineCore(Scheduler(limits, kv), worker.runner, depth=2 if resolved.async_scheduling else 1)
+
+
+def test_an_engine_that_nobody_holds_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, cache and graphs; the next engine in this process needs the room."""
+    monkeypatch.setitem(globals(), "demo_model", demo_model.__wrapped__)  # a model that no other test holds
+    accelerator = FakeAccelerator(free_bytes=[900 * MIB])
+    worker = bring_up(accelerator, num_gpu_blocks_override=200)
+    runner = worker.runner
+    assert isinstance(runner, DeviceRunner)
+    core = core_of(worker)
+    core.add(AddRequest("r", [5, 7, 9], SamplingParams(temperature=0.0, max_tokens=9), 9))
+    while core.has_work():
+        core.step()
+    owners = (core, worker, runner, runner.graphs, runner.model, runner.caches[0].k_BGPE)
+    alive = [weakref.ref(each) for each in owners]
+    del accelerator, worker, runner, core, owners
+    gc.collect()
+    assert [each() for each in alive] == [None] * len(alive)

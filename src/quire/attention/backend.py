@@ -25,6 +25,7 @@ class AttentionSpec:
     sliding_window: int  # a token sees the positions > its own - window; 0 = all before it
     soft_cap: float  # cap * tanh(score / cap); 0 = none
     dtype: torch.dtype
+    cache_dtype: torch.dtype | None = None  # of the KV cache; None: dtype
 
 
 class AttentionBackend(Protocol):

@@ -99,11 +99,11 @@ class FlashInferAttention:
 
     @staticmethod
     def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
-        """As AttentionBackend says. A cache of codes is looked at in resolve.py, before there is one."""
+        """As AttentionBackend says: what `why_not_flashinfer` decides, for resolve.py before there is a layer too."""
         if not gpu.serves(device):
             return f"it runs on CUDA, not on {device.type}"
-        dtype = str(spec.dtype).removeprefix("torch.")
-        return why_not_flashinfer(spec.head_dim, dtype, dtype, gpu.is_deterministic())
+        dtype, cache_dtype = (str(each).removeprefix("torch.") for each in (spec.dtype, spec.cache_dtype or spec.dtype))
+        return why_not_flashinfer(spec.head_dim, dtype, cache_dtype, gpu.is_deterministic())
 
     def prepare(self, step: HostStep, cache: LayerCache) -> None:
         """Plan the step."""

@@ -1,7 +1,9 @@
-"""Which attention backend serves a layer: the one that the settings name (resolve.py, which also knows the KV cache
-and the environment), or where they name none, QUIRE_ATTENTION_BACKEND or the first that supports the layer."""
+"""Which attention backend serves a layer: the one that the settings name (resolve.py, which also knows the
+environment), or where they name none, QUIRE_ATTENTION_BACKEND or the first that supports the layer."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +16,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.errors import ConfigError
 from quire.forward_batch import HostStep, LayerCache
 
-# Best first. The last one supports everything. FlashInfer has to be named: resolve.py checks it against the cache.
+# Best first. The last one supports everything. FlashInfer has to be named.
 _BACKENDS: tuple[type[CpuAttention] | type[TritonAttention] | type[ReferenceAttention], ...] = (
     TritonAttention,
     CpuAttention,
@@ -61,13 +63,18 @@ def select_backend(spec: AttentionSpec, device: torch.device, name: str | None =
 
 
 class SharedBackends:
-    """The backends of one model: layers with the same spec share an instance, and with it what prepare() does."""
+    """The backends of one model: layers with the same spec share an instance, and with it what prepare() does.
 
-    def __init__(self, device: torch.device, name: str | None = None) -> None:
-        self._device, self._name = device, name
+    Args:
+        cache_dtype: of the KV cache; None: each layer's own.
+    """
+
+    def __init__(self, device: torch.device, name: str | None = None, cache_dtype: torch.dtype | None = None) -> None:
+        self._device, self._name, self._cache_dtype = device, name, cache_dtype
         self._by_spec: dict[AttentionSpec, AttentionBackend] = {}
 
     def get(self, spec: AttentionSpec) -> AttentionBackend:
+        spec = replace(spec, cache_dtype=self._cache_dtype)
         if spec not in self._by_spec:
             self._by_spec[spec] = select_backend(spec, self._device, self._name)
         return self._by_spec[spec]

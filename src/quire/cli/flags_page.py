@@ -27,6 +27,9 @@ M, G (of 1024).
 limits; `GET /v1/config` does it for a running server. Settings marked *live* move while serving: `POST /v1/config`
 with `{"max_num_seqs": 8}`.
 
+What settings do on a GPU is tested without one only: nothing of Quire has run on a GPU yet
+([architecture.md](architecture.md#the-engine-on-a-gpu)).
+
 `--config FILE` reads settings from a YAML file; the command line wins. An unknown key is an error that names its line:
 
 ```yaml

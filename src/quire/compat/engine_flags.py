@@ -14,7 +14,11 @@ TEXT_ONLY = "models here read text only"
 REASONING = "reasoning is not split from the answer in this version"
 TRANSFER = "KV caches are not moved between servers or tiers in this version"
 KERNELS = "kernels are chosen for the device at start; --attention-backend and QUIRE_ISA name others"
-NO_GRAPHS = "nothing is compiled; --cudagraph-mode and --cudagraph-capture-sizes say what is captured on a GPU"
+NO_GRAPHS = (
+    "nothing is compiled; --cudagraph-mode, --cudagraph-capture-sizes and --max-cudagraph-capture-size say what is "
+    "captured on a GPU"
+)
+_GRAPH_SETTINGS = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
 IN_RAM = "on CPU the weights are in main memory already"
 MAMBA = "models with state-space layers are not in this version"
 
@@ -90,14 +94,14 @@ ATTENTION_AND_KERNELS: tuple[Foreign, ...] = (
     ),
     *accepted(
         NO_GRAPHS,
-        values="optimization_level max_cudagraph_capture_size jit_monitor_mode",
+        values="optimization_level jit_monitor_mode",
         switches="cudagraph_metrics enable_layerwise_nvtx_tracing jit_monitor_verbose",
     ),
     translated(
         "compilation_config",
-        "nothing is compiled; cudagraph_mode and cudagraph_capture_sizes are settings of their own",
+        f"nothing is compiled; {', '.join(_GRAPH_SETTINGS)} are settings of their own",
         lambda value: (
-            {name: value[name] for name in ("cudagraph_mode", "cudagraph_capture_sizes") if value.get(name)}
+            {name: value[name] for name in _GRAPH_SETTINGS if value.get(name) is not None}
             if isinstance(value, dict)
             else {}
         ),

@@ -35,11 +35,12 @@ def load_model(
     packed_weights_cache: bool = False,
     device: torch.device = CPU,
     attention_backend: str | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
     Args:
-        dtype: of weights, activations and KV cache.
+        dtype: of weights and activations.
         load_format: auto: what is there; safetensors or gguf: it must be that; dummy: random weights, no file but
             config.json is read.
         progress: called with ("load", fraction, bytes read of all).
@@ -48,6 +49,7 @@ def load_model(
         packed_weights_cache: of a native model on the CPU kernels: map what an earlier start has kept, else keep it.
         device: where weights go and the model runs.
         attention_backend: of a native model: see attention.select.
+        cache_dtype: of the KV cache; None: dtype.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
@@ -87,7 +89,7 @@ def load_model(
                 fix="Use --hf-overrides '{\"quantization_config\": null}' with --quantization int8, int4 or fp8",
                 param="load_format",
             )
-        model = build_model(config, dtype, quantization, device, attention_backend)
+        model = build_model(config, dtype, quantization, device, attention_backend, cache_dtype)
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)

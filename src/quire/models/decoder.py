@@ -33,10 +33,11 @@ class Decoder:
     Args:
         config: `max_model_len` bounds the positions (rows of the rotary tables).
         family: what config does not say.
-        dtype: of weights, activations and KV cache.
+        dtype: of weights and activations.
         quantization: a key of ON_LOAD, or None: weights as the checkpoint has them.
         device: where `load_weights` brings the tensors it gets, and where the model runs.
         attention_backend: see attention.select.
+        cache_dtype: of the KV cache; None: dtype.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class Decoder:
         quantization: str | None,
         device: torch.device,
         attention_backend: str | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self.mapped_bytes = 0
         self._parts: list[tuple[str, Weighted]] = []
-        self._backends = SharedBackends(device, attention_backend)
+        self._backends = SharedBackends(device, attention_backend, cache_dtype)
         self._embed = self._make_embeddings(quantization)
         self._blocks = [family.block(build) for build in self._layer_builders(family, quantization)]
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset, dtype)

@@ -65,6 +65,7 @@ def build_model(
     quantization: str | None = None,
     device: torch.device = CPU,
     attention_backend: str | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
 
@@ -79,4 +80,4 @@ def build_model(
             expected="one of " + ", ".join(FAMILIES),
             fix="Use --model-impl transformers to run it through transformers' modelling code",
         )
-    return Decoder(config, family, dtype, quantization, device, attention_backend)
+    return Decoder(config, family, dtype, quantization, device, attention_backend, cache_dtype)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,6 +46,9 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
     sizes = _sizes(resolved)
     if sizes.dropped:
         logger.warning("not every size of --cudagraph-capture-sizes is captured: %s", sizes.describe())
+    bound = resolved.settings["max_cudagraph_capture_size"]
+    if resolved.cudagraph_mode != "NONE" and bound.detail:
+        logger.warning("--max-cudagraph-capture-size is taken as %d: %s", bound.value, bound.detail)
 
 
 def _sizes(resolved: Resolved) -> GraphSizes:
@@ -53,6 +57,7 @@ def _sizes(resolved: Resolved) -> GraphSizes:
         resolved.max_num_seqs,
         resolved.max_num_batched_tokens,
         resolved.cudagraph_capture_sizes,
+        resolved.max_cudagraph_capture_size,
     )
 
 
@@ -67,6 +72,24 @@ class _Captured:
 
     graph: Graph
     staged: StagedStep
+
+
+@contextmanager
+def _little_garbage() -> Iterator[None]:
+    """torch collects garbage before each capture: all there is now is left out meanwhile.
+
+    Not for longer: the engine is part of reference cycles, and what is frozen is never freed. Nor where others have
+    frozen something, since that could not be told apart afterwards.
+    """
+    gc.collect()
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class StepGraphs:
@@ -102,17 +125,16 @@ class StepGraphs:
             on_captured: called with how many are captured, and how many there are.
         """
         nothing = StepRows(*(np.zeros(0, dtype) for dtype in (np.int64, np.bool_, np.int64, np.int64)))
-        gc.collect()
-        gc.freeze()  # torch collects garbage before each capture, and what is here now stays
         pool = self._accelerator.graph_pool()
-        for done, size in enumerate(self._sizes, 1):
-            staged = self._inputs.stage(nothing, pad_to=size)
-            self._model.prepare(staged.host, self._caches)
-            run = partial(self._forward, staged, size)
-            run()  # loads kernels, which cannot be done within a capture
-            self._accelerator.synchronize()
-            self._captured[size] = _Captured(self._accelerator.capture(run, pool), staged)
-            on_captured(done, len(self._sizes))
+        with _little_garbage():
+            for done, size in enumerate(self._sizes, 1):
+                staged = self._inputs.stage(nothing, pad_to=size)
+                self._model.prepare(staged.host, self._caches)
+                run = partial(self._forward, staged, size)
+                run()  # loads kernels, which cannot be done within a capture
+                self._accelerator.synchronize()
+                self._captured[size] = _Captured(self._accelerator.capture(run, pool), staged)
+                on_captured(done, len(self._sizes))
 
     def _forward(self, staged: StagedStep, size: Padding) -> None:
         hidden_TD = self._model.forward(self._inputs.on_device(staged, self._caches, is_prepared=True))

@@ -86,6 +86,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
         config.packed_weights_cache,
         torch.device(resolved.device),
         resolved.attention_backend,
+        _cache_dtype(resolved),
     )
     form = resolved.quantization or resolved.dtype
     form = f"packed {form}" if cpu.available() and resolved.device == "cpu" else form
@@ -182,16 +183,20 @@ def _allocate_planned(
 def _allocate_caches(
     model_config: ModelConfig, resolved: Resolved, num_blocks: int, device: torch.device = CPU
 ) -> list[LayerCache]:
-    dtype: torch.dtype = getattr(torch, kv_format(resolved.kv_cache_dtype, resolved.dtype).torch_dtype)
     return kv_cache.allocate(
         model_config.num_layers,
         num_blocks,
         model_config.num_kv_heads,
         resolved.block_size,
         model_config.head_dim,
-        dtype,
+        _cache_dtype(resolved),
         device,
     )
+
+
+def _cache_dtype(resolved: Resolved) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, kv_format(resolved.kv_cache_dtype, resolved.dtype).torch_dtype)
+    return dtype
 
 
 def _peak_resident_bytes() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -45,18 +46,20 @@ def attention_case(
     is_deterministic: bool = False,
     window: int = 0,
     has_soft_cap: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
     """The kernel with the tiles of such a batch."""
-    has_codes = codes != "none"
+    has_codes, is_float32 = codes != "none", dtype == torch.float32
+    is_wgmma = sm == 90 and not is_float32
     if is_deterministic:
-        shape = attention.choose_fixed_shape(num_tokens, num_seqs, group, 8, head_dim, 8192, sm == 90)
+        shape = attention.choose_fixed_shape(num_tokens, num_seqs, group, 8, head_dim, 8192, is_wgmma, is_float32)
     else:
-        shape = attention.choose_shape(num_tokens, num_seqs, group, 8, head_dim, has_codes, sm == 90)
+        shape = attention.choose_shape(num_tokens, num_seqs, group, 8, head_dim, has_codes, is_wgmma, is_float32)
     constants = {
         "GROUP": group,
         "E": head_dim,
         "P": 16,
-        "BLOCK_E": head_dim,
+        "BLOCK_E": triton.next_power_of_2(head_dim),
         "BLOCK_M": shape.block_m,
         "BLOCK_Q": shape.block_m // group,
         "TILE": shape.tile,
@@ -67,7 +70,8 @@ def attention_case(
         "CODES": codes,
         "UPCAST": False,
     }
-    types = dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "cu_seqlens_ptr"), "*i32")
+    types = dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), POINTERS[dtype])
+    types |= dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "cu_seqlens_ptr"), "*i32")
     types |= {"scale": "fp32", "soft_cap": "fp32", "max_ptr": "*fp32", "sum_ptr": "*fp32"}
     if has_codes:
         types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8"}
@@ -86,6 +90,7 @@ def attention_case(
         "options": {
             "num_warps": shape.num_warps,
             "num_stages": shape.num_stages,
+            "maxnreg": shape.max_registers,
             "enable_fp_fusion": not is_deterministic,
         },
     }
@@ -221,6 +226,36 @@ def code_cases(sm: int) -> dict[str, dict[str, Any]]:
         for name, of_name in sizes.items()
         for codes in ("e4m3", "e5m2", "int8")
     }
+
+
+# Query heads per KV head, and dimensions of a head.
+MODELS = {
+    "Qwen2.5-0.5B": (7, 64),
+    "Llama-3.2-1B": (4, 64),
+    "Phi-3-mini": (1, 96),
+    "Qwen3-0.6B": (2, 128),
+    "Llama-3.2-3B": (3, 128),
+    "Qwen2.5-14B": (5, 128),
+    "Qwen2.5-7B": (7, 128),
+    "Qwen3-32B": (8, 128),
+    "Gemma-3-1B": (4, 256),
+}
+
+
+def model_cases(sm: int) -> dict[str, dict[str, Any]]:
+    """Attention with the heads of models: groups that divide a tile and groups that do not."""
+    sizes = {"prompts": (2048, 4), "decodes": (256, 256)}
+    found = {
+        f"{name}, {kind} of {codes}": attention_case(*counts, *heads, codes, sm)
+        for name, heads in MODELS.items()
+        for kind, counts in sizes.items()
+        for codes in ("none", "e4m3", "int8")
+    }
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-7B", "Gemma-3-1B"):
+        for kind, counts in sizes.items():
+            found[f"{name}, {kind}, float32"] = attention_case(*counts, *MODELS[name], "none", sm, dtype=torch.float32)
+            found[f"{name}, {kind}, deterministic"] = attention_case(*counts, *MODELS[name], "int8", sm, True)
+    return found
 
 
 def product_cases(sm: int) -> dict[str, dict[str, Any]]:
@@ -381,10 +416,15 @@ def compiled(case: dict[str, Any], capability: int) -> dict[str, Any]:
 
 
 def all_cases(sm: int) -> dict[str, dict[str, Any]]:
-    return {**cases(), **code_cases(sm), **product_cases(sm), **deterministic_cases(sm)}
+    return {**cases(), **code_cases(sm), **model_cases(sm), **product_cases(sm), **deterministic_cases(sm)}
+
+
+def compiled_by_name(name: str, sm: int) -> dict[str, Any]:
+    return compiled(all_cases(sm)[name], sm)
 
 
 if __name__ == "__main__":
-    json.dump(
-        {f"{name}, sm_{sm}": compiled(case, sm) for sm in (80, 90) for name, case in all_cases(sm).items()}, sys.stdout
-    )
+    names = [(name, sm) for sm in (80, 90) for name in all_cases(sm)]
+    with ProcessPoolExecutor() as pool:
+        found = pool.map(compiled_by_name, *zip(*names, strict=True), chunksize=4)
+        json.dump({f"{name}, sm_{sm}": usage for (name, sm), usage in zip(names, found, strict=True)}, sys.stdout)

@@ -179,10 +179,13 @@ def test_attention_does_not_depend_on_the_batch_nor_on_the_cut(
 
 @pytest.mark.parametrize("max_keys", [1024, 8192, 131072])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("is_wgmma", [False, True])
-def test_tiles_and_ranges_are_those_of_every_batch(max_keys: int, head_dim: int, is_wgmma: bool) -> None:
+@pytest.mark.parametrize(("is_wgmma", "is_float32"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("group", [4, 7])
+def test_tiles_and_ranges_are_those_of_every_batch(
+    max_keys: int, head_dim: int, group: int, is_wgmma: bool, is_float32: bool
+) -> None:
     sizes = [(1, 1), (8, 8), (256, 256), (2048, 1), (2048, 64)]
-    shapes = [choose_fixed_shape(*size, 4, 8, head_dim, max_keys, is_wgmma) for size in sizes]
+    shapes = [choose_fixed_shape(*size, group, 8, head_dim, max_keys, is_wgmma, is_float32) for size in sizes]
     assert len({(x.block_m, x.tile, x.num_warps, x.num_stages, x.range_len) for x in shapes}) == 1
     assert shapes[0].range_len % shapes[0].tile == 0
     assert shapes[0].segments == -(-max_keys // shapes[0].range_len) <= 32, "one sequence is split"

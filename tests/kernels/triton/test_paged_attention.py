@@ -123,10 +123,23 @@ def test_prompts_in_blocks_of_the_size_that_prefill_takes() -> None:
     assert shape.block_m == 128
     expected = reference.paged_attention(*arguments, 0.3)
     out = torch.full_like(expected, math.nan)
-    paged_attention(*arguments[:3], None, None, *arguments[3:], 0.3, 0, 0.0, out)
+    paged_attention(*arguments[:3], None, None, *arguments[3:], 0.3, 0, 0.0, out, shape)
     torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_tiles_that_are_chosen(dtype: torch.dtype) -> None:
+    """Of prompts and of decodes, with heads whose groups do not divide a tile."""
+    for rows in ([(40, 40), (1, 10), (20, 50)], [(1, 70), (1, 3)]):
+        arguments = make(7, 1, 32, 16, rows, dtype)
+        expected = reference.paged_attention(*arguments, 0.3)
+        out = torch.full_like(expected, math.nan)
+        paged_attention(*arguments[:3], None, None, *arguments[3:], 0.3, 0, 0.0, out)
+        torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
 
 
 def test_few_decodes_are_split_and_many_are_not() -> None:
     assert choose_shape(1, 1, 4, 8, 128).segments == 32
     assert choose_shape(256, 256, 4, 8, 128).segments == 1
+    assert choose_shape(1, 1, 4, 8, 128, is_float32=True).segments == 32
+    assert choose_shape(256, 4, 4, 8, 128, is_float32=True).segments == 1

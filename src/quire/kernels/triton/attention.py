@@ -30,6 +30,7 @@ from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, nex
 
 # Streaming multiprocessors that a launch should give work to; an H100 has 132.
 _PROGRAMS_WANTED = 264
+_MAX_REGISTERS = 224  # of a thread: the compiler takes what it needs, and two programs of 128 threads still fit
 # Of the deterministic form: keys in a range, and ranges of a sequence, of which each may get a program.
 _SHORTEST_RANGE, _MOST_RANGES = 1024, 32
 
@@ -336,6 +337,7 @@ class AttentionShape:
     Args:
         range_len: keys that are summed on their own, wherever a sequence ends; then a segment has so many. 0: there are
             no ranges.
+        max_registers: of a thread; None: the compiler's choice, which may be to spill some for more programs at once.
     """
 
     block_m: int
@@ -344,6 +346,7 @@ class AttentionShape:
     num_warps: int
     num_stages: int
     range_len: int = 0
+    max_registers: int | None = None
 
 
 def choose_shape(
@@ -354,25 +357,43 @@ def choose_shape(
     head_dim: int,
     has_codes: bool = False,
     is_wgmma: bool = False,
+    is_float32: bool = False,
 ) -> AttentionShape:
     """Tiles for a batch of which only the sizes are known on the host: no length.
 
     Decodes (one token a sequence) take 16 rows, the smallest that tensor cores multiply; prompts 64 or 128, from which
     on sm_90 uses wgmma. Decodes of few sequences are split until every multiprocessor has work. Tiles of codes are
-    smaller, as they are decoded in registers. `is_wgmma`: see launch.has_wgmma.
+    smaller, as they are decoded in registers; those of float32, which tensor cores do not multiply, are smallest; and
+    without wgmma those of groups that do not divide the rows, which need registers for it.
+
+    Args:
+        is_wgmma: see launch.has_wgmma.
+        is_float32: of q.
     """
     is_wide = head_dim > 128
-    if num_tokens > num_seqs:
+    if num_tokens > num_seqs and not is_float32:
         block_m = 64 if is_wide else 128
-        tile = 32 if is_wide or has_codes else 64
+        is_even = is_wgmma or block_m % group == 0
+        tile = 32 if is_wide or has_codes or not is_even else 64
         return AttentionShape(block_m // 2 if has_codes and not is_wgmma else block_m, tile, 1, 8, 2)
     block_m = max(16, next_power_of_2(group))
     segments = min(32, next_power_of_2(max(1, _PROGRAMS_WANTED // (num_seqs * num_kv_heads))))
-    return AttentionShape(block_m, 64 >> (is_wide + has_codes), segments, 4, 2 if has_codes and not is_wide else 3)
+    segments = segments if num_tokens <= num_seqs else 1
+    if is_float32:
+        return AttentionShape(block_m, 16, segments, 8, 1, max_registers=_MAX_REGISTERS)
+    num_stages = 2 if has_codes and not is_wide else 3
+    return AttentionShape(block_m, 64 >> (is_wide + has_codes), segments, 4, num_stages, max_registers=_MAX_REGISTERS)
 
 
 def choose_fixed_shape(
-    num_tokens: int, num_seqs: int, group: int, num_kv_heads: int, head_dim: int, max_keys: int, is_wgmma: bool = False
+    num_tokens: int,
+    num_seqs: int,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_keys: int,
+    is_wgmma: bool = False,
+    is_float32: bool = False,
 ) -> AttentionShape:
     """What the deterministic form takes: tiles and ranges do not depend on the batch.
 
@@ -382,14 +403,23 @@ def choose_fixed_shape(
 
     Args:
         max_keys: that block tables have room for: the same in all calls.
+        is_wgmma: of 16-bit types, see launch.has_wgmma.
+        is_float32: of q.
     """
     is_wide = head_dim > 128
     range_len = max(_SHORTEST_RANGE, next_power_of_2(ceil_div(max_keys, _MOST_RANGES)))
     is_split = num_tokens <= num_seqs and num_seqs * num_kv_heads < _PROGRAMS_WANTED
+    segments = ceil_div(max_keys, range_len) if is_split else 1
+    if is_float32:
+        return AttentionShape(
+            max(16, next_power_of_2(group)), 16, segments, 8, 1, range_len, max_registers=_MAX_REGISTERS
+        )
+    block_m = max(64 if is_wgmma or not is_wide else 32, next_power_of_2(group))
+    is_even = block_m % group == 0
     return AttentionShape(
-        block_m=max(64 if is_wgmma or not is_wide else 32, next_power_of_2(group)),
-        tile=(16 if is_wide else 64) if is_wgmma else 32,
-        segments=ceil_div(max_keys, range_len) if is_split else 1,
+        block_m=block_m,
+        tile=(16 if is_wide else 64) if is_wgmma else 32 if is_even else 16,
+        segments=segments,
         num_warps=8,
         num_stages=2,
         range_len=range_len,
@@ -419,9 +449,11 @@ def paged_attention(
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
+    is_float32 = q_THE.dtype == torch.float32
+    is_wgmma = has_wgmma(q_THE.device) and not is_float32
     if shape is None and gpu.is_deterministic():
-        shape = choose_fixed_shape(T, S, group, G, E, block_tables_SM.shape[1] * P, has_wgmma(q_THE.device))
-    shape = shape or choose_shape(T, S, group, G, E, name != "none", has_wgmma(q_THE.device))
+        shape = choose_fixed_shape(T, S, group, G, E, block_tables_SM.shape[1] * P, is_wgmma, is_float32)
+    shape = shape or choose_shape(T, S, group, G, E, name != "none", is_wgmma, is_float32)
     assert group <= shape.block_m, f"{group} query heads per KV head do not fit {shape.block_m} rows"
     block_q = shape.block_m // group
     if shape.segments > 1:
@@ -466,6 +498,7 @@ def paged_attention(
         UPCAST=IS_INTERPRETED,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        maxnreg=shape.max_registers,
         enable_fp_fusion=shape.range_len == 0,  # ranges are joined alike, by one program or by a kernel of its own
     )
     if shape.segments > 1:
