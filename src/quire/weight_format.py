@@ -36,7 +36,7 @@ class GroupedFormat:
     """Integer codes with numbers per group of elements along K: see kernels/grouped_weight.py.
 
     Args:
-        bits: of a code, 8 or 4.
+        bits: of a code: 4, 5, 6 or 8.
         group_size: elements that share a scale; None: the whole row.
         scales: how a scale is stored: "float32", "float16", or "int8", a factor of one float16 per super-group.
         offsets: "uint8": zeros; "float32", "float16" or "int8" (factors): minima; None: neither.
@@ -76,18 +76,18 @@ class GroupedFormat:
         return num_rows * (num_groups * group_bytes + num_supers * super_bytes) + 4 * K * self.is_ordered
 
 
-# GGUF's quantized types, as they are held: codes of 5 and 6 bits in 8 bits, those of 2 and 3 bits in 4.
+# GGUF's quantized types, as they are held: codes of 2 and 3 bits in 4, all others in the bits of the file.
 GGUF: dict[str, GroupedFormat] = {
     "Q4_0": GroupedFormat(4, 32, "float16"),
     "Q4_1": GroupedFormat(4, 32, "float16", "float16"),
-    "Q5_0": GroupedFormat(8, 32, "float16"),
-    "Q5_1": GroupedFormat(8, 32, "float16", "float16"),
+    "Q5_0": GroupedFormat(5, 32, "float16"),
+    "Q5_1": GroupedFormat(5, 32, "float16", "float16"),
     "Q8_0": GroupedFormat(8, 32, "float16"),
     "Q2_K": GroupedFormat(4, 16, "int8", "int8", 16),
     "Q3_K": GroupedFormat(4, 16, "int8", None, 16),
     "Q4_K": GroupedFormat(4, 32, "int8", "int8", 8),
-    "Q5_K": GroupedFormat(8, 32, "int8", "int8", 8),
-    "Q6_K": GroupedFormat(8, 16, "int8", None, 16),
+    "Q5_K": GroupedFormat(5, 32, "int8", "int8", 8),
+    "Q6_K": GroupedFormat(6, 16, "int8", None, 16),
 }
 
 

@@ -1,7 +1,7 @@
 """GGUF's blocks brought to GroupedWeight without loss: the same numbers to a bit, in another order.
 
-Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Codes of 5 and 6 bits become 8-bit codes,
-those of 2 and 3 bits 4-bit codes; types without minima are shifted so that zero lies in the middle.
+Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Codes of 2 and 3 bits become 4-bit codes,
+shifted where there are no minima, so that zero lies in the middle.
 
 Dimensions: N rows, K columns, R bytes of a row, B blocks (of any rows), A bytes of a block.
 """
@@ -110,7 +110,7 @@ def _q4_1(blocks: Tensor) -> _Decoded:
 
 def _q5_0(blocks: Tensor) -> _Decoded:
     codes = _nibbles(blocks[:, 6:], 16) | _bits_in_order(blocks[:, 2:6]) << 4
-    return _Decoded(codes + (128 - 16), _halves(blocks, 0))
+    return _Decoded(codes, _halves(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> _Decoded:
@@ -162,7 +162,7 @@ def _q5_k(blocks: Tensor) -> _Decoded:
 def _q6_k(blocks: Tensor) -> _Decoded:
     codes = _nibbles(blocks[:, :128], 64) | _pairs(blocks[:, 128:192], 32) << 4
     factors = blocks[:, 192:208].contiguous().view(torch.int8)
-    return _Decoded(codes + (128 - 32), factors, super_scales=_halves(blocks, 208))
+    return _Decoded(codes, factors, super_scales=_halves(blocks, 208))
 
 
 _DECODERS: dict[str, Callable[[Tensor], _Decoded]] = {
