@@ -162,8 +162,8 @@ inline void run_form(const GemmBlock& block) {
       const uint8_t* weights = codes + begin * stored_quad_bytes;
       const uint8_t* const next_codes = is_last ? codes + layout.panel_bytes : codes + end * stored_quad_bytes;
       const PrefetchPlan plan{reinterpret_cast<const char*>(next_codes),
-                              static_cast<int>(kQuadsPerFetch * stored_quad_bytes / 64), (end - begin) / kQuadsPerFetch,
-                              static_cast<int>(num_tiles) + kUnpacks};
+                              static_cast<int>(ceil_div(kQuadsPerFetch * stored_quad_bytes, int64_t{64})),
+                              (end - begin) / kQuadsPerFetch, static_cast<int>(num_tiles) + kUnpacks};
       decode_groups(args.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);
       prefetch_lines(is_last ? packed + layout.panel_bytes : packed + end / group_quads * layout.group_bytes,
                      block_groups * layout.group_bytes);
