@@ -52,6 +52,7 @@ void unpack_columns_4bit(const uint8_t* from, int64_t quads, uint8_t* to) {
   }
 }
 
+// The same for kBits; quads are rounded up to those that CodePlanes holds together.
 template <int kBits, bool kSigned>
 void unpack_columns(const uint8_t* from, int64_t quads, uint8_t* to) {
   if constexpr (kBits == 4) {
@@ -214,6 +215,10 @@ void run_small_groups(const GemmBlock& block) {
 inline void run_small_groups(const GemmBlock& block) {
   const bool is_half_tile = block.args->m <= kTileRows / 2;
   switch (block.args->form.bits) {
+    case 2:
+      return is_half_tile ? run_small_groups<kTileRows / 2, 2>(block) : run_small_groups<kTileRows, 2>(block);
+    case 3:
+      return is_half_tile ? run_small_groups<kTileRows / 2, 3>(block) : run_small_groups<kTileRows, 3>(block);
     case 4:
       return is_half_tile ? run_small_groups<kTileRows / 2, 4>(block) : run_small_groups<kTileRows, 4>(block);
     case 5:

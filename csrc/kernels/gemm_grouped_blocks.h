@@ -16,19 +16,20 @@ constexpr int64_t kMinGroupQuads = 4;
 template <int kBits, bool kSigned>
 inline void unpack_vectors(const uint8_t* from, uint8_t* to, int64_t pitch) {
   constexpr CodePlanes kPlanes(kBits);
-  constexpr int kQuads = static_cast<int>(kPlanes.quads), kLowElseHigh = 0xe4;
-  const __m512i low_half = _mm512_set1_epi8(0x0f), code_bits = _mm512_set1_epi8((1 << kBits) - 1),
+  constexpr int kQuads = static_cast<int>(kPlanes.quads), kSharing = 8 / kPlanes.low_bits, kLowElseHigh = 0xe4;
+  const __m512i low_bits = _mm512_set1_epi8((1 << kPlanes.low_bits) - 1),
+                code_bits = _mm512_set1_epi8((1 << kBits) - 1),
                 middle = _mm512_set1_epi8(kSigned ? 1 << (kBits - 1) : 0);
-  __m512i low = low_half, high = low_half;
+  __m512i low = low_bits, high = low_bits;
   if constexpr (kPlanes.high_bits != 0) high = _mm512_load_si512(from + kPlanes.low_bytes());
 #pragma GCC unroll 8
   for (int q = 0; q < kQuads; ++q) {
-    if (q % 2 == 0) low = _mm512_load_si512(from + q / 2 * kQuadBytes);
-    __m512i codes = q % 2 == 0 ? low : _mm512_srli_epi16(low, 4);
+    if (q % kSharing == 0) low = _mm512_load_si512(from + q / kSharing * kQuadBytes);
+    __m512i codes = q % kSharing == 0 ? low : _mm512_srli_epi16(low, q % kSharing * kPlanes.low_bits);
     if constexpr (kPlanes.high_bits != 0) {
       const int up = kPlanes.low_bits - q * kPlanes.high_bits;
       const __m512i in_place = up >= 0 ? _mm512_slli_epi16(high, up) : _mm512_srli_epi16(high, -up);
-      codes = _mm512_ternarylogic_epi32(codes, in_place, low_half, kLowElseHigh);
+      codes = _mm512_ternarylogic_epi32(codes, in_place, low_bits, kLowElseHigh);
     }
     codes = _mm512_and_si512(codes, code_bits);
     if constexpr (kSigned) codes = _mm512_sub_epi8(codes, middle);
@@ -37,7 +38,8 @@ inline void unpack_vectors(const uint8_t* from, uint8_t* to, int64_t pitch) {
 }
 #endif
 
-// Codes of `quads` quads (whole groups of CodePlanes) to one code per byte, less their middle when kSigned.
+// Codes of `quads` quads, rounded up to those that CodePlanes holds together, to one code per byte, less their middle
+// when kSigned.
 template <int kBits, bool kSigned>
 inline void unpack_codes(const uint8_t* from, int64_t quads, uint8_t* to, Prefetch prefetch) {
   constexpr CodePlanes kPlanes(kBits);
@@ -49,11 +51,12 @@ inline void unpack_codes(const uint8_t* from, int64_t quads, uint8_t* to, Prefet
 #pragma GCC unroll 4
     for (int64_t i = 0; i < kQuadBytes; i += 64) unpack_vectors<kBits, kSigned>(from + i, to + i, kQuadBytes);
 #else
-    constexpr int kMiddle = kSigned ? 1 << (kBits - 1) : 0, kHighMask = (1 << kPlanes.high_bits) - 1;
+    constexpr int kMiddle = kSigned ? 1 << (kBits - 1) : 0, kSharing = 8 / kPlanes.low_bits;
+    constexpr int kLowMask = (1 << kPlanes.low_bits) - 1, kHighMask = (1 << kPlanes.high_bits) - 1;
 #pragma GCC unroll 8
     for (int q = 0; q < kQuads; ++q)
       for (int64_t i = 0; i < kQuadBytes; ++i) {
-        int code = from[q / 2 * kQuadBytes + i] >> (q % 2 * 4) & 0x0f;
+        int code = from[q / kSharing * kQuadBytes + i] >> (q % kSharing * kPlanes.low_bits) & kLowMask;
         if constexpr (kPlanes.high_bits != 0)
           code |= (from[kPlanes.low_bytes() + i] >> (q * kPlanes.high_bits) & kHighMask) << kPlanes.low_bits;
         to[q * kQuadBytes + i] = static_cast<uint8_t>(code - kMiddle);
@@ -65,6 +68,10 @@ inline void unpack_codes(const uint8_t* from, int64_t quads, uint8_t* to, Prefet
 template <bool kSigned>
 inline void unpack_codes(int bits, const uint8_t* from, int64_t quads, uint8_t* to, Prefetch prefetch) {
   switch (bits) {
+    case 2:
+      return unpack_codes<2, kSigned>(from, quads, to, prefetch);
+    case 3:
+      return unpack_codes<3, kSigned>(from, quads, to, prefetch);
     case 4:
       return unpack_codes<4, kSigned>(from, quads, to, prefetch);
     case 5:

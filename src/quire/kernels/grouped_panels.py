@@ -17,8 +17,8 @@ from quire.weight_format import PANEL_WIDTH, GroupedFormat
 def to_panels(weight: GroupedWeight) -> Tensor:
     """The packed weight, uint8 [bytes], on the weight's device; the order of columns is kept beside it."""
     N, K = weight.shape
-    num_panels, group_size = -(-N // PANEL_WIDTH), weight.group_size
-    added_rows, added_columns = -N % PANEL_WIDTH, -K % group_size
+    num_panels = -(-N // PANEL_WIDTH)
+    added_rows, added_columns = -N % PANEL_WIDTH, weight.format.padded(K) - K
 
     def numbers(*parts: Tensor | None) -> Tensor:
         """[P, B]: of each group (or super-group) the numbers of all 64 columns, first those of the first part."""
@@ -76,23 +76,26 @@ def rows_of_panels(
 
 def _to_planes(codes: Tensor, bits: int) -> Tensor:
     """Quads of codes [P, quads, ...], a code per byte, as struct CodePlanes of the layout has them: [P, lines, ...]."""
-    if bits == 8:
-        return codes
-    low = _joined(codes & 15, 4)
-    if bits == 4:
+    low_bits, high_bits = _plane_bits(bits)
+    low = _joined(codes & (1 << low_bits) - 1, low_bits)
+    if high_bits == 0:
         return low
-    high = _joined(codes >> 4, bits - 4)
-    return torch.cat([_in_runs(low, 4 // (bits - 4)), high[:, :, None]], dim=2).flatten(1, 2)
+    high = _joined(codes >> low_bits, high_bits)
+    return torch.cat([_in_runs(low, low_bits // high_bits), high[:, :, None]], dim=2).flatten(1, 2)
 
 
 def _of_planes(lines: Tensor, bits: int) -> Tensor:
     """The inverse of `_to_planes`."""
-    if bits == 8:
-        return lines
-    if bits == 4:
-        return _split(lines, 4)
-    planes = _in_runs(lines, 4 // (bits - 4) + 1)
-    return _split(planes[:, :, :-1].flatten(1, 2), 4) | _split(planes[:, :, -1], bits - 4) << 4
+    low_bits, high_bits = _plane_bits(bits)
+    if high_bits == 0:
+        return _split(lines, low_bits)
+    planes = _in_runs(lines, low_bits // high_bits + 1)
+    return _split(planes[:, :, :-1].flatten(1, 2), low_bits) | _split(planes[:, :, -1], high_bits) << low_bits
+
+
+def _plane_bits(bits: int) -> tuple[int, int]:
+    low_bits = 8 if bits == 8 else 4 if bits >= 4 else 2
+    return low_bits, bits - low_bits
 
 
 def _joined(codes: Tensor, bits: int) -> Tensor:

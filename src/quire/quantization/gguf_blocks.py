@@ -1,8 +1,6 @@
 """GGUF's blocks brought to GroupedWeight without loss: the same numbers to a bit, in another order.
 
-Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Codes of 2 and 3 bits become 4-bit codes,
-shifted where there are no minima, so that zero lies in the middle.
-
+Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 Dimensions: N rows, K columns, R bytes of a row, B blocks (of any rows), A bytes of a block.
 """
 
@@ -137,7 +135,7 @@ def _q3_k(blocks: Tensor) -> _Decoded:
     codes = _pairs(blocks[:, 32:96], 32) | _bits(blocks[:, :32], 32) << 2
     low, high = _nibbles(blocks[:, 96:104], 8), _pairs(blocks[:, 104:108], 4)
     factors = (low | high << 4).view(torch.int8) - 32
-    return _Decoded(codes + (8 - 4), factors, super_scales=_halves(blocks, 108))
+    return _Decoded(codes, factors, super_scales=_halves(blocks, 108))
 
 
 def _six_bit_factors(packed: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 That layout serves a GPU as it is: a word of 32 bits holds 8 codes of 4 bits (or 4 of 8) of one output column, and the
 64 words of a panel lie side by side, so a tile is read in whole lines, and a thread takes apart what it has loaded.
-Codes of 5 and 6 bits are words of 4-bit codes and, after every few of them, one with the bits above. The layout is
-described in csrc/include/quire/kernels/grouped_layout.h.
+Codes of 3, 5 and 6 bits are words of 2-bit or 4-bit codes and, after every few of them, one with the bits above. The
+layout is described in csrc/include/quire/kernels/grouped_layout.h.
 
 K is cut into parts by the shape of the weight. Parts are summed on their own and then added in order, whether one
 program takes them in turn or one each: so a row of the result does not depend on the number of rows.
@@ -67,9 +67,10 @@ def _grouped_kernel(
     Every pointer but x, bias and out is to the packed weight, which it sees as elements of its own dtype.
     """
     # struct CodePlanes: WORDS words of CODES codes, then, where codes are split, one with their high bits
-    CODES: tl.constexpr = 4 if BITS == 8 else 8
-    HIGH_BITS: tl.constexpr = BITS - 32 // CODES
-    WORDS: tl.constexpr = 1 if HIGH_BITS == 0 else 4 // HIGH_BITS
+    CODES: tl.constexpr = 4 if BITS == 8 else 8 if BITS >= 4 else 16
+    LOW_BITS: tl.constexpr = 32 // CODES
+    HIGH_BITS: tl.constexpr = BITS - LOW_BITS
+    WORDS: tl.constexpr = 1 if HIGH_BITS == 0 else LOW_BITS // HIGH_BITS
     PITCH: tl.constexpr = WORDS if HIGH_BITS == 0 else WORDS + 1
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -79,8 +80,8 @@ def _grouped_kernel(
     k = tl.arange(0, BLOCK_K)
     word = tl.arange(0, BLOCK_K // CODES)
     row = tl.arange(0, ROWS) * (BLOCK_K // ROWS)
-    # bytes of a word hold codes 0 to 3; of 4 bits: in their low halves, and 4 to 7 in their high halves
-    half = tl.arange(0, CODES // 4) * 4
+    # bytes of a word hold codes 0 to 3; of fewer bits: in their lowest bits, and 4 to 7 in those above
+    quad = tl.arange(0, CODES // 4)
     byte = tl.arange(0, 4) * 8
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     word_ptrs = words_ptr + (panel * (panel_bytes // 4) + codes_at // 4 + column)[None, :]
@@ -119,12 +120,13 @@ def _grouped_kernel(
                 scale = scale * tl.load(half_ptrs + group // super_size * (super_bytes // 2)).to(tl.float32)
             codes = words.reshape(ROWS, BLOCK_K // CODES // ROWS, 1, 1, BLOCK_N)
             if BITS != 8:
-                codes = (codes >> half[None, None, :, None, None]) & 0x0F0F0F0F
+                codes = codes >> (quad * LOW_BITS)[None, None, :, None, None]
+                codes &= 0x01010101 * ((1 << LOW_BITS) - 1)
             if HIGH_BITS != 0:
-                highs = highs >> (word % WORDS * (2 * HIGH_BITS))[:, None]
+                highs = highs >> (word % WORDS * (CODES // 4 * HIGH_BITS))[:, None]
                 highs = highs.reshape(ROWS, BLOCK_K // CODES // ROWS, 1, 1, BLOCK_N)
-                highs = highs >> (half // 4 * HIGH_BITS)[None, None, :, None, None]
-                codes |= (highs & (0x01010101 * ((1 << HIGH_BITS) - 1))) << 4
+                highs = highs >> (quad * HIGH_BITS)[None, None, :, None, None]
+                codes |= (highs & (0x01010101 * ((1 << HIGH_BITS) - 1))) << LOW_BITS
             codes = (codes >> byte[None, None, None, :, None]) & 0xFF
             # a code in the lowest bits of 2^23, as float32: 2^23 + code
             w = (codes | 0x4B000000).to(tl.float32, bitcast=True)
@@ -234,6 +236,4 @@ class _Sections:
         self.super_bytes = 2 * _PANEL_WIDTH * ((self.scales == torch.int8) + (self.offsets == torch.int8))
         self.supers_at = num_groups * self.group_bytes
         self.panel_bytes = packed.numel() // ceil_div(N, _PANEL_WIDTH)
-        self.codes_at = (
-            self.panel_bytes - _PANEL_WIDTH * num_groups * weight_format.group_size * weight_format.bits // 8
-        )
+        self.codes_at = self.panel_bytes - _PANEL_WIDTH * weight_format.padded(K) * weight_format.bits // 8
