@@ -73,7 +73,7 @@ void pack_panel(const char* weight, DType dtype, int64_t row_bytes, int64_t colu
 // same for 1 row and for 16. Measured; the smaller the groups, the more of the time goes to adding them.
 int64_t min_amx_rows(const GroupedForm& form) {
   if (form.group_size % 32 != 0) return 16;
-  return form.bits == 4 || form.group_size % kAmxKUnit != 0 ? 7 : 5;
+  return form.bits != 8 || form.group_size % kAmxKUnit != 0 ? 7 : 5;
 }
 
 const GemmKernels& kernels_for(const GemmArgs& args) {

@@ -8,20 +8,69 @@
 namespace quire {
 namespace {
 
-// Columns are taken in bands of 16, so that writes fill cache lines.
+// Where a plane has the bits of a quad of column 0, the same in each of four bytes.
+struct PlacedBits {
+  int64_t at;
+  int shift;
+  uint32_t mask;  // before the shift
+
+  PlacedBits(int64_t begin, int64_t quad, int bits)
+      : at(begin + quad * bits / 8 * kQuadBytes),
+        shift(static_cast<int>(quad * bits % 8)),
+        mask(0x01010101u * ((1u << bits) - 1)) {}
+
+  void add(uint32_t codes, uint8_t* column) const {
+    uint32_t word;
+    std::memcpy(&word, column + at, sizeof(word));
+    word |= (codes & mask) << shift;
+    std::memcpy(column + at, &word, sizeof(word));
+  }
+
+  uint32_t read(const uint8_t* column) const {
+    uint32_t word;
+    std::memcpy(&word, column + at, sizeof(word));
+    return word >> shift & mask;
+  }
+};
+
+// A quad of codes as one word, in the planes of a panel.
+struct PlacedQuad {
+  int low_bits;
+  PlacedBits low, high;
+
+  PlacedQuad(const CodePlanes& planes, int64_t quad)
+      : low_bits(planes.low_bits),
+        low(quad / planes.quads * planes.bytes(), quad % planes.quads, planes.low_bits),
+        high(quad / planes.quads * planes.bytes() + planes.low_bytes(), quad % planes.quads, planes.high_bits) {}
+
+  void write(uint32_t codes, int64_t column, uint8_t* panel) const {
+    low.add(codes, panel + column * kQuad);
+    if (high.mask != 0) high.add(codes >> low_bits, panel + column * kQuad);
+  }
+
+  uint32_t read(int64_t column, const uint8_t* panel) const {
+    const uint32_t codes = low.read(panel + column * kQuad);
+    return high.mask == 0 ? codes : codes | high.read(panel + column * kQuad) << low_bits;
+  }
+};
+
+// Into a panel of zeros. Columns are taken in bands of 16, so that writes fill cache lines.
 void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k, int bits, uint8_t* panel) {
   constexpr int64_t kBand = 16;
+  const CodePlanes planes(bits);
   for (int64_t band = 0; band < columns; band += kBand) {
     for (int64_t first = 0; first < k; first += kQuad) {
-      const int64_t count = std::min(kQuad, k - first), quad = first / kQuad;
+      const int64_t count = std::min(kQuad, k - first);
+      const PlacedQuad quad(planes, first / kQuad);
       for (int64_t c = band; c < std::min(band + kBand, columns); ++c) {
-        const uint8_t* from = codes + c * stride + first;
-        if (bits == 8) {
-          std::memcpy(panel + (quad * kPanelWidth + c) * kQuad, from, count);
+        const uint8_t* const from = codes + c * stride + first;
+        uint32_t word = 0;
+        if (count == kQuad) {  // a size known to the compiler: four times as fast
+          std::memcpy(&word, from, kQuad);
         } else {
-          uint8_t* to = panel + (quad / 2 * kPanelWidth + c) * kQuad;
-          for (int64_t i = 0; i < count; ++i) to[i] |= static_cast<uint8_t>(from[i] << (quad % 2 * 4));
+          std::memcpy(&word, from, count);
         }
+        quad.write(word, c, panel);
       }
     }
   }
@@ -61,6 +110,7 @@ template <class T>
 void unpack_row(const char* panel, int64_t column, int64_t k, const GroupedForm& form, const GroupedLayout& layout,
                 const int32_t* order, T* out) {
   const auto* codes = reinterpret_cast<const uint8_t*>(panel + layout.codes_at);
+  const CodePlanes planes(form.bits);
   const bool has_minima = form.offsets != GroupNumbers::none && form.offsets != GroupNumbers::u8;
   for (int64_t g = 0; g < layout.num_groups; ++g) {
     const char* const group = panel + g * layout.group_bytes;
@@ -70,11 +120,14 @@ void unpack_row(const char* panel, int64_t column, int64_t k, const GroupedForm&
     if (form.scales == GroupNumbers::i8) scale *= read<f16>(super, column);
     if (form.offsets == GroupNumbers::i8) offset *= read<f16>(super + layout.super_scale_bytes, column);
     if (form.offsets == GroupNumbers::none) offset = static_cast<float>(1 << (form.bits - 1));
-    for (int64_t i = g * form.group_size; i < std::min(k, (g + 1) * form.group_size); ++i) {
-      const int64_t quad = i / kQuad, line = form.bits == 8 ? quad : quad / 2;
-      const int byte = codes[(line * kPanelWidth + column) * kQuad + i % kQuad];
-      const auto code = static_cast<float>(form.bits == 8 ? byte : quad % 2 == 0 ? byte & 15 : byte >> 4);
-      out[order == nullptr ? i : order[i]] = from_f32<T>(has_minima ? code * scale - offset : (code - offset) * scale);
+    const int64_t end = std::min(k, (g + 1) * form.group_size);
+    for (int64_t first = g * form.group_size; first < end; first += kQuad) {
+      uint32_t quad = PlacedQuad(planes, first / kQuad).read(column, codes);
+      for (int64_t i = first; i < std::min(end, first + kQuad); ++i, quad >>= 8) {
+        const auto code = static_cast<float>(quad & 0xff);
+        out[order == nullptr ? i : order[i]] =
+            from_f32<T>(has_minima ? code * scale - offset : (code - offset) * scale);
+      }
     }
   }
 }

@@ -1,8 +1,8 @@
 // Grouped weights on AMX tiles, groups of up to 512: adding a group to the float sums takes as long as its products.
 //
-// 16 columns and one block of K at a time: 4-bit codes become bytes in L1; then, for each 16 rows, the float sums stay
-// in vector registers from group to group, and the integer sums of a group leave the tiles while the next are computed.
-// Groups of 32 or 16 make tiles of as many k.
+// 16 columns and one block of K at a time: codes of fewer bits become bytes in L1; then, for each 16 rows, the float
+// sums stay in vector registers from group to group, and the integer sums of a group leave the tiles while the next are
+// computed. Groups of 32 or 16 make tiles of as many k.
 #pragma once
 
 #include "amx_tiles.h"
@@ -42,13 +42,25 @@ struct Fetcher {
 
 // `quads` quads of 16 columns of 4-bit codes to [quads][16][4] bytes; kSigned: codes less their middle.
 template <bool kSigned>
-void unpack_columns(const uint8_t* from, int64_t quads, uint8_t* to) {
+void unpack_columns_4bit(const uint8_t* from, int64_t quads, uint8_t* to) {
   constexpr int kAndXor = 0x6a;
   const __m512i high_half = _mm512_set1_epi8(-16), sign = _mm512_set1_epi8(kSigned ? -128 : 0);
   for (int64_t pair = 0; pair < quads / 2; ++pair, from += kQuadBytes, to += 2 * kRowBytes) {
     const __m512i x = _mm512_load_si512(from), low = _mm512_slli_epi16(x, 4);
     _mm512_store_si512(to, _mm512_ternarylogic_epi32(low, high_half, sign, kAndXor));
     _mm512_store_si512(to + kRowBytes, _mm512_ternarylogic_epi32(x, high_half, sign, kAndXor));
+  }
+}
+
+// The same for kBits; quads are rounded up to those that CodePlanes holds together.
+template <int kBits, bool kSigned>
+void unpack_columns(const uint8_t* from, int64_t quads, uint8_t* to) {
+  if constexpr (kBits == 4) {
+    unpack_columns_4bit<kSigned>(from, quads, to);
+  } else {
+    constexpr CodePlanes kPlanes(kBits);
+    for (; quads > 0; quads -= kPlanes.quads, from += kPlanes.bytes(), to += kPlanes.quads * kRowBytes)
+      unpack_vectors<kBits, kSigned>(from, to, kRowBytes);
   }
   written_for_tiles();
 }
@@ -128,7 +140,7 @@ struct Buffers {
 
 template <int kRows, int kBits, Offset kOffset>
 void run_small_groups(const GemmBlock& block) {
-  constexpr bool kSigned = kBits == 4 && kOffset == Offset::middle;
+  constexpr bool kUnpacks = kBits != 8, kSigned = kUnpacks && kOffset == Offset::middle;
   const GemmArgs& args = *block.args;
   const GroupedForm& form = args.form;
   const GroupedLayout layout(form, args.k);
@@ -160,18 +172,18 @@ void run_small_groups(const GemmBlock& block) {
                      num_groups * layout.group_bytes);
       const char* const next = is_last ? codes + layout.panel_bytes : codes + end * quad_bytes;
       Fetcher fetcher{next, next + (end - begin) * quad_bytes};
-      const int64_t passes = kTilesPerPanel * (num_tiles + (kBits == 4));
+      const int64_t passes = kTilesPerPanel * (num_tiles + kUnpacks);
       const int64_t lines_per_pass = (end - begin) * quad_bytes / 64 / passes + 1;
       const int64_t lines_per_group = ceil_div(lines_per_pass, num_groups);
 
       for (int64_t column = 0; column < kPanelWidth; column += kTileColumns) {
         const uint8_t* const stored = reinterpret_cast<const uint8_t*>(codes + begin * quad_bytes + column * kQuad);
-        if constexpr (kBits == 4) {
+        if constexpr (kUnpacks) {
           fetcher.fetch(lines_per_pass);
-          unpack_columns<kSigned>(stored, end - begin, buffers->unpacked);
+          unpack_columns<kBits, kSigned>(stored, end - begin, buffers->unpacked);
         }
-        const ColumnBlock columns{.weights = kBits == 4 ? buffers->unpacked : stored,
-                                  .pitch = kBits == 4 ? kRowBytes : kQuadBytes,
+        const ColumnBlock columns{.weights = kUnpacks ? buffers->unpacked : stored,
+                                  .pitch = kUnpacks ? kRowBytes : kQuadBytes,
                                   .numbers = buffers->numbers,
                                   .column = column,
                                   .first_group = first_group,
@@ -202,10 +214,20 @@ void run_small_groups(const GemmBlock& block) {
 
 inline void run_small_groups(const GemmBlock& block) {
   const bool is_half_tile = block.args->m <= kTileRows / 2;
-  if (block.args->form.bits == 8) {
-    return is_half_tile ? run_small_groups<kTileRows / 2, 8>(block) : run_small_groups<kTileRows, 8>(block);
+  switch (block.args->form.bits) {
+    case 2:
+      return is_half_tile ? run_small_groups<kTileRows / 2, 2>(block) : run_small_groups<kTileRows, 2>(block);
+    case 3:
+      return is_half_tile ? run_small_groups<kTileRows / 2, 3>(block) : run_small_groups<kTileRows, 3>(block);
+    case 4:
+      return is_half_tile ? run_small_groups<kTileRows / 2, 4>(block) : run_small_groups<kTileRows, 4>(block);
+    case 5:
+      return is_half_tile ? run_small_groups<kTileRows / 2, 5>(block) : run_small_groups<kTileRows, 5>(block);
+    case 6:
+      return is_half_tile ? run_small_groups<kTileRows / 2, 6>(block) : run_small_groups<kTileRows, 6>(block);
+    default:
+      return is_half_tile ? run_small_groups<kTileRows / 2, 8>(block) : run_small_groups<kTileRows, 8>(block);
   }
-  return is_half_tile ? run_small_groups<kTileRows / 2, 4>(block) : run_small_groups<kTileRows, 4>(block);
 }
 
 }  // namespace

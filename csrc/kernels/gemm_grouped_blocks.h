@@ -7,32 +7,77 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int64_t kQuadBytes = kQuad * kPanelWidth;  // of 8-bit codes of one panel
-constexpr int64_t kUnpackedQuads = 64;               // 16 KiB, in L1 beside sums and rows of the input
+constexpr int64_t kUnpackedQuads = 64;  // 16 KiB, in L1 beside sums and rows of the input
 constexpr int64_t kMinGroupQuads = 4;
 
-// 4-bit codes of `quads` quads (an even number) to one code per byte, from 0 to 15, or from -8 to 7 when kSigned.
-template <bool kSigned>
-inline void unpack_4bit(const uint8_t* from, int64_t quads, uint8_t* to, Prefetch prefetch) {
-  for (int64_t pair = 0; pair < quads / 2; ++pair, from += kQuadBytes, to += 2 * kQuadBytes) {
-    prefetch.fetch();
-    prefetch.fetch();
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-    const __m512i low_half = _mm512_set1_epi8(0x0f), zero_code = _mm512_set1_epi8(kSigned ? 8 : 0);
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < kQuadBytes; i += 64) {
-      const __m512i x = _mm512_load_si512(from + i);
-      const __m512i low = _mm512_and_si512(x, low_half), high = _mm512_and_si512(_mm512_srli_epi16(x, 4), low_half);
-      _mm512_store_si512(to + i, _mm512_sub_epi8(low, zero_code));
-      _mm512_store_si512(to + kQuadBytes + i, _mm512_sub_epi8(high, zero_code));
+// 16 columns of the quads that CodePlanes holds together, to one code per byte, less their middle when kSigned; `to`
+// has a row of `pitch` bytes per quad.
+template <int kBits, bool kSigned>
+inline void unpack_vectors(const uint8_t* from, uint8_t* to, int64_t pitch) {
+  constexpr CodePlanes kPlanes(kBits);
+  constexpr int kQuads = static_cast<int>(kPlanes.quads), kSharing = 8 / kPlanes.low_bits, kLowElseHigh = 0xe4;
+  const __m512i low_bits = _mm512_set1_epi8((1 << kPlanes.low_bits) - 1),
+                code_bits = _mm512_set1_epi8((1 << kBits) - 1),
+                middle = _mm512_set1_epi8(kSigned ? 1 << (kBits - 1) : 0);
+  __m512i low = low_bits, high = low_bits;
+  if constexpr (kPlanes.high_bits != 0) high = _mm512_load_si512(from + kPlanes.low_bytes());
+#pragma GCC unroll 8
+  for (int q = 0; q < kQuads; ++q) {
+    if (q % kSharing == 0) low = _mm512_load_si512(from + q / kSharing * kQuadBytes);
+    __m512i codes = q % kSharing == 0 ? low : _mm512_srli_epi16(low, q % kSharing * kPlanes.low_bits);
+    if constexpr (kPlanes.high_bits != 0) {
+      const int up = kPlanes.low_bits - q * kPlanes.high_bits;
+      const __m512i in_place = up >= 0 ? _mm512_slli_epi16(high, up) : _mm512_srli_epi16(high, -up);
+      codes = _mm512_ternarylogic_epi32(codes, in_place, low_bits, kLowElseHigh);
     }
-#else
-    constexpr int kZeroCode = kSigned ? 8 : 0;
-    for (int64_t i = 0; i < kQuadBytes; ++i) {
-      to[i] = static_cast<uint8_t>((from[i] & 0x0f) - kZeroCode);
-      to[kQuadBytes + i] = static_cast<uint8_t>((from[i] >> 4) - kZeroCode);
-    }
+    codes = _mm512_and_si512(codes, code_bits);
+    if constexpr (kSigned) codes = _mm512_sub_epi8(codes, middle);
+    _mm512_store_si512(to + q * pitch, codes);
+  }
+}
 #endif
+
+// Codes of `quads` quads, rounded up to those that CodePlanes holds together, to one code per byte, less their middle
+// when kSigned.
+template <int kBits, bool kSigned>
+inline void unpack_codes(const uint8_t* from, int64_t quads, uint8_t* to, Prefetch prefetch) {
+  constexpr CodePlanes kPlanes(kBits);
+  constexpr int kQuads = static_cast<int>(kPlanes.quads);
+  for (; quads > 0; quads -= kQuads, from += kPlanes.bytes(), to += kQuads * kQuadBytes) {
+#pragma GCC unroll 8
+    for (int q = 0; q < kQuads; ++q) prefetch.fetch();
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kQuadBytes; i += 64) unpack_vectors<kBits, kSigned>(from + i, to + i, kQuadBytes);
+#else
+    constexpr int kMiddle = kSigned ? 1 << (kBits - 1) : 0, kSharing = 8 / kPlanes.low_bits;
+    constexpr int kLowMask = (1 << kPlanes.low_bits) - 1, kHighMask = (1 << kPlanes.high_bits) - 1;
+#pragma GCC unroll 8
+    for (int q = 0; q < kQuads; ++q)
+      for (int64_t i = 0; i < kQuadBytes; ++i) {
+        int code = from[q / kSharing * kQuadBytes + i] >> (q % kSharing * kPlanes.low_bits) & kLowMask;
+        if constexpr (kPlanes.high_bits != 0)
+          code |= (from[kPlanes.low_bytes() + i] >> (q * kPlanes.high_bits) & kHighMask) << kPlanes.low_bits;
+        to[q * kQuadBytes + i] = static_cast<uint8_t>(code - kMiddle);
+      }
+#endif
+  }
+}
+
+template <bool kSigned>
+inline void unpack_codes(int bits, const uint8_t* from, int64_t quads, uint8_t* to, Prefetch prefetch) {
+  switch (bits) {
+    case 2:
+      return unpack_codes<2, kSigned>(from, quads, to, prefetch);
+    case 3:
+      return unpack_codes<3, kSigned>(from, quads, to, prefetch);
+    case 4:
+      return unpack_codes<4, kSigned>(from, quads, to, prefetch);
+    case 5:
+      return unpack_codes<5, kSigned>(from, quads, to, prefetch);
+    default:
+      return unpack_codes<6, kSigned>(from, quads, to, prefetch);
   }
 }
 
@@ -57,7 +102,11 @@ inline void add_group_of_rows(const QuantizedRows& input, int64_t row, int64_t n
   }
 }
 
-enum class Codes { bytes, packed, unpacked };  // 8 bits; 4 bits as stored; 4 bits brought to bytes a block at a time
+enum class Codes {
+  bytes,
+  packed,
+  unpacked
+};  // 8 bits; 4 bits as stored; fewer than 8 brought to bytes, block by block
 
 // Whole groups of a panel, and the rows they are for.
 struct GroupRun {
@@ -72,7 +121,7 @@ struct GroupRun {
 // Tile::kMaxRows   rows of the largest tile, a multiple of
 // Tile::kRowUnit   whole rows of sums that run() may write
 // Tile::reads_packed(rows, group_quads)  4-bit codes are taken as they are stored
-// Tile::kSigned    run<> can take 4-bit codes with a sign
+// Tile::kSigned    run<> can take unpacked codes with a sign
 // Tile::run<codes, signed>(rows, codes, stride, weights, quads, sums, is_first, prefetch)
 //                  sums[rows][64] = (is_first ? 0 : sums) + codes[rows][quads] * weights[quads][64][4], and
 //                  prefetch.fetch() once per quad, or, packed, per two
@@ -120,13 +169,13 @@ inline void run_form(const GemmBlock& block) {
       const uint8_t* weights = codes + begin * stored_quad_bytes;
       const uint8_t* const next_codes = is_last ? codes + layout.panel_bytes : codes + end * stored_quad_bytes;
       const PrefetchPlan plan{reinterpret_cast<const char*>(next_codes),
-                              static_cast<int>(kQuadsPerFetch * stored_quad_bytes / 64), (end - begin) / kQuadsPerFetch,
-                              static_cast<int>(num_tiles) + kUnpacks};
+                              static_cast<int>(ceil_div(kQuadsPerFetch * stored_quad_bytes, int64_t{64})),
+                              (end - begin) / kQuadsPerFetch, static_cast<int>(num_tiles) + kUnpacks};
       decode_groups(args.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);
       prefetch_lines(is_last ? packed + layout.panel_bytes : packed + end / group_quads * layout.group_bytes,
                      block_groups * layout.group_bytes);
       if constexpr (kUnpacks) {
-        unpack_4bit<kSigned>(weights, end - begin, unpacked, plan.of_pass(0));
+        unpack_codes<kSigned>(args.form.bits, weights, end - begin, unpacked, plan.of_pass(0));
         weights = unpacked;
       }
       for (int64_t tile = 0; tile < num_tiles; ++tile) {
@@ -178,9 +227,10 @@ inline void run_codes(const GemmBlock& block) {
 template <class Tile>
 inline void run_grouped(const GemmBlock& block) {
   const int64_t num_rows = block.row_end - block.row_begin;
-  if (block.args->form.bits == 8) {
+  const GroupedForm& form = block.args->form;
+  if (form.bits == 8) {
     run_codes<Tile, Codes::bytes>(block);
-  } else if (Tile::reads_packed(num_rows, block.args->form.group_size / kQuad)) {
+  } else if (form.bits == 4 && Tile::reads_packed(num_rows, form.group_size / kQuad)) {
     run_codes<Tile, Codes::packed>(block);
   } else {
     run_codes<Tile, Codes::unpacked>(block);

@@ -36,7 +36,7 @@ class GroupedFormat:
     """Integer codes with numbers per group of elements along K: see kernels/grouped_weight.py.
 
     Args:
-        bits: of a code, 8 or 4.
+        bits: of a code: 2 to 6 or 8.
         group_size: elements that share a scale; None: the whole row.
         scales: how a scale is stored: "float32", "float16", or "int8", a factor of one float16 per super-group.
         offsets: "uint8": zeros; "float32", "float16" or "int8" (factors): minima; None: neither.
@@ -71,23 +71,29 @@ class GroupedFormat:
         num_groups = -(-K // group_size)
         num_supers = -(-num_groups // self.super_size)
         num_rows = -(-N // PANEL_WIDTH) * PANEL_WIDTH
-        group_bytes = _NUMBER_BYTES[self.scales] + _NUMBER_BYTES[self.offsets] + group_size * self.bits // 8
+        group_bytes = _NUMBER_BYTES[self.scales] + _NUMBER_BYTES[self.offsets]
         super_bytes = 2 * ((self.scales == "int8") + (self.offsets == "int8"))
-        return num_rows * (num_groups * group_bytes + num_supers * super_bytes) + 4 * K * self.is_ordered
+        code_bytes = self.padded(K) * self.bits // 8
+        return num_rows * (num_groups * group_bytes + num_supers * super_bytes + code_bytes) + 4 * K * self.is_ordered
+
+    def padded(self, K: int) -> int:
+        """K in-features rounded up to those whose codes are packed: whole groups, and whole bytes in every plane."""
+        group_size, unit = self.group_size_of(K), 32 if self.bits in (3, 5) else 16
+        return -(-(-(-K // group_size) * group_size) // unit) * unit
 
 
-# GGUF's quantized types, as they are held: codes of 5 and 6 bits in 8 bits, those of 2 and 3 bits in 4.
+# GGUF's quantized types, as they are held: codes in the bits of the file.
 GGUF: dict[str, GroupedFormat] = {
     "Q4_0": GroupedFormat(4, 32, "float16"),
     "Q4_1": GroupedFormat(4, 32, "float16", "float16"),
-    "Q5_0": GroupedFormat(8, 32, "float16"),
-    "Q5_1": GroupedFormat(8, 32, "float16", "float16"),
+    "Q5_0": GroupedFormat(5, 32, "float16"),
+    "Q5_1": GroupedFormat(5, 32, "float16", "float16"),
     "Q8_0": GroupedFormat(8, 32, "float16"),
-    "Q2_K": GroupedFormat(4, 16, "int8", "int8", 16),
-    "Q3_K": GroupedFormat(4, 16, "int8", None, 16),
+    "Q2_K": GroupedFormat(2, 16, "int8", "int8", 16),
+    "Q3_K": GroupedFormat(3, 16, "int8", None, 16),
     "Q4_K": GroupedFormat(4, 32, "int8", "int8", 8),
-    "Q5_K": GroupedFormat(8, 32, "int8", "int8", 8),
-    "Q6_K": GroupedFormat(8, 16, "int8", None, 16),
+    "Q5_K": GroupedFormat(5, 32, "int8", "int8", 8),
+    "Q6_K": GroupedFormat(6, 16, "int8", None, 16),
 }
 
 

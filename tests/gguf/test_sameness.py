@@ -17,7 +17,7 @@ from tests.engine.harness import Schedule, build_core, run
 from tests.engine.test_sameness import BLOCK_SIZE, prompts
 from tests.gguf.writing import write_gguf
 
-# Every form of the kernels: 4 and 8 bits, groups of 16 and 32, minima, factors, and a layer of parts.
+# Every form of the kernels: 2 to 6 and 8 bits, groups of 16 and 32, minima, factors, and a layer of parts.
 MIXTURE = {
     "token_embd": "Q6_K",
     "blk.0.attn_v": "Q6_K",

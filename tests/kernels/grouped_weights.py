@@ -24,15 +24,23 @@ FORMATS = [
     GroupedFormat(8, 32, "float16"),  # Q8_0
     GroupedFormat(4, 32, "float16", "float16"),  # Q4_1
     GroupedFormat(4, 32, "int8", "int8", super_size=8),  # Q4_K
-    GroupedFormat(8, 32, "int8", "int8", super_size=8),  # Q5_K
-    GroupedFormat(4, 16, "int8", "int8", super_size=16),  # Q2_K
-    GroupedFormat(8, 16, "int8", super_size=16),  # Q6_K
+    GroupedFormat(5, 32, "int8", "int8", super_size=8),  # Q5_K
+    GroupedFormat(2, 16, "int8", "int8", super_size=16),  # Q2_K
+    GroupedFormat(3, 16, "int8", super_size=16),  # Q3_K
+    GroupedFormat(6, 16, "int8", super_size=16),  # Q6_K
+    GroupedFormat(5, 32, "float16"),  # Q5_0
     GroupedFormat(4, 128, "float16", "uint8"),  # AWQ
     GroupedFormat(8, 64, "float16", "uint8", is_ordered=True),  # GPTQ with act-order
     GroupedFormat(8, None, "float32", "uint8"),
     # large: parts of a group take turns; not of whole AMX tiles
     GroupedFormat(4, None),
+    GroupedFormat(2, 592, "float16", "float16"),
+    GroupedFormat(3, None),
+    GroupedFormat(4, 16, "int8", "int8", super_size=16, is_ordered=True),
+    GroupedFormat(5, None, "float32", "uint8"),
+    GroupedFormat(6, None),
     GroupedFormat(8, 592, "float16"),
+    GroupedFormat(6, 592, "float16", "uint8"),
     GroupedFormat(4, 48, "float32", "float32", is_ordered=True),
 ]
 

@@ -17,8 +17,8 @@ from quire.weight_format import PANEL_WIDTH, GroupedFormat
 def to_panels(weight: GroupedWeight) -> Tensor:
     """The packed weight, uint8 [bytes], on the weight's device; the order of columns is kept beside it."""
     N, K = weight.shape
-    num_panels, group_size = -(-N // PANEL_WIDTH), weight.group_size
-    added_rows, added_columns = -N % PANEL_WIDTH, -K % group_size
+    num_panels = -(-N // PANEL_WIDTH)
+    added_rows, added_columns = -N % PANEL_WIDTH, weight.format.padded(K) - K
 
     def numbers(*parts: Tensor | None) -> Tensor:
         """[P, B]: of each group (or super-group) the numbers of all 64 columns, first those of the first part."""
@@ -30,13 +30,11 @@ def to_panels(weight: GroupedWeight) -> Tensor:
 
     codes_NK = F.pad(weight.codes_NK, (0, added_columns, 0, added_rows))
     quads = codes_NK.reshape(num_panels, PANEL_WIDTH, -1, 4).transpose(1, 2)
-    if weight.bits == 4:
-        quads = quads[:, 0::2] | quads[:, 1::2] << 4
     offsets_NG = weight.zeros_NG if weight.minima_NG is None else weight.minima_NG
     sections = [numbers(weight.scales_NG, offsets_NG)]
     if weight.super_scales_NS is not None or weight.super_minima_NS is not None:
         sections.append(numbers(weight.super_scales_NS, weight.super_minima_NS))
-    return torch.cat([*sections, quads.flatten(1)], dim=1).flatten()
+    return torch.cat([*sections, _to_planes(quads, weight.bits).flatten(1)], dim=1).flatten()
 
 
 def rows_of_panels(
@@ -61,11 +59,9 @@ def rows_of_panels(
     scales_TG, *offsets_TG = numbers(num_groups, [form.scales] + ([] if form.offsets is None else [form.offsets]))
     has_super = [form.scales == "int8", form.offsets == "int8"]
     supers_TS = iter(numbers(-(-num_groups // form.super_size), ["float16"] * sum(has_super)))
-    quads_TQ4 = data_PB[:, end:].reshape(len(data_PB), -1, PANEL_WIDTH, 4)[panels_T, :, columns_T]
-    if form.bits == 4:
-        quads_TQ4 = torch.stack([quads_TQ4 & 15, quads_TQ4 >> 4], dim=2)
+    lines_T = data_PB[:, end:].reshape(len(data_PB), -1, PANEL_WIDTH, 4)[panels_T, :, columns_T]
     return GroupedWeight(
-        codes_NK=quads_TQ4.flatten(1)[:, :K],
+        codes_NK=_of_planes(lines_T, form.bits).flatten(1)[:, :K],
         bits=form.bits,
         group_size=form.group_size,
         scales_NG=scales_TG,
@@ -76,6 +72,49 @@ def rows_of_panels(
         super_size=form.super_size,
         order_K=None if order_K is None else order_K.long(),
     )
+
+
+def _to_planes(codes: Tensor, bits: int) -> Tensor:
+    """Quads of codes [P, quads, ...], a code per byte, as struct CodePlanes of the layout has them: [P, lines, ...]."""
+    low_bits, high_bits = _plane_bits(bits)
+    low = _joined(codes & (1 << low_bits) - 1, low_bits)
+    if high_bits == 0:
+        return low
+    high = _joined(codes >> low_bits, high_bits)
+    return torch.cat([_in_runs(low, low_bits // high_bits), high[:, :, None]], dim=2).flatten(1, 2)
+
+
+def _of_planes(lines: Tensor, bits: int) -> Tensor:
+    """The inverse of `_to_planes`."""
+    low_bits, high_bits = _plane_bits(bits)
+    if high_bits == 0:
+        return _split(lines, low_bits)
+    planes = _in_runs(lines, low_bits // high_bits + 1)
+    return _split(planes[:, :, :-1].flatten(1, 2), low_bits) | _split(planes[:, :, -1], high_bits) << low_bits
+
+
+def _plane_bits(bits: int) -> tuple[int, int]:
+    low_bits = 8 if bits == 8 else 4 if bits >= 4 else 2
+    return low_bits, bits - low_bits
+
+
+def _joined(codes: Tensor, bits: int) -> Tensor:
+    """As many quads as fit into each byte, the first in the lowest bits."""
+    joined, *others = _in_runs(codes, 8 // bits).unbind(2)
+    for i, part in enumerate(others, start=1):
+        joined = joined | part << bits * i
+    return joined
+
+
+def _split(lines: Tensor, bits: int) -> Tensor:
+    """The inverse of `_joined`."""
+    mask = (1 << bits) - 1
+    return torch.stack([lines >> bits * i & mask for i in range(8 // bits)], dim=2).flatten(1, 2)
+
+
+def _in_runs(x: Tensor, count: int) -> Tensor:
+    """[P, n, ...] -> [P, n / count, count, ...]."""
+    return x.reshape(len(x), -1, count, *x.shape[2:])
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -24,8 +24,9 @@ class GroupedWeight:
 
     Attributes:
         codes_NK: uint8, below 2^bits; rows may be strided.
-        bits: 8 or 4.
-        group_size: elements along K that share a scale: a multiple of 16, at most MAX_GROUP_SIZE.
+        bits: 2 to 6 or 8.
+        group_size: elements along K that share a scale: a multiple of 16, at most MAX_GROUP_SIZE; with 3 and 5 bits 16,
+            or a multiple of 32.
         scales_NG: float32 or float16, or int8 factors of `super_scales_NS`.
         zeros_NG: uint8, the codes of the value 0; None: 2^(bits - 1), unless there are minima.
         minima_NG: float32 or float16, or int8 factors of `super_minima_NS`; excludes zeros.
@@ -49,8 +50,11 @@ class GroupedWeight:
     def __post_init__(self) -> None:
         N, K = self.shape
         G = -(-K // self.group_size)
-        assert self.codes_NK.dtype == torch.uint8 and self.bits in (4, 8), f"{self.codes_NK.dtype}, {self.bits} bits"
+        assert self.codes_NK.dtype == torch.uint8, f"{self.codes_NK.dtype}"
+        assert self.bits in (2, 3, 4, 5, 6, 8), f"{self.bits} bits"
         assert self.group_size % 16 == 0 and 16 <= self.group_size <= MAX_GROUP_SIZE, f"group size {self.group_size}"
+        has_whole_planes = self.bits not in (3, 5) or self.group_size == 16 or self.group_size % 32 == 0
+        assert has_whole_planes, f"{self.bits} bits in groups of {self.group_size}"
         for x_NG in (self.scales_NG, self.zeros_NG, self.minima_NG):
             assert x_NG is None or x_NG.shape == (N, G), f"{tuple(x_NG.shape)} per group, expected {(N, G)}"
         for x_NS in (self.super_scales_NS, self.super_minima_NS):

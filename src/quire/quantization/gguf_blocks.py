@@ -1,8 +1,6 @@
 """GGUF's blocks brought to GroupedWeight without loss: the same numbers to a bit, in another order.
 
-Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Codes of 5 and 6 bits become 8-bit codes,
-those of 2 and 3 bits 4-bit codes; types without minima are shifted so that zero lies in the middle.
-
+Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 Dimensions: N rows, K columns, R bytes of a row, B blocks (of any rows), A bytes of a block.
 """
 
@@ -110,7 +108,7 @@ def _q4_1(blocks: Tensor) -> _Decoded:
 
 def _q5_0(blocks: Tensor) -> _Decoded:
     codes = _nibbles(blocks[:, 6:], 16) | _bits_in_order(blocks[:, 2:6]) << 4
-    return _Decoded(codes + (128 - 16), _halves(blocks, 0))
+    return _Decoded(codes, _halves(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> _Decoded:
@@ -137,7 +135,7 @@ def _q3_k(blocks: Tensor) -> _Decoded:
     codes = _pairs(blocks[:, 32:96], 32) | _bits(blocks[:, :32], 32) << 2
     low, high = _nibbles(blocks[:, 96:104], 8), _pairs(blocks[:, 104:108], 4)
     factors = (low | high << 4).view(torch.int8) - 32
-    return _Decoded(codes + (8 - 4), factors, super_scales=_halves(blocks, 108))
+    return _Decoded(codes, factors, super_scales=_halves(blocks, 108))
 
 
 def _six_bit_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +160,7 @@ def _q5_k(blocks: Tensor) -> _Decoded:
 def _q6_k(blocks: Tensor) -> _Decoded:
     codes = _nibbles(blocks[:, :128], 64) | _pairs(blocks[:, 128:192], 32) << 4
     factors = blocks[:, 192:208].contiguous().view(torch.int8)
-    return _Decoded(codes + (128 - 32), factors, super_scales=_halves(blocks, 208))
+    return _Decoded(codes, factors, super_scales=_halves(blocks, 208))
 
 
 _DECODERS: dict[str, Callable[[Tensor], _Decoded]] = {

@@ -264,6 +264,9 @@ def product_cases(sm: int) -> dict[str, dict[str, Any]]:
         "AWQ": GroupedFormat(4, 128, "float16", "uint8"),
         "Q4_K": GGUF["Q4_K"],
         "Q2_K": GGUF["Q2_K"],
+        "Q3_K": GGUF["Q3_K"],
+        "Q5_K": GGUF["Q5_K"],
+        "Q6_K": GGUF["Q6_K"],
         "8 bits": GroupedFormat(8, 4096),
     }
     found = {

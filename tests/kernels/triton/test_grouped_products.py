@@ -80,7 +80,7 @@ def test_matches_the_twin(weight_format: GroupedFormat, dtype: torch.dtype) -> N
         assert torch.equal(grouped_rows(packed, rows_T, dtype), reference.dequantize_grouped(weight)[rows_T].to(dtype))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_codes_of_every_value_are_exact(bits: int) -> None:
     N, K = 66, 256
     codes_NK = (torch.arange(N * K, device=DEVICE) % (1 << bits)).to(torch.uint8).view(N, K)

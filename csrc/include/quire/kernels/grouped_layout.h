@@ -1,4 +1,5 @@
-// Integer weights in groups along K ("grouped"), and how they lie in memory. With codes of 8 or 4 bits without sign,
+// Integer weights in groups along K ("grouped"), and how they lie in memory. With codes of 2 to 6 or 8 bits without
+// sign,
 //   weight = scale * (code - zero)       zero 2^(bits - 1), or one number of 8 bits per group; or
 //   weight = scale * code - minimum.
 // Scales and minima are numbers (float, half), or 8-bit factors of a half per `super_size` groups, as in GGUF's
@@ -9,7 +10,7 @@
 //   halves     [supers]  of the scales [64], then of the minima [64], where these are factors
 //   codes      8 bits: [K / 4][64][4], a quad of k of one column together, which is what one vpdpbusd lane takes; 16
 //              quads of 16 columns are an AMX tile. 4 bits: [K / 8][64][4], two quads in the low and the high halves of
-//              the bytes
+//              the bytes. Other bits: see CodePlanes
 // with K rounded up to whole groups. A group has at most 65,536 elements: 255 * 127 * 65,536 < 2^31.
 #pragma once
 
@@ -21,7 +22,27 @@
 namespace quire {
 
 inline constexpr int64_t kPanelWidth = 64;
-inline constexpr int64_t kQuad = 4;  // neighbours in K whose codes lie together
+inline constexpr int64_t kQuad = 4;                         // neighbours in K whose codes lie together
+inline constexpr int64_t kQuadBytes = kQuad * kPanelWidth;  // of 8-bit codes of one panel
+
+// Codes of 2, 4 and 8 bits are one plane: as many quads in [64][4] bytes as fit, the first in the lowest bits. Codes of
+// 3, 5 and 6 bits are split: 2 or 4 low bits lie as codes of so many bits do, the bits above likewise in a plane of
+// their own. Planes take turns, so that a panel is read in order: the low bits of `quads` quads, then their high bits
+// [64][4]. K is rounded up to whole planes too.
+struct CodePlanes {
+  int low_bits, high_bits;  // of a code
+  int64_t quads;            // that share their last [64][4] bytes
+
+  constexpr explicit CodePlanes(int bits)
+      : low_bits(bits == 8   ? 8
+                 : bits >= 4 ? 4
+                             : 2),
+        high_bits(bits - low_bits),
+        quads(8 / (high_bits == 0 ? low_bits : high_bits)) {}
+
+  constexpr int64_t low_bytes() const { return kQuadBytes * quads * low_bits / 8; }
+  constexpr int64_t bytes() const { return kQuadBytes * quads * (low_bits + high_bits) / 8; }
+};
 
 // How the numbers of groups are stored; the values are part of the Python interface (kernels/cpu.py).
 enum class GroupNumbers : int { none = 0, f32 = 1, f16 = 2, i8 = 3, u8 = 4 };
@@ -42,8 +63,8 @@ constexpr int64_t size_of(GroupNumbers numbers) {
 }
 
 struct GroupedForm {
-  int bits = 0;                               // of a code, 8 or 4; 0: the weight is not grouped
-  int64_t group_size = 0;                     // a multiple of 16
+  int bits = 0;                               // of a code: 2 to 6 or 8; 0: the weight is not grouped
+  int64_t group_size = 0;                     // a multiple of 16; with 3 and 5 bits 16, or a multiple of 32
   GroupNumbers scales = GroupNumbers::f32;    // f32, f16, or i8: factors
   GroupNumbers offsets = GroupNumbers::none;  // u8: zeros; f32, f16, or i8 (factors): minima
   int64_t super_size = 1;                     // groups that share the numbers behind factors
@@ -65,7 +86,8 @@ struct GroupedLayout {
         super_bytes(super_scale_bytes + (form.offsets == GroupNumbers::i8 ? kPanelWidth * 2 : 0)),
         supers_at(num_groups * group_bytes),
         codes_at(supers_at + num_supers * super_bytes),
-        panel_bytes(codes_at + kPanelWidth * num_groups * form.group_size * form.bits / 8) {}
+        panel_bytes(codes_at + kQuadBytes * form.bits *
+                                   round_up(num_groups * form.group_size / kQuad, CodePlanes(form.bits).quads) / 8) {}
 };
 
 // A weight before it is packed: codes [n, k], rows code_stride bytes apart; numbers of groups [n, groups] and of

@@ -1,7 +1,8 @@
 """Products with integer weights in groups along K, read in the panel layout of the CPU kernels.
 
 That layout serves a GPU as it is: a word of 32 bits holds 8 codes of 4 bits (or 4 of 8) of one output column, and the
-64 words of a panel lie side by side, so a tile is read in whole lines, and a thread takes apart what it has loaded. The
+64 words of a panel lie side by side, so a tile is read in whole lines, and a thread takes apart what it has loaded.
+Codes of 3, 5 and 6 bits are words of 2-bit or 4-bit codes and, after every few of them, one with the bits above. The
 layout is described in csrc/include/quire/kernels/grouped_layout.h.
 
 K is cut into parts by the shape of the weight. Parts are summed on their own and then added in order, whether one
@@ -65,7 +66,12 @@ def _grouped_kernel(
 
     Every pointer but x, bias and out is to the packed weight, which it sees as elements of its own dtype.
     """
-    CODES: tl.constexpr = 32 // BITS  # in a word
+    # struct CodePlanes: WORDS words of CODES codes, then, where codes are split, one with their high bits
+    CODES: tl.constexpr = 4 if BITS == 8 else 8 if BITS >= 4 else 16
+    LOW_BITS: tl.constexpr = 32 // CODES
+    HIGH_BITS: tl.constexpr = BITS - LOW_BITS
+    WORDS: tl.constexpr = 1 if HIGH_BITS == 0 else LOW_BITS // HIGH_BITS
+    PITCH: tl.constexpr = WORDS if HIGH_BITS == 0 else WORDS + 1
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     panel = (n // 64).to(tl.int64)
@@ -74,11 +80,13 @@ def _grouped_kernel(
     k = tl.arange(0, BLOCK_K)
     word = tl.arange(0, BLOCK_K // CODES)
     row = tl.arange(0, ROWS) * (BLOCK_K // ROWS)
-    # bytes of a word hold codes 0 to 3; of 4 bits: in their low halves, and 4 to 7 in their high halves
-    half = tl.arange(0, 8 // BITS) * 4
+    # bytes of a word hold codes 0 to 3; of fewer bits: in their lowest bits, and 4 to 7 in those above
+    quad = tl.arange(0, CODES // 4)
     byte = tl.arange(0, 4) * 8
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    word_ptrs = words_ptr + (panel * (panel_bytes // 4) + codes_at // 4 + column)[None, :] + word[:, None] * 64
+    word_ptrs = words_ptr + (panel * (panel_bytes // 4) + codes_at // 4 + column)[None, :]
+    word_ptrs += (word // WORDS * PITCH + word % WORDS)[:, None] * 64
+    to_high = (WORDS - word % WORDS)[:, None] * 64
     scale_ptrs = scales_ptr + (panel * (panel_bytes // SCALE_BYTES) + column)[None, :]
     if OFFSETS != "none":
         offset_ptrs = (
@@ -93,21 +101,32 @@ def _grouped_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(part * part_len, tl.minimum(K, (part + 1) * part_len), BLOCK_K):
             group = ((start + row) // group_size)[:, None]
+            tile_ptrs = word_ptrs + start // (CODES * WORDS) * (PITCH * 64)
             if EVEN_K:
                 x = tl.load(x_ptrs + start, mask=is_m[:, None], other=0.0)
-                words = tl.load(word_ptrs + start // CODES * 64)
+                words = tl.load(tile_ptrs)
+                if HIGH_BITS != 0:
+                    highs = tl.load(tile_ptrs + to_high)
             else:
                 # a group is packed whole, so words end where groups do
                 x = tl.load(x_ptrs + start, mask=is_m[:, None] & (start + k < K)[None, :], other=0.0)
                 is_word = (start + word * CODES < tl.cdiv(K, group_size) * group_size)[:, None]
-                words = tl.load(word_ptrs + start // CODES * 64, mask=is_word, other=0)
+                words = tl.load(tile_ptrs, mask=is_word, other=0)
+                if HIGH_BITS != 0:
+                    highs = tl.load(tile_ptrs + to_high, mask=is_word, other=0)
                 group = tl.minimum(group, (K - 1) // group_size)
             scale = tl.load(scale_ptrs + group * (group_bytes // SCALE_BYTES)).to(tl.float32)
             if SCALE_BYTES == 1:
                 scale = scale * tl.load(half_ptrs + group // super_size * (super_bytes // 2)).to(tl.float32)
             codes = words.reshape(ROWS, BLOCK_K // CODES // ROWS, 1, 1, BLOCK_N)
-            if BITS == 4:
-                codes = (codes >> half[None, None, :, None, None]) & 0x0F0F0F0F
+            if BITS != 8:
+                codes = codes >> (quad * LOW_BITS)[None, None, :, None, None]
+                codes &= 0x01010101 * ((1 << LOW_BITS) - 1)
+            if HIGH_BITS != 0:
+                highs = highs >> (word % WORDS * (CODES // 4 * HIGH_BITS))[:, None]
+                highs = highs.reshape(ROWS, BLOCK_K // CODES // ROWS, 1, 1, BLOCK_N)
+                highs = highs >> (quad * HIGH_BITS)[None, None, :, None, None]
+                codes |= (highs & (0x01010101 * ((1 << HIGH_BITS) - 1))) << LOW_BITS
             codes = (codes >> byte[None, None, None, :, None]) & 0xFF
             # a code in the lowest bits of 2^23, as float32: 2^23 + code
             w = (codes | 0x4B000000).to(tl.float32, bitcast=True)
@@ -217,6 +236,4 @@ class _Sections:
         self.super_bytes = 2 * _PANEL_WIDTH * ((self.scales == torch.int8) + (self.offsets == torch.int8))
         self.supers_at = num_groups * self.group_bytes
         self.panel_bytes = packed.numel() // ceil_div(N, _PANEL_WIDTH)
-        self.codes_at = (
-            self.panel_bytes - _PANEL_WIDTH * num_groups * weight_format.group_size * weight_format.bits // 8
-        )
+        self.codes_at = self.panel_bytes - _PANEL_WIDTH * weight_format.padded(K) * weight_format.bits // 8
