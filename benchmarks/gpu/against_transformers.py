@@ -128,8 +128,7 @@ def timed(task: Task, vocab_size: int, generate: Callable[[Sequence[list[int]], 
 
 
 def measured_limits(task: Task) -> dict[str, Any]:
-    bandwidth, flops = limits()
-    return {"read_bandwidth": bandwidth, "peak_flops": flops}
+    return asdict(limits())
 
 
 RUN: dict[str, Callable[[Task], dict[str, Any]]] = {

@@ -433,7 +433,7 @@ def main() -> None:
     limit = None
     if arguments.device == "cuda":
         machine.require()
-        limit = Machine(*limits())
+        limit = limits()
         torch.cuda.empty_cache()
     environment = machine.environment("engine.py")
     head = ["# The engine on a GPU", "", *machine.lines(environment)]

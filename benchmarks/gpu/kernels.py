@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.bench import report
+from quire.bench.floor import Machine
 from quire.kernels.fp8 import fp8_linear, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped import grouped_linear, pack_grouped
@@ -247,13 +248,14 @@ def fp8_case(M: int, N: int, K: int, group_size: int) -> Case:
     return Case(f"{name} {M} x {K} -> {N}", calls, N * K + 2.0 * (M * K + M * N), 2.0 * M * N * K)
 
 
-def limits() -> tuple[float, float]:
-    """Bytes per second of a copy, and FLOP/s of a large product in bfloat16."""
+def limits() -> Machine:
+    """A copy, and a large product in bfloat16, which is what integer weights are multiplied in too."""
     pairs = [(randn(1 << 27), torch.empty(1 << 27, dtype=torch.bfloat16, device="cuda")) for _ in range(4)]
     copy = seconds_per_call([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
     a, b = randn(8192, 8192), randn(8192, 8192)
     product = seconds_per_call([lambda: a @ b])
-    return 2 * 2 * (1 << 27) / copy, 2 * 8192**3 / product
+    flops = 2 * 8192**3 / product
+    return Machine(2 * 2 * (1 << 27) / copy, flops, flops)
 
 
 def cases(names: Sequence[str]) -> Iterator[Case]:
@@ -313,7 +315,8 @@ def main() -> None:
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
     arguments = parser.parse_args()
     machine.require()
-    bandwidth, flops = limits()
+    limit = limits()
+    bandwidth, flops = limit.read_bandwidth, limit.peak_flops
     environment = machine.environment("kernels.py")
     print("\n".join(machine.lines(environment)))
     print(f"copy {bandwidth / 1e12:.2f} TB/s, bfloat16 product {flops / 1e12:.0f} TFLOP/s")

@@ -242,7 +242,7 @@ def test_which_goals_are_reached(scripts: SimpleNamespace) -> None:
 def test_percentages_of_a_workload(scripts: SimpleNamespace, tmp_path: Path) -> None:
     """By hand: two requests of one prompt token and one output token read the weights once."""
     model = load_model_config(scripts.engine.write_config(tmp_path, "tiny"))
-    limit = Machine(read_bandwidth=model.read_bytes_per_step("bfloat16") / 2.0, peak_flops=1e30)
+    limit = Machine(model.read_bytes_per_step("bfloat16") / 2.0, 1e30, 1e30)
     assert scripts.engine.percent_of_limit(model, 2, 1, 1, 4.0, limit) == pytest.approx(50)
 
 
