@@ -20,14 +20,14 @@ constexpr int kMaxWideRows = 3;  // of a tile of 64 columns
 
 // What the assembly takes from memory, because there are not registers enough.
 struct SuperTile {
-  int64_t num_supers;     // counts down
-  int64_t super_groups;   // in each
-  int64_t steps;          // of 256 bytes of weights in a group
-  int64_t number_pitch;   // bytes from the numbers of rows for one group to those for the next
-  int64_t lines;          // fetched ahead in each step, 0 to 4
-  int64_t line_bytes;     // the same
-  const f16* halves;      // of the columns
-  const float* scales;    // of the rows
+  int64_t num_supers;    // counts down
+  int64_t super_groups;  // in each
+  int64_t steps;         // of 256 bytes of weights in a group
+  int64_t number_pitch;  // bytes from the numbers of rows for one group to those for the next
+  int64_t lines;         // fetched ahead in each step, 0 to 4
+  int64_t line_bytes;    // the same
+  const f16* halves;     // of the columns
+  const float* scales;   // of the rows
   int64_t low_halves = 0x0f0f0f0f;
 };
 
