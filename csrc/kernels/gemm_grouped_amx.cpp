@@ -68,6 +68,14 @@ struct AmxTile {
   static constexpr int64_t kMaxRows = 2 * kTileRows, kRowUnit = kTileRows;
   static constexpr bool kSigned = true, kAddsGroups = false;
   static bool reads_packed(int64_t, int64_t) { return false; }
+  static int super_passes(int64_t) { return 1; }
+
+  template <Codes kCodes, Offset kOffset, bool kSignedCodes>
+  static void add_supers(int rows, const SuperRun& run, int32_t* sums, int32_t* supers, const PrefetchPlan& plan,
+                         int pass) {
+    Prefetch prefetch = plan.of_pass(pass);
+    add_supers_through_memory<AmxTile, kCodes, kOffset, kSignedCodes>(rows, run, sums, supers, prefetch);
+  }
 
   template <Codes, bool kSignedCodes>
   static void run(int rows, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* sums,
@@ -91,9 +99,10 @@ void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* inp
   grouped_prepare(args, row_begin, row_end, input);
   if (row_end < args.m) return;
   const QuantizedRows rows(args, input);
-  for (int64_t row = args.m; row < QuantizedRows::padded_rows(args.m); ++row)
-    for (int64_t g = 0; g < rows.num_groups; ++g)
-      rows.scales[rows.at(row, g)] = rows.offset_factors[rows.at(row, g)] = 0;
+  for (int64_t row = args.m; row < QuantizedRows::padded_rows(args.m); ++row) {
+    for (int64_t s = 0; s < rows.num_scales; ++s) rows.scales[rows.at(row, s)] = 0;
+    for (int64_t s = 0; s < rows.num_sums(); ++s) rows.offset_factors[rows.at(row, s)] = 0;
+  }
 }
 
 void run(const GemmBlock& block) {

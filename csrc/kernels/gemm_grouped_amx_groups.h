@@ -69,10 +69,32 @@ void unpack_columns(const uint8_t* from, int64_t quads, uint8_t* to) {
 struct ColumnBlock {
   const uint8_t* weights;  // [quads][16][4], quads `pitch` bytes apart
   int64_t pitch;
-  const DecodedGroup* numbers;  // of the block's groups
+  const DecodedGroup* numbers;  // of the block's groups, unless
+  FactorNumbers factors;        // of its super-groups
   int64_t column;               // the first one of the panel
   int64_t first_group, num_groups, group_quads;
 };
+
+// The finished integer sums of a super-group, `num_groups` groups in it, are added to totals[kRows][64], 16 columns of
+// them. `factors` are the super-group's.
+template <int kRows, Offset kOffset>
+void add_super_of_tile(const FactorNumbers& factors, int64_t column, const QuantizedRows& input, int64_t row,
+                       int64_t super, int64_t num_groups, const I32 (&sums)[kRows], float* totals) {
+  const F32 scales = load(factors.halves + column);
+  F32 minimum_scales = zero();
+  if constexpr (kOffset == Offset::minima) minimum_scales = load(factors.halves + kPanelWidth + column);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    I32 minima = zero_i32();
+    if constexpr (kOffset == Offset::minima) {
+      const int16_t* const of_row = input.minimum_sums + 2 * input.at(row + r, super * input.sums_per_scale);
+      minima = sum_minima(factors, num_groups, column, of_row, input.number_pitch);
+    }
+    const F32 total = super == 0 ? zero() : load(totals + r * kPanelWidth);
+    const F32 row_scale = broadcast(input.scales[input.at(row + r, super)]);
+    store(totals + r * kPanelWidth, add_super<kOffset>(total, sums[r], minima, row_scale, scales, minimum_scales));
+  }
+}
 
 // sums[16][16] = codes * weights. A macro, because tiles are named by literals: those of the sums, the input and the
 // weights.
@@ -92,8 +114,10 @@ struct ColumnBlock {
 QUIRE_DEFINE_SUM_GROUP(sum_even_group, 0, 4, 6)
 QUIRE_DEFINE_SUM_GROUP(sum_odd_group, 1, 5, 7)
 
-// Adds the groups of a block to totals[kRows][64], 16 columns of them. `sums` has room for two tiles.
-template <int kRows, Offset kOffset, bool kSigned>
+// Adds the groups of a block to totals[kRows][64], 16 columns of them. `sums` has room for two tiles. With factors the
+// block begins with a super-group, and what stays in registers is its integer sums; kShift: they are 2^kShift times as
+// large, because codes are.
+template <int kRows, Offset kOffset, bool kSigned, bool kFactors, int kShift>
 void add_groups(const ColumnBlock& block, const QuantizedRows& input, int64_t row, int64_t step, int32_t* sums,
                 float* totals, Fetcher& fetcher, int64_t lines_per_group) {
   const int64_t group_quads = block.group_quads;
@@ -108,10 +132,37 @@ void add_groups(const ColumnBlock& block, const QuantizedRows& input, int64_t ro
 
   const int64_t at = input.at(row, block.first_group);
   F32 total[kRows];
+  I32 super_sums[kRows];
+  FactorNumbers factors = block.factors;
+  int64_t super = block.first_group / input.scale_groups, super_begin = 0;  // with factors: which, and its first group
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) total[r] = block.first_group == 0 ? zero() : load(totals + r * kPanelWidth);
+  for (int r = 0; r < kRows; ++r) {
+    total[r] = kFactors || block.first_group == 0 ? zero() : load(totals + r * kPanelWidth);
+    super_sums[r] = zero_i32();
+  }
 
+  const auto add_factors = [&](int64_t g, const int32_t* from) __attribute__((always_inline)) {
+    const I32 of_group = load_factors(factors.factors + (g - super_begin) * factors.group_bytes + block.column);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t zero_sum =
+          kOffset == Offset::middle && !kSigned ? input.zero_sums[at + g * input.number_pitch + r] : 0;
+      super_sums[r] =
+          add_factor_group<kOffset, kSigned>(super_sums[r], load_i32(from + r * kTileColumns), zero_sum, of_group);
+    }
+    const int64_t num_groups = g + 1 - super_begin;
+    if (num_groups < input.scale_groups && g + 1 < block.num_groups) return;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) super_sums[r] = _mm512_srai_epi32(super_sums[r], kShift);
+    add_super_of_tile<kRows, kOffset>(factors, block.column, input, row, super, num_groups, super_sums, totals);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) super_sums[r] = zero_i32();
+    factors.next_super(input.scale_groups);
+    super_begin = g + 1;
+    ++super;
+  };
   const auto add = [&](int64_t g, const int32_t* from) __attribute__((always_inline)) {
+    if constexpr (kFactors) return add_factors(g, from);
     const F32 scales = load(block.numbers[g].scales + block.column);
     const F32 offsets = load(block.numbers[g].offsets + block.column);
 #pragma GCC unroll 16
@@ -128,6 +179,7 @@ void add_groups(const ColumnBlock& block, const QuantizedRows& input, int64_t ro
     if (g + 2 < block.num_groups) start(even, g + 2, sums);
     if (has_second) add(g + 1, odd_sums);
   }
+  if constexpr (kFactors) return;
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) store(totals + r * kPanelWidth, total[r]);
 }
@@ -138,9 +190,10 @@ struct Buffers {
   int32_t sums[2 * kTileSums];
 };
 
-template <int kRows, int kBits, Offset kOffset>
+template <int kRows, int kBits, Offset kOffset, bool kFactors>
 void run_small_groups(const GemmBlock& block) {
   constexpr bool kUnpacks = kBits != 8, kSigned = kUnpacks && kOffset == Offset::middle;
+  constexpr int kShift = kBits == 4 ? 4 : 0;
   const GemmArgs& args = *block.args;
   const GroupedForm& form = args.form;
   const GroupedLayout layout(form, args.k);
@@ -148,7 +201,8 @@ void run_small_groups(const GemmBlock& block) {
   const int64_t group_quads = form.group_size / kQuad, num_quads = layout.num_groups * group_quads;
   const int64_t quad_bytes = kQuadBytes * kBits / 8, step = step_of(form.group_size);
   const int64_t num_rows = block.row_end - block.row_begin, num_tiles = ceil_div(num_rows, kTileRows);
-  const int64_t block_quads = kGroupsBlockQuads / group_quads * group_quads;
+  const int64_t unit_quads = group_quads * (kFactors ? form.super_size : 1);  // what a block has whole
+  const int64_t block_quads = kGroupsBlockQuads / unit_quads * unit_quads;
 
   Buffers* const buffers =
       static_cast<Buffers*>(scratch(Scratch::gemm_tiles, sizeof(Buffers) + 4 * kTileSums * num_tiles * kTilesPerPanel));
@@ -163,8 +217,10 @@ void run_small_groups(const GemmBlock& block) {
     for (int64_t begin = 0, end; begin < num_quads; begin = end) {
       end = std::min(begin + block_quads, num_quads);
       const int64_t first_group = begin / group_quads, num_groups = (end - begin) / group_quads;
-      decode_groups(form, layout, packed, first_group, first_group + num_groups, buffers->numbers);
-      if constexpr (kBits == 4) {
+      if constexpr (!kFactors) {
+        decode_groups(form, layout, packed, first_group, first_group + num_groups, buffers->numbers);
+      }
+      if constexpr (!kFactors && kBits == 4) {
         for (int64_t g = 0; g < num_groups; ++g) buffers->numbers[g].divide_codes(kHighHalf, kOffset);
       }
       const bool is_last = end == num_quads;
@@ -185,14 +241,15 @@ void run_small_groups(const GemmBlock& block) {
         const ColumnBlock columns{.weights = kUnpacks ? buffers->unpacked : stored,
                                   .pitch = kUnpacks ? kRowBytes : kQuadBytes,
                                   .numbers = buffers->numbers,
+                                  .factors = {layout, packed, first_group / form.super_size, form.super_size},
                                   .column = column,
                                   .first_group = first_group,
                                   .num_groups = num_groups,
                                   .group_quads = group_quads};
         for (int64_t tile = 0; tile < num_tiles; ++tile) {
-          add_groups<kRows, kOffset, kSigned>(columns, input, block.row_begin + tile * kTileRows, step, buffers->sums,
-                                              totals + tile * kTileRows * kPanelWidth + column, fetcher,
-                                              lines_per_group);
+          add_groups<kRows, kOffset, kSigned, kFactors, kShift>(
+              columns, input, block.row_begin + tile * kTileRows, step, buffers->sums,
+              totals + tile * kTileRows * kPanelWidth + column, fetcher, lines_per_group);
         }
       }
     }
@@ -202,13 +259,16 @@ void run_small_groups(const GemmBlock& block) {
 
 template <int kRows, int kBits>
 void run_small_groups(const GemmBlock& block) {
+  const bool has_factors = block.args->form.has_factors();
   switch (offset_of(block.args->form)) {
     case Offset::middle:
-      return run_small_groups<kRows, kBits, Offset::middle>(block);
+      return has_factors ? run_small_groups<kRows, kBits, Offset::middle, true>(block)
+                         : run_small_groups<kRows, kBits, Offset::middle, false>(block);
     case Offset::zeros:
-      return run_small_groups<kRows, kBits, Offset::zeros>(block);
+      return run_small_groups<kRows, kBits, Offset::zeros, false>(block);
     case Offset::minima:
-      return run_small_groups<kRows, kBits, Offset::minima>(block);
+      return has_factors ? run_small_groups<kRows, kBits, Offset::minima, true>(block)
+                         : run_small_groups<kRows, kBits, Offset::minima, false>(block);
   }
 }
 

@@ -117,6 +117,79 @@ struct GroupRun {
   float* totals;                // [rows][64]
 };
 
+// Whole super-groups of a panel, `super_groups` groups in each, and the rows they are for.
+struct SuperRun {
+  const QuantizedRows* input;
+  int64_t row, first_super, num_supers, super_groups, group_quads;
+  const uint8_t* weights;  // [supers][groups][quads][64][4]
+  FactorNumbers numbers;   // of the first
+  float* totals;           // [rows][64]
+
+  int64_t first_group() const { return first_super * input->scale_groups; }
+};
+
+// The integer sums[rows][64] of group g of a super-group are added to supers[rows][64].
+template <Offset kOffset, bool kSigned>
+inline void add_factor_group_of_rows(const SuperRun& run, const FactorNumbers& numbers, int64_t super, int64_t g,
+                                     int64_t num_rows, const int32_t* sums, int32_t* supers) {
+  constexpr int W = F32::kWidth, kVectors = kPanelWidth / W;
+  I32 factors[kVectors];
+#pragma GCC unroll 16
+  for (int v = 0; v < kVectors; ++v) factors[v] = load_factors(numbers.factors + g * numbers.group_bytes + v * W);
+  const int64_t group = (run.first_super + super) * run.input->scale_groups + g;
+  for (int64_t r = 0; r < num_rows; ++r, sums += kPanelWidth, supers += kPanelWidth) {
+    const int32_t zero_sum = kOffset == Offset::middle ? run.input->zero_sums[run.input->at(run.row + r, group)] : 0;
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      const I32 before = g == 0 ? zero_i32() : load_i32(supers + v * W);
+      store_i32(supers + v * W,
+                add_factor_group<kOffset, kSigned>(before, load_i32(sums + v * W), zero_sum, factors[v]));
+    }
+  }
+}
+
+// The finished supers[rows][64] are added to run.totals.
+template <Offset kOffset>
+inline void add_super_of_rows(const SuperRun& run, const FactorNumbers& numbers, int64_t super, int64_t num_rows,
+                              const int32_t* supers) {
+  const QuantizedRows& input = *run.input;
+  const int64_t index = run.first_super + super;
+  float* totals = run.totals;
+  for (int64_t r = 0; r < num_rows; ++r, supers += kPanelWidth, totals += kPanelWidth) {
+    const F32 scale = broadcast(input.scales[input.at(run.row + r, index)]);
+    const int16_t* const sums = input.minimum_sums + 2 * input.at(run.row + r, index * input.sums_per_scale);
+    for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) {
+      const F32 total = index == 0 ? zero() : load(totals + c);
+      I32 minima = zero_i32();
+      F32 minimum_scales = zero();
+      if constexpr (kOffset == Offset::minima) {
+        minima = sum_minima(numbers, run.super_groups, c, sums, input.number_pitch);
+        minimum_scales = load(numbers.halves + kPanelWidth + c);
+      }
+      store(totals + c,
+            add_super<kOffset>(total, load_i32(supers + c), minima, scale, load(numbers.halves + c), minimum_scales));
+    }
+  }
+}
+
+// The super-groups of a run by Tile::run(); `sums` has room for those of a group, then of a super-group.
+template <class Tile, Codes kCodes, Offset kOffset, bool kSigned>
+inline void add_supers_through_memory(int rows, const SuperRun& run, int32_t* sums, int32_t* supers,
+                                      Prefetch& prefetch) {
+  const QuantizedRows& input = *run.input;
+  const int64_t group_bytes = run.group_quads * kQuadBytes / (kCodes == Codes::packed ? 2 : 1);
+  const int8_t* codes = input.codes + run.row * input.stride + run.first_group() * run.group_quads * kQuad;
+  const uint8_t* weights = run.weights;
+  FactorNumbers numbers = run.numbers;
+  for (int64_t super = 0; super < run.num_supers; ++super, numbers.next_super(run.super_groups)) {
+    for (int64_t g = 0; g < run.super_groups; ++g, codes += run.group_quads * kQuad, weights += group_bytes) {
+      Tile::template run<kCodes, kSigned>(rows, codes, input.stride, weights, run.group_quads, sums, true, prefetch);
+      add_factor_group_of_rows<kOffset, kSigned>(run, numbers, super, g, rows, sums, supers);
+    }
+    add_super_of_rows<kOffset>(run, numbers, super, rows, supers);
+  }
+}
+
 // Tile::kBlockQuads   of a block, which stays in L1 or L2 while row tiles take turns; as packed
 // Tile::kMaxRows   rows of the largest tile, a multiple of
 // Tile::kRowUnit   whole rows of sums that run() may write
@@ -128,7 +201,10 @@ struct GroupRun {
 // Tile::kAddsGroups, Tile::adds_groups(rows)    there is a faster way for whole groups:
 // Tile::add_groups<codes, offset>(rows, run, prefetch)
 //                  the same, and groups are added to the float sums
-template <class Tile, Codes kCodes, Offset kOffset>
+// Tile::super_passes(rows)    passes in which add_supers() goes through a block
+// Tile::add_supers<codes, offset, signed>(rows, run, sums, supers, plan, pass)
+//                  adds super-groups to run.totals; `sums` and `supers` [rows][64] are its own
+template <class Tile, Codes kCodes, Offset kOffset, bool kFactors>
 inline void run_form(const GemmBlock& block) {
   constexpr bool kUnpacks = kCodes == Codes::unpacked;  // which is one more pass over a block
   constexpr bool kSigned = kUnpacks && kOffset == Offset::middle && Tile::kSigned;
@@ -145,14 +221,22 @@ inline void run_form(const GemmBlock& block) {
   const int64_t num_tiles = ceil_div(num_rows, Tile::kMaxRows);
   // nearly equal heights: 7 rows are 4 + 3
   const int64_t tile_rows = round_up(ceil_div(num_rows, num_tiles), Tile::kRowUnit);
-  const int64_t sums_rows = num_rows + kPaddedRows;
+  const auto passes_of = [](int64_t rows) { return kFactors ? Tile::super_passes(rows) : 1; };
+  const int num_passes = static_cast<int>(num_tiles - 1) * passes_of(tile_rows) +
+                         passes_of(num_rows - (num_tiles - 1) * tile_rows) + kUnpacks;
+  // with factors those of a tile and its super-groups
+  const int64_t totals_rows = num_rows + kPaddedRows, sums_rows = kFactors ? 2 * Tile::kMaxRows : totals_rows;
   constexpr int64_t kNumbersBytes = kMaxQuads / kMinGroupQuads * sizeof(DecodedGroup);
-  uint8_t* const unpacked = static_cast<uint8_t*>(
-      scratch(Scratch::gemm_tiles, kUnpackedQuads * kQuadBytes + kNumbersBytes + 2 * 4 * kPanelWidth * sums_rows));
+  uint8_t* const unpacked = static_cast<uint8_t*>(scratch(
+      Scratch::gemm_tiles, kUnpackedQuads * kQuadBytes + kNumbersBytes + 4 * kPanelWidth * (sums_rows + totals_rows)));
   DecodedGroup* const numbers = reinterpret_cast<DecodedGroup*>(unpacked + kUnpackedQuads * kQuadBytes);
   int32_t* const sums = reinterpret_cast<int32_t*>(unpacked + kUnpackedQuads * kQuadBytes + kNumbersBytes);
+  int32_t* const supers = sums + kPanelWidth * Tile::kMaxRows;
   float* const totals = reinterpret_cast<float*>(sums + kPanelWidth * sums_rows);
-  const int64_t block_quads = group_quads > kMaxQuads ? kMaxQuads : kMaxQuads / group_quads * group_quads;
+  // what a block has whole
+  const int64_t unit_quads = kFactors ? group_quads * args.form.super_size : group_quads;
+  const int64_t block_quads = unit_quads > kMaxQuads ? kMaxQuads : kMaxQuads / unit_quads * unit_quads;
+  const int64_t whole_quads = kFactors ? num_quads / unit_quads * unit_quads : num_quads;
   const int64_t block_groups = std::max<int64_t>(1, block_quads / group_quads);
   alignas(64) float bias[kPanelWidth];
 
@@ -164,23 +248,44 @@ inline void run_form(const GemmBlock& block) {
     for (int64_t begin = 0, end; begin < num_quads; begin = end) {
       const int64_t first_group = begin / group_quads;
       const int64_t group_end = (first_group + 1) * group_quads;
-      end = std::min(begin + block_quads, group_quads > kMaxQuads ? group_end : num_quads);
+      end = std::min(begin + block_quads, group_quads > kMaxQuads ? group_end
+                                          : begin < whole_quads   ? whole_quads
+                                                                  : num_quads);
       const bool is_last = end == num_quads;
       const uint8_t* weights = codes + begin * stored_quad_bytes;
       const uint8_t* const next_codes = is_last ? codes + layout.panel_bytes : codes + end * stored_quad_bytes;
       const PrefetchPlan plan{reinterpret_cast<const char*>(next_codes),
                               static_cast<int>(ceil_div(kQuadsPerFetch * stored_quad_bytes, int64_t{64})),
-                              (end - begin) / kQuadsPerFetch, static_cast<int>(num_tiles) + kUnpacks};
-      decode_groups(args.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);
+                              (end - begin) / kQuadsPerFetch, num_passes};
+      if constexpr (!kFactors) {
+        decode_groups(args.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);
+      }
       prefetch_lines(is_last ? packed + layout.panel_bytes : packed + end / group_quads * layout.group_bytes,
                      block_groups * layout.group_bytes);
       if constexpr (kUnpacks) {
         unpack_codes<kSigned>(args.form.bits, weights, end - begin, unpacked, plan.of_pass(0));
         weights = unpacked;
       }
+      int pass = kUnpacks;
       for (int64_t tile = 0; tile < num_tiles; ++tile) {
         const int64_t row = tile * tile_rows, rows = std::min(tile_rows, num_rows - row);
-        Prefetch prefetch = plan.of_pass(static_cast<int>(tile) + kUnpacks);
+        if constexpr (kFactors) {
+          const int64_t first_super = first_group / args.form.super_size;
+          const int64_t super_groups = std::min(args.form.super_size, (end - begin) / group_quads);
+          const SuperRun run{.input = &input,
+                             .row = block.row_begin + row,
+                             .first_super = first_super,
+                             .num_supers = (end - begin) / (super_groups * group_quads),
+                             .super_groups = super_groups,
+                             .group_quads = group_quads,
+                             .weights = weights,
+                             .numbers = {layout, packed, first_super, args.form.super_size},
+                             .totals = totals + row * kPanelWidth};
+          Tile::template add_supers<kCodes, kOffset, kSigned>(static_cast<int>(rows), run, sums, supers, plan, pass);
+          pass += passes_of(rows);
+          continue;
+        }
+        Prefetch prefetch = plan.of_pass(pass++);
         if constexpr (Tile::kAddsGroups) {
           if (Tile::adds_groups(rows) && group_quads <= kMaxQuads) {
             const GroupRun run{.input = &input,
@@ -214,13 +319,16 @@ inline void run_form(const GemmBlock& block) {
 
 template <class Tile, Codes kCodes>
 inline void run_codes(const GemmBlock& block) {
+  const bool has_factors = block.args->form.has_factors();
   switch (offset_of(block.args->form)) {
     case Offset::middle:
-      return run_form<Tile, kCodes, Offset::middle>(block);
+      return has_factors ? run_form<Tile, kCodes, Offset::middle, true>(block)
+                         : run_form<Tile, kCodes, Offset::middle, false>(block);
     case Offset::zeros:
-      return run_form<Tile, kCodes, Offset::zeros>(block);
+      return run_form<Tile, kCodes, Offset::zeros, false>(block);
     case Offset::minima:
-      return run_form<Tile, kCodes, Offset::minima>(block);
+      return has_factors ? run_form<Tile, kCodes, Offset::minima, true>(block)
+                         : run_form<Tile, kCodes, Offset::minima, false>(block);
   }
 }
 

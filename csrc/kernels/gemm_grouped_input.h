@@ -1,5 +1,5 @@
 // Rows of the input as the matrix products with grouped weights read them: 8-bit codes, one scale per row and group of
-// the weight, and what takes the weight's zeros or minima off a sum.
+// the weight (with factors: super-group), and what takes the weight's zeros or minima off a sum.
 #pragma once
 
 #include <type_traits>
@@ -19,58 +19,89 @@ inline Offset offset_of(const GroupedForm& form) {
   return form.offsets == GroupNumbers::u8 ? Offset::zeros : Offset::minima;
 }
 
-// The rows of x after prepare(). Beside the codes, two numbers per row and group: the scale, and a factor of the
-// weight's offset; with s the sum of the group's codes it is middle * s (an integer), -s, or -scale * s.
+// The rows of x after prepare(). Beside the codes, numbers per row: the scale of each group or, where the weight has
+// factors, of each super-group; and what the weight's offset is multiplied with. With s the sum of a group's codes that
+// is, of each group, middle * s (an integer), -s, or -scale * s; with factors -s, as integers of 16 bits, those of two
+// groups of a super-group together, which is what one vpdpwssd takes.
 struct QuantizedRows {
   int64_t stride;  // an odd number of cache lines, so that rows fall into different cache sets
   int64_t num_groups;
-  int64_t number_pitch;  // scales of rows lie together; from one group to the next it is an odd number of cache lines
+  int64_t scale_groups, num_scales;  // groups that share a scale
+  int64_t sums_per_scale;            // numbers for the offsets beside each scale
+  int64_t number_pitch;  // numbers of rows lie together; from one group to the next it is an odd number of cache lines
   int8_t* codes;
   float* scales;
   float* offset_factors;
-  int32_t* zero_sums;  // the same memory
+  int32_t* zero_sums;     // the same memory
+  int16_t* minimum_sums;  // the same, in pairs
 
   QuantizedRows(const GemmArgs& args, void* input) {
-    const GroupedLayout layout(args.form, args.k);
+    const GroupedForm& form = args.form;
+    const GroupedLayout layout(form, args.k);
+    const bool has_pairs = form.has_factors() && offset_of(form) == Offset::minima;
     num_groups = layout.num_groups;
-    stride = (ceil_div(num_groups * args.form.group_size, 64) | 1) * 64;
+    scale_groups = form.has_factors() ? form.super_size : 1;
+    num_scales = ceil_div(num_groups, scale_groups);
+    sums_per_scale = has_pairs ? ceil_div(scale_groups, 2) : scale_groups;
+    stride = (ceil_div(num_groups * form.group_size, 64) | 1) * 64;
     codes = static_cast<int8_t*>(input);
     number_pitch = (padded_rows(args.m) / kPaddedRows | 1) * kPaddedRows;
     scales = reinterpret_cast<float*>(codes + padded_rows(args.m) * stride);
-    offset_factors = scales + number_pitch * num_groups;
+    offset_factors = scales + number_pitch * num_scales;
     zero_sums = reinterpret_cast<int32_t*>(offset_factors);
+    minimum_sums = reinterpret_cast<int16_t*>(offset_factors);
   }
 
-  int64_t at(int64_t row, int64_t group) const { return group * number_pitch + row; }
+  // of the scale or the number for offsets with this index
+  int64_t at(int64_t row, int64_t index) const { return index * number_pitch + row; }
+  int64_t num_sums() const { return num_scales * sums_per_scale; }
   static int64_t padded_rows(int64_t m) { return round_up(m, kPaddedRows); }
-  int64_t bytes(int64_t m) const { return padded_rows(m) * stride + 8 * number_pitch * num_groups; }
+  int64_t bytes(int64_t m) const { return padded_rows(m) * stride + 4 * number_pitch * (num_scales + num_sums()); }
 };
 
 inline int64_t grouped_input_bytes(const GemmArgs& args) { return QuantizedRows(args, nullptr).bytes(args.m); }
 
-// Elements [0, count) of one group of a row become codes in [-127, 127], the rest up to group_size zeros. A group with
-// an element that is not finite gets the scale NaN, so that its whole row of the output says so. Returns the sum of the
-// codes, which is exact: 127 * 65,536 < 2^24.
+// Some elements of a row. Past the last there are zeros.
 template <class T>
-inline float quantize_group(const T* x, int64_t count, int64_t group_size, int8_t* codes, float* scale) {
-  constexpr int W = F32::kWidth;
-  const auto load_at = [&](int64_t i) {
-    return i + W <= count ? load(x + i) : load_n(x + i, static_cast<int>(std::max<int64_t>(0, count - i)));
-  };
-  F32 largest = zero(), check = zero();
-  for (int64_t i = 0; i < count; i += W) {
-    const F32 v = load_at(i);
-    largest = max(largest, max(v, zero() - v));
-    check = fma(v, zero(), check);
+struct Elements {
+  const T* x;
+  int64_t count;
+
+  F32 load_at(int64_t i) const {
+    return i + F32::kWidth <= count ? load(x + i) : load_n(x + i, static_cast<int>(std::max<int64_t>(0, count - i)));
   }
-  const float max_abs = reduce_max(largest);
-  const bool is_zero = max_abs < 1e-30f, is_finite = !has_nan(check);
-  const F32 inverse = broadcast(is_zero ? 0 : 127 / max_abs);
-  *scale = is_zero ? 0 : max_abs / 127;
-  if (!is_finite) *scale = std::nanf("");
+};
+
+// What brings elements to codes in [-127, 127] and back. With an element that is not finite the scale is NaN, so that
+// the whole row of the output says so, and codes are zeros.
+struct InputScale {
+  float scale;
+  F32 inverse;
+  bool is_finite;
+
+  template <class T>
+  explicit InputScale(const Elements<T>& elements) {
+    F32 largest = zero(), check = zero();
+    for (int64_t i = 0; i < elements.count; i += F32::kWidth) {
+      const F32 v = elements.load_at(i);
+      largest = max(largest, max(v, zero() - v));
+      check = fma(v, zero(), check);
+    }
+    const float max_abs = reduce_max(largest);
+    const bool is_zero = max_abs < 1e-30f;
+    is_finite = !has_nan(check);
+    inverse = broadcast(is_zero ? 0 : 127 / max_abs);
+    scale = is_zero ? 0 : max_abs / 127;
+    if (!is_finite) scale = std::nanf("");
+  }
+};
+
+// `size` elements become codes. Returns their sum, which is exact: 127 * 65,536 < 2^24.
+template <class T>
+inline float quantize_group(const Elements<T>& elements, int64_t size, const InputScale& scale, int8_t* codes) {
   F32 sums = zero();
-  for (int64_t i = 0; i < group_size; i += W) {
-    const F32 code = is_finite ? round(load_at(i) * inverse) : zero();
+  for (int64_t i = 0; i < size; i += F32::kWidth) {
+    const F32 code = scale.is_finite ? round(elements.load_at(i) * scale.inverse) : zero();
     store(codes + i, code);
     sums = sums + code;
   }
@@ -82,15 +113,25 @@ template <class T>
 inline void quantize_row(const GemmArgs& args, const T* x, int64_t row, const QuantizedRows& rows) {
   const int64_t group_size = args.form.group_size;
   const Offset offset = offset_of(args.form);
-  for (int64_t g = 0; g < rows.num_groups; ++g) {
-    const int64_t first = g * group_size;
-    float* const scale = rows.scales + rows.at(row, g);
-    const float sum = quantize_group(x + first, std::min(group_size, args.k - first), group_size,
-                                     rows.codes + row * rows.stride + first, scale);
-    if (offset == Offset::middle) {
-      rows.zero_sums[rows.at(row, g)] = static_cast<int32_t>(sum) * (1 << (args.form.bits - 1));
-    } else {
-      rows.offset_factors[rows.at(row, g)] = offset == Offset::minima ? -sum * *scale : -sum;
+  int8_t* const codes = rows.codes + row * rows.stride;
+  for (int64_t s = 0; s < rows.num_scales; ++s) {
+    const int64_t first_group = s * rows.scale_groups, begin = first_group * group_size;
+    const int64_t num_groups = std::min(rows.scale_groups, rows.num_groups - first_group);
+    const InputScale scale(Elements<T>{x + begin, std::min(num_groups * group_size, args.k - begin)});
+    rows.scales[rows.at(row, s)] = scale.scale;
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const int64_t first = begin + g * group_size;
+      const float sum = quantize_group(Elements<T>{x + first, std::min(group_size, args.k - first)}, group_size, scale,
+                                       codes + first);
+      if (offset == Offset::middle) {
+        rows.zero_sums[rows.at(row, first_group + g)] = static_cast<int32_t>(sum) * (1 << (args.form.bits - 1));
+      } else if (args.form.has_factors()) {
+        int16_t* const pair = rows.minimum_sums + 2 * rows.at(row, s * rows.sums_per_scale + g / 2);
+        pair[g % 2] = static_cast<int16_t>(-sum);
+        if (g % 2 == 0) pair[1] = 0;
+      } else {
+        rows.offset_factors[rows.at(row, first_group + g)] = offset == Offset::minima ? -sum * scale.scale : -sum;
+      }
     }
   }
 }

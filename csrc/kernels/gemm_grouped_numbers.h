@@ -1,9 +1,7 @@
 // The numbers of groups, which every form of a grouped weight stores in its own way, brought to floats, and the step
-// from the exact integer sums of a group to its share of the float sums.
+// from the exact integer sums of a group to its share of the float sums. Factors stay integers: sums are exact over a
+// super-group, and then take that step.
 #pragma once
-
-#include <algorithm>
-#include <type_traits>
 
 #include "gemm_grouped_input.h"
 
@@ -11,16 +9,10 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-inline F32 load(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
 inline F32 load(const uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
-inline F32 load(const int8_t* p) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
-}
 inline F32 load(const uint8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
@@ -42,82 +34,61 @@ struct DecodedGroup {
 
 constexpr int64_t kDecodedFloats = sizeof(DecodedGroup) / sizeof(float);
 
-// Groups [begin, end) of a panel, and where one kind of their numbers lies.
-struct StoredNumbers {
-  const char* numbers;  // of group 0, group_bytes apart
-  const char* halves;   // of super-group 0, super_bytes apart: what factors are multiplied with
-  int64_t group_bytes, super_bytes, super_size;
-  int64_t begin, end;
-};
-
-// To floats, `to` is [groups][kDecodedFloats]. Halves are converted once for all groups that share them.
+// Of `count` groups, `group_bytes` apart, one kind to floats; `to` is [groups][kDecodedFloats].
 template <class T>
-inline void decode_numbers(const StoredNumbers& stored, float* to) {
-  constexpr int W = F32::kWidth, kVectors = kPanelWidth / W;
-  for (int64_t group = stored.begin, next; group < stored.end; group = next) {
-    const int64_t super = group / stored.super_size;
-    next = std::min(stored.end, (super + 1) * stored.super_size);
-    F32 halves[kVectors];
-    if constexpr (std::is_same_v<T, int8_t>) {
+inline void decode_numbers(const char* numbers, int64_t group_bytes, int64_t count, float* to) {
+  for (int64_t group = 0; group < count; ++group, numbers += group_bytes, to += kDecodedFloats) {
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v)
-        halves[v] = load(reinterpret_cast<const f16*>(stored.halves + super * stored.super_bytes) + v * W);
-    }
-    for (; group < next; ++group, to += kDecodedFloats) {
-      const T* const from = reinterpret_cast<const T*>(stored.numbers + group * stored.group_bytes);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        const F32 x = load(from + v * W);
-        if constexpr (std::is_same_v<T, int8_t>) {
-          store(to + v * W, x * halves[v]);
-        } else {
-          store(to + v * W, x);
-        }
-      }
-    }
+    for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) store(to + c, load(reinterpret_cast<const T*>(numbers) + c));
   }
 }
 
-inline void decode_numbers(GroupNumbers numbers, const StoredNumbers& stored, float* to) {
-  switch (numbers) {
-    case GroupNumbers::none:
-      return;
+inline void decode_numbers(GroupNumbers kind, const char* numbers, int64_t group_bytes, int64_t count, float* to) {
+  switch (kind) {
     case GroupNumbers::f32:
-      return decode_numbers<float>(stored, to);
+      return decode_numbers<float>(numbers, group_bytes, count, to);
     case GroupNumbers::f16:
-      return decode_numbers<f16>(stored, to);
-    case GroupNumbers::i8:
-      return decode_numbers<int8_t>(stored, to);
+      return decode_numbers<f16>(numbers, group_bytes, count, to);
     case GroupNumbers::u8:
-      return decode_numbers<uint8_t>(stored, to);
+      return decode_numbers<uint8_t>(numbers, group_bytes, count, to);
+    case GroupNumbers::none:
+    case GroupNumbers::i8:  // factors stay integers, see FactorNumbers
+      return;
   }
 }
 
+// Groups [begin, end) of a panel.
 inline void decode_groups(const GroupedForm& form, const GroupedLayout& layout, const char* panel, int64_t begin,
                           int64_t end, DecodedGroup* to) {
-  StoredNumbers stored{.numbers = panel,
-                       .halves = panel + layout.supers_at,
-                       .group_bytes = layout.group_bytes,
-                       .super_bytes = layout.super_bytes,
-                       .super_size = form.super_size,
-                       .begin = begin,
-                       .end = end};
-  decode_numbers(form.scales, stored, to->scales);
-  stored.numbers += layout.scale_bytes;
-  stored.halves += layout.super_scale_bytes;
-  decode_numbers(form.offsets, stored, to->offsets);
+  const char* const numbers = panel + begin * layout.group_bytes;
+  decode_numbers(form.scales, numbers, layout.group_bytes, end - begin, to->scales);
+  decode_numbers(form.offsets, numbers + layout.scale_bytes, layout.group_bytes, end - begin, to->offsets);
 }
 
 // As many integer sums as F32 has lanes.
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 using I32 = __m512i;
 inline I32 load_i32(const void* p) { return _mm512_loadu_si512(p); }
-inline I32 subtract(I32 x, int32_t y) { return _mm512_sub_epi32(x, _mm512_set1_epi32(y)); }
+inline I32 load_factors(const int8_t* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store_i32(void* p, I32 x) { _mm512_storeu_si512(p, x); }
+inline I32 broadcast_i32(int32_t x) { return _mm512_set1_epi32(x); }
+inline I32 add(I32 x, I32 y) { return _mm512_add_epi32(x, y); }
+inline I32 subtract(I32 x, int32_t y) { return _mm512_sub_epi32(x, broadcast_i32(y)); }
+inline I32 multiply(I32 x, I32 y) { return _mm512_mullo_epi32(x, y); }
 inline F32 to_float(I32 x) { return {_mm512_cvtepi32_ps(x)}; }
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 using I32 = __m256i;
 inline I32 load_i32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline I32 subtract(I32 x, int32_t y) { return _mm256_sub_epi32(x, _mm256_set1_epi32(y)); }
+inline I32 load_factors(const int8_t* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store_i32(void* p, I32 x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+inline I32 broadcast_i32(int32_t x) { return _mm256_set1_epi32(x); }
+inline I32 add(I32 x, I32 y) { return _mm256_add_epi32(x, y); }
+inline I32 subtract(I32 x, int32_t y) { return _mm256_sub_epi32(x, broadcast_i32(y)); }
+inline I32 multiply(I32 x, I32 y) { return _mm256_mullo_epi32(x, y); }
 inline F32 to_float(I32 x) { return {_mm256_cvtepi32_ps(x)}; }
 #else
 using I32 = Vector4i;
@@ -126,9 +97,15 @@ inline I32 load_i32(const void* p) {
   std::memcpy(&x, p, sizeof(x));
   return x;
 }
+inline I32 load_factors(const int8_t* p) { return I32{p[0], p[1], p[2], p[3]}; }
+inline void store_i32(void* p, I32 x) { std::memcpy(p, &x, sizeof(x)); }
+inline I32 broadcast_i32(int32_t x) { return I32{x, x, x, x}; }
+inline I32 add(I32 x, I32 y) { return x + y; }
 inline I32 subtract(I32 x, int32_t y) { return x - y; }
+inline I32 multiply(I32 x, I32 y) { return x * y; }
 inline F32 to_float(I32 x) { return {__builtin_convertvector(x, Vector4f)}; }
 #endif
+inline I32 zero_i32() { return broadcast_i32(0); }
 
 // What a row of the input has for a group of the weight, see QuantizedRows.
 struct RowNumbers {
@@ -151,6 +128,51 @@ inline F32 add_group(F32 total, I32 sums, const RowNumbers& row, F32 scales, F32
   total = fma(sum, row.scale * scales, total);
   if constexpr (kOffset == Offset::minima) total = fma(offsets, row.offset_factor, total);
   return total;
+}
+
+// Factors and halves of a panel where they are stored, from the first group of a super-group on.
+struct FactorNumbers {
+  const int8_t* factors;  // of a group: the scales' [64], then the minima's [64]
+  const f16* halves;      // of a super-group, likewise
+  int64_t group_bytes, super_bytes;
+
+  FactorNumbers(const GroupedLayout& layout, const char* panel, int64_t super, int64_t super_size)
+      : factors(reinterpret_cast<const int8_t*>(panel + super * super_size * layout.group_bytes)),
+        halves(reinterpret_cast<const f16*>(panel + layout.supers_at + super * layout.super_bytes)),
+        group_bytes(layout.group_bytes),
+        super_bytes(layout.super_bytes) {}
+
+  void next_super(int64_t super_size) {
+    factors += super_size * group_bytes;
+    halves += super_bytes / 2;
+  }
+};
+
+// The integer sums of a super-group with one more group, exact as they all are.
+template <Offset kOffset, bool kSigned>
+inline I32 add_factor_group(I32 super, I32 sums, int32_t zero_sum, I32 factors) {
+  if constexpr (kOffset == Offset::middle && !kSigned) sums = subtract(sums, zero_sum);
+  return add(super, multiply(sums, factors));
+}
+
+// The same for minima: `column` of a panel in all `num_groups` of a super-group; `sums` are a row's, see QuantizedRows.
+inline I32 sum_minima(const FactorNumbers& numbers, int64_t num_groups, int64_t column, const int16_t* sums,
+                      int64_t number_pitch) {
+  const int8_t* factors = numbers.factors + kPanelWidth + column;
+  I32 total = zero_i32();
+  for (int64_t g = 0; g < num_groups; ++g, factors += numbers.group_bytes) {
+    const int32_t sum = sums[g / 2 * 2 * number_pitch + g % 2];
+    total = add(total, multiply(load_factors(factors), broadcast_i32(sum)));
+  }
+  return total;
+}
+
+// The float sums of a row with one more super-group. Its integer sums are below 2^31 and rounded here, once.
+template <Offset kOffset>
+inline F32 add_super(F32 total, I32 sums, I32 minima, F32 row_scale, F32 scales, F32 minimum_scales) {
+  F32 sum = to_float(sums) * scales;
+  if constexpr (kOffset == Offset::minima) sum = fma(to_float(minima), minimum_scales, sum);
+  return fma(sum, row_scale, total);
 }
 
 inline void prefetch_lines(const char* from, int64_t bytes) {

@@ -14,6 +14,7 @@ ROW_UNIT = 64  # a row of codes in an AMX tile
 K_UNIT = 32  # columns of a step in bfloat16 and FP8: kBf16KUnit of csrc/include/quire/kernels/gemm.h
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_GROUP_SIZE = 65_536  # integer sums of more products of 8 bits could overflow 32 bits
+MAX_SUPER_ELEMENTS = 256  # of a super-group: kMaxSuperElements of csrc/include/quire/kernels/grouped_layout.h
 
 _NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 
@@ -39,7 +40,7 @@ class GroupedFormat:
         bits: of a code: 2 to 6 or 8.
         group_size: elements that share a scale; None: the whole row.
         scales: how a scale is stored: "float32", "float16", or "int8", a factor of one float16 per super-group.
-        offsets: "uint8": zeros; "float32", "float16" or "int8" (factors): minima; None: neither.
+        offsets: "uint8": zeros; "float32", "float16" or, beside factors, "int8" (factors): minima; None: neither.
         super_size: groups per super-group.
         is_ordered: the order of the columns (act-order) is kept, as int32.
     """

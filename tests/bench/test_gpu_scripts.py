@@ -62,7 +62,7 @@ def on_a_gpu(scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(scripts.machine, "environment", environment_there)
     monkeypatch.setattr(scripts.machine, "require", lambda: None)
     for module in (scripts.kernels, scripts.engine, scripts.against_transformers):
-        monkeypatch.setattr(module, "limits", lambda: (3e12, 8e14))
+        monkeypatch.setattr(module, "limits", lambda: Machine(3e12, 8e14, 8e14))
 
 
 def run_main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str, **arguments: Any) -> None:

@@ -20,6 +20,7 @@ from quire.weight_format import GroupedFormat
 from tests.kernels.grouped_weights import FORMATS, PLAIN_FORMATS, random_weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FACTOR_FORMATS = [form for form in FORMATS if form.scales == "int8"]
 CONTRASTING_FORMATS = [
     GroupedFormat(8, None),
     GroupedFormat(4, 128),
@@ -160,6 +161,67 @@ def test_long_prefill_rows_do_not_depend_on_the_batch(isa: str, weight_format: G
     all_TN = grouped_linear(x_TK, packed)
     for begin, end in [(0, 1), (1020, 1030), (1099, 1100), (500, 1100)]:
         assert torch.equal(grouped_linear(x_TK[begin:end], packed), all_TN[begin:end]), f"rows {begin} to {end}"
+
+
+@pytest.mark.parametrize("weight_format", FACTOR_FORMATS, ids=str)
+def test_with_factors_a_super_group_of_the_input_shares_a_scale(isa: str, weight_format: GroupedFormat) -> None:
+    """A small element vanishes beside a large one in another group of its super-group, and nowhere else."""
+    weight = random_weight(weight_format, 70, 600)
+    packed = pack_grouped(weight)
+    x_TK = torch.zeros(4, 600)
+    x_TK[0:3, 3] = 127
+    x_TK[1, 200] = 0.4
+    x_TK[2:4, 300] = 0.4
+    y_TN = grouped_linear(x_TK, packed)
+    assert torch.equal(y_TN[1], y_TN[0])
+    torch.testing.assert_close(y_TN[2], y_TN[0] + y_TN[3], atol=ATOL, rtol=0)
+    assert y_TN[3].abs().max() > 0
+
+
+@pytest.mark.parametrize("super_size", [1, 5, 16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_sums_with_factors(isa: str, bits: int, super_size: int) -> None:
+    """Codes, factors and input at their extremes stay within 32 bits, minima within pairs of 16."""
+    N, size = 66, 256 // super_size // 16 * 16
+    K = 2 * size * super_size
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.tensor([-128, 127], dtype=torch.int8)
+    factors_NG, minima_NG = ends[torch.randint(2, (2, N, K // size), generator=generator)]
+    factors_NG[0], minima_NG[0] = -128, 127
+    codes_NK = (torch.randint(2, (N, K), generator=generator) * ((1 << bits) - 1)).to(torch.uint8)
+    codes_NK[0] = (1 << bits) - 1
+    x_TK = torch.randint(2, (9, K), generator=generator) * 254.0 - 127
+    x_TK[0], x_TK[1] = 127, -127
+    for has_minima in (False, True):
+        weight = GroupedWeight(
+            codes_NK=codes_NK,
+            bits=bits,
+            group_size=size,
+            scales_NG=factors_NG,
+            minima_NG=minima_NG if has_minima else None,
+            super_scales_NS=torch.ones(N, 2).half(),
+            super_minima_NS=torch.ones(N, 2).half() if has_minima else None,
+            super_size=super_size,
+        )
+        expected_TN = x_TK.double() @ reference.dequantize_grouped(weight).double().T
+        actual_TN = grouped_linear(x_TK, pack_grouped(weight)).double()
+        # integers up to 2^31 in float32, added twice
+        torch.testing.assert_close(actual_TN, expected_TN, atol=512, rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
+@pytest.mark.parametrize(("N", "K"), [(130, 111), (70, 2500)])
+def test_every_instruction_set_gives_the_same_bits(N: int, K: int, weight_format: GroupedFormat) -> None:
+    """But for the scalar one, which has no fused multiply-adds."""
+    x_TK, weight = make(weight_format, N, K, 20, torch.bfloat16)
+    packed = pack_grouped(weight)
+    before, results = cpu.isa(), {}
+    for isa in cpu.isas()[1:]:
+        cpu.set_isa(isa)
+        results[isa] = grouped_linear(x_TK, packed, out_dtype=torch.float32)
+    cpu.set_isa(before)
+    for isa, y_TN in results.items():
+        assert torch.equal(y_TN, results["avx2"]), f"{isa} and avx2 differ"
 
 
 @pytest.mark.skipif("amx" not in cpu.isas(), reason="this CPU has no AMX")

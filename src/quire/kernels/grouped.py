@@ -115,10 +115,10 @@ def grouped_linear(
 ) -> Tensor:
     """y_TN = x @ weight.T + bias_N; the output has x's dtype or `out_dtype`, rounded once.
 
-    On CPU, rows of x are quantized to 8 bits, one scale per row and group of the weight: integer sums within a group
-    are exact; groups are added in float32, in order. On GPU x stays as it is, the weight is rounded to x's dtype, as
-    `grouped_rows` gives it, and sums are float32. A row with a value that is not finite gives no finite number in its
-    row of the output; on CPU all are NaN.
+    On CPU, rows of x are quantized to 8 bits, one scale per row and group of the weight or, where it has factors,
+    super-group: integer sums within it are exact; then they are added in float32, in order. On GPU x stays as it is,
+    the weight is rounded to x's dtype, as `grouped_rows` gives it, and sums are float32. A row with a value that is not
+    finite gives no finite number in its row of the output; on CPU all are NaN.
     """
     check_product(x_TK, packed.N, packed.K, bias_N)
     out_dtype = out_dtype or x_TK.dtype

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.weight_format import MAX_GROUP_SIZE, GroupedFormat
+from quire.weight_format import MAX_GROUP_SIZE, MAX_SUPER_ELEMENTS, GroupedFormat
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedWeight:
     """weight[n, k] = scale * (code - zero), or scale * code - minimum, with scale, zero and minimum of k's group.
 
-    Scales and minima are numbers, or int8 factors of one number per super-group, as in GGUF's K-quants; they are
-    exact products in float32 either way.
+    Scales and minima are numbers, or all of them int8 factors of one number per super-group, as in GGUF's K-quants;
+    they are exact products in float32 either way. A super-group has at most MAX_SUPER_ELEMENTS elements.
 
     Attributes:
         codes_NK: uint8, below 2^bits; rows may be strided.
@@ -62,6 +62,12 @@ class GroupedWeight:
         for factors_NG, x_NS in ((self.scales_NG, self.super_scales_NS), (self.minima_NG, self.super_minima_NS)):
             is_factors = factors_NG is not None and factors_NG.dtype == torch.int8
             assert is_factors == (x_NS is not None), "factors without numbers, or numbers without factors"
+        if self.super_scales_NS is not None:
+            assert self.super_size * self.group_size <= MAX_SUPER_ELEMENTS, "a super-group is too large"
+            assert self.zeros_NG is None, "factors beside zeros"
+            assert (self.minima_NG is None) == (self.super_minima_NS is None), "factors beside numbers"
+        else:
+            assert self.super_minima_NS is None and self.super_size == 1, "factors beside numbers"
         assert self.zeros_NG is None or (self.minima_NG is None and self.zeros_NG.dtype == torch.uint8), "two offsets"
         for x_NG in (self.scales_NG, self.minima_NG):
             assert x_NG is None or x_NG.dtype in (torch.float32, torch.float16, torch.int8), f"{x_NG.dtype} numbers"
@@ -85,6 +91,11 @@ class GroupedWeight:
             super_size=self.super_size,
             is_ordered=self.order_K is not None,
         )
+
+    @property
+    def input_group_size(self) -> int:
+        """Elements of a row of the input that share a scale: those of a group or, with factors, of a super-group."""
+        return self.group_size * self.super_size
 
     @property
     def nbytes(self) -> int:

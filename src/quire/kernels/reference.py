@@ -91,7 +91,7 @@ def _per_group(super_NS: Tensor, weight: GroupedWeight) -> Tensor:
 
 def grouped_linear(x_TK: Tensor, weight: GroupedWeight, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     K, order_K = weight.shape[1], weight.order_K
-    x_TGS = _in_groups((x_TK if order_K is None else x_TK[:, order_K]).float(), weight.group_size)
+    x_TGS = _in_groups((x_TK if order_K is None else x_TK[:, order_K]).float(), weight.input_group_size)
     largest_TG1 = x_TGS.abs().amax(2, keepdim=True)
     # a division of tensors: for number / tensor, torch multiplies by the reciprocal, which rounds twice
     inverse_TG1 = torch.where(largest_TG1 < _SMALLEST_GROUP, 0, torch.tensor(127.0) / largest_TG1)

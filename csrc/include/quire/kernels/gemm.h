@@ -16,7 +16,10 @@
 //   out = sum over groups of (x scale * scale) * dot - minimum * (x scale * s)
 // with exact integers inside a group and float multiply-adds from group to group, so every kernel of an instruction set
 // gives the same bits. Where each group has its own zero, dot - zero * s is taken in float: exact up to 2^24, that is
-// for groups up to 8,806 elements of 4 bits or 518 of 8.
+// for groups up to 8,806 elements of 4 bits or 518 of 8. With factors, x has one scale per row and super-group, and
+//   out = sum over super-groups of x scale * (scale * sum of factor * (dot - zero * s))
+//   out = sum over super-groups of x scale * (scale * sum of factor * dot - minimum * sum of minimum factor * s)
+// with exact integers inside a super-group.
 #pragma once
 
 #include <cstdint>

@@ -2,8 +2,8 @@
 // sign,
 //   weight = scale * (code - zero)       zero 2^(bits - 1), or one number of 8 bits per group; or
 //   weight = scale * code - minimum.
-// Scales and minima are numbers (float, half), or 8-bit factors of a half per `super_size` groups, as in GGUF's
-// K-quants; such a product is exact in float.
+// Scales and minima are numbers (float, half), or both are 8-bit factors with sign of a half per super-group of
+// `super_size` groups, as in GGUF's K-quants; such a product is exact in float.
 //
 // Packed layout: panels of 64 output columns. In a panel
 //   numbers    [groups]  scales [64], then zeros or minima [64] if there are any
@@ -11,7 +11,8 @@
 //   codes      8 bits: [K / 4][64][4], a quad of k of one column together, which is what one vpdpbusd lane takes; 16
 //              quads of 16 columns are an AMX tile. 4 bits: [K / 8][64][4], two quads in the low and the high halves of
 //              the bytes. Other bits: see CodePlanes
-// with K rounded up to whole groups. A group has at most 65,536 elements: 255 * 127 * 65,536 < 2^31.
+// with K rounded up to whole groups. A group has at most 65,536 elements: 255 * 127 * 65,536 < 2^31; a super-group at
+// most 256: with factors 255 * 127 * 128 * 256 < 2^31.
 #pragma once
 
 #include <cstdint>
@@ -43,6 +44,7 @@ struct CodePlanes {
   constexpr int64_t low_bytes() const { return kQuadBytes * quads * low_bits / 8; }
   constexpr int64_t bytes() const { return kQuadBytes * quads * (low_bits + high_bits) / 8; }
 };
+inline constexpr int64_t kMaxSuperElements = 256;
 
 // How the numbers of groups are stored; the values are part of the Python interface (kernels/cpu.py).
 enum class GroupNumbers : int { none = 0, f32 = 1, f16 = 2, i8 = 3, u8 = 4 };
@@ -66,8 +68,10 @@ struct GroupedForm {
   int bits = 0;                               // of a code: 2 to 6 or 8; 0: the weight is not grouped
   int64_t group_size = 0;                     // a multiple of 16; with 3 and 5 bits 16, or a multiple of 32
   GroupNumbers scales = GroupNumbers::f32;    // f32, f16, or i8: factors
-  GroupNumbers offsets = GroupNumbers::none;  // u8: zeros; f32, f16, or i8 (factors): minima
+  GroupNumbers offsets = GroupNumbers::none;  // u8: zeros; f32, f16, or, beside factors, i8 (factors): minima
   int64_t super_size = 1;                     // groups that share the numbers behind factors
+
+  bool has_factors() const { return scales == GroupNumbers::i8; }
 };
 
 // Byte offsets and sizes in a panel of the packed layout.
