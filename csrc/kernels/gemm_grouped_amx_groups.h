@@ -81,6 +81,7 @@ template <int kRows, Offset kOffset>
 void add_super_of_tile(const FactorNumbers& factors, int64_t column, const QuantizedRows& input, int64_t row,
                        int64_t super, int64_t num_groups, const I32 (&sums)[kRows], float* totals) {
   const F32 scales = load(factors.halves + column);
+  const MinimumPairs pairs(factors, kOffset == Offset::minima ? num_groups : 0, column);
   F32 minimum_scales = zero();
   if constexpr (kOffset == Offset::minima) minimum_scales = load(factors.halves + kPanelWidth + column);
 #pragma GCC unroll 16
@@ -88,7 +89,7 @@ void add_super_of_tile(const FactorNumbers& factors, int64_t column, const Quant
     I32 minima = zero_i32();
     if constexpr (kOffset == Offset::minima) {
       const int16_t* const of_row = input.minimum_sums + 2 * input.at(row + r, super * input.sums_per_scale);
-      minima = sum_minima(factors, num_groups, column, of_row, input.number_pitch);
+      minima = pairs.times(of_row, input.number_pitch);
     }
     const F32 total = super == 0 ? zero() : load(totals + r * kPanelWidth);
     const F32 row_scale = broadcast(input.scales[input.at(row + r, super)]);

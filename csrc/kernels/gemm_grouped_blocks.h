@@ -154,20 +154,25 @@ inline void add_super_of_rows(const SuperRun& run, const FactorNumbers& numbers,
                               const int32_t* supers) {
   const QuantizedRows& input = *run.input;
   const int64_t index = run.first_super + super;
-  float* totals = run.totals;
-  for (int64_t r = 0; r < num_rows; ++r, supers += kPanelWidth, totals += kPanelWidth) {
-    const F32 scale = broadcast(input.scales[input.at(run.row + r, index)]);
-    const int16_t* const sums = input.minimum_sums + 2 * input.at(run.row + r, index * input.sums_per_scale);
-    for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) {
-      const F32 total = index == 0 ? zero() : load(totals + c);
-      I32 minima = zero_i32();
-      F32 minimum_scales = zero();
-      if constexpr (kOffset == Offset::minima) {
-        minima = sum_minima(numbers, run.super_groups, c, sums, input.number_pitch);
-        minimum_scales = load(numbers.halves + kPanelWidth + c);
+  const float* const row_scales = input.scales + input.at(run.row, index);
+  const int16_t* const sums = input.minimum_sums + 2 * input.at(run.row, index * input.sums_per_scale);
+  for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) {
+    const F32 scales = load(numbers.halves + c);
+    float* const totals = run.totals + c;
+    const auto add_rows = [&](const auto& minima_of_row, F32 minimum_scales) {
+      for (int64_t r = 0; r < num_rows; ++r) {
+        const F32 total = index == 0 ? zero() : load(totals + r * kPanelWidth);
+        store(totals + r * kPanelWidth,
+              add_super<kOffset>(total, load_i32(supers + r * kPanelWidth + c), minima_of_row(r),
+                                 broadcast(row_scales[r]), scales, minimum_scales));
       }
-      store(totals + c,
-            add_super<kOffset>(total, load_i32(supers + c), minima, scale, load(numbers.halves + c), minimum_scales));
+    };
+    if constexpr (kOffset == Offset::minima) {
+      const MinimumPairs pairs(numbers, run.super_groups, c);
+      add_rows([&](int64_t r) { return pairs.times(sums + 2 * r, input.number_pitch); },
+               load(numbers.halves + kPanelWidth + c));
+    } else {
+      add_rows([](int64_t) { return zero_i32(); }, zero());
     }
   }
 }

@@ -77,6 +77,10 @@ inline I32 broadcast_i32(int32_t x) { return _mm512_set1_epi32(x); }
 inline I32 add(I32 x, I32 y) { return _mm512_add_epi32(x, y); }
 inline I32 subtract(I32 x, int32_t y) { return _mm512_sub_epi32(x, broadcast_i32(y)); }
 inline I32 multiply(I32 x, I32 y) { return _mm512_mullo_epi32(x, y); }
+inline I32 join_pairs(I32 low, I32 high) {
+  return _mm512_or_si512(_mm512_and_si512(low, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(high, 16));
+}
+inline I32 multiply_pairs(I32 x, I32 y) { return _mm512_madd_epi16(x, y); }
 inline F32 to_float(I32 x) { return {_mm512_cvtepi32_ps(x)}; }
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 using I32 = __m256i;
@@ -89,6 +93,10 @@ inline I32 broadcast_i32(int32_t x) { return _mm256_set1_epi32(x); }
 inline I32 add(I32 x, I32 y) { return _mm256_add_epi32(x, y); }
 inline I32 subtract(I32 x, int32_t y) { return _mm256_sub_epi32(x, broadcast_i32(y)); }
 inline I32 multiply(I32 x, I32 y) { return _mm256_mullo_epi32(x, y); }
+inline I32 join_pairs(I32 low, I32 high) {
+  return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32(high, 16));
+}
+inline I32 multiply_pairs(I32 x, I32 y) { return _mm256_madd_epi16(x, y); }
 inline F32 to_float(I32 x) { return {_mm256_cvtepi32_ps(x)}; }
 #else
 using I32 = Vector4i;
@@ -103,6 +111,8 @@ inline I32 broadcast_i32(int32_t x) { return I32{x, x, x, x}; }
 inline I32 add(I32 x, I32 y) { return x + y; }
 inline I32 subtract(I32 x, int32_t y) { return x - y; }
 inline I32 multiply(I32 x, I32 y) { return x * y; }
+inline I32 join_pairs(I32 low, I32 high) { return (low & 0xffff) | (high << 16); }
+inline I32 multiply_pairs(I32 x, I32 y) { return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16); }
 inline F32 to_float(I32 x) { return {__builtin_convertvector(x, Vector4f)}; }
 #endif
 inline I32 zero_i32() { return broadcast_i32(0); }
@@ -155,17 +165,30 @@ inline I32 add_factor_group(I32 super, I32 sums, int32_t zero_sum, I32 factors) 
   return add(super, multiply(sums, factors));
 }
 
-// The same for minima: `column` of a panel in all `num_groups` of a super-group; `sums` are a row's, see QuantizedRows.
-inline I32 sum_minima(const FactorNumbers& numbers, int64_t num_groups, int64_t column, const int16_t* sums,
-                      int64_t number_pitch) {
-  const int8_t* factors = numbers.factors + kPanelWidth + column;
-  I32 total = zero_i32();
-  for (int64_t g = 0; g < num_groups; ++g, factors += numbers.group_bytes) {
-    const int32_t sum = sums[g / 2 * 2 * number_pitch + g % 2];
-    total = add(total, multiply(load_factors(factors), broadcast_i32(sum)));
+// The factors of the minima of a super-group's groups, two and two as 16-bit integers, in as many columns as I32 has
+// lanes.
+struct MinimumPairs {
+  int64_t count;
+  I32 factors[kMaxSuperElements / 16 / 2];
+
+  MinimumPairs(const FactorNumbers& numbers, int64_t num_groups, int64_t column) : count(ceil_div(num_groups, 2)) {
+    const int8_t* from = numbers.factors + kPanelWidth + column;
+    for (int64_t g = 0; g < num_groups; g += 2, from += 2 * numbers.group_bytes)
+      factors[g / 2] =
+          join_pairs(load_factors(from), g + 1 < num_groups ? load_factors(from + numbers.group_bytes) : zero_i32());
   }
-  return total;
-}
+
+  // The integer sum of the minima; `sums` are a row's, see QuantizedRows.
+  I32 times(const int16_t* sums, int64_t number_pitch) const {
+    I32 total = zero_i32();
+    for (int64_t pair = 0; pair < count; ++pair, sums += 2 * number_pitch) {
+      int32_t both;
+      std::memcpy(&both, sums, sizeof(both));
+      total = add(total, multiply_pairs(factors[pair], broadcast_i32(both)));
+    }
+    return total;
+  }
+};
 
 // The float sums of a row with one more super-group. Its integer sums are below 2^31 and rounded here, once.
 template <Offset kOffset>
