@@ -168,10 +168,12 @@ def test_with_factors_a_super_group_of_the_input_shares_a_scale(isa: str, weight
     """A small element vanishes beside a large one in another group of its super-group, and nowhere else."""
     weight = random_weight(weight_format, 70, 600)
     packed = pack_grouped(weight)
+    order_K = torch.arange(600) if weight.order_K is None else weight.order_K
+    large, beside, elsewhere = order_K[[3, 200, 300]].tolist()
     x_TK = torch.zeros(4, 600)
-    x_TK[0:3, 3] = 127
-    x_TK[1, 200] = 0.4
-    x_TK[2:4, 300] = 0.4
+    x_TK[0:3, large] = 127
+    x_TK[1, beside] = 0.4
+    x_TK[2:4, elsewhere] = 0.4
     y_TN = grouped_linear(x_TK, packed)
     assert torch.equal(y_TN[1], y_TN[0])
     torch.testing.assert_close(y_TN[2], y_TN[0] + y_TN[3], atol=ATOL, rtol=0)
