@@ -130,9 +130,9 @@ def test_memory_settings_know_their_reason() -> None:
     ("is_server", "arguments", "limits", "source"),
     [
         (True, {}, (128, 2048), "default"),
-        (False, {}, (256, 4096), "default"),
+        (False, {}, (256, 2048), "default"),
         (True, {"performance_mode": "throughput"}, (256, 4096), "formula"),
-        (False, {"performance_mode": "throughput"}, (512, 8192), "formula"),
+        (False, {"performance_mode": "throughput"}, (512, 4096), "formula"),
         (True, {"performance_mode": "throughput", "max_num_seqs": 64}, (64, 2048), "default"),
         (True, {"performance_mode": "throughput", "max_num_batched_tokens": 512}, (128, 512), "argument"),
         (True, {"performance_mode": "interactivity"}, (128, 512), "formula"),
