@@ -11,7 +11,12 @@ namespace quire {
 namespace {
 
 GroupedForm form_of(int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
-  return {bits, group_size, static_cast<GroupNumbers>(scales), static_cast<GroupNumbers>(offsets), super_size};
+  const GroupedForm form{bits, group_size, static_cast<GroupNumbers>(scales), static_cast<GroupNumbers>(offsets),
+                         super_size};
+  if (form.has_factors() && group_size * super_size > kMaxSuperElements)
+    throw std::invalid_argument("a super-group of " + std::to_string(group_size * super_size) + " elements, at most " +
+                                std::to_string(kMaxSuperElements));
+  return form;
 }
 
 }  // namespace

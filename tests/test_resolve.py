@@ -233,7 +233,7 @@ def test_weights_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize(("is_server", "limits"), [(True, (128, 2048)), (False, (256, 2048))])
-def test_batch_limits_are_vllms(is_server: bool, limits: tuple[int, int]) -> None:
+def test_batch_limits(is_server: bool, limits: tuple[int, int]) -> None:
     resolved = resolve(EngineConfig(), MODEL, DEVICE, is_server=is_server)
     assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == limits
     assert resolved.settings["max_num_seqs"].is_live

@@ -312,3 +312,19 @@ def test_a_small_vocabulary_works(tmp_path: Path) -> None:
     found = Tokenizer.from_folder(path)
     assert found.encode("abba") == [2, 1, 0]
     assert found.bos_token_id is None
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_a_run_of_spaces_is_cut_in_linear_time(pre: str) -> None:
+    """A pattern that tries again from every space would take a minute for each of them."""
+    run = " " * 300_000
+    for pattern in PRE_TOKENIZERS[pre].patterns:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        for whole in (f"{run}1", f"a{run}", f"a{run}\U0001f600"):
+            assert "".join(piece for piece, _ in split.pre_tokenize_str(whole)) == whole
+
+
+def test_spaces_at_the_end_are_a_piece_of_their_own() -> None:
+    split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS["deepseek-llm"].patterns[3]), "isolated")
+    for whole, pieces in (("a  b  ", ["a  b", "  "]), ("  ", ["  "]), (" a", [" a"]), ("a ", ["a", " "])):
+        assert [piece for piece, _ in split.pre_tokenize_str(whole)] == pieces

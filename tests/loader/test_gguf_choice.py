@@ -17,7 +17,7 @@ import quire.demo
 from quire.cli.main import main
 from quire.errors import ConfigError, WeightsError
 from quire.gguf.file import is_gguf, open_gguf
-from quire.loader import gguf_headers
+from quire.loader import gguf_choice, gguf_headers
 from quire.loader.gguf_choice import find_gguf
 from quire.loader.hub import resolve_model
 from quire.model_config import load_model_config
@@ -252,6 +252,40 @@ def test_a_plan_reads_the_header_alone(
     assert header is not None
     assert header.stat().st_size == whole.stat().st_size
     assert replace(load_model_config(header), model="") == replace(load_model_config(whole), model="")
+
+
+@pytest.mark.parametrize("name", ["demo-Q8_0-00001-of-00000.gguf", "demo-Q8_0-00001-of-99999.gguf"])
+def test_counts_of_parts_that_cannot_be(name: str, hub: Hub, tmp_path: Path) -> None:
+    """Such a file is downloaded and refused like any other."""
+    hub.files = {name: Raw().build()}
+    header = find_gguf("small/model", name, download_dir=str(tmp_path), weights=False)
+    assert header is not None
+    with pytest.raises(WeightsError, match="Part"):
+        open_gguf(header)
+
+
+def test_parts_are_spelled_as_the_first(hub: Hub, tmp_path: Path) -> None:
+    names = [f"Demo-Q8_0-{number:05}-OF-00002.GGUF" for number in (1, 2)]
+    hub.files = {name: Raw().build() for name in names}
+    header = find_gguf("small/model", names[0], download_dir=str(tmp_path), weights=False)
+    assert header is not None
+    assert sorted(path.name for path in header.parent.iterdir()) == names
+
+
+def test_a_header_that_cannot_be_read_alone(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is downloaded, and a line says so."""
+    hub.files = {"a-F32.gguf": Raw().build()}
+
+    def fails(*_: object) -> Path:
+        raise OSError("429 Too Many Requests")
+
+    monkeypatch.setattr(gguf_choice, "fetch_headers", fails)
+    found = find_gguf("small/model", "a-F32.gguf", download_dir=str(tmp_path), weights=False)
+    assert found is not None
+    assert found.is_relative_to(tmp_path)
+    assert "429 Too Many Requests): the file is downloaded" in caplog.text
 
 
 def test_numbers_of_the_configuration_behind_weights(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ _PLAIN = PreTokenizer((_GPT2,))
 _LINE, _HAN_AND_HANGUL = r"[\r\n]", "[一-龥ࠀ-一가-\ud7ff]+"
 _DEEPSEEK_CODER = PreTokenizer((_LINE, r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}"))
 _DEEPSEEK_LLM = PreTokenizer(
-    (_LINE, r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _HAN_AND_HANGUL, r"\p{N}")
+    (_LINE, r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"(?<!\s)\s++$", _HAN_AND_HANGUL, r"\p{N}")
 )
 # What llama.cpp does with files that name none.
 _DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))

@@ -26,7 +26,7 @@ class GroupedWeight:
         codes_NK: uint8, below 2^bits; rows may be strided.
         bits: 2 to 6 or 8.
         group_size: elements along K that share a scale: a multiple of 16, at most MAX_GROUP_SIZE; with 3 and 5 bits 16,
-            or a multiple of 32.
+            or a multiple of 32, as are then the elements of super-groups.
         scales_NG: float32 or float16, or int8 factors of `super_scales_NS`.
         zeros_NG: uint8, the codes of the value 0; None: 2^(bits - 1), unless there are minima.
         minima_NG: float32 or float16, or int8 factors of `super_minima_NS`; excludes zeros.
@@ -63,7 +63,11 @@ class GroupedWeight:
             is_factors = factors_NG is not None and factors_NG.dtype == torch.int8
             assert is_factors == (x_NS is not None), "factors without numbers, or numbers without factors"
         if self.super_scales_NS is not None:
-            assert self.super_size * self.group_size <= MAX_SUPER_ELEMENTS, "a super-group is too large"
+            elements = self.super_size * self.group_size
+            assert elements <= MAX_SUPER_ELEMENTS, f"a super-group of {elements} elements"
+            assert self.bits not in (3, 5) or self.super_size == 1 or elements % 32 == 0, (
+                f"{self.bits} bits, {elements}"
+            )
             assert self.zeros_NG is None, "factors beside zeros"
             assert (self.minima_NG is None) == (self.super_minima_NS is None), "factors beside numbers"
         else:

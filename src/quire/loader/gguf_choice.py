@@ -86,9 +86,9 @@ def _header(repo: str, name: str, revision: str | None, download_dir: str | None
     """A file with the header of one on the hub, or that file if it has been downloaded; None: it has to be."""
     part = SPLIT_NAME.fullmatch(name)
     count = 1 if part is None else int(part["count"])
-    names = [name] if part is None else [f"{part['stem']}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
-    if count > _MAX_PARTS:
+    if not 1 <= count <= _MAX_PARTS:
         return None
+    names = [name] if part is None else [_part_name(name, part, number) for number in range(1, count + 1)]
     if all(cached_file(repo, each, revision, download_dir) for each in names):
         return cached_file(repo, names[0], revision, download_dir)
     try:
@@ -96,8 +96,13 @@ def _header(repo: str, name: str, revision: str | None, download_dir: str | None
     except WeightsError:
         raise
     except Exception as error:  # also those of the HTTP client, which differs between the library's versions
-        logger.debug("The header of %s cannot be read alone: %s", name, error)
+        logger.warning("the header of %s cannot be read alone (%s): the file is downloaded", name, error)
         return None
+
+
+def _part_name(name: str, part: re.Match[str], number: int) -> str:
+    """The name of another part of a model, spelled as this one."""
+    return f"{name[: part.start('number')]}{number:05}{name[part.end('number') :]}"
 
 
 def _checked(path: Path, param: str) -> Path:

@@ -210,9 +210,9 @@ def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
 
     if raw.count(b"{") + raw.count(b"[") > MAX_BRACKETS or raw.count(b",") + raw.count(b":") > MAX_VALUES:
         raise WeightsError(
-            f"{path.name} declares more than {MAX_ENTRIES} tensors can need",
+            f"The header of {path.name} holds more than {MAX_ENTRIES} tensors and their metadata can need",
             value=f"{len(raw)} bytes",
-            expected="a name, a dtype, a shape and offsets for each",
+            expected="a name, a dtype, a shape and offsets for each tensor, and a little text about the file",
             fix=_AGAIN,
         )
     try:

@@ -44,7 +44,8 @@ struct CodePlanes {
   constexpr int64_t low_bytes() const { return kQuadBytes * quads * low_bits / 8; }
   constexpr int64_t bytes() const { return kQuadBytes * quads * (low_bits + high_bits) / 8; }
 };
-inline constexpr int64_t kMaxSuperElements = 256;
+
+inline constexpr int64_t kMaxSuperElements = 256;  // of a super-group: what 32-bit sums hold, see above
 
 // How the numbers of groups are stored; the values are part of the Python interface (kernels/cpu.py).
 enum class GroupNumbers : int { none = 0, f32 = 1, f16 = 2, i8 = 3, u8 = 4 };
@@ -64,6 +65,7 @@ constexpr int64_t size_of(GroupNumbers numbers) {
   return 0;
 }
 
+// With 3 and 5 bits, super-groups of several groups are multiples of 32 elements, as whole planes are.
 struct GroupedForm {
   int bits = 0;                               // of a code: 2 to 6 or 8; 0: the weight is not grouped
   int64_t group_size = 0;                     // a multiple of 16; with 3 and 5 bits 16, or a multiple of 32
