@@ -156,6 +156,9 @@ def test_strided_rows(isa: str) -> None:
     strided = pack_fp8(Fp8Weight(wide_codes[:, 5:105], weight.scales_NG, 128))
     assert torch.equal(fp8_linear(wide_x[:, 7:107], strided), expected_TN)
     assert torch.equal(fp8_linear(x_TK.t().contiguous().t(), strided), expected_TN)
+    columns_TN = torch.zeros(len(expected_TN), 3 + expected_TN.shape[1], dtype=expected_TN.dtype)[:, 3:]
+    assert fp8_linear(x_TK, strided, out=columns_TN) is columns_TN
+    assert torch.equal(columns_TN, expected_TN)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

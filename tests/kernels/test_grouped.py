@@ -91,6 +91,21 @@ def test_matches_the_twin(isa: str, N: int, K: int, weight_format: GroupedFormat
     assert grouped_linear(x_TK, packed).dtype == dtype
 
 
+def test_a_result_goes_where_it_is_wanted(isa: str) -> None:
+    """Into columns of a larger one, of which the others stay."""
+    x_TK, weight = make(FORMATS[0], 70, 320, 5, torch.bfloat16)
+    packed = pack_grouped(weight)
+    larger = torch.full((5, 100), 7.0, dtype=torch.bfloat16)
+    columns_TN = larger[:, 20:90]
+    assert grouped_linear(x_TK, packed, out=columns_TN) is columns_TN
+    assert torch.equal(columns_TN, grouped_linear(x_TK, packed))
+    assert (larger[:, :20] == 7).all()
+    assert (larger[:, 90:] == 7).all()
+    for wrong in (larger, larger[:, :70].T.contiguous().T, torch.empty(4, 70, dtype=torch.bfloat16)):
+        with pytest.raises(AssertionError, match=r"out is|of out"):
+            grouped_linear(x_TK, packed, out=wrong)
+
+
 @pytest.mark.parametrize("weight_format", PLAIN_FORMATS, ids=str)
 def test_codes_of_every_value(isa: str, weight_format: GroupedFormat) -> None:
     """Zeros, the extremes, and all in between; sums of the largest magnitude do not overflow."""

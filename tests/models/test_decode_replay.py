@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.models import decode_replay
 from quire.models.decoder import Decoder
+from tests.gguf.writing import write_gguf
 from tests.models.paged_run import PagedRun
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="only compiled kernels are recorded")
@@ -64,6 +66,19 @@ def test_the_same_bits(model: Decoder, num_recorded: list[int | None], monkeypat
     monkeypatch.setattr(decode_replay, "MAX_ROWS", 0)
     anew = steps(model)
     assert all(torch.equal(a, b) for a, b in zip(replayed, anew, strict=True))
+
+
+def test_shards_in_several_formats(
+    tmp_path: Path, num_recorded: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in files of mixed types: q and k, and v, are two products into one result."""
+    write_gguf(tmp_path / "m.gguf", quire.demo.path(), "Q4_0", overrides={"attn_v": "Q8_0"})
+    model = load_model(load_model_config(tmp_path / "m.gguf"), torch.bfloat16)
+    assert isinstance(model, Decoder)
+    replayed = steps(model)
+    assert num_recorded == [1 + 10 * model.config.num_layers] * 3
+    monkeypatch.setattr(decode_replay, "MAX_ROWS", 0)
+    assert all(torch.equal(a, b) for a, b in zip(replayed, steps(model), strict=True))
 
 
 def test_results_stay_when_the_next_step_comes(model: Decoder) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import cpu, gpu, pages, weight_memory
-from quire.kernels.product import check_product
+from quire.kernels.product import check_product, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import PANEL_WIDTH
 
@@ -87,16 +87,10 @@ def linear(
     """
     check_product(x_TK, packed.N, packed.K, bias_N)
     assert x_TK.dtype == packed.dtype, f"x is {x_TK.dtype}, the weight is {packed.dtype}"
-    T = x_TK.shape[0]
     on_gpu = gpu.takes(x_TK) and gpu.is_deterministic()
     if out is None and not (packed.is_packed or on_gpu):
         return _plain(x_TK, packed, bias_N).to(out_dtype or x_TK.dtype)
-    if out is None:
-        out = torch.empty((T, packed.N), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
-    else:
-        assert out.shape == (T, packed.N), f"out is {tuple(out.shape)}, expected [{T}, {packed.N}]"
-        assert out.stride(1) == 1, "the last dimension of out is not contiguous"
-        assert out_dtype is None or out_dtype == out.dtype, f"out is {out.dtype}, out_dtype is {out_dtype}"
+    out = result_memory(x_TK, packed.N, out, out_dtype)
     if not (packed.is_packed or on_gpu):
         return out.copy_(_plain(x_TK, packed, bias_N))
     x_TK, bias_N = contiguous_rows(x_TK), None if bias_N is None else contiguous_rows(bias_N)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.fp8_weight import Fp8Weight
-from quire.kernels.product import check_product
+from quire.kernels.product import check_product, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import PANEL_WIDTH, Fp8Format
 
@@ -132,27 +132,32 @@ def gated_activation_to_fp8(name: str, x_T2I: Tensor) -> Fp8Rows:
 
 
 def fp8_linear(
-    x_TK: Rows, packed: PackedFp8, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x_TK: Rows,
+    packed: PackedFp8,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y_TN = x @ weight.T + bias_N. Sums of a group are of x and codes as they are, in float32; then come the scales.
 
     Where `quantizes_activations` says so, x is quantized first, with a scale per row; or it comes as Fp8Rows, because
-    that has been asked before. The output has x's dtype or `out_dtype`, rounded once.
+    that has been asked before. The output has x's dtype or `out_dtype`, rounded once. `out`: where it goes, if x is
+    not quantized.
     """
     if isinstance(x_TK, Fp8Rows):
         return _product_of_codes(x_TK, packed, bias_N, out_dtype or x_TK.dtype)
     check_product(x_TK, packed.N, packed.K, bias_N)
-    out_dtype = out_dtype or x_TK.dtype
     on_gpu = gpu.takes(x_TK)
     if packed.data is None and not on_gpu:
         assert packed.weight is not None
-        return reference.fp8_linear(x_TK, packed.weight, bias_N, out_dtype)
+        out_TN = result_memory(x_TK, packed.N, out, out_dtype)
+        return out_TN.copy_(reference.fp8_linear(x_TK, packed.weight, bias_N, out_TN.dtype))
     x_TK = contiguous_rows(x_TK)
     bias_N = None if bias_N is None else contiguous_rows(bias_N)
-    if on_gpu and quantizes_activations(x_TK, packed, out_dtype):
+    if on_gpu and quantizes_activations(x_TK, packed, out_dtype or x_TK.dtype):
         codes_TK, scales_T1 = gpu.kernels().quantize_rows(x_TK)
-        return _product_of_codes(Fp8Rows(codes_TK, scales_T1, x_TK.dtype), packed, bias_N, out_dtype)
-    out_TN = torch.empty((x_TK.shape[0], packed.N), dtype=out_dtype, device=x_TK.device)
+        return _product_of_codes(Fp8Rows(codes_TK, scales_T1, x_TK.dtype), packed, bias_N, out_dtype or x_TK.dtype)
+    out_TN = result_memory(x_TK, packed.N, out, out_dtype)
     if on_gpu:
         assert packed.weight is not None
         codes_NK, scales_NG = packed.weight.codes_NK, packed.weight.scales_NG

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.grouped_panels import rows_of_panels, to_panels
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.kernels.product import check_product
+from quire.kernels.product import check_product, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import GroupedFormat
 
@@ -111,9 +111,13 @@ def _contiguous(weight: GroupedWeight) -> GroupedWeight:
 
 
 def grouped_linear(
-    x_TK: Tensor, packed: PackedGrouped, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x_TK: Tensor,
+    packed: PackedGrouped,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """y_TN = x @ weight.T + bias_N; the output has x's dtype or `out_dtype`, rounded once.
+    """y_TN = x @ weight.T + bias_N; the output has x's dtype or `out_dtype`, rounded once. `out`: where it goes.
 
     On CPU, rows of x are quantized to 8 bits, one scale per row and group of the weight or, where it has factors,
     super-group: integer sums within it are exact; then they are added in float32, in order. On GPU x stays as it is,
@@ -121,11 +125,10 @@ def grouped_linear(
     finite gives no finite number in its row of the output; on CPU all are NaN.
     """
     check_product(x_TK, packed.N, packed.K, bias_N)
-    out_dtype = out_dtype or x_TK.dtype
+    out_TN = result_memory(x_TK, packed.N, out, out_dtype)
     if packed.data is None:
         assert packed.weight is not None
-        return reference.grouped_linear(x_TK, packed.weight, bias_N, out_dtype)
-    out_TN = torch.empty((x_TK.shape[0], packed.N), dtype=out_dtype, device=x_TK.device)
+        return out_TN.copy_(reference.grouped_linear(x_TK, packed.weight, bias_N, out_TN.dtype))
     x_TK = contiguous_rows(x_TK)
     bias_N = None if bias_N is None else contiguous_rows(bias_N)
     if gpu.takes(x_TK):

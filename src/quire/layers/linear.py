@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import gpu
+from quire.kernels import cpu, gpu
 from quire.kernels.fp8 import PackedFp8, Rows, quantizes_activations
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor
@@ -54,9 +54,9 @@ class Linear:
         self._bias_tensor = ShardedTensor([(num_outputs,) for _, num_outputs in shards], dtype) if bias else None
         self._apply: Callable[..., Tensor] = scheme.apply
 
-    def __call__(self, x_TK: Rows, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x may be quantized already where `quantizes` says that it would be."""
-        return self._apply(self, x_TK, out_dtype)
+    def __call__(self, x_TK: Rows, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """x may be quantized already where `quantizes` says that it would be. `out`: for the result, on a CPU."""
+        return self._apply(self, x_TK, out_dtype, out)
 
     def quantizes(self, x: Tensor) -> bool:
         """Whether rows of x are quantized to FP8 before they are multiplied. Only their number and device count."""
@@ -67,10 +67,12 @@ class Linear:
         """Show every input to `watch` before it is multiplied: calibration."""
         apply = self._apply
 
-        def watched(layer: LinearLayer, x_TK: Rows, out_dtype: torch.dtype | None = None) -> Tensor:
+        def watched(
+            layer: LinearLayer, x_TK: Rows, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+        ) -> Tensor:
             assert isinstance(x_TK, Tensor), "rows that are quantized already"
             watch(x_TK)
-            return apply(layer, x_TK, out_dtype)
+            return apply(layer, x_TK, out_dtype, out)
 
         self._apply = watched
 
@@ -129,7 +131,14 @@ class SplitLinear:
         self.parts = tuple(parts)
 
     def __call__(self, x_TK: Rows) -> Tensor:
-        return torch.cat([part(x_TK) for part in self.parts], dim=1)
+        if not isinstance(x_TK, Tensor) or not cpu.takes(x_TK):
+            return torch.cat([part(x_TK) for part in self.parts], dim=1)
+        # nothing but kernels: a decode step can be recorded
+        sizes = [part.out_features for part in self.parts]
+        out_TN = torch.empty((x_TK.shape[0], sum(sizes)), dtype=x_TK.dtype, device=x_TK.device)
+        for part, columns_TN in zip(self.parts, out_TN.split_with_sizes(sizes, 1), strict=True):
+            part(x_TK, out=columns_TN)
+        return out_TN
 
     def quantizes(self, x: Tensor) -> bool:
         """Whether all of them do: see Linear."""

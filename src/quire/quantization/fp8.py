@@ -22,8 +22,10 @@ from quire.weight_format import Fp8Format
 class _Fp8:
     """What both schemes share once the weight is packed."""
 
-    def apply(self, layer: LinearLayer, x_TK: Rows, out_dtype: torch.dtype | None = None) -> Tensor:
-        return fp8_linear(x_TK, layer.weight, layer.bias, out_dtype)
+    def apply(
+        self, layer: LinearLayer, x_TK: Rows, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        return fp8_linear(x_TK, layer.weight, layer.bias, out_dtype, out)
 
     def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
         return fp8_rows(layer.weight, rows_T, layer.dtype)

@@ -31,8 +31,10 @@ def _say_once(message: str) -> None:
 class Grouped:
     """What all schemes with such a weight share once it is packed."""
 
-    def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return grouped_linear(x_TK, layer.weight, layer.bias, out_dtype)
+    def apply(
+        self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        return grouped_linear(x_TK, layer.weight, layer.bias, out_dtype, out)
 
     def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
         return grouped_rows(layer.weight, rows_T, layer.dtype)

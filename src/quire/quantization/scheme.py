@@ -158,8 +158,10 @@ class QuantScheme(Protocol):
         """
         ...
 
-    def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x @ weight.T + bias -> [T, N] in x's dtype or `out_dtype`."""
+    def apply(
+        self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x @ weight.T + bias -> [T, N] in x's dtype or `out_dtype`; on a CPU, in `out` if given."""
         ...
 
     def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:

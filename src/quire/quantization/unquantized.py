@@ -25,8 +25,10 @@ class Unquantized:
         else:
             layer.weight = pack_linear(tensor.owned)
 
-    def apply(self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return linear(x_TK, layer.weight, layer.bias, out_dtype=out_dtype)
+    def apply(
+        self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        return linear(x_TK, layer.weight, layer.bias, out, out_dtype)
 
     def rows(self, layer: LinearLayer, rows_T: Tensor) -> Tensor:
         return packed_rows(layer.weight, rows_T)
