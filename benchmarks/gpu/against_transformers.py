@@ -219,8 +219,7 @@ def main(run: Callable[[Task], dict[str, Any]] = in_a_process) -> None:
     environment = machine.environment("against_transformers.py")
     text = ["# Offline against transformers' continuous batching", "", *machine.lines(environment)]
     if limit is not None:
-        copy, product = limit.read_bandwidth / 1e12, limit.peak_flops / 1e12
-        text.append(f"- Limits measured in the same run: copy {copy:.2f} TB/s, product {product:.0f} TFLOP/s.")
+        text.append(machine.limits_line(limit.read_bandwidth, limit.peak_flops))
     print("\n".join(text), flush=True)
     results = []
     for name in arguments.models.split(","):

@@ -438,8 +438,7 @@ def main() -> None:
     environment = machine.environment("engine.py")
     head = ["# The engine on a GPU", "", *machine.lines(environment)]
     if limit is not None:
-        copy, product = limit.read_bandwidth / 1e12, limit.peak_flops / 1e12
-        head.append(f"- Limits measured in the same run: copy {copy:.2f} TB/s, product {product:.0f} TFLOP/s.")
+        head.append(machine.limits_line(limit.read_bandwidth, limit.peak_flops))
     print("\n".join(head), flush=True)
     names = arguments.models.split(",")
     plain, deterministic, text = [], [], list(head)

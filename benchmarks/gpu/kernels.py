@@ -288,7 +288,7 @@ def markdown(environment: dict[str, Any], bandwidth: float, flops: float, rows: 
         "# GPU kernels",
         "",
         *machine.lines(environment),
-        f"- Limits measured in the same run: copy {bandwidth / 1e12:.2f} TB/s, product {flops / 1e12:.0f} TFLOP/s.",
+        machine.limits_line(bandwidth, flops),
         "",
         "| case | us | % of the copy rate | % of the product rate |",
         "|---|---|---|---|",

@@ -82,6 +82,12 @@ def lines(environment: dict[str, Any]) -> list[str]:
     ]
 
 
+def limits_line(copy_bytes_per_s: float, product_flop_per_s: float) -> str:
+    """The rates that percentages are of, as Markdown."""
+    copy, product = copy_bytes_per_s / 1e12, product_flop_per_s / 1e12
+    return f"- Limits measured in the same run: copy {copy:.2f} TB/s, product {product:.0f} TFLOP/s."
+
+
 if __name__ == "__main__":
     require()
     if not find_spec("transformers"):

@@ -73,8 +73,7 @@ struct AmxTile {
   template <Codes kCodes, Offset kOffset, bool kSignedCodes>
   static void add_supers(int rows, const SuperRun& run, int32_t* sums, int32_t* supers, const PrefetchPlan& plan,
                          int pass) {
-    Prefetch prefetch = plan.of_pass(pass);
-    add_supers_through_memory<AmxTile, kCodes, kOffset, kSignedCodes>(rows, run, sums, supers, prefetch);
+    add_supers_through_memory<AmxTile, kCodes, kOffset, kSignedCodes>(rows, run, sums, supers, plan.of_pass(pass));
   }
 
   template <Codes, bool kSignedCodes>

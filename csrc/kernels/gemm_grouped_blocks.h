@@ -102,11 +102,8 @@ inline void add_group_of_rows(const QuantizedRows& input, int64_t row, int64_t n
   }
 }
 
-enum class Codes {
-  bytes,
-  packed,
-  unpacked
-};  // 8 bits; 4 bits as stored; fewer than 8 brought to bytes, block by block
+// 8 bits; 4 bits as stored; fewer than 8 brought to bytes, block by block
+enum class Codes { bytes, packed, unpacked };
 
 // Whole groups of a panel, and the rows they are for.
 struct GroupRun {
@@ -180,7 +177,7 @@ inline void add_super_of_rows(const SuperRun& run, const FactorNumbers& numbers,
 // The super-groups of a run by Tile::run(); `sums` has room for those of a group, then of a super-group.
 template <class Tile, Codes kCodes, Offset kOffset, bool kSigned>
 inline void add_supers_through_memory(int rows, const SuperRun& run, int32_t* sums, int32_t* supers,
-                                      Prefetch& prefetch) {
+                                      Prefetch prefetch) {
   const QuantizedRows& input = *run.input;
   const int64_t group_bytes = run.group_quads * kQuadBytes / (kCodes == Codes::packed ? 2 : 1);
   const int8_t* codes = input.codes + run.row * input.stride + run.first_group() * run.group_quads * kQuad;

@@ -43,6 +43,21 @@ struct GroupTile {
 #define QUIRE_IF(condition) ".if %c[" #condition "]\n"
 #define QUIRE_END ".endif\n"
 
+// Prefetch::fetch(), of 0 to 4 lines
+#define QUIRE_FETCH_AHEAD              \
+  "cmpq $1, %c[lines](%[tile])\n"      \
+  "jb 9f\n"                            \
+  "prefetcht0 (%[next])\n"             \
+  "je 9f\n"                            \
+  "prefetcht0 64(%[next])\n"           \
+  "cmpq $3, %c[lines](%[tile])\n"      \
+  "jb 9f\n"                            \
+  "prefetcht0 128(%[next])\n"          \
+  "je 9f\n"                            \
+  "prefetcht0 192(%[next])\n"          \
+  "9:\n"                               \
+  "add %c[line_bytes](%[tile]), %[next]\n"
+
 #define QUIRE_ZERO(sum) "vpxord %%zmm" #sum ", %%zmm" #sum ", %%zmm" #sum "\n"
 #define QUIRE_ZERO_ROW(row, x, s0, s1, s2, s3, argument) \
   QUIRE_IF_ROW(row) QUIRE_ZERO(s0) QUIRE_ZERO(s1) QUIRE_ZERO(s2) QUIRE_ZERO(s3) QUIRE_END
@@ -105,18 +120,7 @@ void add_groups_vnni(const GroupRun& run, Prefetch& prefetch) {
       "mov %c[steps](%[tile]), %[step]\n"
 
       "2:\n"  // a step
-      "cmpq $1, %c[lines](%[tile])\n"
-      "jb 3f\n"
-      "prefetcht0 (%[next])\n"
-      "je 3f\n"
-      "prefetcht0 64(%[next])\n"
-      "cmpq $3, %c[lines](%[tile])\n"
-      "jb 3f\n"
-      "prefetcht0 128(%[next])\n"
-      "je 3f\n"
-      "prefetcht0 192(%[next])\n"
-      "3:\n"
-      "add %c[line_bytes](%[tile]), %[next]\n"
+      QUIRE_FETCH_AHEAD
       QUIRE_IF(packed)
       QUIRE_FROM_WEIGHTS("vpandd", ", %%zmm7")
       QUIRE_ROWS(QUIRE_DOT_ROW, 0)

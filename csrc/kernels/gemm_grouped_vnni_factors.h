@@ -162,18 +162,7 @@ void add_supers_vnni(const SuperRun& run, int64_t column, const Prefetch& prefet
       "mov %c[steps](%[tile]), %[step]\n"
 
       "3:\n"  // a step
-      "cmpq $1, %c[lines](%[tile])\n"
-      "jb 4f\n"
-      "prefetcht0 (%[next])\n"
-      "je 4f\n"
-      "prefetcht0 64(%[next])\n"
-      "cmpq $3, %c[lines](%[tile])\n"
-      "jb 4f\n"
-      "prefetcht0 128(%[next])\n"
-      "je 4f\n"
-      "prefetcht0 192(%[next])\n"
-      "4:\n"
-      "add %c[line_bytes](%[tile]), %[next]\n"
+      QUIRE_FETCH_AHEAD
       QUIRE_IF(packed)
       QUIRE_VECTORS(QUIRE_LOAD_LOW)
       QUIRE_FACTOR_ROWS(QUIRE_DOT_GROUP, 0)
@@ -201,13 +190,13 @@ void add_supers_vnni(const SuperRun& run, int64_t column, const Prefetch& prefet
       "mov %c[groups](%[tile]), %[group]\n"
       "imul $-128, %[group], %[step]\n"
       "add %[factors], %[step]\n"
-      "5:\n"  // a pair of groups
+      "4:\n"  // a pair of groups
       QUIRE_VECTORS(QUIRE_LOAD_PAIR)
       QUIRE_FACTOR_ROWS(QUIRE_ADD_MINIMA, 0)
       "add $256, %[step]\n"
       "add %c[pitch](%[tile]), %[sums]\n"
       "sub $2, %[group]\n"
-      "jg 5b\n"
+      "jg 4b\n"
       QUIRE_END
 
       "mov %c[halves](%[tile]), %[step]\n"

@@ -35,104 +35,88 @@ inline void keep(Vector& x) {
 #endif
 }
 
-int64_t multiply_f32(int64_t rounds) {
-  F32 sums[kChains];
+// sum = multiply_add(sum, x) on every chain, `rounds` times.
+template <class Vector, class MultiplyAdd>
+inline void run_chains(int64_t rounds, Vector x, const MultiplyAdd& multiply_add) {
+  Vector sums[kChains];
 #pragma GCC unroll 16
-  for (int i = 0; i < kChains; ++i) sums[i] = zero();
-  F32 x = broadcast(1.0f);
-  keep(x.v);
+  for (int i = 0; i < kChains; ++i) sums[i] = Vector{};
   for (int64_t round = 0; round < rounds; ++round) {
+    keep(x);
 #pragma GCC unroll 16
     for (int i = 0; i < kChains; ++i) {
-      sums[i] = fma(x, x, sums[i]);
-      keep(sums[i].v);
+      sums[i] = multiply_add(sums[i], x);
+      keep(sums[i]);
     }
   }
+}
+
+int64_t multiply_f32(int64_t rounds) {
+  run_chains(rounds, broadcast(1.0f).v, [](auto sum, auto x) { return fma(F32{x}, F32{x}, F32{sum}).v; });
   return rounds * kChains * F32::kWidth * 2;
 }
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-int64_t multiply_bf16(int64_t rounds) {
-  configure_tiles(kTileRows);
-  for (int64_t round = 0; round < rounds; ++round) {
-    _tile_dpbf16ps(0, 6, 7);
-    _tile_dpbf16ps(1, 6, 7);
-    _tile_dpbf16ps(2, 6, 7);
-    _tile_dpbf16ps(3, 6, 7);
-    _tile_dpbf16ps(4, 6, 7);
-    _tile_dpbf16ps(5, 6, 7);
-  }
+
+// A macro, because tiles are named by literals.
+#define QUIRE_MULTIPLY_TILES(rounds, multiply)       \
+  configure_tiles(kTileRows);                        \
+  for (int64_t round = 0; round < rounds; ++round) { \
+    multiply(0, 6, 7);                               \
+    multiply(1, 6, 7);                               \
+    multiply(2, 6, 7);                               \
+    multiply(3, 6, 7);                               \
+    multiply(4, 6, 7);                               \
+    multiply(5, 6, 7);                               \
+  }                                                  \
   _tile_release();
+
+int64_t multiply_bf16(int64_t rounds) {
+  QUIRE_MULTIPLY_TILES(rounds, _tile_dpbf16ps)
   return rounds * 6 * (16 * 16 * 32 * 2);
 }
-#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
-int64_t multiply_bf16(int64_t rounds) {
-  __m512 sums[kChains];
-#pragma GCC unroll 16
-  for (int i = 0; i < kChains; ++i) sums[i] = _mm512_setzero_ps();
-  __m512i x = _mm512_set1_epi32(0x3f803f80);
-  keep(x);
-  for (int64_t round = 0; round < rounds; ++round) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kChains; ++i) {
-      sums[i] = _mm512_dpbf16_ps(sums[i], reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(x));
-      keep(sums[i]);
-    }
-  }
-  return rounds * kChains * 16 * 2 * 2;
+
+int64_t multiply_int8(int64_t rounds) {
+  QUIRE_MULTIPLY_TILES(rounds, _tile_dpbusd)
+  return rounds * 6 * (16 * 16 * 64 * 2);
 }
+
 #else
-int64_t multiply_bf16(int64_t rounds) { return multiply_f32(rounds); }
+
+int64_t multiply_bf16(int64_t rounds) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+  run_chains(rounds, std::bit_cast<__m512>(_mm512_set1_epi32(0x3f803f80)), [](__m512 sum, __m512 x) {
+    return _mm512_dpbf16_ps(sum, std::bit_cast<__m512bh>(x), std::bit_cast<__m512bh>(x));
+  });
+  return rounds * kChains * 16 * 2 * 2;
+#else
+  return multiply_f32(rounds);
+#endif
+}
+
+// 64 products of one vpdpbusd; without it, as many as 16-bit multiply-adds have.
+int64_t multiply_int8(int64_t rounds) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+  run_chains(rounds, _mm512_set1_epi8(1), [](__m512i sum, __m512i x) { return _mm512_dpbusd_epi32(sum, x, x); });
+  return rounds * kChains * 64 * 2;
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+  run_chains(rounds, _mm512_set1_epi8(1),
+             [](__m512i sum, __m512i x) { return _mm512_add_epi32(sum, _mm512_madd_epi16(x, x)); });
+  return rounds * kChains * 32 * 2;
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
+  run_chains(rounds, _mm256_set1_epi8(1),
+             [](__m256i sum, __m256i x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(x, x)); });
+  return rounds * kChains * 16 * 2;
+#else
+  return multiply_f32(rounds);
+#endif
+}
+
 #endif
 
 int64_t multiply(DType dtype, int64_t rounds) {
   return dtype == DType::bf16 ? multiply_bf16(rounds) : multiply_f32(rounds);
 }
-
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-int64_t multiply_int8(int64_t rounds) {
-  configure_tiles(kTileRows);
-  for (int64_t round = 0; round < rounds; ++round) {
-    _tile_dpbusd(0, 6, 7);
-    _tile_dpbusd(1, 6, 7);
-    _tile_dpbusd(2, 6, 7);
-    _tile_dpbusd(3, 6, 7);
-    _tile_dpbusd(4, 6, 7);
-    _tile_dpbusd(5, 6, 7);
-  }
-  _tile_release();
-  return rounds * 6 * (16 * 16 * 64 * 2);
-}
-#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
-using I32 = __m512i;
-constexpr int kInt8Products = 64;  // of one vpdpbusd
-inline I32 dot(I32 sum, I32 x) { return _mm512_dpbusd_epi32(sum, x, x); }
-#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-using I32 = __m512i;
-constexpr int kInt8Products = 32;  // widened to 16 bits
-inline I32 dot(I32 sum, I32 x) { return _mm512_add_epi32(sum, _mm512_madd_epi16(x, x)); }
-#else
-using I32 = __m256i;
-constexpr int kInt8Products = 16;
-inline I32 dot(I32 sum, I32 x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(x, x)); }
-#endif
-
-int64_t multiply_int8(int64_t rounds) {
-  I32 sums[kChains] = {}, x = {};
-  for (int64_t round = 0; round < rounds; ++round) {
-    keep(x);
-#pragma GCC unroll 16
-    for (int i = 0; i < kChains; ++i) {
-      sums[i] = dot(sums[i], x);
-      keep(sums[i]);
-    }
-  }
-  return rounds * kChains * kInt8Products * 2;
-}
-#else
-int64_t multiply_int8(int64_t rounds) { return multiply_f32(rounds); }
-#endif
 
 }  // namespace
 

@@ -19,6 +19,12 @@ MAX_SUPER_ELEMENTS = 256  # of a super-group: kMaxSuperElements of csrc/include/
 _NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 
 
+def plane_bits(bits: int) -> tuple[int, int]:
+    """Low and high bits of a code, which lie in planes of their own: struct CodePlanes of grouped_layout.h."""
+    low_bits = 8 if bits == 8 else 4 if bits >= 4 else 2
+    return low_bits, bits - low_bits
+
+
 def packs_floats(isa: str) -> bool:
     """Whether weights in floating point, FP8 among them, are packed: the CPU kernels of an instruction set do it."""
     return isa != "torch" and not isa.startswith("sm_")
@@ -79,7 +85,8 @@ class GroupedFormat:
 
     def padded(self, K: int) -> int:
         """K in-features rounded up to those whose codes are packed: whole groups, and whole bytes in every plane."""
-        group_size, unit = self.group_size_of(K), 32 if self.bits in (3, 5) else 16
+        group_size, (low_bits, high_bits) = self.group_size_of(K), plane_bits(self.bits)
+        unit = 4 * (8 // (high_bits or low_bits))  # quads of 4 that share their last bytes
         return -(-(-(-K // group_size) * group_size) // unit) * unit
 
 

@@ -9,23 +9,28 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.forward_batch import LayerCache
 from quire.scheduler.block_pool import BlockPool
-from quire.worker import kv_cache
 from quire.worker.prefault import Prefault
 
 MIB = 1 << 20
-# Of 4 KiB in each of four tensors: 160 MiB. A tensor above 32 MiB, glibc's largest mmap threshold, is never made of
-# memory that an earlier test has used and freed.
-NUM_BLOCKS = 10240
+NUM_BLOCKS = 8192
+BLOCK_SHAPE = (2, 16, 64)  # of bfloat16, 4 KiB: in each of four tensors, 128 MiB
 BLOCK_BYTES = 4 * 4096
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise with MADV_POPULATE_WRITE")
 
 
 def allocate() -> list[LayerCache]:
-    return kv_cache.allocate(2, NUM_BLOCKS, 2, 16, 64, torch.bfloat16, torch.device("cpu"))
+    """Two layers in memory that the system has just mapped: an allocator may hand out what a test before has used."""
+
+    def tensor() -> Tensor:
+        memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES // 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.bfloat16).view(NUM_BLOCKS, *BLOCK_SHAPE)
+
+    return [LayerCache(tensor(), tensor()) for _ in range(2)]
 
 
 def resident_bytes(caches: Sequence[LayerCache]) -> int:

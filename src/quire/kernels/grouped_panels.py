@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.weight_format import PANEL_WIDTH, GroupedFormat
+from quire.weight_format import PANEL_WIDTH, GroupedFormat, plane_bits
 
 
 def to_panels(weight: GroupedWeight) -> Tensor:
@@ -76,7 +76,7 @@ def rows_of_panels(
 
 def _to_planes(codes: Tensor, bits: int) -> Tensor:
     """Quads of codes [P, quads, ...], a code per byte, as struct CodePlanes of the layout has them: [P, lines, ...]."""
-    low_bits, high_bits = _plane_bits(bits)
+    low_bits, high_bits = plane_bits(bits)
     low = _joined(codes & (1 << low_bits) - 1, low_bits)
     if high_bits == 0:
         return low
@@ -86,16 +86,11 @@ def _to_planes(codes: Tensor, bits: int) -> Tensor:
 
 def _of_planes(lines: Tensor, bits: int) -> Tensor:
     """The inverse of `_to_planes`."""
-    low_bits, high_bits = _plane_bits(bits)
+    low_bits, high_bits = plane_bits(bits)
     if high_bits == 0:
         return _split(lines, low_bits)
     planes = _in_runs(lines, low_bits // high_bits + 1)
     return _split(planes[:, :, :-1].flatten(1, 2), low_bits) | _split(planes[:, :, -1], high_bits) << low_bits
-
-
-def _plane_bits(bits: int) -> tuple[int, int]:
-    low_bits = 8 if bits == 8 else 4 if bits >= 4 else 2
-    return low_bits, bits - low_bits
 
 
 def _joined(codes: Tensor, bits: int) -> Tensor:
