@@ -25,6 +25,9 @@ def rows_of(text: str) -> dict[str, list[str]]:
 
 DOCUMENTED = rows_of(DOCS.read_text())
 
+# Text and questions are made of the interpreter's docstrings.
+learned = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the demo model has learned Python 3.11's docs")
+
 
 def number(cell: str) -> float:
     """The first one: `0.00127 [0.00115, 0.00140]` is 0.00127."""
@@ -44,10 +47,15 @@ def test_the_plan_goes_by_it() -> None:
     assert kl["bfloat16"] == quire.plan._REDUCED_DTYPE_KL
 
 
+@learned
 @pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
 def test_a_shorter_run_finds_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A quarter of the text and a fifth of the questions, on any instruction set: close, and the same bytes."""
-    words = ["--questions", str(NUM_QUESTIONS), "--max-tokens", "4096", "--rows", "0", str(len(quality.ON_LOAD))]
+    """A fifth of the questions, on any instruction set: close, and the same bytes.
+
+    The whole text: releases of Python 3.11 differ in their docstrings, and over a quarter of the text the ratio of
+    fp8_e5m2 is 0.01 larger or smaller for that reason alone.
+    """
+    words = ["--questions", str(NUM_QUESTIONS), "--rows", "0", str(len(quality.ON_LOAD))]
     monkeypatch.setattr(sys, "argv", ["quality.py", *words])
     quality.main()
     found = rows_of(capsys.readouterr().out)
