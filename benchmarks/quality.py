@@ -1,11 +1,12 @@
 """Measures what each format costs the demo model, and prints the table of docs/quantization.md.
 
-    python benchmarks/quality.py [--questions 200] [--max-tokens 16384] > table.md
+    python benchmarks/quality.py [--questions 200] [--max-tokens 16384] [--gguf FILE ...] > table.md
 
 Every number but the last column is defined by `quire quality --help`. The base is the demo model in float32. The text
 is chats about the entries of `quire.demo.data`, drawn with a seed of their own: what the model was trained on, in other
 words. `exact answers`: of so many questions about entries, the greedy answers that are the entry's, word for word.
-Checkpoints are written by `quire quantize` with text that the model generates itself.
+Checkpoints are written by `quire quantize` with text that the model generates itself. GGUF files of the demo model,
+which Quire does not write, are further rows, named by the quantization that their header tells (general.file_type).
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import gguf
+
 import quire.demo
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.demo.data import Entry, chats, clean_entries, questions
+from quire.gguf.file import open_gguf
 from quire.quality import measure
 from quire.quality.summary import Estimate, summarize
 from quire.quantize.run import Options, quantize
@@ -51,19 +55,22 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=16_384)
     parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--gguf", nargs="+", default=[], metavar="FILE", help="files of the demo model: the last rows")
     parser.add_argument("--rows", type=int, nargs=2, default=(0, 99), metavar="N", help="only the rows N to M")
     args = parser.parse_args()
     entries = clean_entries()
     common: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": CONTEXT, "num_threads": args.num_threads}
+    files = [(gguf_row(file), {"model": file}) for file in args.gguf]
     with tempfile.TemporaryDirectory() as folder:
         text_path = Path(folder) / "text"
         text_path.write_text("".join(chats(entries, random.Random(11))))
         base_config = EngineConfig(dtype="float32", **common)
-        text = measure.read_text(str(text_path), base_config, [], CONTEXT, args.max_tokens)
+        models = [EngineConfig(**options) for _, options in files]
+        text = measure.read_text(str(text_path), base_config, models, CONTEXT, args.max_tokens)
         base = measure.load(base_config, _silent).runner
         print("| | weights | perplexity ratio | KL mean (nats) | KL 99 % | same top token | exact answers |")
         print("|---|---|---|---|---|---|---|")
-        for name, options in list((ON_LOAD | WRITTEN).items())[slice(*args.rows)]:
+        for name, options in [*(ON_LOAD | WRITTEN).items(), *files][slice(*args.rows)]:
             print(name, file=sys.stderr)
             if name in WRITTEN:
                 out = Path(folder) / str(len(list(Path(folder).iterdir())))
@@ -82,6 +89,12 @@ def main() -> None:
                 f"{exact_answers(entries, args.questions, args.num_threads, options)} of {args.questions}",
             ]
             print("|", " | ".join(cells), "|", flush=True)
+
+
+def gguf_row(file: str) -> str:
+    """`GGUF Q4_K_M`: what its writer says of the whole file, whose tensors are of several types."""
+    file_type = gguf.LlamaFileType(open_gguf(file).metadata["general.file_type"])
+    return f"GGUF {file_type.name.partition('_')[2]}"  # of MOSTLY_Q4_K_M, ALL_F32
 
 
 def exact_answers(entries: list[Entry], count: int, num_threads: int | None, options: dict[str, Any]) -> int:

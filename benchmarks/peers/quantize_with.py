@@ -5,8 +5,9 @@
     python benchmarks/peers/quantize_with.py llama.cpp TYPE MODEL.gguf OUT.gguf [--tensors PATTERN=TYPE ...]
 
 FORMAT is a key of GPTQMODEL or LLMCOMPRESSOR below, or one of PRESETS. TOKENS.json is a list of lists of token ids to
-calibrate with, as `checkpoints.py prompts` writes. TYPE is one of llama.cpp's, as Q4_K_M. `checkpoints.py` says what
-other engines read in what is written.
+calibrate with, as `checkpoints.py prompts` writes. TYPE is one of llama.cpp's, as Q4_K_M; with F32 the weights of a
+quantized file are written as the numbers they stand for. `checkpoints.py` says what other engines read in what is
+written.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def with_llamacpp(name: str, model: str, out: str, tensors: list[str]) -> None:
 
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{'ALL' if name == 'F32' else 'MOSTLY'}_{name}")
+    params.allow_requantize = name == "F32"  # loses nothing
     pairs = [each.split("=") for each in tensors]
     overrides = (llama_cpp.llama_model_tensor_override * (len(pairs) + 1))()  # the last one is empty: their end
     for override, (pattern, kind) in zip(overrides, pairs, strict=False):

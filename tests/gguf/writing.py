@@ -70,6 +70,11 @@ def add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_value_length(config["head_dim"])
 
 
+def file_type(kind: str) -> gguf.LlamaFileType:
+    """What a header says of a whole file: of those that begin alike (Q4_K_S, Q4_K_M) the first."""
+    return next(known for known in gguf.LlamaFileType if known.name.partition("_")[2].startswith(kind))
+
+
 def kind_of(name: str, weight: Tensor, kind: str, overrides: Mapping[str, str]) -> str:
     """The type of one tensor: `kind`, but for vectors, and for tensors whose names have a part of `overrides`."""
     if weight.dim() == 1:
@@ -129,6 +134,7 @@ def write_gguf(
     architecture = {"gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture)
     add_config(writer, config)
+    writer.add_file_type(file_type(kind))
     for key, value in (extra or {}).items():
         full = f"{architecture}.{key}"
         if isinstance(value, str):

@@ -6,14 +6,20 @@ import re
 import sys
 from pathlib import Path
 
+import gguf
 import pytest
 
+import quire.demo
 import quire.plan
+import quire.weight_format
 from benchmarks import quality
 from quire.kernels import cpu
+from tests.gguf.writing import write_gguf
 
 DOCS = Path(__file__).parents[2] / "docs" / "quantization.md"
 NUM_QUESTIONS = 40
+GGUF_32 = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]  # groups of 32
+GGUF_K = ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K"]
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -24,6 +30,9 @@ def rows_of(text: str) -> dict[str, list[str]]:
 
 
 DOCUMENTED = rows_of(DOCS.read_text())
+
+# Text and questions are made of the interpreter's docstrings.
+learned = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the demo model has learned Python 3.11's docs")
 
 
 def number(cell: str) -> float:
@@ -38,8 +47,29 @@ def interval(cell: str) -> tuple[float, float]:
 
 
 def test_every_format_has_a_row() -> None:
-    assert list(DOCUMENTED) == [*quality.ON_LOAD, *quality.WRITTEN]
+    of_files = [f"GGUF {name}" for name in ("F16", *GGUF_32, *GGUF_K)]
+    assert list(DOCUMENTED) == [*quality.ON_LOAD, *quality.WRITTEN, *of_files]
     assert all(cells[-1].endswith(" of 200") for cells in DOCUMENTED.values())
+    for tensor_type in quire.weight_format.GGUF:
+        assert any(name.startswith(f"GGUF {tensor_type}") for name in of_files), tensor_type
+
+
+@pytest.mark.parametrize(("kind", "row"), [("ALL_F32", "GGUF F32"), ("MOSTLY_Q4_K_M", "GGUF Q4_K_M")])
+def test_a_gguf_file_is_named_by_its_header(tmp_path: Path, kind: str, row: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "demo-BF16.gguf", "llama")
+    writer.add_file_type(gguf.LlamaFileType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert quality.gguf_row(str(tmp_path / "demo-BF16.gguf")) == row
+
+
+@pytest.mark.parametrize("family", [GGUF_32, GGUF_K], ids=["32", "K"])
+def test_more_bits_lose_less(family: list[str]) -> None:
+    """Both the bytes and what is lost come from the files, which are not here: at least no rows have changed places."""
+    rows = [DOCUMENTED[f"GGUF {name}"] for name in family]
+    assert sorted(rows, key=lambda cells: number(cells[0])) == rows
+    assert sorted(rows, key=lambda cells: number(cells[2]), reverse=True) == rows
 
 
 def test_the_plan_goes_by_it() -> None:
@@ -50,18 +80,40 @@ def test_the_plan_goes_by_it() -> None:
     assert kl["bfloat16"] == quire.plan._REDUCED_DTYPE_KL
 
 
+@learned
 @pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
 def test_a_shorter_run_finds_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A quarter of the text and a fifth of the questions, on any instruction set: close, and the same bytes.
+    rows = shorter_run(monkeypatch, capsys, ["--rows", "0", str(len(quality.ON_LOAD))])
+    assert list(rows) == list(quality.ON_LOAD)
+    check_close(rows)
 
-    The text is made of this interpreter's docstrings, another one's differ: 1 % in a ratio where the table says 1.0109.
-    """
-    words = ["--questions", str(NUM_QUESTIONS), "--max-tokens", "4096", "--rows", "0", str(len(quality.ON_LOAD))]
-    monkeypatch.setattr(sys, "argv", ["quality.py", *words])
+
+@learned
+def test_a_shorter_run_finds_that_of_a_gguf_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of Q8_0: it is what llama.cpp gives every matrix, and the `gguf` package can write it."""
+    file = tmp_path / "demo"
+    write_gguf(file, quire.demo.path(), "Q8_0")
+    of_quire = quality.ON_LOAD | quality.WRITTEN
+    rows = shorter_run(monkeypatch, capsys, ["--gguf", str(file), "--rows", str(len(of_quire)), "99"])
+    assert list(rows) == ["GGUF Q8_0"]
+    check_close(rows)
+
+
+def shorter_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> dict[str, list[str]]:
+    """A fifth of the questions, and the whole text: releases of Python 3.11 differ in their docstrings, and over a
+    quarter of the text the ratio of fp8_e5m2 is 0.01 larger or smaller for that reason alone."""
+    monkeypatch.setattr(sys, "argv", ["quality.py", "--questions", str(NUM_QUESTIONS), *words])
     quality.main()
-    found = rows_of(capsys.readouterr().out)
-    assert list(found) == list(quality.ON_LOAD)
-    for name, (num_bytes, ratio, kl, kl_p99, same, answers) in found.items():
+    return rows_of(capsys.readouterr().out)
+
+
+def check_close(rows: dict[str, list[str]]) -> None:
+    """On any instruction set: close, and the same bytes."""
+    for name, (num_bytes, ratio, kl, kl_p99, same, answers) in rows.items():
         documented = DOCUMENTED[name]
         assert num_bytes == documented[0], name
         (low, high), (documented_low, documented_high) = interval(ratio), interval(documented[1])
