@@ -51,6 +51,8 @@ KEYS = {
     "total_token_throughput",
     "max_output_tokens_per_s",
     "max_concurrent_requests",
+    "latencies",
+    "queue_times",
     "mean_ttft_ms",
     "median_ttft_ms",
     "std_ttft_ms",
@@ -64,10 +66,7 @@ KEYS = {
     "std_itl_ms",
     "p99_itl_ms",
 }
-DETAILS = {
-    *("input_lens", "output_lens", "ttfts", "itls", "latencies"),
-    *("start_times", "queue_times", "generated_texts", "errors"),
-}
+DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors"}
 
 
 def bench(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -130,6 +129,7 @@ def test_rounds_files_and_page(to: Any, tmp_path: Path, capsys: pytest.CaptureFi
     first, second = map(json.loads, path.read_text().splitlines())
     assert [len(each["rounds"]) for each in (first, second)] == [3, 3]
     assert not DETAILS & first.keys()
+    assert {key for key in KEYS if not key.endswith(("ttft_ms", "tpot_ms", "itl_ms"))} <= first.keys()
     assert "p99.9_e2el_ms" in first
     assert "mean_ttft_ms" not in first
     assert first["confidence_intervals"]["output_throughput"][0] < first["output_throughput"]
@@ -139,6 +139,18 @@ def test_rounds_files_and_page(to: Any, tmp_path: Path, capsys: pytest.CaptureFi
     assert html.count("<svg") == 7
     assert not re.search(r"(src|href)=|url\(|<script|https?:", html), "the page loads nothing"
     assert out.splitlines()[0].strip("= ") in html
+
+
+def test_a_bar_counts_requests(to: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunningServer(answer=None) as server:
+        assert main(["bench", "serve", *to(server), *SMALL[:-1], "--num-rounds", "2"]) == 0
+        assert "| 24/24 [" in capsys.readouterr().err
+        assert (
+            main(["bench", "compare", server.url, server.url, *to(server)[2:], *SMALL[:-1], "--num-rounds", "1"]) == 0
+        )
+        assert "| 24/24 [" in capsys.readouterr().err
+        assert main(["bench", "serve", *to(server), *SMALL]) == 0
+        assert "12/12" not in capsys.readouterr().err
 
 
 def test_chat_and_sampling_reach_the_server(to: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,28 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith(f"Avg latency: {result['avg_latency']} seconds\n10% percentile latency: ")
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "bars"),
+    [
+        ("throughput", ("--num-prompts", "3", "--input-len", "8", "--output-len", "2"), ["| 3/3 ["]),
+        (
+            "latency",
+            ("--input-len", "8", "--output-len", "2", "--num-iters", "4", "--num-iters-warmup", "1"),
+            ["Warmup iterations: 100%", "Bench iterations: 100%", "| 4/4 ["],
+        ),
+        (
+            "startup",
+            ("--num-iters-cold", "0", "--num-iters-warmup", "0", "--num-iters-warm", "1"),
+            ["Warm startup iterations: 100%", "| 1/1 ["],
+        ),
+    ],
+)
+def test_bars(kind: str, words: tuple[str, ...], bars: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", kind, *words, *ENGINE[:-1]]) == 0
+    shown = capsys.readouterr().err
+    assert [bar for bar in bars if bar not in shown] == []
+
+
 def test_latency_longer_than_the_context(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "latency", *ENGINE, "--max-model-len", "64", "--input-len", "60", "--output-len", "9"]) == 2
     assert "The context is too short" in capsys.readouterr().err
