@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.bench.offline import PERCENTAGES
 from quire.cli.main import main
 from quire.kernels import cpu
 
@@ -71,6 +72,22 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(percentiles) == ["10", "25", "50", "75", "90", "99"]
     out = capsys.readouterr().out
     assert out.startswith(f"Avg latency: {result['avg_latency']} seconds\n10% percentile latency: ")
+
+
+def test_percentiles_of_latency_have_intervals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From ten iterations on; of the mean from three."""
+    for num_iters, wanted in ((3, ["avg_latency"]), (10, ["avg_latency", *(f"p{p}_latency" for p in PERCENTAGES)])):
+        words = ("--batch-size", "1", "--input-len", "4", "--output-len", "2", "--num-iters-warmup", "1")
+        result = run("latency", *words, "--num-iters", str(num_iters), file=tmp_path / "l.json")
+        intervals, percentiles = result["confidence_intervals"], result["percentiles"]
+        assert isinstance(intervals, dict)
+        assert isinstance(percentiles, dict)
+        assert list(intervals) == wanted
+        for p in PERCENTAGES if num_iters == 10 else ():
+            low, high = intervals[f"p{p}_latency"]
+            assert low <= percentiles[str(p)] <= high
+        out = capsys.readouterr().out
+        assert out.count("95% confidence interval of ") == len(wanted)
 
 
 @pytest.mark.parametrize(
