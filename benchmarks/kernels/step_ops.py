@@ -3,8 +3,8 @@ choice of the token.
 
 A reading is the median of many calls from Python, so it holds what a step pays. Norm, rope and activation work on rows
 that are in the CPU's caches, as in a model; their share of the limit counts the bytes they touch over the read
-bandwidth of memory, which caches exceed. Logits and quantized embeddings are read from memory: their limit is one
-reading.
+bandwidth of memory, which caches exceed. Logits and embeddings are read from memory: their limit is one reading (of an
+embedding, though its elements lie in as many cache lines as those of 16 rows).
 
     python benchmarks/kernels/step_ops.py --rows 1,16,32
 """
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from quire.kernels import cpu, kv_codes, ops
+from quire.kernels.dense import pack_linear, packed_rows
+from quire.kernels.fp8 import fp8_rows, pack_fp8, quantize_fp8
 from quire.kernels.grouped import grouped_rows, pack_grouped, quantize_grouped
 
 
@@ -53,7 +55,8 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
     x, residual, weight_D, out = torch.randn(R, D).to(dtype), torch.randn(R, D).to(dtype), torch.ones(D), torch.empty(0)
     weight_D, out = weight_D.to(dtype), torch.empty_like(x)
     gate_up = torch.randn(R, 2 * inner).to(dtype)
-    table = pack_grouped(quantize_grouped(torch.randn(vocab, D, dtype=torch.bfloat16), 8, 128))
+    table = torch.randn(vocab, D, dtype=torch.bfloat16).to(dtype)
+    plain, fp8, int8 = pack_linear(table), pack_fp8(quantize_fp8(table)), pack_grouped(quantize_grouped(table, 8, D))
     tokens = [torch.randint(vocab, (R,)) for _ in range(64)]
     flat = [torch.randn(R, vocab) * 2 for _ in range(max(2, (256 << 20) // (R * vocab * 4)))]
     logits = [x.clone() for x in flat]
@@ -69,7 +72,9 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
         return lambda _: ops.rope_and_cache(*arguments, **own)
 
     calls: dict[str, Callable[[int], Any]] = {
-        "embeddings, int8": lambda i: grouped_rows(table, tokens[i % len(tokens)], dtype),
+        "embeddings": lambda i: packed_rows(plain, tokens[i % len(tokens)]),
+        "embeddings, int8": lambda i: grouped_rows(int8, tokens[i % len(tokens)], dtype),
+        "embeddings, fp8": lambda i: fp8_rows(fp8, tokens[i % len(tokens)], dtype),
         "rms_norm": lambda _: ops.rms_norm(x, weight_D, 1e-6, out=out),
         "add_rms_norm": lambda _: ops.add_rms_norm(x, residual, weight_D, 1e-6, out=out),
         "rope_and_cache": lambda _: ops.rope_and_cache(
@@ -85,7 +90,9 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
     logit_bytes, size = R * vocab * 4, dtype.itemsize
     rotated = 2 * H + 2 * G  # rows of heads of the model's dtype that are read or written, beside what the cache takes
     num_bytes = {
-        "embeddings, int8": R * (table.nbytes // vocab + D * size),
+        "embeddings": 2 * R * D * size,
+        "embeddings, int8": R * (int8.nbytes // vocab + D * size),
+        "embeddings, fp8": R * (fp8.nbytes // vocab + D * size),
         "rms_norm": 2 * R * D * size,
         "add_rms_norm": 4 * R * D * size,
         "rope_and_cache": R * (rotated + 2 * G) * E * size,
