@@ -246,6 +246,27 @@ def test_ctrl_c_while_it_starts(words: str) -> None:
     assert not alive, "the engine process stayed"
 
 
+# `quire`, interrupted in the middle of writing its first line, as a signal comes that a system call notices.
+INTERRUPTED_WRITE = """
+import io, signal, sys
+class Raw(io.FileIO):
+    def write(self, data):
+        if b"serves" in bytes(data):
+            signal.raise_signal(signal.SIGINT)
+        return super().write(data)
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Raw(2, "w", closefd=False)))
+from quire.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_while_it_writes() -> None:
+    with Terminal(*SERVE, program=("-c", INTERRUPTED_WRITE)) as terminal:
+        assert terminal.read_to_end() == 130, terminal.written
+    assert "quire: interrupted" in terminal.lines
+    assert "Traceback" not in terminal.written
+
+
 def _wait_importing(terminal: Terminal) -> None:
     """Until the engine's process is larger than an interpreter: Python would answer a SIGINT with a traceback."""
     deadline = time.monotonic() + 30

@@ -31,6 +31,12 @@ def number(cell: str) -> float:
     return float(re.split(r"[ \[]", cell)[0])
 
 
+def interval(cell: str) -> tuple[float, float]:
+    """Of 95 % confidence: that of `0.00127 [0.00115, 0.00140]` ends at 0.00115 and 0.00140."""
+    low, high = re.findall(r"[\d.]+", cell)[1:]
+    return float(low), float(high)
+
+
 def test_every_format_has_a_row() -> None:
     assert list(DOCUMENTED) == [*quality.ON_LOAD, *quality.WRITTEN]
     assert all(cells[-1].endswith(" of 200") for cells in DOCUMENTED.values())
@@ -46,7 +52,10 @@ def test_the_plan_goes_by_it() -> None:
 
 @pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
 def test_a_shorter_run_finds_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A quarter of the text and a fifth of the questions, on any instruction set: close, and the same bytes."""
+    """A quarter of the text and a fifth of the questions, on any instruction set: close, and the same bytes.
+
+    The text is made of this interpreter's docstrings, another one's differ: 1 % in a ratio where the table says 1.0109.
+    """
     words = ["--questions", str(NUM_QUESTIONS), "--max-tokens", "4096", "--rows", "0", str(len(quality.ON_LOAD))]
     monkeypatch.setattr(sys, "argv", ["quality.py", *words])
     quality.main()
@@ -55,7 +64,9 @@ def test_a_shorter_run_finds_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     for name, (num_bytes, ratio, kl, kl_p99, same, answers) in found.items():
         documented = DOCUMENTED[name]
         assert num_bytes == documented[0], name
-        assert number(ratio) == pytest.approx(number(documented[1]), abs=0.01), name
+        (low, high), (documented_low, documented_high) = interval(ratio), interval(documented[1])
+        assert low <= documented_high, name
+        assert high >= documented_low, name
         assert number(kl) == pytest.approx(number(documented[2]), rel=0.4), name
         assert number(kl_p99) == pytest.approx(number(documented[3]), rel=0.4), name
         assert number(same) == pytest.approx(number(documented[4]), abs=0.6), name
