@@ -19,6 +19,14 @@ GroupedForm form_of(int bits, int64_t group_size, int scales, int offsets, int64
   return form;
 }
 
+const int64_t* checked_rows(uintptr_t rows, int64_t count, int64_t n) {
+  const auto* const found = pointer<const int64_t>(rows);
+  for (int64_t i = 0; i < count; ++i)
+    if (found[i] < 0 || found[i] >= n)
+      throw std::out_of_range("row " + std::to_string(found[i]) + " of a weight with " + std::to_string(n) + " rows");
+  return found;
+}
+
 }  // namespace
 
 void bind_gemm(nb::module_& m) {
@@ -33,6 +41,14 @@ void bind_gemm(nb::module_& m) {
       },
       nb::arg("weight"), nb::arg("dtype"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"), nb::arg("packed"),
       nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "gemm_rows",
+      [](uintptr_t packed, int dtype, int64_t n, int64_t k, uintptr_t rows, int64_t count, uintptr_t out) {
+        gemm_rows(pointer<const void>(packed), static_cast<DType>(dtype), k, checked_rows(rows, count, n), count,
+                  pointer<void>(out));
+      },
+      nb::arg("packed"), nb::arg("dtype"), nb::arg("n"), nb::arg("k"), nb::arg("rows"), nb::arg("count"),
+      nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "gemm_grouped_packed_bytes",
       [](int64_t n, int64_t k, int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
@@ -58,11 +74,8 @@ void bind_gemm(nb::module_& m) {
       "gemm_grouped_rows",
       [](uintptr_t packed, int64_t n, int64_t k, uintptr_t order, uintptr_t rows, int64_t count, int dtype,
          uintptr_t out, int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
-        for (int64_t i = 0; i < count; ++i)
-          if (const int64_t row = pointer<const int64_t>(rows)[i]; row < 0 || row >= n)
-            throw std::out_of_range("row " + std::to_string(row) + " of a weight with " + std::to_string(n) + " rows");
         gemm_grouped_rows(pointer<const void>(packed), k, form_of(bits, group_size, scales, offsets, super_size),
-                          pointer<const int32_t>(order), pointer<const int64_t>(rows), count, static_cast<DType>(dtype),
+                          pointer<const int32_t>(order), checked_rows(rows, count, n), count, static_cast<DType>(dtype),
                           pointer<void>(out));
       },
       nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("order"), nb::arg("rows"), nb::arg("count"),
@@ -87,6 +100,15 @@ void bind_gemm(nb::module_& m) {
       },
       nb::arg("codes"), nb::arg("code_stride"), nb::arg("scales"), nb::arg("n"), nb::arg("k"), nb::arg("group_size"),
       nb::arg("packed"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "gemm_fp8_rows",
+      [](uintptr_t packed, int64_t n, int64_t k, int64_t group_size, uintptr_t rows, int64_t count, int dtype,
+         uintptr_t out) {
+        gemm_fp8_rows(pointer<const void>(packed), k, group_size, checked_rows(rows, count, n), count,
+                      static_cast<DType>(dtype), pointer<void>(out));
+      },
+      nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("group_size"), nb::arg("rows"), nb::arg("count"),
+      nb::arg("dtype"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "gemm_fp8_quantize",
       [](uintptr_t weight, int dtype, int64_t weight_stride, int64_t n, int64_t k, uintptr_t codes, uintptr_t scales) {

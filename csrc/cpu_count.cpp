@@ -18,13 +18,13 @@ namespace {
 
 #if defined(__linux__)
 
-int physical_cores_of_affinity() {
+int physical_cores_of_affinity(const std::string& root) {
   cpu_set_t cpus;
   if (sched_getaffinity(0, sizeof(cpus), &cpus) != 0) return static_cast<int>(std::thread::hardware_concurrency());
   std::set<std::string> cores;  // hyper-threads of one core have the same list of siblings
   for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
     if (!CPU_ISSET(cpu, &cpus)) continue;
-    std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+    std::ifstream file(root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
     std::string siblings;
     if (!(file >> siblings)) siblings = std::to_string(cpu);
     cores.insert(siblings);
@@ -48,19 +48,19 @@ double quota_of(const std::string& directory) {
 }
 
 // The smallest quota on the way from this process's cgroup to the root.
-double cgroup_quota() {
+double cgroup_quota(const std::string& root) {
   double quota = INFINITY;
-  std::ifstream membership("/proc/self/cgroup");
+  std::ifstream membership(root + "/proc/self/cgroup");
   for (std::string line; std::getline(membership, line);) {  // "<id>:<controllers>:<path>"
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
     const bool is_v2 = controllers.empty();
     if (!is_v2 && ("," + controllers + ",").find(",cpu,") == std::string::npos) continue;
-    const std::string root = is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/cpu";
+    const std::string mount = root + (is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/cpu");
     for (std::string path = line.substr(second + 1);; path.resize(path.rfind('/'))) {
       if (path == "/") path.clear();
-      quota = std::min(quota, quota_of(root + path));
+      quota = std::min(quota, quota_of(mount + path));
       if (path.empty()) break;
     }
   }
@@ -71,9 +71,9 @@ double cgroup_quota() {
 
 }  // namespace
 
-int default_num_threads() {
+int default_num_threads([[maybe_unused]] const std::string& root) {
 #if defined(__linux__)
-  const double cores = std::min<double>(physical_cores_of_affinity(), std::floor(cgroup_quota()));
+  const double cores = std::min<double>(physical_cores_of_affinity(root), std::floor(cgroup_quota(root)));
   return std::max(1, static_cast<int>(cores));
 #else
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));

@@ -69,6 +69,24 @@ void pack_panel(const char* weight, DType dtype, int64_t row_bytes, int64_t colu
   }
 }
 
+// One column of a panel of float or half.
+template <class T>
+void unpack_column(const T* panel, int64_t column, int64_t k, T* out) {
+  for (int64_t i = 0; i < k; ++i) out[i] = panel[i * kPanelWidth + column];
+}
+
+// One column of a panel of tiles.
+void unpack_tiles(const char* panel, int64_t column, int64_t k, char* out) {
+  constexpr int64_t kTileBytes = kBf16TileElements * 2, kTilesPerStep = kPanelWidth / kBf16TileColumns;
+  const char* pairs = panel + column / kBf16TileColumns * kTileBytes + column % kBf16TileColumns * 4;
+  for (int64_t first = 0; first < k; first += kBf16KUnit, pairs += kTilesPerStep * kTileBytes) {
+    const int64_t count = std::min(kBf16KUnit, k - first);
+    for (int64_t pair = 0; pair < count / 2; ++pair)
+      std::memcpy(out + (first + pair * 2) * 2, pairs + pair * kBf16TileColumns * 4, 4);
+    if (count % 2 != 0) std::memcpy(out + (k - 1) * 2, pairs + count / 2 * kBf16TileColumns * 4, 2);
+  }
+}
+
 // Rows from which AMX tiles beat dot products on grouped weights, whose bits are the same: a tile product costs the
 // same for 1 row and for 16. Measured; the smaller the groups, the more of the time goes to adding them.
 int64_t min_amx_rows(const GroupedForm& form) {
@@ -129,6 +147,26 @@ void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t ro
     const int64_t first = panel * kPanelWidth;
     pack_panel(static_cast<const char*>(weight) + first * row_bytes, dtype, row_bytes, std::min(kPanelWidth, n - first),
                k, static_cast<char*>(packed) + panel * panel_bytes(dtype, k));
+  });
+}
+
+void gemm_rows(const void* packed, DType dtype, int64_t k, const int64_t* rows, int64_t count, void* out) {
+  parallel_for(static_cast<int>(ceil_div(count, kUnpackedRowsPerTask)), [&](int task, int) {
+    const int64_t first = task * kUnpackedRowsPerTask;
+    for (int64_t i = first; i < std::min(count, first + kUnpackedRowsPerTask); ++i) {
+      const char* const panel = static_cast<const char*>(packed) + rows[i] / kPanelWidth * panel_bytes(dtype, k);
+      const int64_t column = rows[i] % kPanelWidth;
+      switch (dtype) {
+        case DType::f32:
+          unpack_column(reinterpret_cast<const float*>(panel), column, k, static_cast<float*>(out) + i * k);
+          break;
+        case DType::f16:
+          unpack_column(reinterpret_cast<const uint16_t*>(panel), column, k, static_cast<uint16_t*>(out) + i * k);
+          break;
+        case DType::bf16:
+          unpack_tiles(panel, column, k, static_cast<char*>(out) + i * k * 2);
+      }
+    }
   });
 }
 

@@ -2,6 +2,7 @@
 #include "quire/kernels/gemm_fp8.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "quire/thread_pool.h"
@@ -9,18 +10,48 @@
 namespace quire {
 namespace {
 
-// Pairs of k of one column go to tiles [step][4][16 pairs][16 columns][2], then lines of two such rows are interleaved.
-void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k, uint8_t* panel) {
+// Where a pair of k, which begins at an even one, of a column lies in a panel's codes: in tiles [step][4][16 pairs][16
+// columns][2], of which lines of two rows of pairs are interleaved.
+constexpr int64_t place_of_pair(int64_t k, int64_t column) {
   constexpr int64_t kRowCodes = 2 * kBf16TileColumns, kPiece = 8;
-  for (int64_t first = 0; first < k; first += 2) {
-    const int64_t count = std::min<int64_t>(2, k - first), step = first / kBf16KUnit, pair = first % kBf16KUnit / 2;
-    for (int64_t c = 0; c < columns; ++c) {
-      const int64_t tile = step * (kPanelWidth / kBf16TileColumns) + c / kBf16TileColumns;
-      const int64_t in_row = c % kBf16TileColumns * 2;
-      const int64_t line = tile * kBf16TileElements + pair / 2 * 2 * kRowCodes;
-      std::memcpy(panel + line + in_row / kPiece * 2 * kPiece + pair % 2 * kPiece + in_row % kPiece,
-                  codes + c * stride + first, count);
-    }
+  const int64_t step = k / kBf16KUnit, pair = k % kBf16KUnit / 2;
+  const int64_t tile = step * (kPanelWidth / kBf16TileColumns) + column / kBf16TileColumns;
+  const int64_t in_row = column % kBf16TileColumns * 2, line = tile * kBf16TileElements + pair / 2 * 2 * kRowCodes;
+  return line + in_row / kPiece * 2 * kPiece + pair % 2 * kPiece + in_row % kPiece;
+}
+
+void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k, uint8_t* panel) {
+  for (int64_t first = 0; first < k; first += 2)
+    for (int64_t c = 0; c < columns; ++c)
+      std::memcpy(panel + place_of_pair(first, c), codes + c * stride + first, std::min<int64_t>(2, k - first));
+}
+
+// Where the codes of one column lie in a step, from its first.
+constexpr std::array<int, kBf16KUnit> kPlaces = [] {
+  std::array<int, kBf16KUnit> places = {};
+  for (int i = 0; i < kBf16KUnit; ++i) places[i] = static_cast<int>(place_of_pair(i, 0)) + i % 2;
+  return places;
+}();
+
+const std::array<float, 256>& values_of_codes() {
+  static const std::array<float, 256> values = [] {
+    std::array<float, 256> found;
+    for (int code = 0; code < 256; ++code) found[code] = to_f32(e4m3{static_cast<uint8_t>(code)});
+    return found;
+  }();
+  return values;
+}
+
+template <class T>
+void unpack_column(const char* panel, int64_t column, int64_t k, const Fp8Layout& layout, T* out) {
+  const std::array<float, 256>& values = values_of_codes();
+  const auto* scales = reinterpret_cast<const float*>(panel) + column;
+  const auto* codes = reinterpret_cast<const uint8_t*>(panel + layout.scale_bytes);
+  for (int64_t step = 0; step < layout.num_steps; ++step) {
+    const int64_t first = step * kBf16KUnit, count = std::min(kBf16KUnit, k - first);
+    const float scale = scales[step / layout.group_steps * kPanelWidth];
+    const uint8_t* const step_codes = codes + place_of_pair(first, column);
+    for (int64_t i = 0; i < count; ++i) out[first + i] = from_f32<T>(scale * values[step_codes[kPlaces[i]]]);
   }
 }
 
@@ -43,6 +74,20 @@ void gemm_fp8_pack(const uint8_t* codes, int64_t code_stride, const float* scale
         panel_scales[g * kPanelWidth + c] = scales[(first + c) * layout.num_groups + g];
     pack_codes(codes + first * code_stride, code_stride, columns, k,
                reinterpret_cast<uint8_t*>(to + layout.scale_bytes));
+  });
+}
+
+void gemm_fp8_rows(const void* packed, int64_t k, int64_t group_size, const int64_t* rows, int64_t count, DType dtype,
+                   void* out) {
+  const Fp8Layout layout(k, group_size);
+  parallel_for(static_cast<int>(ceil_div(count, kUnpackedRowsPerTask)), [&](int task, int) {
+    const int64_t first = task * kUnpackedRowsPerTask;
+    for (int64_t i = first; i < std::min(count, first + kUnpackedRowsPerTask); ++i) {
+      const char* const panel = static_cast<const char*>(packed) + rows[i] / kPanelWidth * layout.panel_bytes;
+      with_type_of(dtype, [&]<class T>(T) {
+        unpack_column(panel, rows[i] % kPanelWidth, k, layout, static_cast<T*>(out) + i * k);
+      });
+    }
   });
 }
 

@@ -160,10 +160,10 @@ void gemm_grouped_pack(const GroupedSource& source, int64_t n, int64_t k, const 
 
 void gemm_grouped_rows(const void* packed, int64_t k, const GroupedForm& form, const int32_t* order,
                        const int64_t* rows, int64_t count, DType dtype, void* out) {
-  constexpr int64_t kRowsPerTask = 16;
   const GroupedLayout layout(form, k);
-  parallel_for(static_cast<int>(ceil_div(count, kRowsPerTask)), [&](int task, int) {
-    for (int64_t i = task * kRowsPerTask; i < std::min(count, (task + 1) * kRowsPerTask); ++i) {
+  parallel_for(static_cast<int>(ceil_div(count, kUnpackedRowsPerTask)), [&](int task, int) {
+    const int64_t first = task * kUnpackedRowsPerTask;
+    for (int64_t i = first; i < std::min(count, first + kUnpackedRowsPerTask); ++i) {
       const char* const panel = static_cast<const char*>(packed) + rows[i] / kPanelWidth * layout.panel_bytes;
       with_type_of(dtype, [&]<class T>(T) {
         unpack_row(panel, rows[i] % kPanelWidth, k, form, layout, order, static_cast<T*>(out) + i * k);

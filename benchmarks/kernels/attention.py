@@ -50,10 +50,20 @@ def median_seconds(calls: list[Callable[[], Any]], seconds: float) -> float:
     return statistics.median(times)
 
 
-def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype, builds: dict[str, Any]) -> dict[str, Any]:
-    shape, context_text = case.split("@")
+def sizes_of(case: str) -> tuple[int, int, int]:
+    """Sequences, query tokens of each, and context of SEQUENCESxQUERY@CONTEXT."""
+    shape, context = case.split("@")
     S, Q = (int(part) for part in shape.split("x"))
-    L, P, H, G, E = int(context_text), args.block_size, args.heads, args.kv_heads, args.head_dim
+    return S, Q, int(context)
+
+
+def causal_flops(S: int, Q: int, L: int, H: int, E: int) -> int:
+    """Two products, a multiply and an add each, of the last Q of L tokens with all before them."""
+    return 4 * S * H * E * sum(range(L - Q + 1, L + 1))
+
+
+def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype, builds: dict[str, Any]) -> dict[str, Any]:
+    (S, Q, L), P, H, G, E = sizes_of(case), args.block_size, args.heads, args.kv_heads, args.head_dim
     blocks_each = -(-L // P)
     kv_bytes = 2 * S * L * G * E * dtype.itemsize
     copies = max(1, min(64, COLD_BYTES // kv_bytes))
@@ -91,7 +101,7 @@ def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype, builds: 
 
         seconds["torch"] = median_seconds([sdpa(k, v) for k, v in caches], args.seconds)
     bandwidth, peak = cpu.read_bandwidth(256 << 20), cpu.peak_flops(dtype)
-    flops = 4 * S * H * E * sum(range(L - Q + 1, L + 1))  # two products, a multiply and an add each
+    flops = causal_flops(S, Q, L, H, E)
     limit_s = max(kv_bytes / bandwidth, flops / peak)
     return {
         "case": case,

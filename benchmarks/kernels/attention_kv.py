@@ -2,7 +2,8 @@
 
 Each case is named SEQUENCES x QUERY TOKENS @ CONTEXT. Calls walk through enough caches that each finds its keys and
 values outside the CPU's caches. A reading is the median over rounds of the median call; GB/s are the bytes of the cache
-read once, scales included, beside the machine's read bandwidth.
+read once, scales included. The limit is that reading, or the FLOPs of causal attention in the model's dtype, at the
+bandwidth and peak measured after each case.
 
     python benchmarks/kernels/attention_kv.py --cases 1x1@1024,1x1@8192,16x1@1024 --threads 2
 """
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attention import COLD_BYTES, add_arguments, median_seconds
+from attention import COLD_BYTES, add_arguments, causal_flops, median_seconds, sizes_of
 
 from quire.kernels import cpu, kv_codes, ops
 from quire.kv_format import KV_FORMATS
@@ -27,9 +28,7 @@ NAMES = ("fp8_e4m3", "fp8_e5m2", "int8")
 
 def calls_of(name: str, case: str, args: argparse.Namespace) -> tuple[list[Callable[[], Any]], int]:
     """Calls over caches that lie apart, and the bytes one reads."""
-    shape, context = case.split("@")
-    S, Q = (int(part) for part in shape.split("x"))
-    L, P, H, G, E = int(context), args.block_size, args.heads, args.kv_heads, args.head_dim
+    (S, Q, L), P, H, G, E = sizes_of(case), args.block_size, args.heads, args.kv_heads, args.head_dim
     kv = KV_FORMATS[name]
     num_bytes = 2 * S * L * G * kv.row_bytes(E)
     copies = max(1, min(32, COLD_BYTES // num_bytes))
@@ -59,21 +58,30 @@ def calls_of(name: str, case: str, args: argparse.Namespace) -> tuple[list[Calla
 
 
 def bench_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
+    S, Q, L = sizes_of(case)
     builds = {name: calls_of(name, case, args) for name in (args.dtype, *NAMES)}
     rounds: dict[str, list[float]] = {name: [] for name in builds}
     for _ in range(args.rounds):
         for name, (calls, _) in builds.items():
             rounds[name].append(median_seconds(calls, args.seconds / args.rounds))
-    bandwidth = cpu.read_bandwidth(256 << 20) / 1e9
+    bandwidth, peak = cpu.read_bandwidth(256 << 20), cpu.peak_flops(getattr(torch, args.dtype))
+    flops = causal_flops(S, Q, L, args.heads, args.head_dim)
     own = statistics.median(rounds[args.dtype])
-    row: dict[str, Any] = {"case": case, "bandwidth_gb_s": bandwidth}
+    row: dict[str, Any] = {"case": case, "bandwidth_gb_s": bandwidth / 1e9, "peak_gflops": peak / 1e9}
     for name, (_, num_bytes) in builds.items():
         seconds = statistics.median(rounds[name])
-        row[name] = {"us": seconds * 1e6, "gb_s": num_bytes / seconds / 1e9, "speedup": own / seconds}
+        row[name] = {
+            "us": seconds * 1e6,
+            "gb_s": num_bytes / seconds / 1e9,
+            "speedup": own / seconds,
+            "share_of_limit": max(num_bytes / bandwidth, flops / peak) / seconds,
+        }
     cells = [
-        f"{name} {row[name]['us']:8.1f} us {row[name]['gb_s']:5.1f} GB/s {row[name]['speedup']:.2f}x" for name in builds
+        f"{name} {row[name]['us']:8.1f} us {row[name]['gb_s']:5.1f} GB/s {row[name]['share_of_limit']:4.0%} "
+        f"{row[name]['speedup']:.2f}x"
+        for name in builds
     ]
-    print(f"{case:>10} ({bandwidth:.1f} GB/s)  " + "  |  ".join(cells), flush=True)
+    print(f"{case:>10} ({bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s)  " + "  |  ".join(cells), flush=True)
     return row
 
 

@@ -28,7 +28,7 @@ def steps(names: list[str], num_layers: int) -> dict[str, list[Any]]:
     """The packed weights of each format."""
     return {
         name: [
-            pack(torch.randn(N, K).bfloat16(), "" if name == "bf16" else name)
+            pack(torch.randn(N, K).bfloat16(), "none" if name == "bf16" else name)
             for _ in range(num_layers)
             for K, N in SHAPES_KN
         ]

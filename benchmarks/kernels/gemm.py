@@ -4,15 +4,17 @@ Every engine walks through enough copies of the weight that each call finds it o
 engines take turns in short bursts (after a pause, because OpenMP threads spin for some milliseconds after a call and
 would take a core from the next engine); a reading is the median call. The limit of a shape is the larger of weight
 bytes over the measured read bandwidth and operations over the measured register-only peak, of 8-bit integers where
-weights are integers (`--quantization`); both are measured between the bursts, so that a noisy machine hits numerator
-and denominator alike. Formats of checkpoints (`q4_k`, `awq` ...) are random codes in the form the kernels hold.
+weights are integers; both are measured between the bursts, so that a noisy machine hits numerator and denominator
+alike. `--quantization` lists how weights are held (`none`: in `--dtype`); formats of checkpoints (`q4_k`, `awq` ...)
+are random codes in the form the kernels hold.
 
-    python benchmarks/kernels/gemm.py --shapes 1024x3072,1024x151936,3072x1024 --m 1,4,16,64,256,1024 --isa amx
+    python benchmarks/kernels/gemm.py --quantization none --shapes 1024x3072,1024x151936 --m 1,4,16,64,256 --isa amx
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -30,23 +32,19 @@ from quire.kernels.fp8 import PackedFp8, fp8_linear, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped import PackedGrouped, grouped_linear, pack_grouped
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.weight_format import ON_LOAD, Fp8Format, GroupedFormat, WeightFormat
+from quire.weight_format import GGUF, ON_LOAD, Fp8Format, GroupedFormat, WeightFormat
 
 COLD_BYTES = 640 << 20  # of weight copies per engine
 BURST_S = 0.02
 PAUSE_S = 0.01
 
-FORMATS: dict[str, WeightFormat] = {name: on_load.linear for name, on_load in ON_LOAD.items()} | {
+FORMATS: dict[str, WeightFormat] = {
+    **{name: on_load.linear for name, on_load in ON_LOAD.items()},
     "fp8-block": Fp8Format(128),
     "awq": GroupedFormat(4, 128, "float16", "uint8"),
-    "q4_0": GroupedFormat(4, 32, "float16"),
-    "q4_1": GroupedFormat(4, 32, "float16", "float16"),
-    "q8_0": GroupedFormat(8, 32, "float16"),
-    "q2_k": GroupedFormat(4, 16, "int8", "int8", super_size=16),
-    "q4_k": GroupedFormat(4, 32, "int8", "int8", super_size=8),
-    "q5_k": GroupedFormat(8, 32, "int8", "int8", super_size=8),
-    "q6_k": GroupedFormat(8, 16, "int8", super_size=16),
+    **{name.lower(): held for name, held in GGUF.items()},
 }
+DEFAULT_FORMATS = "none,int8,int4,fp8,q4_k"
 
 Engines = dict[str, list[Callable[[], Any]]]
 
@@ -62,7 +60,7 @@ Packed = PackedLinear | PackedGrouped | PackedFp8
 
 def pack(weight_NK: Tensor, quantization: str) -> Packed:
     """The weight as a layer of the model holds it."""
-    if not quantization:
+    if quantization == "none":
         return pack_linear(weight_NK)
     weight_format = FORMATS[quantization]
     if isinstance(weight_format, Fp8Format):
@@ -145,9 +143,7 @@ def bench_shape(
     """Rows of results, one per M, printed as they come."""
     num_copies = max(1, min(64, COLD_BYTES // (N * K * dtype.itemsize)))
     weights = [torch.randn(N, K).to(dtype) for _ in range(num_copies)]
-    start = time.perf_counter()
     packed = [pack(w, quantization) for w in weights]
-    pack_gb_s = sum(w.nbytes for w in weights) / (time.perf_counter() - start) / 1e9
     rows = []
     is_float = isinstance(packed[0], PackedLinear | PackedFp8)  # FP8 becomes bfloat16
     peak_of = partial(cpu.peak_flops, dtype, repeats=2) if is_float else partial(cpu.peak_int8_ops, repeats=2)
@@ -156,6 +152,8 @@ def bench_shape(
         medians, bandwidth, peak = measure(calls, peak_of, seconds)
         rows.append(
             {
+                "dtype": str(dtype).removeprefix("torch."),
+                "quantization": quantization,
                 "K": K,
                 "N": N,
                 "M": M,
@@ -163,7 +161,6 @@ def bench_shape(
                 "peak_gops": peak / 1e9,
                 "weight_bytes": packed[0].nbytes,
                 "limit_us": max(packed[0].nbytes / bandwidth, 2 * M * N * K / peak) * 1e6,
-                "pack_gb_s": pack_gb_s,
                 "us": {name: s * 1e6 for name, s in medians.items()},
             }
         )
@@ -177,19 +174,21 @@ def print_row(row: dict[str, Any]) -> None:
         f"{name} {flops / us / 1e3:7.0f} GFLOP/s {num_bytes / us / 1e3:5.1f} GB/s {row['limit_us'] / us:4.0%}"
         for name, us in row["us"].items()
     ]
-    head = f"[{row['M']:4},{row['K']:5}] x [{row['K']:5},{row['N']:6}]  limit {flops / row['limit_us'] / 1e3:6.0f}"
+    name = row["dtype"] if row["quantization"] == "none" else f"{row['quantization']}, {row['dtype']}"
+    sizes = f"[{row['M']:4},{row['K']:5}] x [{row['K']:5},{row['N']:6}]"
+    head = f"{name:>15} {sizes}  limit {flops / row['limit_us'] / 1e3:6.0f}"
     print(f"{head} ({row['bandwidth_gb_s']:.1f} GB/s, {row['peak_gops']:.0f})  " + "  |  ".join(cells), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="1024x3072,3072x1024,1024x151936", help="KxN, comma separated")
-    parser.add_argument("--m", default="1,4,8,16,32,64,256,1024")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--quantization", default="", choices=["", *FORMATS])
+    parser.add_argument("--shapes", default="1024x3072", help="KxN, comma separated")
+    parser.add_argument("--m", default="1,8,32,256")
+    parser.add_argument("--dtype", default="bfloat16,float32", help="of bfloat16, float32, float16")
+    parser.add_argument("--quantization", default=DEFAULT_FORMATS, help="of none, " + ", ".join(FORMATS))
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
-    parser.add_argument("--seconds", type=float, default=1.0, help="per shape and M")
+    parser.add_argument("--seconds", type=float, default=0.5, help="per product")
     parser.add_argument("--no-peers", action="store_true", help="only Quire")
     parser.add_argument("--json", default="", help="write the rows to this file")
     args = parser.parse_args()
@@ -197,28 +196,17 @@ def main() -> None:
         cpu.set_isa(args.isa)
     cpu.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
-    dtype = getattr(torch, args.dtype)
-    print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, {args.dtype}, torch {torch.__version__}")
+    print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, torch {torch.__version__}")
     rows = []
-    for shape in args.shapes.split(","):
+    for dtype, quantization, shape in itertools.product(
+        *(x.split(",") for x in (args.dtype, args.quantization, args.shapes))
+    ):
         K, N = (int(part) for part in shape.split("x"))
-        rows += bench_shape(
-            K, N, [int(m) for m in args.m.split(",")], dtype, args.quantization, args.seconds, not args.no_peers
-        )
-        print(f"packing: {rows[-1]['pack_gb_s']:.1f} GB/s of weight bytes")
+        Ms = [int(m) for m in args.m.split(",")]
+        rows += bench_shape(K, N, Ms, getattr(torch, dtype), quantization, args.seconds, not args.no_peers)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump(
-                {
-                    "isa": cpu.isa(),
-                    "threads": args.threads,
-                    "dtype": args.dtype,
-                    "quantization": args.quantization,
-                    "rows": rows,
-                },
-                file,
-                indent=1,
-            )
+            json.dump({"isa": cpu.isa(), "threads": args.threads, "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

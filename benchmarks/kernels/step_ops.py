@@ -1,8 +1,10 @@
-"""The small ops of a decode step: handing work to the threads, norm, rope with the KV write, choice of the token.
+"""The small ops of a decode step: handing work to the threads, embeddings, norm, rope with the KV write, activation,
+choice of the token.
 
-A reading is the median of many calls from Python, so it holds what a step pays. Norm and rope work on rows that are in
-the CPU's caches, as in a model; their share of the limit counts the bytes they touch over the read bandwidth of memory,
-which caches exceed. Logits are read from memory: their limit is one reading.
+A reading is the median of many calls from Python, so it holds what a step pays. Norm, rope and activation work on rows
+that are in the CPU's caches, as in a model; their share of the limit counts the bytes they touch over the read
+bandwidth of memory, which caches exceed. Logits and embeddings are read from memory: their limit is one reading (of an
+embedding, though its elements lie in as many cache lines as those of 16 rows).
 
     python benchmarks/kernels/step_ops.py --rows 1,16,32
 """
@@ -18,9 +20,10 @@ from typing import Any
 
 import torch
 
-from quire.kernels import cpu, ops
-
-VOCAB = 151_936
+from quire.kernels import cpu, kv_codes, ops
+from quire.kernels.dense import pack_linear, packed_rows
+from quire.kernels.fp8 import fp8_rows, pack_fp8, quantize_fp8
+from quire.kernels.grouped import grouped_rows, pack_grouped, quantize_grouped
 
 
 def median_us(calls: dict[str, Callable[[int], Any]], seconds: float) -> dict[str, float]:
@@ -38,38 +41,63 @@ def median_us(calls: dict[str, Callable[[int], Any]], seconds: float) -> dict[st
     return {name: statistics.median(values) * 1e6 for name, values in times.items()}
 
 
-def cases(R: int, dtype: torch.dtype) -> tuple[dict[str, Callable[[int], Any]], dict[str, int]]:
+def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[int], Any]], dict[str, int]]:
     """Calls of a step of R rows of the Qwen3-0.6B shape, and the bytes each has to touch."""
-    D, H, G, E, P = 1024, 16, 8, 128, 16
+    D, H, G, E, P, inner = 1024, 16, 8, 128, 16, 3072
     qkv_TC = torch.randn(R, (H + 2 * G) * E).to(dtype)
     q, k, v = (x.unflatten(1, (-1, E)) for x in qkv_TC.split((H * E, G * E, G * E), dim=1))
     k_cache, v_cache = (torch.zeros(R * 4, G, P, E, dtype=dtype) for _ in "kv")
+    codes = {name: [torch.zeros(R * 4, G, P, E, dtype=name) for _ in "kv"] for name in kv_codes.CODE_DTYPES}
+    scales = [torch.zeros(R * 4, G, P) for _ in "kv"]
     angles, weight_E = torch.randn(4096, E // 2), torch.ones(E, dtype=dtype)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)  # true rotations: q is rotated in place again and again
     positions, slots = torch.arange(R) * 7, torch.arange(R) * 4 * P + 5
     x, residual, weight_D, out = torch.randn(R, D).to(dtype), torch.randn(R, D).to(dtype), torch.ones(D), torch.empty(0)
     weight_D, out = weight_D.to(dtype), torch.empty_like(x)
-    flat = [torch.randn(R, VOCAB) * 2 for _ in range(max(2, (256 << 20) // (R * VOCAB * 4)))]
+    gate_up = torch.randn(R, 2 * inner).to(dtype)
+    table = torch.randn(vocab, D, dtype=torch.bfloat16).to(dtype)
+    plain, fp8, int8 = pack_linear(table), pack_fp8(quantize_fp8(table)), pack_grouped(quantize_grouped(table, 8, D))
+    tokens = [torch.randint(vocab, (R,)) for _ in range(64)]
+    flat = [torch.randn(R, vocab) * 2 for _ in range(max(2, (256 << 20) // (R * vocab * 4)))]
     logits = [x.clone() for x in flat]
     for row in (row for copy in logits for row in copy):
-        row[torch.randint(VOCAB, (50,))] += 16.0  # a few likely tokens, as in a trained model
+        row[torch.randint(vocab, (50,))] += 16.0  # a few likely tokens, as in a trained model
     temperature, top_k = torch.full((R,), 0.8), torch.zeros(R, dtype=torch.int32)
     top_p, min_p, uniform = torch.full((R,), 0.95), torch.zeros(R), torch.rand(R, dtype=torch.float64)
-    token_ids = torch.randint(VOCAB, (R,))
+    token_ids = torch.randint(vocab, (R,))
+
+    def to_codes(name: torch.dtype) -> Callable[[int], Any]:
+        own = dict(zip(("k_scales_BGP", "v_scales_BGP"), scales, strict=True)) if name == torch.int8 else {}
+        arguments = (q, k, v, positions, cos_sin, slots, *codes[name], weight_E, weight_E, 1e-6)
+        return lambda _: ops.rope_and_cache(*arguments, **own)
+
     calls: dict[str, Callable[[int], Any]] = {
+        "embeddings": lambda i: packed_rows(plain, tokens[i % len(tokens)]),
+        "embeddings, int8": lambda i: grouped_rows(int8, tokens[i % len(tokens)], dtype),
+        "embeddings, fp8": lambda i: fp8_rows(fp8, tokens[i % len(tokens)], dtype),
+        "rms_norm": lambda _: ops.rms_norm(x, weight_D, 1e-6, out=out),
         "add_rms_norm": lambda _: ops.add_rms_norm(x, residual, weight_D, 1e-6, out=out),
         "rope_and_cache": lambda _: ops.rope_and_cache(
             q, k, v, positions, cos_sin, slots, k_cache, v_cache, weight_E, weight_E, 1e-6
         ),
+        **{f"rope_and_cache, {str(name).removeprefix('torch.')}": to_codes(name) for name in codes},
+        "gated_activation": lambda _: ops.gated_activation("silu", gate_up),
         "greedy": lambda i: ops.greedy(logits[i % len(logits)]),
         "sample": lambda i: ops.sample(logits[i % len(logits)], temperature, top_k, top_p, min_p, uniform),
         "sample, flat": lambda i: ops.sample(flat[i % len(flat)], temperature, top_k, top_p, min_p, uniform),
         "logprobs, top 20": lambda i: ops.logprobs(logits[i % len(logits)], token_ids, 20),
     }
-    logit_bytes, size = R * VOCAB * 4, dtype.itemsize
+    logit_bytes, size = R * vocab * 4, dtype.itemsize
+    rotated = 2 * H + 2 * G  # rows of heads of the model's dtype that are read or written, beside what the cache takes
     num_bytes = {
+        "embeddings": 2 * R * D * size,
+        "embeddings, int8": R * (int8.nbytes // vocab + D * size),
+        "embeddings, fp8": R * (fp8.nbytes // vocab + D * size),
+        "rms_norm": 2 * R * D * size,
         "add_rms_norm": 4 * R * D * size,
-        "rope_and_cache": R * (2 * H + 4 * G) * E * size,
+        "rope_and_cache": R * (rotated + 2 * G) * E * size,
+        **{f"rope_and_cache, {str(name).removeprefix('torch.')}": R * (rotated * size + 2 * G) * E for name in codes},
+        "gated_activation": 3 * R * inner * size,
         "greedy": logit_bytes,
         "sample": logit_bytes,
         "sample, flat": logit_bytes,
@@ -82,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,16,32")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="per op")
@@ -100,7 +129,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = [{"parallel_for_us": median_us(dispatch, args.seconds)}]
     print("parallel_for: " + ", ".join(f"{name} {us:.1f} us" for name, us in rows[0]["parallel_for_us"].items()))
     for R in (int(r) for r in args.rows.split(",")):
-        calls, num_bytes = cases(R, getattr(torch, args.dtype))
+        calls, num_bytes = cases(R, getattr(torch, args.dtype), args.vocab)
         times, bandwidth = median_us(calls, args.seconds), cpu.read_bandwidth(256 << 20)
         limits = {name: count / bandwidth * 1e6 for name, count in num_bytes.items()}
         rows.append({"rows": R, "us": times, "limit_us": limits, "bandwidth_gb_s": bandwidth / 1e9})

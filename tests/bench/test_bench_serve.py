@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ import pytest
 
 import quire.demo
 from quire.bench import serving
-from quire.bench.load import Run, run_load
+from quire.bench.floor import Machine, Work, floor
+from quire.bench.load import Outcome, Run, run_load
+from quire.bench.options import Target
 from quire.bench.report import without_secrets
+from quire.bench.serving import Server
 from quire.cli.main import main
 from quire.frontend.echo_client import EchoClient
+from quire.kernels import cpu
+from quire.model_config import load_model_config
 from tests.server.serving import MODEL, RunningServer
 
 FOLDER = str(quire.demo.path("target"))
@@ -51,6 +57,8 @@ KEYS = {
     "total_token_throughput",
     "max_output_tokens_per_s",
     "max_concurrent_requests",
+    "latencies",
+    "queue_times",
     "mean_ttft_ms",
     "median_ttft_ms",
     "std_ttft_ms",
@@ -64,10 +72,7 @@ KEYS = {
     "std_itl_ms",
     "p99_itl_ms",
 }
-DETAILS = {
-    *("input_lens", "output_lens", "ttfts", "itls", "latencies"),
-    *("start_times", "queue_times", "generated_texts", "errors"),
-}
+DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors"}
 
 
 def bench(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -130,6 +135,7 @@ def test_rounds_files_and_page(to: Any, tmp_path: Path, capsys: pytest.CaptureFi
     first, second = map(json.loads, path.read_text().splitlines())
     assert [len(each["rounds"]) for each in (first, second)] == [3, 3]
     assert not DETAILS & first.keys()
+    assert {key for key in KEYS if not key.endswith(("ttft_ms", "tpot_ms", "itl_ms"))} <= first.keys()
     assert "p99.9_e2el_ms" in first
     assert "mean_ttft_ms" not in first
     assert first["confidence_intervals"]["output_throughput"][0] < first["output_throughput"]
@@ -139,6 +145,18 @@ def test_rounds_files_and_page(to: Any, tmp_path: Path, capsys: pytest.CaptureFi
     assert html.count("<svg") == 7
     assert not re.search(r"(src|href)=|url\(|<script|https?:", html), "the page loads nothing"
     assert out.splitlines()[0].strip("= ") in html
+
+
+def test_a_bar_counts_requests(to: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunningServer(answer=None) as server:
+        assert main(["bench", "serve", *to(server), *SMALL[:-1], "--num-rounds", "2"]) == 0
+        assert "| 24/24 [" in capsys.readouterr().err
+        assert (
+            main(["bench", "compare", server.url, server.url, *to(server)[2:], *SMALL[:-1], "--num-rounds", "1"]) == 0
+        )
+        assert "| 24/24 [" in capsys.readouterr().err
+        assert main(["bench", "serve", *to(server), *SMALL]) == 0
+        assert "12/12" not in capsys.readouterr().err
 
 
 def test_chat_and_sampling_reach_the_server(to: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +198,46 @@ def test_compare_a_server_with_itself_sends_other_prompts(to: Any, capsys: pytes
         out = bench("compare", server.url, server.url, *words, capsys=capsys)
     assert out.splitlines()[-1] == "No difference shown."
     assert "rounds a side: 1" in out
+
+
+def test_compare_two_result_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `serve` writes them, with their rounds; the same figures are no difference."""
+    rounds = {"slow": (10.0, 10.2, 9.9, 10.1), "fast": (15.1, 14.8, 15.0, 15.2)}
+    for name, values in rounds.items():
+        found = [{"output_throughput": value, "mean_ttft_ms": 1000 / value} for value in values]
+        (tmp_path / name).write_text(json.dumps({"output_throughput": values[0], "rounds": found}))
+    slow, fast = (str(tmp_path / name) for name in rounds)
+    result = tmp_path / "c.json"
+    out = bench("compare", slow, fast, "--output-json", str(result), capsys=capsys).splitlines()
+    assert out[-2].startswith(
+        "The difference is real: B is faster in output_throughput (1.50x); faster in mean_ttft_ms"
+    )
+    assert "not measured in turns" in out[-1]
+    assert [each["verdict"] for each in json.loads(result.read_text())["differences"]] == ["faster", "faster"]
+    assert "No difference shown." in bench("compare", slow, slow, capsys=capsys)
+    assert main(["bench", "compare", slow, "http://127.0.0.1:1"]) == 2
+    assert "A server and a file cannot be compared" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not cpu.available(), reason="only the compiled kernels measure the limits")
+def test_the_limit_of_a_server_on_this_machine() -> None:
+    """Of what it computed, in the formats that it says it has; of a server elsewhere the limits are not known."""
+    outcomes = [Outcome(32, 0.0, 0.0, 0.5, 1.0, [0.5], 2, cached_tokens=16, success=True), Outcome(32, error="no")]
+    server = Server(Target(), "m", FOLDER, "bfloat16", "int8", cpu.get_num_threads(), "cpu", "fp8")
+    found = serving.hardware_limit(server, [Run(outcomes, 2.0, 0.0)] * 2)
+    assert found is not None
+    expected = floor(
+        *(load_model_config(FOLDER), "bfloat16", [Work(16, 16, 2)], Machine(1.0, 1.0, 1.0)),
+        *(None, "fp8", "int8"),
+    )
+    assert (found["num_bytes"], found["num_int8_ops"]) == (2 * expected.num_bytes, 2 * expected.num_int8_ops)
+    assert found["percent"] == pytest.approx(100 * found["seconds"] / 4.0)
+    for elsewhere in (
+        replace(server, target=Target(base_url="http://example.org")),
+        replace(server, dtype=None),
+        replace(server, device="cuda"),
+    ):
+        assert serving.hardware_limit(elsewhere, [Run(outcomes, 2.0, 0.0)]) is None
 
 
 def test_the_model_served_is_found(to: Any, capsys: pytest.CaptureFixture[str]) -> None:

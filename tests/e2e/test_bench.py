@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.bench.offline import PERCENTAGES
 from quire.cli.main import main
 from quire.kernels import cpu
 
@@ -71,6 +72,44 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(percentiles) == ["10", "25", "50", "75", "90", "99"]
     out = capsys.readouterr().out
     assert out.startswith(f"Avg latency: {result['avg_latency']} seconds\n10% percentile latency: ")
+
+
+def test_percentiles_of_latency_have_intervals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From ten iterations on; of the mean from three."""
+    for num_iters, wanted in ((3, ["avg_latency"]), (10, ["avg_latency", *(f"p{p}_latency" for p in PERCENTAGES)])):
+        words = ("--batch-size", "1", "--input-len", "4", "--output-len", "2", "--num-iters-warmup", "1")
+        result = run("latency", *words, "--num-iters", str(num_iters), file=tmp_path / "l.json")
+        intervals, percentiles = result["confidence_intervals"], result["percentiles"]
+        assert isinstance(intervals, dict)
+        assert isinstance(percentiles, dict)
+        assert list(intervals) == wanted
+        for p in PERCENTAGES if num_iters == 10 else ():
+            low, high = intervals[f"p{p}_latency"]
+            assert low <= percentiles[str(p)] <= high
+        out = capsys.readouterr().out
+        assert out.count("95% confidence interval of ") == len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "bars"),
+    [
+        ("throughput", ("--num-prompts", "3", "--input-len", "8", "--output-len", "2"), ["| 3/3 ["]),
+        (
+            "latency",
+            ("--input-len", "8", "--output-len", "2", "--num-iters", "4", "--num-iters-warmup", "1"),
+            ["Warmup iterations: 100%", "Bench iterations: 100%", "| 4/4 ["],
+        ),
+        (
+            "startup",
+            ("--num-iters-cold", "0", "--num-iters-warmup", "0", "--num-iters-warm", "1"),
+            ["Warm startup iterations: 100%", "| 1/1 ["],
+        ),
+    ],
+)
+def test_bars(kind: str, words: tuple[str, ...], bars: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", kind, *words, *ENGINE[:-1]]) == 0
+    shown = capsys.readouterr().err
+    assert [bar for bar in bars if bar not in shown] == []
 
 
 def test_latency_longer_than_the_context(capsys: pytest.CaptureFixture[str]) -> None:

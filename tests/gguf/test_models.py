@@ -23,11 +23,13 @@ from quire.bench.floor import Machine, Work, floor
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ModelConfigError, WeightsError
 from quire.explain import explain
+from quire.gguf.file import open_gguf
 from quire.hf_config.from_gguf import MODEL_TYPES
-from quire.kernels import cpu
+from quire.kernels import cpu, reference
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
+from quire.quantization.gguf_blocks import unpack_blocks
 from quire.resolve import DeviceFacts
 from quire.weight_format import GGUF
 from tests.gguf.raw import F32_TENSOR, STRING, Raw, pair, tensor, text
@@ -36,6 +38,7 @@ from tests.models.paged_run import PagedRun, greedy
 from tests.models.tiny_models import SIZES, hf_logits
 
 TOLERANCE = 1e-4  # float32 logits, summed in another order
+MADE = Path(__file__).parent / "made" / "llama.cpp.gguf"
 PROMPT = [3, 77, 12, 130, 5, 5, 64, 9, 101, 33, 2, 18, 90, 41, 7]
 
 
@@ -171,9 +174,9 @@ def make(folder: Path, config_class: str, settings: Mapping[str, Any], scale: fl
     return model
 
 
-def found_logits(path: Path, dtype: torch.dtype = torch.float32) -> tuple[CausalLM, Tensor]:
+def found_logits(path: Path, dtype: torch.dtype = torch.float32, prompt: list[int] = PROMPT) -> tuple[CausalLM, Tensor]:
     model = load_model(load_model_config(path), dtype)
-    return model, PagedRun(model, dtype).step({0: PROMPT})[0].float()
+    return model, PagedRun(model, dtype).step({0: prompt})[0].float()
 
 
 def test_every_architecture_is_covered() -> None:
@@ -218,15 +221,41 @@ def test_as_transformers_reads_the_file(name: str, tmp_path: Path) -> None:
     make(tmp_path, config_class, {"hidden_size": 96, "head_dim": 16} | settings)
     (tmp_path / "g").mkdir()
     write_gguf(tmp_path / "g" / "m.gguf", tmp_path, "F32", extra=extra | {"vocab_size": SIZES["vocab_size"]})
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "g", gguf_file="m.gguf", attn_implementation="eager")
+    _, logits = found_logits(tmp_path / "g" / "m.gguf")
+    expected = hf_logits(read_by_transformers(tmp_path / "g" / "m.gguf"), PROMPT)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+
+
+def read_by_transformers(path: Path) -> torch.nn.Module:
+    """The model in float32."""
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, attn_implementation="eager")
     config.pad_token_id = 0
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    read = load_gguf_checkpoint(str(tmp_path / "g" / "m.gguf"), return_tensors=True, model_to_load=model)
+    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
     missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
     assert not unexpected
     assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
-    _, logits = found_logits(tmp_path / "g" / "m.gguf")
-    torch.testing.assert_close(logits, hf_logits(model, PROMPT), rtol=0, atol=TOLERANCE)
+    return model
+
+
+def test_made_by_llama_cpp() -> None:
+    """Nine types by llama.cpp's own quantizer (made/README.md): the weights to a bit, and transformers' logits."""
+    file = open_gguf(MADE)
+    kinds = {info.type.name for info in file.tensors.values()}
+    assert kinds == {"F32", *GGUF} - {"Q5_0"}
+    for item in gguf.GGUFReader(MADE).tensors:
+        info = file.tensors[item.name]
+        if info.type.name in GGUF:
+            raw = torch.frombuffer(bytearray(file.read(info)), dtype=torch.uint8).view(info.shape[0], -1)
+            expected = gguf.quants.dequantize(item.data, item.tensor_type)
+            found = reference.dequantize_grouped(unpack_blocks(raw, info.type)).numpy()
+            assert np.array_equal(found.view(np.uint32), expected.view(np.uint32)), item.name
+    prompt = [token % 64 for token in PROMPT]
+    loaded, logits = found_logits(MADE, prompt=prompt)
+    expected_logits = hf_logits(read_by_transformers(MADE), prompt)
+    assert (logits - expected_logits).norm() < 0.04 * expected_logits.norm()
+    if cpu.available():
+        assert loaded.weight_bytes() == loaded.config.weight_bytes("float32"), "not the planned bytes are held"
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])

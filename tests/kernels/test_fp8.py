@@ -107,7 +107,12 @@ def test_matches_the_twin(isa: str, N: int, K: int, group_size: int, dtype: torc
             assert torch.equal(fp8_linear(x_TK, packed, bias, out_dtype), sums_TN.to(out_dtype))
     assert fp8_linear(x_TK, packed).dtype == dtype
     rows_T = torch.tensor([N - 1, 0, N // 2])
-    assert torch.equal(fp8_rows(packed, rows_T, torch.float32), reference.dequantize_fp8(weight)[rows_T])
+    restored_NK = reference.dequantize_fp8(weight)
+    for out_dtype in DTYPES:
+        assert torch.equal(fp8_rows(packed, rows_T, out_dtype), restored_NK[rows_T].to(out_dtype))
+    for row in (-1, N):
+        with pytest.raises(IndexError):
+            fp8_rows(packed, torch.tensor([0, row]), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,3 +114,55 @@ print(cpu.get_num_threads())
 """
     result = subprocess.run([sys.executable, "-c", one_cpu], check=False, timeout=60, capture_output=True, text=True)
     assert result.stdout.strip() == "1", result.stderr
+
+
+def described(root: Path, files: dict[str, str]) -> int:
+    """The number of threads where /proc and /sys say this, on the CPUs of this process."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return int(cpu._C.default_num_threads(str(root)))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_default_counts_hyper_threads_once(tmp_path: Path) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    apart = {siblings.format(n): str(n) for n in cpus}
+    together = {siblings.format(n): f"{cpus[0]},{cpus[1]}" for n in cpus[:2]}
+    assert described(tmp_path / "apart", apart) == len(cpus)
+    assert described(tmp_path / "together", apart | together) == len(cpus) - 1
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, None),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "150000 100000"}, 1),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 1", "sys/fs/cgroup/a/cpu.max": "9 9"}, 1),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "20000 100000"}, 1),  # less than one CPU
+        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "9000000 100000"}, None),  # more than there are
+        (
+            {
+                "proc/self/cgroup": "4:memory:/m\n3:cpu,cpuacct:/x",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "100000",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000",
+            },
+            1,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/x",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000",
+            },
+            None,
+        ),
+    ],
+)
+def test_default_follows_the_quota(files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
+    """The least of the groups on the way to the root, whole CPUs of it, and at least one."""
+    assert described(tmp_path, files) == (limit or len(os.sched_getaffinity(0)))

@@ -23,7 +23,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.files, self.chunk_bytes, self.chunk_seconds = files, chunk_bytes, chunk_seconds
         self.paths: list[str] = []
-        self.num_bytes = 0  # of files
+        self.knows_ranges = True
+        self.num_bytes = 0  # of files, sent
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
 
     def __enter__(self) -> Hub:
@@ -46,14 +47,19 @@ class HubHandler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def respond(self, status: int, body: bytes = b"", **headers: str) -> None:
+    def respond(self, status: int, body: bytes = b"", is_file: bool = False, **headers: str) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command == "GET":
             for start in range(0, len(body), self.server.chunk_bytes):
-                self.wfile.write(body[start : start + self.server.chunk_bytes])
+                chunk = body[start : start + self.server.chunk_bytes]
+                self.server.num_bytes += len(chunk) if is_file else 0
+                try:
+                    self.wfile.write(chunk)
+                except ConnectionError:  # the client has what it wants
+                    return
                 time.sleep(self.server.chunk_seconds)
 
     def do_GET(self) -> None:
@@ -77,12 +83,11 @@ class HubHandler(BaseHTTPRequestHandler):
         else:
             data = self.server.files[re.split(rf"/resolve/(?:{COMMIT}|main)/", path)[1]]
             wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range") or "")
-            if wanted is not None and self.command == "GET":
+            if wanted is not None and self.command == "GET" and self.server.knows_ranges:
                 piece = data[int(wanted[1]) : int(wanted[2]) + 1]
-                self.server.num_bytes += len(piece)
-                self.respond(206, piece, Content_Range=f"bytes {wanted[1]}-{wanted[2]}/{len(data)}")
+                self.respond(206, piece, is_file=True, Content_Range=f"bytes {wanted[1]}-{wanted[2]}/{len(data)}")
                 return
-            self.server.num_bytes += len(data) if self.command == "GET" else 0
-            self.respond(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=COMMIT)
+            etag = f'"{hashlib.sha1(data).hexdigest()}"'
+            self.respond(200, data, is_file=True, ETag=etag, X_Repo_Commit=COMMIT)
 
     do_HEAD = do_GET

@@ -304,6 +304,48 @@ def test_numbers_of_the_configuration_behind_weights(hub: Hub, tmp_path: Path, m
     assert hub.num_bytes == 500 + 16
 
 
+@pytest.mark.parametrize("first_bytes", [40, 8 << 20])
+def test_a_hub_that_knows_no_ranges(
+    first_bytes: int, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends whole files: of them as much is read as the header takes, whether or not that is known at first."""
+    near, weights = b"\1" * 16, bytes(64 << 20)
+    tensors = [
+        tensor("rope_freqs.weight", (4,), F32_TENSOR, 0),
+        tensor("token_embd.weight", (1 << 12, 1 << 12), F32_TENSOR, 32),
+    ]
+    whole = Raw(tensors=tensors, data=near + bytes(16) + weights).build()
+    hub.files, hub.chunk_bytes, hub.knows_ranges = {"a-F32.gguf": whole}, 1 << 16, False
+    monkeypatch.setattr(gguf_headers, "FIRST_BYTES", first_bytes)
+    header = find_gguf("small/model:F32", None, weights=False)
+    assert header is not None
+    assert header.stat().st_size == len(whole)
+    file = open_gguf(header)
+    assert file.read(file.tensors["rope_freqs.weight"]) == near
+    assert hub.num_bytes < len(weights) / 2, "more than a header and what the system's buffers take"
+
+
+def test_numbers_behind_weights_of_a_hub_that_knows_no_ranges(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As much as a header may have is read over; behind that the file is downloaded."""
+    tensors = [
+        tensor("token_embd.weight", (1024, 16), F32_TENSOR, 0),
+        tensor("rope_freqs.weight", (4,), F32_TENSOR, 1 << 16),
+    ]
+    whole = Raw(tensors=tensors, data=bytes(1 << 16) + b"\1" * 16).build()
+    hub.files, hub.knows_ranges = {"a-F32.gguf": whole}, False
+    monkeypatch.setattr(gguf_headers, "FIRST_BYTES", 500)
+    for limit, is_kept in ((1 << 20, False), (1 << 12, True)):
+        monkeypatch.setattr(gguf_headers, "MAX_HEADER_BYTES", limit)
+        header = find_gguf("small/model:F32", None, download_dir=str(tmp_path), weights=False)
+        assert header is not None
+        file = open_gguf(header)
+        assert file.read(file.tensors["rope_freqs.weight"]) == b"\1" * 16
+        assert header.is_relative_to(tmp_path) == is_kept
+        assert ("sends no parts of files): the file is downloaded" in caplog.text) == is_kept
+
+
 def test_headers_of_all_parts(hub: Hub, tmp_path: Path) -> None:
     def part(number_: int) -> bytes:
         pairs = [pair("split.no", U16, number("H", number_)), pair("split.count", U16, number("H", 2))]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quire.demo
+from quire.forward_batch import ForwardBatch
 from quire.kernels import cpu
 from quire.kernels.recording import Arena, record
 from quire.loader.load import load_model
@@ -79,6 +82,42 @@ def test_shards_in_several_formats(
     assert num_recorded == [1 + 10 * model.config.num_layers] * 3
     monkeypatch.setattr(decode_replay, "MAX_ROWS", 0)
     assert all(torch.equal(a, b) for a, b in zip(replayed, steps(model), strict=True))
+
+
+class TorchCalls(TorchDispatchMode):
+    """Notes what goes through torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
+def test_what_a_repeated_step_asks_of_torch(quantization: str | None) -> None:
+    """Memory for embeddings, copies of the step's inputs and of its result: nothing that grows with the layers."""
+    asked: dict[int, list[str]] = {}
+    for num_layers in (2, 6):
+        config = replace(load_model_config(quire.demo.path()), num_layers=num_layers)
+        model = load_model(config, torch.bfloat16, "dummy", quantization=quantization)
+        assert isinstance(model, Decoder)
+        run, forward, calls = PagedRun(model, torch.bfloat16), model.forward, TorchCalls()
+
+        def noted(batch: ForwardBatch, forward: Any = forward, calls: TorchCalls = calls) -> Tensor:
+            with calls:
+                return forward(batch)  # type: ignore[no-any-return]
+
+        run.step({0: [1, 2, 3], 1: [4]})
+        run.step({0: [5], 1: [6]})
+        model.forward = noted  # type: ignore[method-assign]
+        run.step({0: [7], 1: [8]})
+        asked[num_layers] = calls.names
+    assert asked[2] == asked[6]
+    embeddings, inputs, result = ["empty"], ["copy_"] * 5 + ["slice", "copy_"], ["clone"]
+    assert asked[6] == embeddings + inputs + result
 
 
 def test_results_stay_when_the_next_step_comes(model: Decoder) -> None:

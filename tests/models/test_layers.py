@@ -109,7 +109,12 @@ def test_rows_of_a_packed_weight_are_exact(shape, dtype, path):
     weight = torch.randn(shape).to(dtype)
     rows = torch.randint(0, shape[0], (19,))
     rows[0], rows[1] = 0, shape[0] - 1
-    assert torch.equal(dense.packed_rows(dense.pack_linear(weight), rows), weight[rows])
+    packed = dense.pack_linear(weight)
+    assert torch.equal(dense.packed_rows(packed, rows), weight[rows])
+    assert torch.equal(dense.packed_rows(packed, rows[:0]), weight[:0])
+    for outside in (-1, shape[0]):
+        with pytest.raises(IndexError):
+            dense.packed_rows(packed, torch.tensor([0, outside]))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])

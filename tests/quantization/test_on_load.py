@@ -1,22 +1,73 @@
-"""`--quantization int8`, `int4` and `fp8` in the engine: planned bytes are held, the demo model keeps its answers."""
+"""`--quantization int8`, `int4` and `fp8` in the engine: logits of the rounded weights, planned bytes, answers kept."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch import Tensor
 
 import quire.demo
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ModelConfigError
-from quire.kernels import cpu
+from quire.kernels import cpu, reference
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
-from quire.weight_format import ON_LOAD
+from quire.weight_format import ON_LOAD, Fp8Format, WeightFormat
+from tests.quantization.checkpoints import write_model
+from tests.quantization.logits import error_of_logits
 
 OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 24, "num_threads": 1}
+SIZES: dict[str, Any] = {
+    "vocab_size": 192,
+    "hidden_size": 200,  # no whole groups of 128
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
+FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, attention_bias=True, tie_word_embeddings=False),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
+}
+# Relative errors of logits: rounding activations to 8 bits, and the order of sums where they stay as they are.
+TOLERANCE = {"int8": 0.02, "int4": 0.02, "fp8": 1e-5}
+
+
+def rounded(weight_NK: Tensor, held: WeightFormat) -> Tensor:
+    """What the codes stand for."""
+    group_size = held.group_size_of(weight_NK.shape[1])
+    if isinstance(held, Fp8Format):
+        return reference.dequantize_fp8(reference.quantize_fp8(weight_NK))
+    return reference.dequantize_grouped(reference.quantize_grouped(weight_NK, held.bits, group_size))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantization", ON_LOAD)
+def test_logits(quantization: str, family: str, path: str, tmp_path: Path) -> None:
+    """Those of transformers with every weight rounded and brought back to float32, the output projection's too."""
+    formats = ON_LOAD[quantization]
+
+    def make(N: int, K: int) -> tuple[Tensor, dict[str, Tensor]]:
+        weight_NK = torch.randn(N, K) * K**-0.5
+        return rounded(weight_NK, formats.linear), {"weight": weight_NK}
+
+    checkpoint = write_model(tmp_path, FAMILIES[family](), {}, make)
+    description = json.loads((tmp_path / "config.json").read_text())
+    del description["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    head = checkpoint.model.get_output_embeddings().weight
+    with torch.no_grad():
+        head.copy_(rounded(head, formats.output))
+    assert error_of_logits(tmp_path, checkpoint.model, quantization=quantization) < TOLERANCE[quantization]
 
 
 @pytest.mark.parametrize("quantization", ON_LOAD)

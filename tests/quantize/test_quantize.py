@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,29 @@ def test_an_interrupted_run_is_continued(
         assert not (out / "config.json").exists(), f"write {kill}: an unfinished folder looks like a model"
         assert quantize(to, out, texts["calibration"]) == 0
         assert {path.name: path.read_bytes() for path in out.iterdir()} == expected, f"killed at write {kill}"
+
+
+def test_a_bar_counts_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal; a run that is continued begins where the other stopped."""
+    finish_shard = Output.finish_shard
+
+    def interrupted(self: Output, index: int, *rest: Any) -> None:
+        finish_shard(self, index, *rest)
+        if index == 2:
+            raise KeyboardInterrupt
+
+    words = ["quantize", str(tmp_path / "out"), "--to", "int4", "--num-threads", "1"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "finish_shard", interrupted)
+        assert main(words) == 130
+    capsys.readouterr()
+    assert main(words) == 0
+    shown = capsys.readouterr().err
+    assert "continues after 3 of 7 shards" in shown
+    assert "| 7/7 [" in shown
 
 
 def test_other_settings_do_not_continue_a_run(

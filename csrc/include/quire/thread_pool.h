@@ -5,10 +5,13 @@
 // After a fork the child starts its own workers on first use.
 #pragma once
 
+#include <string>
+
 namespace quire {
 
 // Physical cores this process may use: CPU affinity without hyper-thread siblings, limited by the cgroup CPU quota.
-int default_num_threads();
+// `root` comes before the paths of /proc and /sys: tests describe other machines there.
+int default_num_threads(const std::string& root = "");
 
 int num_threads();
 void set_num_threads(int n);  // n >= 1, the caller included

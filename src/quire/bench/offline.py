@@ -12,7 +12,7 @@ import numpy as np
 from quire import LLM, SamplingParams
 from quire.bench.floor import Work, floor, measure_machine, together
 from quire.bench.options import Workload
-from quire.bench.statistics import LEVEL, mean_interval
+from quire.bench.statistics import LEVEL, mean_interval, summarize
 from quire.bench.workload import BenchRequest, chat_render, make_requests
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -188,9 +188,18 @@ def latency(
         "avg_latency": float(np.mean(seconds)),
         "latencies": seconds,
         "percentiles": {str(p): float(np.percentile(seconds, p)) for p in PERCENTAGES},
-        "confidence_intervals": {"avg_latency": mean_interval(seconds)} if len(seconds) >= 3 else {},
+        "confidence_intervals": _latency_intervals(seconds),
         "hardware_limit": engine.hardware_limit([runs[-1][1]], float(np.median(seconds))),
     }
+
+
+def _latency_intervals(seconds: Sequence[float]) -> dict[str, tuple[float, float]]:
+    """Of the mean, and from 10 iterations on of the percentiles."""
+    if len(seconds) < 3:
+        return {}
+    found = summarize(seconds, PERCENTAGES).intervals
+    percentiles = {f"p{p}_latency": found[f"p{p}"] for p in PERCENTAGES if f"p{p}" in found}
+    return {"avg_latency": mean_interval(seconds), **percentiles}
 
 
 def latency_text(result: dict[str, Any]) -> str:

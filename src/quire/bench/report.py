@@ -130,10 +130,7 @@ def serving_result(
 
 
 _RAMP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
-DETAILS = (
-    *("input_lens", "output_lens", "ttfts", "itls", "latencies"),
-    *("start_times", "queue_times", "generated_texts", "errors"),
-)
+DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors")  # as in vLLM
 
 
 def round_metrics(run: Run, report: Report) -> dict[str, float]:

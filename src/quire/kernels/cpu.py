@@ -135,6 +135,12 @@ def gemm_pack(weight_NK: Tensor, packed: Tensor) -> None:
     _C.gemm_pack(weight_NK.data_ptr(), code, *weight_NK.shape, weight_NK.stride(0), packed.data_ptr())
 
 
+def gemm_rows(packed: Tensor, N: int, rows_T: Tensor, out_TK: Tensor) -> None:
+    """See dense.packed_rows; rows (int64) and out are contiguous. IndexError for a row that is not in [0, N)."""
+    count, K = out_TK.shape
+    _C.gemm_rows(packed.data_ptr(), DTYPE_CODES[out_TK.dtype], N, K, rows_T.data_ptr(), count, out_TK.data_ptr())
+
+
 def gemm(
     x_MK: Tensor,
     packed: Tensor,
@@ -197,6 +203,12 @@ def fp8_pack(codes_NK: Tensor, scales_NG: Tensor, group_size: int, packed: Tenso
     """Copy an FP8 weight into that layout, to the beginning of `packed`."""
     N, K = codes_NK.shape
     _C.gemm_fp8_pack(codes_NK.data_ptr(), codes_NK.stride(0), scales_NG.data_ptr(), N, K, group_size, packed.data_ptr())
+
+
+def fp8_rows(packed: Tensor, N: int, group_size: int, rows_T: Tensor, out_TK: Tensor) -> None:
+    """See fp8.fp8_rows; rows and out are contiguous. IndexError for a row that is not in [0, N)."""
+    (count, K), code = out_TK.shape, DTYPE_CODES[out_TK.dtype]
+    _C.gemm_fp8_rows(packed.data_ptr(), N, K, group_size, rows_T.data_ptr(), count, code, out_TK.data_ptr())
 
 
 def grouped_quantize(weight_NK: Tensor, bits: int, group_size: int, codes_NK: Tensor, scales_NG: Tensor) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from quire.kernels import cpu, gpu, pages, weight_memory
 from quire.kernels.product import check_product, result_memory
 from quire.kernels.strides import contiguous_rows
-from quire.weight_format import PANEL_WIDTH
 
 
 @dataclass(frozen=True)
@@ -108,16 +107,11 @@ def _plain(x_TK: Tensor, packed: PackedLinear, bias_N: Tensor | None) -> Tensor:
 def packed_rows(packed: PackedLinear, rows_T: Tensor) -> Tensor:
     """weight[rows_T] -> [T, K] out of the packed form: embedding lookup in a matrix that is also the output projection.
 
-    rows_T int64, each in [0, N).
+    rows_T: int64; IndexError if one is not in [0, N).
     """
-    assert rows_T.dim() == 1, f"rows must be [T], got shape {tuple(rows_T.shape)}"
+    assert rows_T.dim() == 1 and rows_T.dtype == torch.int64, f"rows must be int64 [T], got {rows_T.dtype}"
     if not packed.is_packed:
         return F.embedding(rows_T, packed.data)
-    panels_T, columns_T = rows_T // PANEL_WIDTH, rows_T % PANEL_WIDTH
-    num_panels = -(-packed.N // PANEL_WIDTH)
-    if packed.dtype != torch.bfloat16:  # [panel][k][column]
-        return packed.data.view(packed.dtype).view(num_panels, packed.K, PANEL_WIDTH)[panels_T, :, columns_T]
-    # [panel][32 of k][16 of the columns][pair of k][column]; a pair moves as one int32
-    pairs = packed.data.view(torch.int32).view(num_panels, -1, PANEL_WIDTH // 16, 16, 16)
-    pairs_TK = pairs[panels_T, :, columns_T // 16, :, columns_T % 16].flatten(1)
-    return pairs_TK.view(torch.bfloat16)[:, : packed.K]
+    out_TK = torch.empty((len(rows_T), packed.K), dtype=packed.dtype)
+    cpu.gemm_rows(packed.data, packed.N, rows_T.contiguous(), out_TK)
+    return out_TK

@@ -20,7 +20,7 @@ from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.product import check_product, result_memory
 from quire.kernels.strides import contiguous_rows
-from quire.weight_format import PANEL_WIDTH, Fp8Format
+from quire.weight_format import Fp8Format
 
 # Below some hundreds of rows, reading the weight takes longer than multiplying: activations need not be FP8 as well. No
 # decode step has more than the largest CUDA graph, 256 rows: padding must not decide how a row is computed.
@@ -207,22 +207,14 @@ def _product_of_codes(rows: Fp8Rows, packed: PackedFp8, bias_N: Tensor | None, o
 
 
 def fp8_rows(packed: PackedFp8, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight[rows_T] -> [T, K]: float32 products of scale and code, rounded to dtype. rows_T int64, each in [0, N)."""
-    assert rows_T.dim() == 1, f"rows must be [T], got shape {tuple(rows_T.shape)}"
-    weight = _unpacked_rows(packed, rows_T) if packed.weight is None else packed.weight.rows(rows_T)
-    return reference.dequantize_fp8(weight).to(dtype)
+    """weight[rows_T] -> [T, K]: float32 products of scale and code, rounded to dtype.
 
-
-def _unpacked_rows(packed: PackedFp8, rows_T: Tensor) -> Fp8Weight:
-    assert packed.data is not None
-    num_groups = -(-packed.K // packed.group_size)
-    panels_T, columns_T = rows_T // PANEL_WIDTH, rows_T % PANEL_WIDTH
-    data = packed.data.view(-(-packed.N // PANEL_WIDTH), -1)
-    scale_bytes = 4 * PANEL_WIDTH * num_groups
-    scales_PGW = data[:, :scale_bytes].view(torch.float32).reshape(len(data), num_groups, PANEL_WIDTH)
-    # [panel][32 of k][16 of the columns][two pairs of k][4 of the columns][pair][column][k in the pair]
-    codes = data[:, scale_bytes:].view(len(data), -1, PANEL_WIDTH // 16, 8, 4, 2, 4, 2)
-    codes_TK = codes[panels_T, :, columns_T // 16, :, columns_T % 16 // 4, :, columns_T % 4].flatten(1)
-    return Fp8Weight(
-        codes_TK[:, : packed.K].view(torch.float8_e4m3fn), scales_PGW[panels_T, :, columns_T], packed.group_size
-    )
+    rows_T: int64; IndexError if one is not in [0, N).
+    """
+    assert rows_T.dim() == 1 and rows_T.dtype == torch.int64, f"rows must be int64 [T], got {rows_T.dtype}"
+    if packed.data is None:
+        assert packed.weight is not None
+        return reference.dequantize_fp8(packed.weight.rows(rows_T)).to(dtype)
+    out_TK = torch.empty((len(rows_T), packed.K), dtype=dtype)
+    cpu.fp8_rows(packed.data, packed.N, packed.group_size, rows_T.contiguous(), out_TK)
+    return out_TK

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from quire.gguf.file import MoreNeededError, parse_start
+from quire.gguf.file import MAX_HEADER_BYTES, MoreNeededError, parse_start
 from quire.gguf.names import CONFIG_TENSORS
 
 FIRST_BYTES = 8 << 20  # those of large vocabularies take a second request
@@ -19,18 +19,21 @@ def fetch_headers(repo: str, names: Sequence[str], revision: str | None, token: 
     """A folder with these files of a hub id: each as long as it is there, with a hole where its weights are.
 
     It is removed when the process ends.
-    Raises WeightsError for a malformed header, and whatever the hub library does.
+    Raises WeightsError for a malformed header, OSErrors for what the hub does not send, and whatever its library does.
     """
-    from huggingface_hub import HfFileSystem, constants
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
 
-    hub = HfFileSystem(endpoint=constants.ENDPOINT, token=token, skip_instance_cache=True)
+    # Without compression, so that bytes are those of the file.
+    http_headers = build_hf_headers(token=token) | {"accept-encoding": "identity"}
     folder = Path(tempfile.mkdtemp(dir=_parent().name))
     for name in names:
-        with (
-            hub.open(f"{repo}/{name}", "rb", revision=revision, cache_type="none") as there,
-            (folder / Path(name).name).open("wb") as here,
-        ):
-            _copy_header(there, here, name)
+        url = hf_hub_url(repo, name, revision=revision)
+        size = get_hf_file_metadata(url, token=token).size
+        if size is None:
+            raise OSError(f"the hub does not say how long {name} is")
+        with (folder / Path(name).name).open("wb") as here:
+            _copy_header(partial(_read, url, http_headers), size, here, name)
     return folder
 
 
@@ -39,16 +42,42 @@ def _parent() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="quire-headers-")
 
 
-def _copy_header(there: Any, here: IO[bytes], name: str) -> None:
-    """`there`: a file of the hub library's, which fetches what is read."""
-    size = int(there.size)
-    start = there.read(min(size, FIRST_BYTES))
+def _read(url: str, http_headers: dict[str, str], begin: int, end: int) -> bytes:
+    """The bytes of a file from begin to end, fewer if it ends before.
+
+    A server that knows no ranges sends the file from its start: what lies before `begin` is passed over, and the
+    connection is closed at `end`. So at most a header is read for nothing; OSError if it would be more.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff
+
+    if begin == end:
+        return b""
+    http_headers = http_headers | {"range": f"bytes={begin}-{end - 1}"}
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with http_stream_backoff("GET", url, headers=http_headers, timeout=timeout) as response:
+        hf_raise_for_status(response)
+        is_part = response.status_code == 206
+        if not is_part and begin > MAX_HEADER_BYTES:
+            raise OSError("the hub sends no parts of files")
+        found, passed_over = bytearray(), begin if is_part else 0
+        for piece in response.iter_bytes():
+            found += piece[begin - passed_over :]
+            passed_over = min(passed_over + len(piece), begin)
+            if len(found) >= end - begin:
+                break
+    return bytes(found[: end - begin])
+
+
+def _copy_header(read: Callable[[int, int], bytes], size: int, here: IO[bytes], name: str) -> None:
+    """`read`: gives the bytes of the file on the hub from one place to another."""
+    start = read(0, min(size, FIRST_BYTES))
     while True:
         try:
             infos = parse_start(start, size, name)
             break
         except MoreNeededError as more:
-            piece = there.read(min(max(more.num_bytes, 2 * len(start)), size) - len(start))
+            piece = read(len(start), min(max(more.num_bytes, 2 * len(start)), size))
             if not piece:
                 raise EOFError(f"{name} ends at {len(start)} of {size} bytes") from None
             start += piece
@@ -56,6 +85,5 @@ def _copy_header(there: Any, here: IO[bytes], name: str) -> None:
     here.write(start)
     for info in infos:
         if info.name in CONFIG_TENSORS and info.end > len(start) and info.end - info.begin <= _MAX_CONFIG_BYTES:
-            there.seek(info.begin)
             here.seek(info.begin)
-            here.write(there.read(info.end - info.begin))
+            here.write(read(info.begin, info.end))

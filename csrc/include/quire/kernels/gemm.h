@@ -54,6 +54,8 @@ inline constexpr int64_t kAmxSmallGroup = 512;  // AMX takes any groups up to th
 
 int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k);
 void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t row_stride, void* packed);
+// Rows of a packed weight as they were: out [count, k] of its dtype. Each row is in [0, n).
+void gemm_rows(const void* packed, DType dtype, int64_t k, const int64_t* rows, int64_t count, void* out);
 
 // The nearest grouped weight of n rows of dtype, rows weight_stride elements apart: codes [n, k], scales [n, groups].
 // 8 bits: scale = max |w| / 127. 4 bits: the element of largest magnitude becomes code 0, as in GGUF's Q4_0.

@@ -23,6 +23,7 @@
 namespace quire {
 
 inline constexpr int64_t kPanelWidth = 64;
+inline constexpr int64_t kUnpackedRowsPerTask = 16;         // where rows are read back out of panels
 inline constexpr int64_t kQuad = 4;                         // neighbours in K whose codes lie together
 inline constexpr int64_t kQuadBytes = kQuad * kPanelWidth;  // of 8-bit codes of one panel
 

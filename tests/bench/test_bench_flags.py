@@ -1,0 +1,52 @@
+"""Every flag of vLLM's benchmarks is a flag here or is answered with the reason why not."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from quire.cli.flags import Parser
+from quire.compat.bench_flags import ABSENT_BENCH_FLAGS
+
+LINES = (Path(__file__).parent / "vllm_0_32_bench_flags.txt").read_text().splitlines()[1:]
+
+
+@cache
+def parser(command: str) -> Parser:
+    from quire.cli.main import build_parser
+
+    return build_parser()._chosen(["bench", command])
+
+
+def test_the_list_is_whole() -> None:
+    assert len(LINES) > 140
+    assert len(set(LINES)) == len(LINES)
+    assert {line.split()[0] for line in LINES} == {"serve", "throughput", "latency", "startup"}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_flag_of_vllm_is_known(line: str) -> None:
+    command, flag = line.split()
+    assert flag in parser(command)._option_string_actions
+
+
+def test_what_is_refused_is_vllms() -> None:
+    """And says so on every command that has it in vLLM."""
+    assert {line.split()[1] for line in LINES} >= ABSENT_BENCH_FLAGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("throughput", "--backend", "vllm"), "only Quire's own engine is measured"),
+        (("serve", "--request-id-prefix", "x"), "the server names requests"),
+        (("serve", "--trust-remote-code"), "is never run"),
+    ],
+)
+def test_the_reason(words: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parser(words[0]).parse_args(list(words[1:]))
+    assert end.value.code == 2
+    assert reason in capsys.readouterr().err
