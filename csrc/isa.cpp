@@ -45,14 +45,15 @@ Isa detect() {
   if (!has_bits(ebx, kBmi1 | kAvx2 | kBmi2)) return Isa::scalar;
   constexpr unsigned kF = bit(16), kDq = bit(17), kCd = bit(28), kBw = bit(30), kVl = bit(31);
   if (!has_bits(ebx, kF | kDq | kCd | kBw | kVl) || !has_bits(xcr0_low, kZmmState)) return Isa::avx2;
-  constexpr unsigned kVnni = bit(11);                                             // in ecx
+  constexpr unsigned kVbmi = bit(1), kVnni = bit(11);                             // in ecx
   constexpr unsigned kAmxBf16 = bit(22), kAmxTile = bit(24), kAmxInt8 = bit(25);  // in edx
-  const bool has_vnni = has_bits(ecx, kVnni);
+  const bool has_bytes = has_bits(ecx, kVbmi | kVnni);
   const bool has_amx = has_bits(edx, kAmxBf16 | kAmxTile | kAmxInt8) && has_bits(xcr0_low, kTileState);
 
   if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) return Isa::avx512;
   constexpr unsigned kAvx512Bf16 = bit(5);  // in eax
-  if (!has_vnni || !has_bits(eax, kAvx512Bf16)) return Isa::avx512;
+  // Of the CPUs with bfloat16 Cooper Lake alone has no VBMI (lookups in tables of 128 bytes).
+  if (!has_bytes || !has_bits(eax, kAvx512Bf16)) return Isa::avx512;
   return has_amx && request_amx() ? Isa::amx : Isa::avx512_bf16;
 }
 

@@ -54,7 +54,33 @@ struct Bf16Rows {
   static constexpr int kElementsPerWord = 2, kQueriesPerWord = 1;
   static constexpr int kFewestVectors = 2;
 
-  static F32 load_words(Rows<C> rows, int row, int e) { return {_mm512_castsi512_ps(rows.load_bf16(row, e, 32))}; }
+  static constexpr bool kIsFp8 = std::is_same_v<C, e4m3> || std::is_same_v<C, e5m2>;
+  static constexpr int kWordsAtOnce = kIsFp8 ? kMostWords : kLanes;
+
+  // words[word][stride] from element e on of kLanes rows.
+  template <int kWords>
+    requires(kWords == kLanes)
+  [[gnu::always_inline]] static void load_words(Rows<C> rows, int e, float* words, int stride) {
+    F32 x[kLanes];
+    for (int i = 0; i < kLanes; ++i) x[i].v = _mm512_castsi512_ps(rows.load_bf16(i, e, 32));
+    transpose(x);
+    for (int i = 0; i < kLanes; ++i) store(words + i * stride, x[i]);
+  }
+  // 64 codes of FP8 are transposed four by four and then become two words each: half of the work.
+  template <int kWords>
+    requires(kWords == kMostWords)
+  [[gnu::noinline]] static void load_words(Rows<C> rows, int e, float* words, int stride) {
+    __m512i x[16];
+    for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_si512(rows[i] + e);
+    transpose16(x);
+    for (int i = 0; i < 16; ++i, words += 2 * stride) {
+      const Bf16Halves halves = bf16_halves(x[i], C{});
+      const __m512 first = _mm512_castsi512_ps(_mm512_unpacklo_epi8(halves.lower, halves.upper));
+      const __m512 last = _mm512_castsi512_ps(_mm512_unpackhi_epi8(halves.lower, halves.upper));
+      _mm512_store_ps(words, _mm512_shuffle_ps(first, last, 0x88));
+      _mm512_store_ps(words + stride, _mm512_shuffle_ps(first, last, 0xdd));
+    }
+  }
 
   template <int kRows, int kVectors>
   static void multiply_keys(F32 (&sums)[kRows][kVectors], const float* words, const uint32_t* query) {
@@ -66,8 +92,9 @@ struct Bf16Rows {
 
   // out[row][column] = probabilities x values for kVectors vectors of columns, see Bf16Path::width for their order.
   template <int kRows, int kVectors>
-  static void multiply_values(Rows<C> rows, Range range, int column, const float* probabilities, float* out, int stride,
-                              Prefetcher& prefetcher) {
+  [[gnu::noinline]] static void multiply_values(Rows<C> rows, Range range, int column, const float* probabilities,
+                                                float* out, int stride, Prefetcher& prefetcher) {
+    constexpr int kTogether = kIsFp8 && kVectors % 4 == 0 ? 4 : 2;
     __m512 sums[kRows][kVectors];
     for (auto& of_row : sums) {
       for (__m512& sum : of_row) sum = _mm512_setzero_ps();
@@ -75,20 +102,43 @@ struct Bf16Rows {
     const auto* weights = reinterpret_cast<const uint32_t*>(probabilities) + range.begin / 2 * kLanes;
     for (int p = range.begin; p < range.end; p += 2, weights += kLanes) {
       prefetcher.follow(kVectors * kLanes * 2 * static_cast<int>(sizeof(C)));
-      for (int v = 0; v < kVectors; v += 2) {
-        const __m512i even = rows.load_bf16(p, column + v * kLanes, 32);
-        const __m512i odd = rows.load_bf16(p + 1, column + v * kLanes, 32);
-        const __m512 low = _mm512_castsi512_ps(_mm512_unpacklo_epi16(even, odd));
-        const __m512 high = _mm512_castsi512_ps(_mm512_unpackhi_epi16(even, odd));
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v += kTogether) {
+        __m512 pairs[kTogether];
+        load_pairs(rows, p, column + v * kLanes, pairs);
+#pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-          sums[r][v] = PairLanes::multiply_add(sums[r][v], low, weights + r);
-          sums[r][v + 1] = PairLanes::multiply_add(sums[r][v + 1], high, weights + r);
+#pragma GCC unroll 4
+          for (int i = 0; i < kTogether; ++i) {
+            sums[r][v + i] = PairLanes::multiply_add(sums[r][v + i], pairs[i], weights + r);
+          }
         }
       }
     }
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(out + r * stride + column + v * kLanes, sums[r][v]);
     }
+  }
+
+ private:
+  // Values of positions p and p + 1 from column e on, interleaved.
+  static void load_pairs(Rows<C> rows, int p, int e, __m512 (&pairs)[2]) {
+    const __m512i even = rows.load_bf16(p, e, 32), odd = rows.load_bf16(p + 1, e, 32);
+    pairs[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(even, odd));
+    pairs[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(even, odd));
+  }
+  static void load_pairs(Rows<C> rows, int p, int e, __m512 (&pairs)[4])
+    requires kIsFp8
+  {
+    const __m512i halves_in_turns = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i even = _mm512_permutexvar_epi64(halves_in_turns, _mm512_loadu_si512(rows[p] + e));
+    const __m512i odd = _mm512_permutexvar_epi64(halves_in_turns, _mm512_loadu_si512(rows[p + 1] + e));
+    const Bf16Halves low = bf16_halves(_mm512_unpacklo_epi8(even, odd), C{});
+    const Bf16Halves high = bf16_halves(_mm512_unpackhi_epi8(even, odd), C{});
+    pairs[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low.lower, low.upper));
+    pairs[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low.lower, low.upper));
+    pairs[2] = _mm512_castsi512_ps(_mm512_unpacklo_epi8(high.lower, high.upper));
+    pairs[3] = _mm512_castsi512_ps(_mm512_unpackhi_epi8(high.lower, high.upper));
   }
 };
 

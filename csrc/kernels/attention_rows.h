@@ -14,10 +14,11 @@ namespace {
 constexpr int kRowsAtOnce = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 4 : 2;  // as many as the register file holds
 // Steps of positions whose scores are summed at once: enough sums to hide the latency of a multiply-add for two rows.
 constexpr int kMostSteps = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 2 : 1;
-constexpr int kWordFloats = kLanes * kMostSteps * kStep;
+constexpr int kMostWords = 2 * kLanes;  // of a row of keys at once
+constexpr int kWordFloats = kMostWords * kMostSteps * kStep;
 
 // x[j][i] becomes x[i][j].
-inline void transpose(F32 (&x)[kLanes]) {
+[[gnu::always_inline]] inline void transpose(F32 (&x)[kLanes]) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
   __m512i y[16];
   for (int i = 0; i < 16; ++i) y[i] = _mm512_castps_si512(x[i].v);
@@ -65,12 +66,21 @@ struct F32Rows {
   static constexpr int kQueriesPerWord = kElementsPerWord;  // rows of lanes in `query`
   static constexpr int kFewestVectors = 1;                  // of columns
 
-  static F32 load_words(Rows<T> rows, int row, int e) {
-    if constexpr (std::is_same_v<T, bf16>) {
-      return load(reinterpret_cast<const float*>(rows[row] + e));
-    } else {
-      return rows.load(row, e);
+  static constexpr int kWordsAtOnce = kLanes;
+
+  // words[word][stride] from element e on of kLanes rows.
+  template <int kWords>
+  [[gnu::always_inline]] static void load_words(Rows<T> rows, int e, float* words, int stride) {
+    F32 x[kLanes];
+    for (int row = 0; row < kLanes; ++row) {
+      if constexpr (std::is_same_v<T, bf16>) {
+        x[row] = load(reinterpret_cast<const float*>(rows[row] + e));
+      } else {
+        x[row] = rows.load(row, e);
+      }
     }
+    transpose(x);
+    for (int i = 0; i < kLanes; ++i) store(words + i * stride, x[i]);
   }
 
   template <int kRows, int kVectors>
@@ -93,8 +103,8 @@ struct F32Rows {
 
   // out[row][column] = probabilities x values for kVectors vectors of columns.
   template <int kRows, int kVectors>
-  static void multiply_values(Rows<T> rows, Range range, int column, const float* probabilities, float* out, int stride,
-                              Prefetcher& prefetcher) {
+  [[gnu::noinline]] static void multiply_values(Rows<T> rows, Range range, int column, const float* probabilities,
+                                                float* out, int stride, Prefetcher& prefetcher) {
     F32 sums[kRows][kVectors];
     for (auto& of_row : sums) {
       for (F32& sum : of_row) sum = zero();
@@ -120,21 +130,17 @@ inline bool is_whole(int head_dim) {
 }
 
 // scores[position][row] = q . k for `rows` rows, at most kLanes, and kVectors vectors of positions. `words` is memory
-// for kLanes words of these keys.
+// for kMostWords words of these keys.
 template <class Arithmetic, int kVectors, class C>
 inline void scores_of_positions(Rows<C> keys, int head_dim, const typename Arithmetic::Query* query, int rows,
                                 float* words, float* scores, Prefetcher& prefetcher) {
   constexpr int kPositions = kVectors * kLanes;
   alignas(64) float sums_of_rows[kLanes][kPositions];
-  for (int w = 0; w < head_dim / Arithmetic::kElementsPerWord; w += kLanes) {
+  const auto add = [&]<int kWords>(int w) {
     for (int v = 0; v < kVectors; ++v) {
-      F32 x[kLanes];
-      prefetcher.follow(kLanes * kLanes * Arithmetic::kElementsPerWord * static_cast<int>(sizeof(C)));
-      for (int i = 0; i < kLanes; ++i) {
-        x[i] = Arithmetic::load_words(keys, v * kLanes + i, w * Arithmetic::kElementsPerWord);
-      }
-      transpose(x);
-      for (int i = 0; i < kLanes; ++i) store(words + i * kPositions + v * kLanes, x[i]);
+      prefetcher.follow(kLanes * kWords * Arithmetic::kElementsPerWord * static_cast<int>(sizeof(C)));
+      Arithmetic::template load_words<kWords>(keys.from(v * kLanes), w * Arithmetic::kElementsPerWord,
+                                              words + v * kLanes, kPositions);
     }
     in_groups_of_rows(rows, [&]<int kRows>(int row) {
       F32 sums[kRows][kVectors];
@@ -143,13 +149,21 @@ inline void scores_of_positions(Rows<C> keys, int head_dim, const typename Arith
       }
       const auto* q = query + w * Arithmetic::kQueriesPerWord * kLanes + row;
 #pragma GCC unroll 1  // g++ 12 else copies all words to the stack first
-      for (int i = 0; i < kLanes; ++i, q += Arithmetic::kQueriesPerWord * kLanes) {
+      for (int i = 0; i < kWords; ++i, q += Arithmetic::kQueriesPerWord * kLanes) {
         Arithmetic::template multiply_keys<kRows, kVectors>(sums, words + i * kPositions, q);
       }
       for (int r = 0; r < kRows; ++r) {
         for (int v = 0; v < kVectors; ++v) store(sums_of_rows[row + r] + v * kLanes, sums[r][v]);
       }
     });
+  };
+  const int num_words = head_dim / Arithmetic::kElementsPerWord;
+  int w = 0;
+  for (; w + Arithmetic::kWordsAtOnce <= num_words; w += Arithmetic::kWordsAtOnce) {
+    add.template operator()<Arithmetic::kWordsAtOnce>(w);
+  }
+  if constexpr (Arithmetic::kWordsAtOnce > kLanes) {
+    if (w < num_words) add.template operator()<kLanes>(w);
   }
   for (int r = 0; r < rows; ++r) {
     for (int i = 0; i < kPositions; ++i) scores[i * kLanes + r] = sums_of_rows[r][i];

@@ -115,7 +115,7 @@ class Prefetcher {
   }
   // Asks for as many bytes as have just been used, in whole rows. To be called often and for little: a burst fills the
   // buffers and then stops the arithmetic behind it.
-  void follow(int bytes) {
+  [[gnu::always_inline]] void follow(int bytes) {  // in loops that have all registers in use
     for (due_ += bytes; due_ >= row_bytes_ && next_ < end_; due_ -= row_bytes_) {
       fetch(*next_++);
       if (!kTwice) continue;
@@ -149,7 +149,7 @@ struct LaneRange {
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 // Transposes 16 x 16 elements of 32 bits in place.
-inline void transpose16(__m512i (&x)[16]) {
+[[gnu::always_inline]] inline void transpose16(__m512i (&x)[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);

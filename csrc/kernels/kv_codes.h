@@ -7,6 +7,7 @@
 
 #include <limits>
 
+#include "fp8_to_bf16.h"
 #include "quire/simd.h"
 
 namespace quire::QUIRE_ISA {
@@ -61,33 +62,12 @@ inline F32 load(const C* p) {
 // ---- codes to bfloat16 ----
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
 
-// 32 numbers. `special` of them are looked up by their lowest 5 bits, the others only move to their place.
-inline __m512i place_bits(__m512i codes, __m512i usual, __mmask32 special, __m512i table) {
-  const __m512i y = _mm512_mask_permutexvar_epi16(usual, special, codes, table);
-  constexpr int kFirstOrBothOthers = 0xf8;
-  return _mm512_ternarylogic_epi32(y, _mm512_slli_epi16(codes, 8), _mm512_set1_epi16(-0x8000), kFirstOrBothOthers);
-}
-
-inline __m512i to_bf16(__m256i x, e4m3, float) {
-  alignas(64) static constexpr uint16_t kTable[32] = {
-      0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60, 0, 0, 0, 0, 0, 0, 0, 0,
-      0, 0,      0,      0,      0,      0,      0,      0,      0, 0, 0, 0, 0, 0, 0, 0x7fc0};
-  const __m512i codes = _mm512_cvtepu8_epi16(x), magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
-  const __m512i usual = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-  const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
-  const __mmask32 is_nan = _mm512_cmpeq_epu16_mask(magnitude, _mm512_set1_epi16(0x7f));
-  return place_bits(codes, usual, is_small | is_nan, _mm512_load_si512(kTable));
-}
-
-inline __m512i to_bf16(__m256i x, e5m2, float) {
-  alignas(64) static constexpr uint16_t kTable[32] = {0, 0x3780, 0x3800, 0x3840, 0, 0, 0,      0,      0,      0,     0,
-                                                      0, 0,      0,      0,      0, 0, 0,      0,      0,      0,     0,
-                                                      0, 0,      0,      0,      0, 0, 0x7f80, 0x7fc0, 0x7fc0, 0x7fc0};
-  const __m512i codes = _mm512_cvtepu8_epi16(x), magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
-  const __m512i usual = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 5), _mm512_set1_epi16(112 << 7));
-  const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(4));
-  const __mmask32 is_infinite_or_nan = _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(0x7c));
-  return place_bits(codes, usual, is_small | is_infinite_or_nan, _mm512_load_si512(kTable));
+// 32 codes; FP8 has no scale.
+template <class C>
+inline __m512i to_bf16(__m256i x, C, float) {
+  const __m512i every_8_twice = _mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3);
+  const Bf16Halves halves = bf16_halves(_mm512_permutexvar_epi64(every_8_twice, _mm512_castsi256_si512(x)), C{});
+  return _mm512_unpacklo_epi8(halves.lower, halves.upper);
 }
 
 inline __m512i to_bf16(__m256i x, int8_t, float scale) {

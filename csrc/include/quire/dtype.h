@@ -39,7 +39,7 @@ namespace {
 
 [[maybe_unused]] inline float to_f32(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-[[maybe_unused]] inline float to_f32(f16 x) {
+[[maybe_unused]] constexpr float to_f32(f16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
@@ -48,9 +48,9 @@ namespace {
   return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(subnormal));
 }
 
-[[maybe_unused]] inline float to_f32(e5m2 x) { return to_f32(f16{static_cast<uint16_t>(x.bits << 8)}); }
+[[maybe_unused]] constexpr float to_f32(e5m2 x) { return to_f32(f16{static_cast<uint16_t>(x.bits << 8)}); }
 
-[[maybe_unused]] inline float to_f32(e4m3 x) {
+[[maybe_unused]] constexpr float to_f32(e4m3 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80u) << 24, magnitude = x.bits & 0x7fu;
   if (magnitude == 0x7fu) return std::bit_cast<float>(sign | 0x7fc00000u);
   if (magnitude >= 8) return std::bit_cast<float>(sign | ((magnitude << 20) + (120u << 23)));
