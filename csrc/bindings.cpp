@@ -47,7 +47,8 @@ NB_MODULE(_C, m) {
   m.def("set_isa", set_isa, nb::arg("name"));
   m.def("num_threads", &quire::num_threads);
   m.def("set_num_threads", &quire::set_num_threads, nb::arg("n"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("default_num_threads", &quire::default_num_threads, nb::arg("root") = "");
+  m.def("default_num_threads", &quire::default_num_threads);
+  m.def("num_threads_described_in", &quire::num_threads_described_in, nb::arg("root"));
   m.def("thread_pool_probe", thread_pool_probe, nb::arg("num_tasks"),
         "Thread index that ran each of num_tasks empty tasks");
   quire::bind_activation(m);

@@ -71,7 +71,9 @@ double cgroup_quota(const std::string& root) {
 
 }  // namespace
 
-int default_num_threads([[maybe_unused]] const std::string& root) {
+int default_num_threads() { return num_threads_described_in(""); }
+
+int num_threads_described_in([[maybe_unused]] const std::string& root) {
 #if defined(__linux__)
   const double cores = std::min<double>(physical_cores_of_affinity(root), std::floor(cgroup_quota(root)));
   return std::max(1, static_cast<int>(cores));

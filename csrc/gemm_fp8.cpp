@@ -10,8 +10,8 @@
 namespace quire {
 namespace {
 
-// Where a pair of k, which begins at an even one, of a column lies in a panel's codes: in tiles [step][4][16 pairs][16
-// columns][2], of which lines of two rows of pairs are interleaved.
+// Where the pair of neighbours in K that k belongs to lies in a panel's codes, for one column: in tiles [step][4][16
+// pairs][16 columns][2], of which lines of two rows of pairs are interleaved.
 constexpr int64_t place_of_pair(int64_t k, int64_t column) {
   constexpr int64_t kRowCodes = 2 * kBf16TileColumns, kPiece = 8;
   const int64_t step = k / kBf16KUnit, pair = k % kBf16KUnit / 2;
@@ -33,25 +33,21 @@ constexpr std::array<int, kBf16KUnit> kPlaces = [] {
   return places;
 }();
 
-const std::array<float, 256>& values_of_codes() {
-  static const std::array<float, 256> values = [] {
-    std::array<float, 256> found;
-    for (int code = 0; code < 256; ++code) found[code] = to_f32(e4m3{static_cast<uint8_t>(code)});
-    return found;
-  }();
+constexpr std::array<float, 256> kValues = [] {
+  std::array<float, 256> values = {};
+  for (int code = 0; code < 256; ++code) values[code] = to_f32(e4m3{static_cast<uint8_t>(code)});
   return values;
-}
+}();
 
 template <class T>
 void unpack_column(const char* panel, int64_t column, int64_t k, const Fp8Layout& layout, T* out) {
-  const std::array<float, 256>& values = values_of_codes();
   const auto* scales = reinterpret_cast<const float*>(panel) + column;
   const auto* codes = reinterpret_cast<const uint8_t*>(panel + layout.scale_bytes);
   for (int64_t step = 0; step < layout.num_steps; ++step) {
     const int64_t first = step * kBf16KUnit, count = std::min(kBf16KUnit, k - first);
     const float scale = scales[step / layout.group_steps * kPanelWidth];
     const uint8_t* const step_codes = codes + place_of_pair(first, column);
-    for (int64_t i = 0; i < count; ++i) out[first + i] = from_f32<T>(scale * values[step_codes[kPlaces[i]]]);
+    for (int64_t i = 0; i < count; ++i) out[first + i] = from_f32<T>(scale * kValues[step_codes[kPlaces[i]]]);
   }
 }
 

@@ -17,6 +17,9 @@ constexpr int kMostSteps = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 2 : 1;
 constexpr int kMostWords = 2 * kLanes;  // of a row of keys at once
 constexpr int kWordFloats = kMostWords * kMostSteps * kStep;
 
+// What is inlined into what is said below where g++ 12 would else keep vectors on the stack: sums of the values around
+// a call of Prefetcher::follow(), rows around one of transpose().
+
 // x[j][i] becomes x[i][j].
 [[gnu::always_inline]] inline void transpose(F32 (&x)[kLanes]) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512

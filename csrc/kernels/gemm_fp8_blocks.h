@@ -29,6 +29,7 @@ constexpr uint8_t kFirstSubnormal = 0x78;  // added to a code without sign with 
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 
+// Not by the lookups of fp8_to_bf16.h: those took 1.2 times as long for 1 and 4 rows (benchmarks/NOTES.md).
 inline __m512i table(const std::array<uint8_t, 16>& entries) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(entries.data())));
 }

@@ -103,11 +103,12 @@ def _bind(config: ServerConfig, display: StartDisplay) -> Listener:
 
     def leave(number: int, frame: FrameType | None) -> None:
         try:
-            # The signal may have come in the middle of a write, and a buffer is not entered twice.
-            sys.stderr = open(sys.stderr.fileno(), "w", closefd=False)  # noqa: SIM115
-            display.close()
             if listener is not None:
                 listener.close()
+            # The signal may have come in the middle of a write, and a buffer is not entered twice.
+            with contextlib.suppress(AttributeError, OSError):  # no standard error, or one without a descriptor
+                sys.stderr = open(sys.stderr.fileno(), "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            display.close()
             _clear_line()
             logs.say("interrupted")
         finally:

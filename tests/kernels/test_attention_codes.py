@@ -109,8 +109,11 @@ def test_short_queries_of_a_batch_give_the_bits_of_one_prefill(
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_stays_in_its_sequence(isa: str, dtype: torch.dtype, bad: float, codes: torch.dtype) -> None:
-    hit, good = (make_sequence(300, 4, 2, 16, dtype, seed=i) for i in (0, 1))
+@pytest.mark.parametrize("E", [16, 96])  # 96: 64 codes at once, and 32
+def test_what_is_not_finite_stays_in_its_sequence(
+    isa: str, dtype: torch.dtype, bad: float, codes: torch.dtype, E: int
+) -> None:
+    hit, good = (make_sequence(300, 4, 2, E, dtype, seed=i) for i in (0, 1))
     alone = attend([(good, 250, 300)], Options(), codes=codes)[0]
     hit.v_LGE[100, :, 3] = bad
     outs = attend([(hit, 90, 300), (good, 250, 300)], Options(), codes=codes)
@@ -123,3 +126,23 @@ def test_what_is_not_finite_stays_in_its_sequence(isa: str, dtype: torch.dtype, 
     if math.isnan(bad):
         assert outs[0][10:].isnan().all(), "a NaN key must not be hidden"
     assert torch.equal(outs[1], alone)
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_finite_code_is_read_as_what_it_means(isa: str, dtype: torch.dtype, codes: torch.dtype) -> None:
+    """Of one position the result is its value. Of two the weights say what a key's element is worth."""
+    numbers_GE = torch.arange(256).to(torch.uint8).view(codes).float()
+    numbers_GE = torch.where(numbers_GE.isfinite(), numbers_GE, 0.0).view(2, 128).to(dtype)
+    s = make_sequence(1, 2, 2, 128, dtype)
+    s.v_LGE[0] = numbers_GE
+    assert torch.equal(attend([(s, 0, 1)], Options(), codes=codes)[0][0], numbers_GE)
+    s = make_sequence(2, 2, 2, 128, dtype)
+    s.k_LGE[0], s.k_LGE[1] = numbers_GE, 0.0
+    s.v_LGE[0], s.v_LGE[1] = 1.0, 0.0
+    inverse_GE = torch.where(numbers_GE == 0, 0.0, 8 / numbers_GE.float()).to(dtype)
+    for e in range(128):
+        s.q_LHE[1] = 0.0
+        s.q_LHE[1, :, e] = inverse_GE[:, e]
+        out = attend([(s, 1, 2)], Options(), codes=codes)[0]
+        torch.testing.assert_close(out.double(), dense(s, 1, 2, Options()), atol=5e-3, rtol=0)

@@ -122,7 +122,7 @@ def described(root: Path, files: dict[str, str]) -> int:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    return int(cpu._C.default_num_threads(str(root)))
+    return int(cpu._C.num_threads_described_in(str(root)))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")

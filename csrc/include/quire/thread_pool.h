@@ -10,8 +10,9 @@
 namespace quire {
 
 // Physical cores this process may use: CPU affinity without hyper-thread siblings, limited by the cgroup CPU quota.
-// `root` comes before the paths of /proc and /sys: tests describe other machines there.
-int default_num_threads(const std::string& root = "");
+int default_num_threads();
+// The same where /proc and /sys lie under `root`: tests describe other machines there.
+int num_threads_described_in(const std::string& root);
 
 int num_threads();
 void set_num_threads(int n);  // n >= 1, the caller included
