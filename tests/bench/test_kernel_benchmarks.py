@@ -75,7 +75,7 @@ print(json.dumps(sorted(called)))
 
 
 def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """A script with these words on its command line; its last line of output: what of quire._C it takes the times of."""
+    """A script with these words on its command line; its last line: what of quire._C it takes the times of."""
     command = [sys.executable, "-c", RUN, str(FOLDER), name, TIMED[name], *words]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
