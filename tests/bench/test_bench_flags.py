@@ -11,7 +11,8 @@ from quire.cli.flags import Parser
 from quire.compat.bench_flags import ABSENT_BENCH_FLAGS
 
 LINES = (Path(__file__).parent / "vllm_0_32_bench_flags.txt").read_text().splitlines()[1:]
-REFUSED = [line for line in LINES if line.split()[1] in ABSENT_BENCH_FLAGS and line != "serve --backend"]  # is read there
+# serve has --backend of its own
+REFUSED = [line for line in LINES if line.split()[1] in ABSENT_BENCH_FLAGS and line != "serve --backend"]
 
 
 @cache
