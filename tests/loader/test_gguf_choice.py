@@ -289,7 +289,7 @@ def test_a_header_that_cannot_be_read_alone(
     assert "429 Too Many Requests): the file is downloaded" in caplog.text
 
 
-def test_numbers_of_the_configuration_behind_weights(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_the_configuration_behind_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are fetched by themselves; weights are a hole."""
     tensors = [
         tensor("token_embd.weight", (1024, 16), F32_TENSOR, 0),
@@ -355,7 +355,7 @@ def test_numbers_behind_weights_of_a_hub_that_knows_no_ranges(
         assert ("sends no parts of files): the file is downloaded" in caplog.text) == is_kept
 
 
-def test_headers_of_all_parts(hub: Hub, tmp_path: Path) -> None:
+def test_headers_of_all_parts(hub: Hub) -> None:
     def part(number_: int) -> bytes:
         pairs = [pair("split.no", U16, number("H", number_)), pair("split.count", U16, number("H", 2))]
         return Raw(pairs=pairs, tensors=[tensor(f"t{number_}", (4,), F32_TENSOR, 0)], data=bytes(16)).build()
