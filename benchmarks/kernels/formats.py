@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gemm import FORMATS, pack, product
+from gemm import FORMATS, names_of, pack, product
 
 from quire.kernels import cpu
 
@@ -56,7 +56,8 @@ def time_rows(M: int, packed: dict[str, list[Any]], seconds: float) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default="int8,int4,q4_0", help="of " + ", ".join(FORMATS))
+    known = ("bf16", *FORMATS)
+    parser.add_argument("--formats", type=names_of(known), default="int8,int4,q4_0", help="of " + ", ".join(known))
     parser.add_argument("--m", default="1,4,8,16,32,64,256", metavar="M,...")
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--isa", help="instruction set; default: the best present")
@@ -65,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.isa:
         cpu.set_isa(args.isa)
-    names = ["bf16", *(name for name in args.formats.split(",") if name != "bf16")]
+    names = ["bf16", *(name for name in args.formats if name != "bf16")]
     packed = steps(names, args.layers)
     sizes = {name: sum(weight.nbytes for weight in weights) for name, weights in packed.items()}
     print(

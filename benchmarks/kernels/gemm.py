@@ -18,7 +18,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ FORMATS: dict[str, WeightFormat] = {
     "awq": GroupedFormat(4, 128, "float16", "uint8"),
     **{name.lower(): held for name, held in GGUF.items()},
 }
+DTYPES = ("bfloat16", "float32", "float16")
 DEFAULT_FORMATS = "none,int8,int4,fp8,q4_k"
 
 Engines = dict[str, list[Callable[[], Any]]]
@@ -180,12 +181,26 @@ def print_row(row: dict[str, Any]) -> None:
     print(f"{head} ({row['bandwidth_gb_s']:.1f} GB/s, {row['peak_gops']:.0f})  " + "  |  ".join(cells), flush=True)
 
 
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """For argparse: some of these names, comma separated; all are checked before anything is measured."""
+
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown name {name!r}; known are {', '.join(known)}")
+        return found
+
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="1024x3072", help="KxN, comma separated")
     parser.add_argument("--m", default="1,8,32,256")
-    parser.add_argument("--dtype", default="bfloat16,float32", help="of bfloat16, float32, float16")
-    parser.add_argument("--quantization", default=DEFAULT_FORMATS, help="of none, " + ", ".join(FORMATS))
+    parser.add_argument("--dtype", type=names_of(DTYPES), default="bfloat16,float32", help="of " + ", ".join(DTYPES))
+    known = ("none", *FORMATS)
+    parser.add_argument("--quantization", type=names_of(known), default=DEFAULT_FORMATS, help="of " + ", ".join(known))
     parser.add_argument("--isa", default="", help="instruction set; default: the best present")
     parser.add_argument("--threads", type=int, default=cpu.default_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="per product")
@@ -199,7 +214,7 @@ def main() -> None:
     print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, torch {torch.__version__}")
     rows = []
     for dtype, quantization, shape in itertools.product(
-        *(x.split(",") for x in (args.dtype, args.quantization, args.shapes))
+        args.dtype, args.quantization, args.shapes.split(",")
     ):
         K, N = (int(part) for part in shape.split("x"))
         Ms = [int(m) for m in args.m.split(",")]

@@ -58,7 +58,7 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
     table = torch.randn(vocab, D, dtype=torch.bfloat16).to(dtype)
     plain, fp8, int8 = pack_linear(table), pack_fp8(quantize_fp8(table)), pack_grouped(quantize_grouped(table, 8, D))
     tokens = [torch.randint(vocab, (R,)) for _ in range(64)]
-    flat = [torch.randn(R, vocab) * 2 for _ in range(max(2, (256 << 20) // (R * vocab * 4)))]
+    flat = [torch.randn(R, vocab) * 2 for _ in range(max(2, min(64, (256 << 20) // (R * vocab * 4))))]
     logits = [x.clone() for x in flat]
     for row in (row for copy in logits for row in copy):
         row[torch.randint(vocab, (50,))] += 16.0  # a few likely tokens, as in a trained model

@@ -11,6 +11,8 @@ from quire.cli.flags import Parser
 from quire.compat.bench_flags import ABSENT_BENCH_FLAGS
 
 LINES = (Path(__file__).parent / "vllm_0_32_bench_flags.txt").read_text().splitlines()[1:]
+# serve has --backend of its own
+REFUSED = [line for line in LINES if line.split()[1] in ABSENT_BENCH_FLAGS and line != "serve --backend"]
 
 
 @cache
@@ -33,8 +35,16 @@ def test_flag_of_vllm_is_known(line: str) -> None:
 
 
 def test_what_is_refused_is_vllms() -> None:
-    """And says so on every command that has it in vLLM."""
     assert {line.split()[1] for line in LINES} >= ABSENT_BENCH_FLAGS.keys()
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_is_refused_says_why_on_every_command_of_vllms(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, flag = line.split()
+    with pytest.raises(SystemExit) as end:
+        parser(command).parse_args([flag, "x"])
+    assert end.value.code == 2
+    assert f"{flag} is not supported: {ABSENT_BENCH_FLAGS[flag]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,8 @@ def test_rounds_files_and_page(to: Any, tmp_path: Path, capsys: pytest.CaptureFi
     assert "p99.9_e2el_ms" in first
     assert "mean_ttft_ms" not in first
     assert first["confidence_intervals"]["output_throughput"][0] < first["output_throughput"]
+    assert {"median_e2el_ms", "p50_e2el_ms"} <= first["confidence_intervals"].keys()
+    assert "p99.9_e2el_ms" not in first["confidence_intervals"], "36 requests do not tell how far it may be off"
     assert "output_throughput" in out
     assert "P99 E2EL" in out
     html = page.read_text()

@@ -48,9 +48,28 @@ def test_bootstrap_holds_about_as_often_as_it_says() -> None:
 def test_summary() -> None:
     found = summarize([float(i) for i in range(1, 101)], [50, 99, 99.9])
     assert (found.mean, found.median, found.percentiles[99]) == (50.5, 50.5, pytest.approx(99.01))
-    assert set(found.intervals) == {"mean", "median", "p50", "p99", "p99.9"}
+    assert set(found.intervals) == {"mean", "median", "p50"}
     assert summarize([1.0] * 9, [99]).intervals == {}, "nine values say nothing of their spread"
     assert summarize([], [99]).percentiles == {99: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("percentile", "fewest"), [(50, 10), (25, 20), (75, 20), (10, 50), (90, 50), (99, 500), (99.9, 5000), (0.1, 5000)]
+)
+def test_a_percentile_has_an_interval_where_enough_values_lie_beyond_it(percentile: float, fewest: int) -> None:
+    """Five: below, the largest of the values may well fall short of it, and a bootstrap never goes past that."""
+    values = np.random.default_rng(0).exponential(1.0, fewest).tolist()
+    found = summarize(values, [percentile])
+    low, high = found.intervals[f"p{percentile}"]
+    assert low <= found.percentiles[percentile] <= high
+    assert f"p{percentile}" not in summarize(values[:-1], [percentile]).intervals
+    assert percentile in summarize(values[:-1], [percentile]).percentiles
+
+
+@pytest.mark.parametrize("percentile", [0, 100])
+def test_the_ends_have_no_interval(percentile: float) -> None:
+    assert set(summarize([1.0, 2.0] * 1000, [percentile]).intervals) == {"mean", "median"}
+
 
 
 def outcome(start: float, ttft: float, gaps: list[float], tokens: int) -> Outcome:

@@ -1,4 +1,5 @@
-"""Packed linear layers: against the float32 twin on odd sizes, every dtype and instruction set; bit-equality of rows.
+"""Packed linear layers: against the float32 twin on odd sizes, every dtype and instruction set; bit-equality of rows;
+the weight's own rows.
 
 Dimensions: T tokens, K in-features, N out-features.
 """
@@ -138,6 +139,21 @@ def test_no_rows(isa: str) -> None:
     assert dense.linear(torch.empty(0, 6), dense.pack_linear(weight_NK)).shape == (0, 5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("N", "K"), [(1, 1), (63, 31), (64, 32), (65, 33), (131, 48), (200, 111)])
+def test_rows_of_a_packed_weight_are_exact(isa: str, N: int, K: int, dtype: torch.dtype) -> None:
+    weight_NK = torch.randn(N, K).to(dtype)
+    rows_T = torch.randint(0, N, (19,))
+    rows_T[0], rows_T[1] = 0, N - 1
+    packed = dense.pack_linear(weight_NK)
+    assert packed.is_packed
+    assert torch.equal(dense.packed_rows(packed, rows_T), weight_NK[rows_T])
+    assert torch.equal(dense.packed_rows(packed, rows_T[:0]), weight_NK[:0])
+    for row in (-1, N):
+        with pytest.raises(IndexError):
+            dense.packed_rows(packed, torch.tensor([0, row]))
+
+
 def test_packed_size_is_the_weight_with_padding(isa: str) -> None:
     for dtype, size in [(torch.float32, 4), (torch.float16, 2), (torch.bfloat16, 2)]:
         K = 128 if dtype is torch.bfloat16 else 111  # pairs come in steps of 32
@@ -153,6 +169,12 @@ def test_without_the_extension_the_weight_is_kept(monkeypatch: pytest.MonkeyPatc
     expected_TN = reference.linear(x_TK, weight_NK, bias_N)
     torch.testing.assert_close(dense.linear(x_TK, packed, bias_N), expected_TN, atol=0.02, rtol=0.01)
     assert dense.linear(x_TK, packed, out_dtype=torch.float32).dtype == torch.float32
+    rows_T = torch.tensor([18, 0, 3, 3])
+    assert torch.equal(dense.packed_rows(packed, rows_T), weight_NK[rows_T])
+    assert torch.equal(dense.packed_rows(packed, rows_T[:0]), weight_NK[:0])
+    for row in (-1, 19):
+        with pytest.raises(IndexError):
+            dense.packed_rows(packed, torch.tensor([0, row]))
 
 
 @pytest.mark.skipif(not cpu.available(), reason="needs the compiled kernels")
@@ -168,6 +190,10 @@ def test_wrong_arguments_are_named() -> None:
         dense.linear(torch.zeros(2, 6), packed, out=torch.zeros(2, 4))
     with pytest.raises(AssertionError, match="not float32, bfloat16 or float16"):
         dense.pack_linear(torch.zeros(5, 6, dtype=torch.float64))
+    with pytest.raises(AssertionError, match=r"int64 \[T\], got torch\.int32 \(1,\)"):
+        dense.packed_rows(packed, torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(AssertionError, match=r"int64 \[T\], got torch\.int64 \(1, 2\)"):
+        dense.packed_rows(packed, torch.zeros(1, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="mmx"):
         cpu.set_isa("mmx")
     with pytest.raises(ValueError, match="at least 1, got 0"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+BUFFER_BYTES = 1 << 16  # asked for, per connection; the system doubles it
 
 
 class Hub(ThreadingHTTPServer):
@@ -24,8 +26,14 @@ class Hub(ThreadingHTTPServer):
         self.files, self.chunk_bytes, self.chunk_seconds = files, chunk_bytes, chunk_seconds
         self.paths: list[str] = []
         self.knows_ranges = True
-        self.num_bytes = 0  # of files, sent
+        self.num_bytes = 0  # of files, sent or in the buffers of a connection
+        self._lock = threading.Lock()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # of every connection
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+
+    def count(self, num_bytes: int) -> None:
+        with self._lock:  # every request has a thread
+            self.num_bytes += num_bytes
 
     def __enter__(self) -> Hub:
         self._thread.start()
@@ -55,7 +63,7 @@ class HubHandler(BaseHTTPRequestHandler):
         if self.command == "GET":
             for start in range(0, len(body), self.server.chunk_bytes):
                 chunk = body[start : start + self.server.chunk_bytes]
-                self.server.num_bytes += len(chunk) if is_file else 0
+                self.server.count(len(chunk) if is_file else 0)
                 try:
                     self.wfile.write(chunk)
                 except ConnectionError:  # the client has what it wants

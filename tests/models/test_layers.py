@@ -1,4 +1,4 @@
-"""Parts of a decoder on their own: rotary tables against transformers, fused linear layers, packed lookup."""
+"""Parts of a decoder on their own: rotary tables against transformers, fused linear layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quire.errors import ModelConfigError
 from quire.hf_config.fields import Fields
 from quire.hf_config.rope import RopeConfig, parse_rope
-from quire.kernels import cpu, dense
+from quire.kernels import cpu
 from quire.layers.linear import Linear
 from quire.layers.rope import cos_sin_table, frequencies
 from quire.quantization.unquantized import Unquantized
@@ -101,20 +101,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.param == "kernels" and not cpu.available():
         pytest.skip("the compiled kernels are not in use")
     monkeypatch.setattr(cpu, "_available", request.param == "kernels")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 1), (63, 31), (64, 32), (65, 33), (131, 48), (200, 111)])
-def test_rows_of_a_packed_weight_are_exact(shape, dtype, path):
-    weight = torch.randn(shape).to(dtype)
-    rows = torch.randint(0, shape[0], (19,))
-    rows[0], rows[1] = 0, shape[0] - 1
-    packed = dense.pack_linear(weight)
-    assert torch.equal(dense.packed_rows(packed, rows), weight[rows])
-    assert torch.equal(dense.packed_rows(packed, rows[:0]), weight[:0])
-    for outside in (-1, shape[0]):
-        with pytest.raises(IndexError):
-            dense.packed_rows(packed, torch.tensor([0, outside]))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])

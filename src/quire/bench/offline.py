@@ -194,7 +194,7 @@ def latency(
 
 
 def _latency_intervals(seconds: Sequence[float]) -> dict[str, tuple[float, float]]:
-    """Of the mean, and from 10 iterations on of the percentiles."""
+    """Of the mean from 3 iterations on, and of the percentiles that have one in `summarize`."""
     if len(seconds) < 3:
         return {}
     found = summarize(seconds, PERCENTAGES).intervals

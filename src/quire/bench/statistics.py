@@ -12,6 +12,10 @@ import numpy.typing as npt
 from quire.bench.load import Outcome, Run
 
 LEVEL = 0.95  # of the confidence intervals
+# Values expected beyond a percentile, on its shorter side, for it to have an interval: a bootstrap never goes past the
+# outermost value, and with five expected it is rarer (e^-5 = 0.7 %) that this falls short of the true percentile than
+# that an interval misses on one side (2.5 %).
+FEWEST_BEYOND = 5
 NUM_RESAMPLES = 200
 Floats = npt.NDArray[np.float64]
 
@@ -21,7 +25,8 @@ class Summary:
     """What is told of one metric. Seconds.
 
     Args:
-        intervals: of "mean", "median" and "pXX"; empty with fewer than 10 values, which say nothing of their spread.
+        intervals: of "mean", "median" and "pXX", of a percentile where `has_interval`; empty with fewer than 10 values,
+            which say nothing of their spread.
     """
 
     mean: float
@@ -56,14 +61,21 @@ def summarize(values: Sequence[float], percentiles: Sequence[float], *, block: i
     length = min(max(block, round(len(array) ** (1 / 3))), len(array) // 2)
     num_blocks = -(-len(array) // length)
     rows = []
+    told = [p for p in percentiles if has_interval(p, len(array))]
     for _ in range(NUM_RESAMPLES):
         starts = rng.integers(0, len(array) - length + 1, num_blocks)
         sample = array[(starts[:, None] + np.arange(length)).ravel()[: len(array)]]
-        rows.append([sample.mean(), *np.percentile(sample, [50, *percentiles])])
+        rows.append([sample.mean(), *np.percentile(sample, [50, *told])])
     low, high = np.percentile(np.asarray(rows), [50 * (1 - LEVEL), 50 * (1 + LEVEL)], axis=0)
-    names = ["mean", "median", *(f"p{word(p)}" for p in percentiles)]
+    names = ["mean", "median", *(f"p{word(p)}" for p in told)]
     found.intervals.update({name: (float(a), float(b)) for name, a, b in zip(names, low, high, strict=True)})
     return found
+
+
+def has_interval(percentile: float, num_values: int) -> bool:
+    """Whether so many values tell how far the percentile may be off: see FEWEST_BEYOND."""
+    beyond = round(min(percentile, 100 - percentile), 6)  # 0.1 for 99.9, not a little less
+    return num_values * beyond / 100 >= FEWEST_BEYOND
 
 
 def word(percentile: float) -> str:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import cpu, gpu, pages, weight_memory
-from quire.kernels.product import check_product, result_memory
+from quire.kernels.product import check_product, check_rows, result_memory
 from quire.kernels.strides import contiguous_rows
 
 
@@ -107,9 +107,9 @@ def _plain(x_TK: Tensor, packed: PackedLinear, bias_N: Tensor | None) -> Tensor:
 def packed_rows(packed: PackedLinear, rows_T: Tensor) -> Tensor:
     """weight[rows_T] -> [T, K] out of the packed form: embedding lookup in a matrix that is also the output projection.
 
-    rows_T: int64; IndexError if one is not in [0, N).
+    rows_T: int64, each in [0, N); packed weights, and plain ones on a CPU, raise IndexError for another.
     """
-    assert rows_T.dim() == 1 and rows_T.dtype == torch.int64, f"rows must be int64 [T], got {rows_T.dtype}"
+    check_rows(rows_T)
     if not packed.is_packed:
         return F.embedding(rows_T, packed.data)
     out_TK = torch.empty((len(rows_T), packed.K), dtype=packed.dtype)

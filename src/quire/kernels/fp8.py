@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.fp8_weight import Fp8Weight
-from quire.kernels.product import check_product, result_memory
+from quire.kernels.product import check_product, check_rows, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import Fp8Format
 
@@ -209,9 +209,9 @@ def _product_of_codes(rows: Fp8Rows, packed: PackedFp8, bias_N: Tensor | None, o
 def fp8_rows(packed: PackedFp8, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
     """weight[rows_T] -> [T, K]: float32 products of scale and code, rounded to dtype.
 
-    rows_T: int64; IndexError if one is not in [0, N).
+    rows_T: int64, each in [0, N); packed weights on the CPU kernels raise IndexError for another.
     """
-    assert rows_T.dim() == 1 and rows_T.dtype == torch.int64, f"rows must be int64 [T], got {rows_T.dtype}"
+    check_rows(rows_T)
     if packed.data is None:
         assert packed.weight is not None
         return reference.dequantize_fp8(packed.weight.rows(rows_T)).to(dtype)

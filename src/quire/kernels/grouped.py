@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.grouped_panels import rows_of_panels, to_panels
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.kernels.product import check_product, result_memory
+from quire.kernels.product import check_product, check_rows, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import GroupedFormat
 
@@ -142,9 +142,9 @@ def grouped_linear(
 def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
     """weight[rows_T] -> [T, K], computed in float32 and rounded to dtype.
 
-    rows_T: int64; IndexError if one is not in [0, N).
+    rows_T: int64, each in [0, N); packed weights on the CPU kernels raise IndexError for another.
     """
-    assert rows_T.dim() == 1 and rows_T.dtype == torch.int64, f"rows must be int64 [T], got {rows_T.dtype}"
+    check_rows(rows_T)
     if packed.data is None:
         assert packed.weight is not None
         weight = packed.weight.rows(rows_T)

@@ -1,4 +1,4 @@
-"""What every product with a packed weight asks of its arguments.
+"""What every product with a packed weight, and every look-up of its rows, asks of its arguments.
 
 Dimensions: T tokens, K in-features, N out-features.
 """
@@ -16,6 +16,12 @@ def check_product(x_TK: Tensor, N: int, K: int, bias_N: Tensor | None) -> None:
     assert x_TK.shape[1:] == (K,), f"x is {tuple(x_TK.shape)}, expected [T, {K}]"
     assert x_TK.dtype in cpu.DTYPE_CODES, f"x is {x_TK.dtype}"
     assert bias_N is None or bias_N.shape == (N,), f"bias is not of shape ({N},)"
+
+
+def check_rows(rows_T: Tensor) -> None:
+    """Asserts that row numbers are int64 [T]; what they may be is for the caller."""
+    is_list = rows_T.dim() == 1 and rows_T.dtype == torch.int64
+    assert is_list, f"rows must be int64 [T], got {rows_T.dtype} {tuple(rows_T.shape)}"
 
 
 def result_memory(x_TK: Tensor, N: int, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
