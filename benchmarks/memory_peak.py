@@ -1,0 +1,92 @@
+"""The peak of resident memory from start to a full KV cache, against the bytes of weights and KV cache.
+
+Each format is loaded in a process of its own, which then computes prompts until the KV cache has been in use. Resident is
+VmHWM: anonymous memory and the pages of mapped files, the checkpoint's too. What the interpreter and its libraries
+take is resident when they are imported, before anything is loaded.
+
+    python benchmarks/memory_peak.py MODEL [--kv-bytes 536870912] [--save HARDWARE]
+
+--save writes benchmarks/memory_peak_HARDWARE_DATE.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from quire.bench import report
+
+FORMATS = ("bfloat16", "int8", "int4", "fp8")
+MIB = 1 << 20
+RUN = """
+import json, sys
+import torch
+from quire import LLM, SamplingParams
+
+def resident(key):
+    (line,) = [line for line in open("/proc/self/status") if line.startswith(key)]
+    return 1024 * int(line.split()[1])
+
+torch.zeros(1) + 1
+interpreter = resident("VmRSS")
+model, name, kv_bytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+llm = LLM(
+    model,
+    dtype="bfloat16",
+    quantization=None if name == "bfloat16" else name,
+    max_model_len=1024,
+    kv_cache_memory_bytes=kv_bytes,
+    enable_prefix_caching=False,
+)
+plan = llm.resolved
+prompts = [{"prompt_token_ids": [1] * 1000} for _ in range(plan.num_blocks * plan.block_size // 1024)]
+llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+found = {"interpreter": interpreter, "weights": plan.weight_bytes, "kv": plan.kv_cache_bytes, "peak": resident("VmHWM")}
+print(json.dumps(found))
+"""
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        "# Peak of resident memory over weights and KV cache",
+        "",
+        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        "- MiB. The KV cache has been in use as a whole. The last two columns: the peak over weights and KV cache, without",
+        "  and with what Python, torch and the other libraries take.",
+        "",
+        "| | weights | KV cache | interpreter | peak | over both | with the interpreter |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in result["formats"].items():
+        both = found["weights"] + found["kv"]
+        cells = [f"{found[key] / MIB:.0f}" for key in ("weights", "kv", "interpreter", "peak")]
+        cells += [f"{(found['peak'] - found['interpreter']) / both:.2f}", f"{found['peak'] / both:.2f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--kv-bytes", type=int, default=512 * MIB)
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
+    arguments = parser.parse_args()
+    formats = {}
+    for name in FORMATS:
+        command = [sys.executable, "-c", RUN, arguments.model, name, str(arguments.kv_bytes)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            sys.exit(f"{name}: {done.stderr}")
+        formats[name] = json.loads(done.stdout.splitlines()[-1])
+    result = {**report.environment("python", "benchmarks/memory_peak.py"), "formats": formats}
+    print(markdown(result))
+    if arguments.save:
+        report.save_published(Path(__file__).parent, "memory_peak", arguments.save, result, markdown(result))
+
+
+if __name__ == "__main__":
+    main()
