@@ -71,7 +71,6 @@ def test_the_ends_have_no_interval(percentile: float) -> None:
     assert set(summarize([1.0, 2.0] * 1000, [percentile]).intervals) == {"mean", "median"}
 
 
-
 def outcome(start: float, ttft: float, gaps: list[float], tokens: int) -> Outcome:
     return Outcome(10, start, 0.0, ttft, ttft + sum(gaps), gaps, tokens, success=True)
 
