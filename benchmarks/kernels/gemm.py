@@ -213,9 +213,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     print(f"isa {cpu.isa()}, {cpu.get_num_threads()} threads, torch {torch.__version__}")
     rows = []
-    for dtype, quantization, shape in itertools.product(
-        args.dtype, args.quantization, args.shapes.split(",")
-    ):
+    for dtype, quantization, shape in itertools.product(args.dtype, args.quantization, args.shapes.split(",")):
         K, N = (int(part) for part in shape.split("x"))
         Ms = [int(m) for m in args.m.split(",")]
         rows += bench_shape(K, N, Ms, getattr(torch, dtype), quantization, args.seconds, not args.no_peers)

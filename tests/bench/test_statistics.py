@@ -66,10 +66,21 @@ def test_a_percentile_has_an_interval_where_enough_values_lie_beyond_it(percenti
     assert percentile in summarize(values[:-1], [percentile]).percentiles
 
 
+@pytest.mark.parametrize(("percentile", "fewest"), [(50, 10), (90, 50), (99, 500)])
+def test_intervals_of_the_fewest_values_are_somewhat_narrow(percentile: float, fewest: int) -> None:
+    """As docs/benchmarking.md says: they hold in about 85 of 100 cases. p99 of 10 values, were it told, would in 8."""
+    rng = np.random.default_rng(2)
+    true, hits = -np.log(1 - percentile / 100), 0
+    for i in range(150):
+        values = rng.exponential(1.0, fewest).tolist()
+        low, high = summarize(values, [percentile], seed=i).intervals[f"p{percentile}"]
+        hits += low <= true <= high
+    assert 120 <= hits <= 143
+
+
 @pytest.mark.parametrize("percentile", [0, 100])
 def test_the_ends_have_no_interval(percentile: float) -> None:
     assert set(summarize([1.0, 2.0] * 1000, [percentile]).intervals) == {"mean", "median"}
-
 
 
 def outcome(start: float, ttft: float, gaps: list[float], tokens: int) -> Outcome:

@@ -87,7 +87,6 @@ def test_percentiles_of_latency_have_intervals(tmp_path: Path, capsys: pytest.Ca
             assert low <= percentiles[str(p)] <= high
         out = capsys.readouterr().out
         assert out.count("95% confidence interval of ") == 1 + len(told)
-        assert out.count("95% confidence interval of ") == len(wanted)
 
 
 @pytest.mark.parametrize(
