@@ -61,6 +61,17 @@ def test_prompt_shapes(echo, prompt, expected):
     assert answer["usage"]["completion_tokens"] == 6 * len(expected)
 
 
+def test_the_first_event_comes_with_the_first_token(server):
+    """Though all of its text is held back, as here: the whole answer may be the beginning of a stop string."""
+    fields = {"prompt": "Hi", "max_tokens": 100, "stop": [TEXT + "!"]}
+    first, *_, last = server.events(
+        COMPLETIONS, stream_options={"include_usage": True, "continuous_usage_stats": True}, **fields
+    )
+    (choice,) = first["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", None)
+    assert first["usage"]["completion_tokens"] < last["usage"]["completion_tokens"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

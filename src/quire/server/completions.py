@@ -191,10 +191,12 @@ class _CompletionWriter:
         yield data
 
     def _shows(self, prompt_index: int, completion: CompletionOutput) -> bool:
-        """Whether there is anything to write: half a character or a possible stop string is held back."""
-        if completion.text or completion.finish_reason or self._logprobs or self._body.return_token_ids:
-            return True
-        return prompt_index * self._n + completion.index not in self._offsets and bool(self._body.echo)
+        """Whether there is anything to write: half a character or a possible stop string is held back. A continuation's
+        first event comes with its first token all the same, as in vLLM: clients measure the time to it."""
+        is_first = prompt_index * self._n + completion.index not in self._offsets
+        return bool(
+            is_first or completion.text or completion.finish_reason or self._logprobs or self._body.return_token_ids
+        )
 
     def _num_tokens(self, completion: CompletionOutput) -> int:
         return 0 if self._is_echo_only else len(completion.token_ids)
