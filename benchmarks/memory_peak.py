@@ -1,7 +1,7 @@
 """The peak of resident memory from start to a full KV cache, against the bytes of weights and KV cache.
 
-Each format is loaded in a process of its own, which then computes prompts until the KV cache has been in use. Resident is
-VmHWM: anonymous memory and the pages of mapped files, the checkpoint's too. What the interpreter and its libraries
+Each format is loaded in a process of its own, which then computes prompts until the KV cache has been in use. Resident
+is VmHWM: anonymous memory and the pages of mapped files, the checkpoint's too. What the interpreter and its libraries
 take is resident when they are imported, before anything is loaded.
 
     python benchmarks/memory_peak.py MODEL [--kv-bytes 536870912] [--save HARDWARE]
@@ -55,8 +55,8 @@ def markdown(result: dict[str, Any]) -> str:
         "# Peak of resident memory over weights and KV cache",
         "",
         f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
-        "- MiB. The KV cache has been in use as a whole. The last two columns: the peak over weights and KV cache, without",
-        "  and with what Python, torch and the other libraries take.",
+        "- MiB. The KV cache has been in use as a whole. The last two columns: the peak over weights and KV cache,",
+        "  without and with what Python, torch and the other libraries take.",
         "",
         "| | weights | KV cache | interpreter | peak | over both | with the interpreter |",
         "|---|---|---|---|---|---|---|",
