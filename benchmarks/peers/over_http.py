@@ -4,7 +4,7 @@
         --server vllm="vllm serve MODEL --port {port}" --rates 0.25 1 inf [--rounds 3] [--save HARDWARE]
 
 Both servers are alive during the whole run; one at a time gets load. A round asks each server at each rate with the
-same seed, rounds have seeds of their own. Ratios are of one round, first server over second, and the median is given.
+same prompts, which no other rate and no other round has. Ratios are of one round, first server over second, and the median is given.
 """
 
 from __future__ import annotations
@@ -143,8 +143,10 @@ def main() -> None:
         for server in servers:
             server.wait()
             ask(server, arguments.model, "inf", 8, seed=0)  # warm-up
-        for seed in range(1, arguments.rounds + 1):
+        seed = 0
+        for _ in range(arguments.rounds):
             for rate in arguments.rates:
+                seed += 1  # of both servers, and no other run's: its prompts would be found in the prefix caches
                 for server in servers:
                     found = ask(server, arguments.model, rate, arguments.num_prompts, seed)
                     rounds[rate][server.name].append(found)
