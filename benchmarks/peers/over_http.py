@@ -4,7 +4,8 @@
         --server vllm="vllm serve MODEL --port {port}" --rates 0.25 1 inf [--rounds 3] [--save HARDWARE]
 
 Both servers are alive during the whole run; one at a time gets load. A round asks each server at each rate with the
-same prompts, which no other rate and no other round has. Ratios are of one round, first server over second, and the median is given.
+same prompts, which no other rate and no other round has. Ratios are of one round, first server over second, and the
+median is given.
 """
 
 from __future__ import annotations
