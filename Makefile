@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CXX ?= c++
+export CXX
+# What pip shall install as torch, in pip's words: a requirement, a file, options. Empty: a CPU build, unless there is a GPU.
+TORCH ?=
 # The name says whether the kernels were compiled, so that a compiler installed later is noticed.
 STAMP := $(VENV)/.installed-$(if $(shell command -v $(CXX)),with,without)-kernels
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
@@ -14,31 +17,30 @@ ARGS ?=
 run: setup  ## server on the bundled demo model (or MODEL=...), with the playground at /
 	$(BIN)/quire serve $(MODEL) $(ARGS)
 
-setup: $(STAMP)  ## virtual environment, dependencies, compiled kernels
+setup: $(STAMP)  ## virtual environment, what running needs, compiled kernels
 
 $(STAMP): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	@if command -v $(CXX) >/dev/null 2>&1; then \
-		echo "Compiling the CPU kernels ..."; \
-		$(BIN)/python -m pip install --quiet --editable ".[dev]"; \
-	else \
-		echo "No C++ compiler found ($(CXX)): installing without the compiled kernels; everything runs on plain torch, several times slower."; \
-		echo "Install g++ 12 or clang 15 and run 'make setup' again for full speed."; \
-		QUIRE_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --editable ".[dev]"; \
-	fi
+	$(BIN)/python tools/install.py --torch "$(TORCH)"
 	touch $(STAMP)
 
-test: setup  ## what CI runs: about 7 minutes on 2 cores
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+# What an extra lists is installed once, and again when pyproject.toml changes.
+$(VENV)/.installed-%: pyproject.toml $(STAMP)
+	$(BIN)/python tools/install.py --extra $*
+	touch $@
 
-test-full: setup  ## also the slow suites
-	$(BIN)/python -m pytest -q $(ARGS)
+# Tests share the cores: some wait for processes, others compute.
+TEST_PROCESSES ?= 2
+
+test: $(VENV)/.installed-test  ## what CI runs
+	$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) $(ARGS)
+
+test-full: $(VENV)/.installed-test  ## also the slow suites
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) $(ARGS)
 
 SANITIZED := build/sanitize
 
-test-sanitize: setup  ## the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer in the extension (g++)
+test-sanitize: $(VENV)/.installed-dev  ## the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer in the extension (g++)
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_CXX_COMPILER=g++ -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 		-DPython_EXECUTABLE=$(abspath $(BIN)/python) -DQUIRE_SANITIZE=ON
 	$(BIN)/cmake --build $(SANITIZED)
@@ -46,25 +48,25 @@ test-sanitize: setup  ## the kernels' tests with AddressSanitizer and UndefinedB
 		QUIRE_SANITIZED_EXTENSION=$(SANITIZED) $(BIN)/python -m pytest -q -p tests.sanitized_extension tests/kernels \
 		--ignore=tests/kernels/triton $(ARGS)
 
-check: setup  ## format, lint, types, architecture
+check: $(VENV)/.installed-dev  ## format, lint, types, architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.h')
 
-format: setup
+format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
 
-bench: setup  ## microbenchmarks of the kernels and the front end, against the limits of this machine
+bench: $(VENV)/.installed-dev  ## microbenchmarks of the kernels and the front end, against the limits of this machine
 	for file in benchmarks/kernels/*.py benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # GPU_PYTHON=python3: with that interpreter's own torch and Triton, and nothing is installed. It needs msgspec, jinja2, tokenizers
 # and tqdm beside them, and pytest, hypothesis and safetensors for the tests.
 GPU_PYTHON ?=
-GPU_SETUP := $(if $(GPU_PYTHON),,setup)
+GPU_SETUP := $(if $(GPU_PYTHON),,$(VENV)/.installed-test)
 RUN_ON_GPU := PYTHONPATH=src $(or $(GPU_PYTHON),$(BIN)/python)
 
 bench-gpu: $(GPU_SETUP)  ## kernels and engine against the limits of this machine's GPU, and against transformers

@@ -1,10 +1,11 @@
-// The Python module quire._C. Functions take addresses, sizes and strides, check nothing (kernels/ops.py does) and
-// release the GIL.
+// The Python module quire._C. Functions take addresses, sizes and strides, which they believe (kernels/ops.py checks
+// them), check the numbers that lead to memory (checks.h), and release the GIL.
 #include "bindings.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,14 @@ void set_isa(const std::string& name) {
   throw nb::value_error(("instruction set \"" + name + "\" is unknown, or this CPU does not have it").c_str());
 }
 
+void set_num_threads(int n) {
+  constexpr int kMost = 4096;
+  if (n < 1 || n > kMost)
+    throw std::invalid_argument("the number of kernel threads is " + std::to_string(n) + ", expected 1 to " +
+                                std::to_string(kMost));
+  quire::set_num_threads(n);
+}
+
 // Runs empty tasks and says how often each thread took one: what tests can see of the pool.
 std::vector<int> thread_pool_probe(int num_tasks) {
   std::vector<int> thread_of_task(num_tasks, -1);
@@ -46,7 +55,7 @@ NB_MODULE(_C, m) {
   m.def("isa", [] { return std::string(quire::isa_name(quire::active_isa())); }, "Name of the active instruction set");
   m.def("set_isa", set_isa, nb::arg("name"));
   m.def("num_threads", &quire::num_threads);
-  m.def("set_num_threads", &quire::set_num_threads, nb::arg("n"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("set_num_threads", set_num_threads, nb::arg("n"), nb::call_guard<nb::gil_scoped_release>());
   m.def("default_num_threads", &quire::default_num_threads);
   m.def("num_threads_described_in", &quire::num_threads_described_in, nb::arg("root"));
   m.def("thread_pool_probe", thread_pool_probe, nb::arg("num_tasks"),

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "bindings.h"
+#include "checks.h"
 #include "quire/kernels/gemm_fp8.h"
 
 namespace nb = nanobind;
@@ -21,9 +22,7 @@ GroupedForm form_of(int bits, int64_t group_size, int scales, int offsets, int64
 
 const int64_t* checked_rows(uintptr_t rows, int64_t count, int64_t n) {
   const auto* const found = pointer<const int64_t>(rows);
-  for (int64_t i = 0; i < count; ++i)
-    if (found[i] < 0 || found[i] >= n)
-      throw std::out_of_range("row " + std::to_string(found[i]) + " of a weight with " + std::to_string(n) + " rows");
+  check_indices({"rows"}, found, count, n);
   return found;
 }
 

@@ -92,6 +92,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_num_batched_tokens": 999,
     "long_prefill_token_threshold": 9,
     "max_num_queued_reqs": 9,
+    "max_shared_prefill_tokens": 9,
     "enable_chunked_prefill": False,
     "scheduling_policy": "priority",
     "watermark": 0.1,

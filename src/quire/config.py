@@ -106,7 +106,9 @@ class EngineConfig:
         "auto", "Request defaults: auto: the model's generation_config.json; vllm: none; or a folder that has the file."
     )
     override_generation_config: dict[str, Any] | None = option(
-        None, "JSON object merged over the generation config.", type="json"
+        None,
+        "JSON object merged over the generation config; a server lets no request exceed its max_new_tokens.",
+        type="json",
     )
     max_logprobs: int = option(
         20, "Most logprobs a request may ask for; -1: no cap.", limits="the logprobs fields of requests"
@@ -195,6 +197,14 @@ class EngineConfig:
         live=True,
         limits="tokens of one prompt in a step",
     )
+    max_shared_prefill_tokens: int | None = option(
+        None,
+        "Most prompt tokens of a step while several requests are there: half are the oldest prompt's, the rest go to "
+        "those that lack fewest; 0: prompts go in order, as in vLLM; none: chosen.",
+        live=True,
+        type=parse_human_int,
+        limits="prompt tokens of a shared step: how long a short prompt waits beside long ones",
+    )
     max_num_queued_reqs: int | None = option(
         None, "Most requests waiting; above it new ones get 429.", live=True, limits="waiting requests"
     )
@@ -252,6 +262,9 @@ class ServerConfig:
     )
     enable_ssl_refresh: bool = option(False, "Read certificates, key and authorities again when their files change.")
     api_key: tuple[str, ...] = option((), "Keys clients must send; else VLLM_API_KEY.", many=True, secret=True)
+    api_key_file: str | None = option(
+        None, "File with further keys, one a line; empty lines and those that begin with # say nothing."
+    )
     no_auth: bool = option(False, "Allow an address other than loopback without a key.")
     chat_template: str | None = option(None, "File with a Jinja chat template, or the template itself.")
     default_chat_template_kwargs: dict[str, Any] | None = option(
@@ -261,7 +274,16 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = option(
         False, "Logprobs name tokens token_id:<id>, unless a request says otherwise."
     )
-    enable_force_include_usage: bool = option(False, "Every streamed answer ends with its usage.")
+    prometheus_public: bool = option(False, "GET /metrics needs no key, for scrapers that have none.")
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "GET /tokenizer_info answers with the tokenizer's configuration and the chat template."
+    )
+    enable_force_include_usage: bool = option(
+        False, "Every chunk of a streamed answer has its usage, whatever the request says."
+    )
+    enable_per_request_metrics: bool = option(
+        False, "Answers say in metrics where their time went, a streamed one beside its usage."
+    )
     uvicorn_log_level: str = option(
         "warning", "Log level of the HTTP server.", choices=("critical", "error", "warning", "info", "debug", "trace")
     )
@@ -349,7 +371,7 @@ def _listed(words: tuple[str, ...], name: str) -> tuple[str, ...]:
         if word.startswith("["):
             try:
                 items = json.loads(word)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 items = []
             if not items or not all(isinstance(item, str) for item in items):
                 raise ConfigError(
@@ -439,10 +461,7 @@ def _check_engine(config: EngineConfig) -> None:
         number = getattr(config, name)
         if number is not None and number < 1:
             raise ConfigError(f"Illegal value of {name}", value=number, expected="a positive number", param=name)
-    if config.long_prefill_token_threshold < 0:
-        raise ConfigError(
-            "Illegal long_prefill_token_threshold",
-            value=config.long_prefill_token_threshold,
-            expected="0 or more",
-            param="long_prefill_token_threshold",
-        )
+    for name in ("long_prefill_token_threshold", "max_shared_prefill_tokens"):
+        number = getattr(config, name)
+        if number is not None and number < 0:
+            raise ConfigError(f"Illegal {name}", value=number, expected="0 or more", param=name)

@@ -51,6 +51,11 @@ class Variable(Generic[T]):
             ) from None
 
 
+def for_children() -> dict[str, str]:
+    """The environment of the engine's and the render processes: this one's without the key, which they do not need."""
+    return {name: value for name, value in os.environ.items() if name != API_KEY.name}
+
+
 CPU_KVCACHE_SPACE = Variable(
     "VLLM_CPU_KVCACHE_SPACE", 0.0, float, "KV cache memory on CPU in GiB; 0 = what is free minus the reserve"
 )
@@ -84,6 +89,9 @@ CACHE_DIR = Variable(
     "QUIRE_CACHE_DIR", "", str, "folder for packed weights (--packed-weights-cache); empty = quire in the user's cache"
 )
 XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "", str, "the user's cache; empty = ~/.cache (XDG Base Directory)")
+XDG_STATE_HOME = Variable(
+    "XDG_STATE_HOME", "", str, "where the lines of `quire chat` are kept; empty = ~/.local/state (XDG Base Directory)"
+)
 TERM = Variable("TERM", "", str, "dumb: no progress bars, no colours")
 NOTIFY_SOCKET = Variable("NOTIFY_SOCKET", "", str, "set by systemd: where `quire serve` says READY=1 and STOPPING=1")
 
@@ -104,6 +112,7 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     FORCE_COLOR,
     CACHE_DIR,
     XDG_CACHE_HOME,
+    XDG_STATE_HOME,
     TERM,
     NOTIFY_SOCKET,
 )

@@ -5,6 +5,16 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 
+def printable(text: str) -> str:
+    """A text that neither moves a terminal's cursor nor colours it: what is no character of a line is spelled out.
+
+    That is control characters, those that turn the direction of text among them, but not the ends of lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 class QuireError(Exception):
     """Base of every error a user can cause or must act on.
 
@@ -44,7 +54,7 @@ class QuireError(Exception):
             parts.append(f"Expected {self.expected.rstrip('.')}.")
         if self.fix:
             parts.append(self.fix if self.fix.endswith(("?", "!")) else self.fix.rstrip(".") + ".")
-        return " ".join(parts)
+        return printable(" ".join(parts))
 
 
 class InvalidRequestError(QuireError, ValueError):
@@ -90,14 +100,26 @@ class EngineRestartedError(EngineDeadError):
     code = "engine_restarted"
 
 
+class ShuttingDownError(EngineDeadError):
+    """The server was told to stop: it takes no new request, and ended this one if it still ran."""
+
+    code = "shutting_down"
+
+
 class OutOfMemoryError(QuireError):
     """A step could not allocate what it needed, and this request was ended so that the others go on."""
 
     code, status = "out_of_memory", 503
 
 
+class RendererLostError(QuireError):
+    """The process that renders chats ended or stood still, for no reason of the request's, and so did the next one."""
+
+    code, status = "renderer_lost", 503
+
+
 class NotReadyError(QuireError):
-    """The engine is still starting or is draining."""
+    """The engine is still starting, or starting again."""
 
     code, status = "not_ready", 503
 

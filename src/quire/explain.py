@@ -8,6 +8,7 @@ from typing import Any
 
 from quire import __version__
 from quire.config import EngineConfig, ServerConfig
+from quire.cost.stopwatch import busy_machine
 from quire.errors import MemoryPlanError
 from quire.kv_format import kv_format
 from quire.layer_kernels import LayerKernel, layer_kernels
@@ -50,6 +51,7 @@ class Explanation:
                 "weight_bytes": self.settings["weight_bytes"].value,
                 "kv_bytes_per_token": self._kv_bytes_per_token(),
                 "max_model_len": self.model.max_model_len,
+                "ignored_fields": list(self.model.ignored_fields),
             },
             "machine": {
                 "name": self.device.name,
@@ -76,6 +78,8 @@ class Explanation:
         parameters = f"{self.model.num_parameters() / 1e6:,.1f} M parameters"
         kv = self._kv_bytes_per_token()
         yield f"model    {self.model_name}: {self.model.architecture}, {parameters}, {dtype}, KV {kv:,} bytes per token"
+        if ignored := self.model.ignored_fields:
+            yield f"         not applied, because {self.model.architecture} does not read it: {', '.join(ignored)}"
         memory = f"{shown_bytes(self.device.total_memory_bytes)} RAM, {shown_bytes(self.device.free_memory_bytes)} free"
         yield f"machine  {self.device.name}, {self.device.num_cores} cores, {self.device.isa}, {memory} now"
         if (gpu := self.device.gpu) is not None:
@@ -138,10 +142,12 @@ def explain(
     model: ModelConfig,
     device: DeviceFacts,
     read_bandwidth: float | None = None,
+    waited: float = 0.0,
 ) -> Explanation:
     """The settings of a server started now, without loading weights: their bytes come from config.json.
 
-    `read_bandwidth` is what all cores together read from memory, in bytes per second, if it was measured.
+    `read_bandwidth` is what all cores together read from memory, in bytes per second, if it was measured, and `waited`
+    the share of that time in which the measurement had no core.
 
     Raises ConfigError for settings that contradict each other; too little memory is part of the answer.
     """
@@ -153,21 +159,22 @@ def explain(
     except MemoryPlanError as failure:
         error = failure
     if read_bandwidth is not None and resolved.device == "cpu":
-        _put_expectation(resolved, model, read_bandwidth)
+        _put_expectation(resolved, model, read_bandwidth, waited)
     settings = resolved.settings | resolve_server(server).settings
     layers = layer_kernels(model, resolved.dtype, resolved.quantization, resolved.isa, resolved.deterministic)
     return Explanation(model_name, model, device, settings, layers, _next_costs(resolved, model), error)
 
 
-def _put_expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: float) -> None:
-    """A bound: a start measures steps, and says what it found under the same name."""
+def _put_expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: float, waited: float) -> None:
+    """A bound, if nobody else computed: a start measures steps, and says what it found under the same name."""
     num_bytes = model.read_bytes_per_step(resolved.dtype, resolved.quantization)
     resolved.put(
         "expected_tokens_per_second",
         float(f"{read_bandwidth / num_bytes:.3g}"),
         "formula",
-        f"at most: {read_bandwidth / 1e9:.1f} GB/s, measured now / {num_bytes / 1e9:.3f} GB of weights, which every "
-        "token reads from memory (faster if the processor's cache holds them); a start measures steps",
+        f"{busy_machine(waited) or 'at most'}: {read_bandwidth / 1e9:.1f} GB/s, measured now / "
+        f"{num_bytes / 1e9:.3f} GB of weights, which every token reads from memory (faster if the processor's cache "
+        "holds them); a start measures steps",
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from quire.errors import InvalidRequestError
 
+MAX_SHOWN_IDS: Final = 16  # of the wrong ones an error names
 ABOVE_ZERO: Final = math.ulp(0.0)  # the smallest positive float: a closed lower bound that means "greater than 0"
 
 
@@ -104,18 +105,21 @@ def check_strings(name: str, values: Any, max_count: int, max_bytes: int) -> Non
             )
 
 
-def check_token_ids(name: str, ids: Any, max_count: int, vocab_size: int) -> None:
-    """A list of at most `max_count` integers in [0, vocab_size)."""
+def check_token_ids(name: str, ids: Any, max_count: int, vocab_size: int | None) -> None:
+    """A list of at most `max_count` integers in [0, vocab_size); None: of any that are not negative."""
     check_type(name, ids, list, "a list of token ids")
     check_count(name, len(ids), max_count)
-    high = vocab_size - 1
+    high = math.inf if vocab_size is None else vocab_size - 1
     if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= high):
         return
-    for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id <= high:
-            raise InvalidRequestError(
-                f"{name} contains a token id outside the vocabulary",
-                value=_shown(token_id),
-                expected=f"integers in [0, {high}]",
-                param=name,
-            )
+    wrong = [_shown(token_id) for token_id in ids if type(token_id) is not int or not 0 <= token_id <= high]
+    if wrong:
+        raise InvalidRequestError(
+            f"{name} contains token ids outside the vocabulary",
+            value=wrong[0] if len(wrong) == 1 else wrong[:MAX_SHOWN_IDS],
+            expected="integers from 0 to below the vocabulary's size"
+            if vocab_size is None
+            else f"integers in [0, {high}]",
+            fix=f"{len(wrong) - MAX_SHOWN_IDS} more are wrong" if len(wrong) > MAX_SHOWN_IDS else None,
+            param=name,
+        )

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from quire import __version__, envs, logs
+from quire.cost.stopwatch import busy_machine
 from quire.kernels import extension
 from quire.listen import Address
 from quire.memory_summary import MemorySummary
@@ -28,7 +29,7 @@ CHOSEN = (
     "enable_prefix_caching",
 )  # fmt: skip
 CHOSEN_ON_GPU = ("device", *(name for name in CHOSEN if name != "num_threads"))
-EXPECTED = ("expected_tokens_per_second", "expected_total_tokens_per_second")
+EXPECTED = ("expected_tokens_per_second", "expected_total_tokens_per_second", "expectation_waited_share")
 WHY = "why: quire explain"
 _ISA_NAMES = {
     "amx": "AMX",
@@ -57,8 +58,7 @@ def show_header(model_name: str, device: DeviceFacts, *, has_gpu: bool) -> None:
         logger.info(text, extra=logs.fields(version=__version__, model=model_name, machine=machine))
     else:
         _print([_header(text, _machine(device, has_gpu=has_gpu), Style(sys.stderr))])
-    if (missing := _missing_kernels()) is not None:
-        _show_missing(*missing)
+    show_missing_kernels()
 
 
 def _machine(device: DeviceFacts, *, has_gpu: bool) -> str:
@@ -79,7 +79,7 @@ def _missing_kernels() -> tuple[str, str] | None:
     if extension.C is None:
         return (
             f"The compiled kernels are missing ({extension.WHY_NOT}): plain torch computes, several times slower",
-            "Install a C++20 compiler (g++ 12 or clang 15), then install Quire again (make setup)",
+            extension.how_to_build(),
         )
     if not extension.is_used():
         return (
@@ -89,12 +89,17 @@ def _missing_kernels() -> tuple[str, str] | None:
     return None
 
 
-def _show_missing(what: str, fix: str) -> None:
+def show_missing_kernels() -> None:
+    """Why the compiled kernels do not run, if they do not, and what to do."""
+    if (missing := _missing_kernels()) is None:
+        return
+    what, fix = missing
     if logs.is_json():
         logger.warning(what, extra=logs.fields(fix=fix))
         return
     style = Style(sys.stderr)
-    lines = textwrap.wrap(f"{what}. {fix}.", WIDTH - len(INDENT))
+    # A command is to be copied: its flags stay whole.
+    lines = textwrap.wrap(f"{what}. {fix}.", WIDTH - len(INDENT), break_on_hyphens=False, break_long_words=False)
     _print(_labelled("kernels", lines, style, "yellow"))
 
 
@@ -125,7 +130,7 @@ def show_ready(
         *_labelled("memory", [memory.plan()], style),
         *_labelled("fits", memory.capacity(), style),
         *_labelled("chosen", _flowed([*items, WHY]), style),
-        *_labelled("expect", [_expectation(*(settings[name]["value"] for name in (*EXPECTED, "max_num_seqs")))], style),
+        *_labelled("expect", _expectation(*(settings[name]["value"] for name in (*EXPECTED, "max_num_seqs"))), style),
         "",
         *_labelled(
             "ready",
@@ -139,11 +144,14 @@ def show_ready(
     _print(lines)
 
 
-def _expectation(of_one: float, of_all: float, num_users: int) -> str:
+def _expectation(of_one: float, of_all: float, waited: float, num_users: int) -> Iterator[str]:
     one = f"1 user {_rate(of_one)} tok/s"
     if num_users == 1:
-        return one
-    return f"{one} · {num_users} users about {_rate(of_all)} together, {_rate(of_all / num_users)} each"
+        yield one
+    else:
+        yield f"{one} · {num_users} users about {_rate(of_all)} together, {_rate(of_all / num_users)} each"
+    if (why := busy_machine(waited)) is not None:
+        yield from textwrap.wrap(why, WIDTH - len(INDENT))
 
 
 def _rate(value: float) -> str:

@@ -1,6 +1,6 @@
 """Every tensor a layer may read in one forward pass. Passed down the model, never global.
 
-Dimensions: T tokens of this step, S sequences of this step, R rows that sample, M blocks in the longest table,
+Dimensions: T tokens of this step, S sequences of this step, M blocks in the longest table,
 B blocks, G kv heads, P block size, E head dim, C rows a worker holds.
 """
 
@@ -52,12 +52,11 @@ class ForwardBatch:
     """
 
     token_ids_T: Tensor  # int64
-    positions_T: Tensor  # int64
+    positions_T: Tensor  # int64: rows of the rotary table; of long sequences under longrope, positions plus an offset
     slot_mapping_T: Tensor  # int64: block_id * block_size + offset
     cu_seqlens_q_S1: Tensor  # int32, S + 1 prefix sums
     seq_lens_S: Tensor  # int32, KV length after this step
     block_tables_SM: Tensor  # int32
-    logits_indices_R: Tensor  # int64: the tokens whose logits are wanted
     caches: list[LayerCache]  # one per layer
     host: HostStep | None = None  # None: on CPU, and where the step has been prepared already
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+INTERRUPTED = 130  # the exit code of an interrupted command: 128 + SIGINT
+
 
 @contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import subprocess
@@ -15,9 +16,11 @@ import msgspec
 
 import quire.demo
 from quire import envs
-from quire.config import EngineConfig
-from quire.errors import ConfigError
+from quire.config import EngineConfig, ServerConfig
+from quire.demo import DEMO_MODEL_NAME
+from quire.errors import ConfigError, InvalidRequestError
 from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.chat_template import check_template_kwargs
 from quire.frontend.client import ProcessClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from quire.frontend.output_processor import OutputProcessor
@@ -29,11 +32,12 @@ from quire.gguf.file import is_gguf
 from quire.kernels import extension
 from quire.loader.gguf_choice import find_gguf
 from quire.loader.hub import local_path, resolve_model, resolve_tokenizer_files
+from quire.loader.safetensors_headers import read_headers
 from quire.messages import EngineLaunch, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.spawn import EngineInterpreter, spawn_engine
 
-DEMO_MODEL_NAME = "quire-demo"
+MAX_SOCKET_PARENT_BYTES = 80  # 107 bytes name a Unix socket, and ours is /quire-12345678/output in it
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
     """Find (or download) the model's files and read what the front end needs. Loads no weights. Raises ConfigErrors."""
     extension.wished_isa()  # said before the download
     folder, name, model_config = find_model(config, progress, weights=config.load_format != "dummy")
+    if config.load_format in ("auto", "safetensors") and folder.is_dir():
+        read_headers(folder)  # what is broken is told before an engine is started
     tokenizer = None
     if not config.skip_tokenizer_init:
         source = folder if config.tokenizer is None else _tokenizer_files(config.tokenizer, config)
@@ -107,6 +113,41 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return load_generation_config(folder)
 
 
+def default_template_kwargs(config: ServerConfig) -> dict[str, Any]:
+    """Raises ConfigError for what every chat would be refused for."""
+    param = "default_chat_template_kwargs"
+    try:
+        return check_template_kwargs(config.default_chat_template_kwargs or {}, param)
+    except InvalidRequestError as error:
+        raise ConfigError(
+            error.what,
+            value=error.value,
+            expected=error.expected,
+            fix="Correct --default-chat-template-kwargs",
+            param=param,
+        ) from None
+
+
+def read_chat_template(given: str | None) -> str | None:
+    """A file's text, or the argument itself if it is a template or the name of one."""
+    if given is None or "{" in given or "\n" in given:
+        return given
+    path = Path(given)
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if path.suffix in (".jinja", ".jinja2", ".txt") or "/" in given:
+        raise ConfigError(
+            "The chat template file does not exist", value=given, fix="Check the path", param="chat_template"
+        )
+    return given
+
+
+def _socket_parent() -> str:
+    """The user's folder for temporary files, unless the names of sockets in it were longer than the system takes."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= MAX_SOCKET_PARENT_BYTES else "/tmp"
+
+
 class EngineProcessHandle:
     """One engine process at a time, and the private folder of its sockets.
 
@@ -125,7 +166,7 @@ class EngineProcessHandle:
         """Start a process, which begins to load at once; the one before must have ended. Raises OSError."""
         self._remove_sockets()
         # mkdtemp makes the folder 0700: only this user can reach the sockets in it.
-        self._sockets = tempfile.TemporaryDirectory(prefix="quire-")
+        self._sockets = tempfile.TemporaryDirectory(prefix="quire-", dir=_socket_parent())
         addresses = (f"ipc://{self._sockets.name}/input", f"ipc://{self._sockets.name}/output")
         client = ProcessClient(*addresses, self.is_alive)
         try:

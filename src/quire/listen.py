@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
 import shlex
 import socket
 import ssl
 import stat
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +22,9 @@ from quire.logs import get_logger
 logger = get_logger(__name__)
 
 BACKLOG = 2048  # connections the system holds until they are accepted; uvicorn's default
+_SO_ATTACH_FILTER = 26  # of Linux
+# In the language of its filters, over a TCP packet: load byte 13, the flags; if they have SYN, keep 0 bytes, else all.
+_DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 SOCKET_UMASK = 0o177  # a Unix socket is its owner's alone: mode 0600
 
 
@@ -73,9 +78,19 @@ class Listener:
         except OSError as error:  # somebody else was faster between bind and here
             raise _cannot_listen(error, self.socket.getsockname()) from None
 
+    def turn_away(self) -> None:
+        """Let nobody connect any more. Connections that were made before can still be accepted: closing resets them."""
+        if self._config.uds is None:
+            _drop_new_connections(self.socket)
+        else:
+            self._remove_file()
+
     def close(self) -> None:
         """Also removes the Unix socket's file, unless it is another server's by now."""
         self.socket.close()
+        self._remove_file()
+
+    def _remove_file(self) -> None:
         path = self._config.uds
         if path is not None:
             with suppress(FileNotFoundError):
@@ -129,7 +144,7 @@ def check_guarded(config: ServerConfig, api_keys: Sequence[str]) -> None:
             "The server would be open to everybody who reaches this machine",
             value=config.host,
             expected="an address of this machine alone, such as 127.0.0.1, or a key",
-            fix="Set --api-key (or VLLM_API_KEY), or say --no-auth if that is meant",
+            fix="Set --api-key, --api-key-file or VLLM_API_KEY, or say --no-auth if that is meant",
             param="host",
         )
 
@@ -166,6 +181,16 @@ def _bind_port(host: str, port: int) -> socket.socket:
         listener.close()
         raise _cannot_listen(error, address) from None
     return listener
+
+
+def _drop_new_connections(listener: socket.socket) -> None:
+    """Have the system drop the first packet of every new connection, which its client sends again a second later: when
+    the port is closed, or another server's. Elsewhere than on Linux there is no such filter, and no harm in that."""
+    program = b"".join(struct.pack("HBBI", *instruction) for instruction in _DROP_SYN)
+    buffer = ctypes.create_string_buffer(program)
+    with suppress(OSError):
+        option = struct.pack("HP", len(_DROP_SYN), ctypes.addressof(buffer))
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
 
 
 def _bind_path(path: str) -> socket.socket:

@@ -12,10 +12,12 @@ from quire.config import EngineConfig
 from quire.engine.start import start_engine
 from quire.errors import ConfigError, InvalidRequestError, UnsupportedFieldError
 from quire.frontend.beam_search import BeamSearch
-from quire.frontend.chat_template import ChatRenderer
+from quire.frontend.blocking_renderer import BlockingRenderer
+from quire.frontend.chat_messages import plain
 from quire.frontend.input_processor import InputProcessor, ProcessedRequest
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.prompts import PromptType, split_prompts
+from quire.frontend.render_process import Render
 from quire.frontend.tokenizer import Tokenizer
 from quire.launch import open_model
 from quire.messages import Command
@@ -63,6 +65,8 @@ class LLM:
         self._core = engine.core
         self._tokenizer = parts.tokenizer
         self._chat_template = chat_template
+        self._renderer: BlockingRenderer | None = None  # for the template and the content format that were asked last
+        self._rendered_form: tuple[str | None, str] | None = None
         self._inputs: InputProcessor = parts.input_processor.with_max_model_len(self.resolved.max_model_len)
         self._metrics = engine_metrics(self.config, engine) if kwargs.get("disable_log_stats") is False else None
         self._runner = OfflineRunner(self._core, OutputProcessor(self._tokenizer, self._metrics))
@@ -142,8 +146,8 @@ class LLM:
             chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
-            kwargs=chat_template_kwargs,
+            tools=plain(tools, "tools"),
+            kwargs=plain(chat_template_kwargs, "chat_template_kwargs"),
         )
         add_special_tokens = _add_special_tokens(tokenization_kwargs, default=False)  # the template wrote them
         processed = self._process(prompts, sampling_params, priority, add_special_tokens=add_special_tokens)
@@ -196,8 +200,8 @@ class LLM:
             chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
-            kwargs=chat_template_kwargs,
+            tools=plain(tools, "tools"),
+            kwargs=plain(chat_template_kwargs, "chat_template_kwargs"),
         )
         processed = self._process(prompts, sampling_params, priority, add_special_tokens=False)
         self._enqueued += (request_ids := self._runner.enqueue(processed))
@@ -293,18 +297,27 @@ class LLM:
                 expected="auto, string or openai",
                 param="chat_template_content_format",
             )
-        renderer = ChatRenderer(
-            tokenizer.chat_templates,
-            tokenizer.special_tokens,
-            override=self._chat_template if template is None else template,
-            name=tokenizer.name,
-        )
-        if content_format != "auto":
-            for chat_template in renderer.templates.values():
-                chat_template.content_as_parts = content_format == "openai"
+        renderer = self._renderer_for(tokenizer, self._chat_template if template is None else template, content_format)
         is_one = not messages or isinstance(messages, (str, Mapping)) or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
-        return [renderer.render(conversation, **options) for conversation in conversations]
+        texts: list[Any] = []
+        texts += renderer.render([Render(plain(each, "messages"), **options) for each in conversations])
+        return texts
+
+    def _renderer_for(self, tokenizer: Tokenizer, template: str | None, content_format: str) -> BlockingRenderer:
+        """One set of processes, of which the first takes some tenths of a second to start."""
+        if self._renderer is None or self._rendered_form != (template, content_format):
+            if self._renderer is not None:
+                self._renderer.close()
+            self._renderer = BlockingRenderer(
+                tokenizer.chat_templates,
+                tokenizer.special_tokens,
+                override=template,
+                name=tokenizer.name,
+                content_as_parts=None if content_format == "auto" else content_format == "openai",
+            )
+            self._rendered_form = (template, content_format)
+        return self._renderer
 
     def _process(
         self, prompts: Sequence[PromptType], sampling_params: Params, priority: Sequence[int] | None, **options: Any

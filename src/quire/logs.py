@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 
 from quire import envs
-from quire.errors import ConfigError
+from quire.errors import ConfigError, printable
 from quire.terminal import CLEAR_LINE, Style, is_terminal
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
@@ -49,14 +49,8 @@ def is_json() -> bool:
 
 
 def _printable(text: str) -> str:
-    """What is shown as it is: nothing in it moves the cursor, colours a terminal, or looks like a line of its own.
-
-    Control characters, those that turn the direction of text among them, are spelled out; further lines are indented.
-    """
-    if text.isprintable():
-        return text
-    lines = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in text.split("\n"))
-    return "\n    ".join(lines)
+    """What is shown as it is: also nothing in it looks like a line of its own, further lines being indented."""
+    return printable(text).replace("\n", "\n    ")
 
 
 class TextFormatter(logging.Formatter):
@@ -145,7 +139,7 @@ def say(message: str, level: int = logging.INFO, **values: object) -> None:
     if is_json():
         get_logger("quire").log(level, message, extra=fields(**values))
     else:
-        print(f"quire: {message}", file=sys.stderr, flush=True)
+        print(f"quire: {_printable(message)}", file=sys.stderr, flush=True)
 
 
 class RateLimited:

@@ -56,6 +56,7 @@ class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
     max_num_batched_tokens: Positive | None = None
     long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] | None = None  # 0: no limit
     max_num_queued_reqs: Positive | None = None
+    max_shared_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None  # 0: prompts go in order
 
 
 class Command(msgspec.Struct, tag="command"):

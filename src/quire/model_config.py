@@ -5,18 +5,17 @@ Hugging Face's names are translated in hf_config/.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.errors import ModelConfigError
 from quire.gguf.file import is_gguf, open_gguf
 from quire.hf_config.families import QkNorm
 from quire.hf_config.fields import Fields
 from quire.hf_config.from_gguf import to_hf_config
 from quire.hf_config.gguf_types import GgufWeights, gguf_weights
+from quire.hf_config.json_file import read_object
 from quire.hf_config.layer_format import QuantizedCheckpoint
 from quire.hf_config.quantization import OUTPUT, SEPARATE_FILES, parse_description
 from quire.hf_config.rope import RopeConfig
@@ -53,7 +52,7 @@ class ModelConfig:
     model: str  # folder or GGUF file it was read from
     model_type: str
     architecture: str
-    is_native: bool  # a family of quire.models; else it needs the transformers backend
+    is_native: bool  # quire.models has its family and activation; else it needs the transformers backend
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -84,6 +83,7 @@ class ModelConfig:
     residual_multiplier: float  # on what attention and MLP add to the residual
     logits_scaling: float  # logits are divided by it
     eos_token_ids: tuple[int, ...]
+    ignored_fields: tuple[str, ...]  # of config.json, because the modelling code of the architecture does not read them
     hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # what was merged over config.json
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
@@ -216,7 +216,7 @@ def load_model_config(
     Args:
         folder: the checkpoint folder, or a GGUF file, whose metadata is taken for a config.json.
         overrides: merged over config.json first, in Hugging Face's names (`--hf-overrides`); nested objects merge too.
-        any_architecture: also accept an architecture that is not native (for the transformers backend).
+        any_architecture: also accept an architecture or activation that is not native (for the transformers backend).
 
     Raises:
         ModelConfigError: a file is missing or no JSON object, a field is missing or illegal, unknown architecture.
@@ -228,33 +228,15 @@ def load_model_config(
         facts = translate(merge(to_hf_config(file), overrides or {}), str(folder), any_architecture=False)
         facts["quantized"] = gguf_weights(file)
         return ModelConfig(model=str(folder), hf_overrides=dict(overrides or {}), **facts)
-    raw = merge(_read_object(folder / "config.json", required=True), overrides or {})
+    raw = merge(read_object(folder / "config.json", required=True), overrides or {})
     facts = translate(raw, str(folder / "config.json"), any_architecture)
     if facts["quantized"] is None and "quantization_config" not in raw:  # null there is an override
         for name, method in SEPARATE_FILES.items():
-            if description := _read_object(folder / name, required=False):
+            if description := read_object(folder / name, required=False):
                 facts["quantized"] = parse_description(Fields(description, str(folder / name)), method)
                 break
     path = folder / "generation_config.json"
-    generation = _read_object(path, required=False)
+    generation = read_object(path, required=False)
     if generation.get("eos_token_id") is not None:  # replaces the one of config.json, as in transformers
         facts["eos_token_ids"] = Fields(generation, str(path)).token_ids("eos_token_id")
     return ModelConfig(model=str(folder), hf_overrides=dict(overrides or {}), **facts)
-
-
-def _read_object(path: Path, required: bool) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if not required:
-            return {}
-        raise ModelConfigError(
-            f"{path} does not exist",
-            expected="the folder of a Hugging Face checkpoint",
-            fix="Check the model's folder or hub id",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelConfigError(f"{path} cannot be read: {error}", fix="Download the file again") from None
-    if not isinstance(value, dict):
-        raise ModelConfigError(f"{path} does not hold a JSON object", value=value, expected="an object of settings")
-    return value

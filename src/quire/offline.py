@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
+from quire.demo import DEMO_MODEL_NAME
 from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine
 from quire.errors import QuireError
 from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.output_processor import OutputProcessor
 from quire.interrupt import interrupts_between_steps
-from quire.launch import DEMO_MODEL_NAME
 from quire.logs import get_logger
 from quire.outputs import RequestOutput
 from quire.progress_bar import ProgressBar

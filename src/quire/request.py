@@ -36,6 +36,7 @@ class Request:
     priority: int = 0  # lower runs first
     cache_salt: str | None = None
     lora_name: str | None = None
+    rope_offset: int = 0  # see NewRow; its KV is only for requests with the same
     fork_of: str | None = None  # request_id whose prompt blocks are shared once computed (n > 1)
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)

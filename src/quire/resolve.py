@@ -31,6 +31,11 @@ SERVER_LIMITS, OFFLINE_LIMITS = (128, 2048), (256, 2048)
 GPU_SERVER_LIMITS, GPU_OFFLINE_LIMITS = (256, 2048), (256, 8192)
 LARGE_GPU_SERVER_LIMITS, LARGE_GPU_OFFLINE_LIMITS = (1024, 8192), (1024, 16384)
 LARGE_GPU_BYTES = 70 * GIB
+# Prompt tokens of a step that several requests share, on CPU servers: a short prompt waits for almost two such steps,
+# and prompts take no longer than in whole budgets while products of so many rows are bound by arithmetic. The least
+# was measured on AVX2 (benchmarks/short_beside_long_*.md); the others follow from faster arithmetic over equal memory.
+SHARED_PREFILL_TOKENS = {"avx512_bf16": 128, "amx": 256}
+LEAST_SHARED_PREFILL_TOKENS = 64
 GPU_MEMORY_UTILIZATION = 0.9  # where none is given
 THROUGHPUT_FACTOR = 2  # on both limits, as vLLM's performance mode
 # On the token budget: a long prompt then holds up the others' next token for a quarter of the time.
@@ -46,6 +51,7 @@ _FURTHER_LIMITS = {
     "num_blocks": "context held for all requests together",
     "expected_tokens_per_second": "what one request can get",
     "expected_total_tokens_per_second": "what max_num_seqs requests can get together",
+    "expectation_waited_share": "how much the two expectations are worth",
 }
 _FIELDS = {f.name: f for config in (EngineConfig, ServerConfig) for f in options(config)}
 # Memory is planned for their first values, so they may only be moved below these.
@@ -191,6 +197,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             fix="Leave --no-enable-chunked-prefill out, or lower --max-model-len",
             param="max_num_batched_tokens",
         )
+    put_or("max_shared_prefill_tokens", *_shared_prefill(config, resolved, gpu, is_server))
     put_or("max_num_queued_reqs", 1024 if is_server else None, "default", "bounded in the server, unbounded offline")
     if gpu is None:
         why = "on CPU the kernels use every core, so there is nothing to hide behind"
@@ -404,6 +411,26 @@ def _batch_limits(config: EngineConfig, gpu: GpuFacts | None, is_server: bool) -
     return seqs, tokens, "default", why
 
 
+def _shared_prefill(
+    config: EngineConfig, resolved: Resolved, gpu: GpuFacts | None, is_server: bool
+) -> tuple[int, Source, str]:
+    """Default max_shared_prefill_tokens, its source, and why."""
+    if not config.enable_chunked_prefill:
+        return 0, "default", "prompts are not split"
+    if config.sources["long_prefill_token_threshold"] != "default":
+        return 0, "default", "prompts go in order, each within the long_prefill_token_threshold that was given"
+    if not is_server:
+        return 0, "default", "nobody waits for the first token of an offline batch: prompts go in order"
+    budget = int(resolved.max_num_batched_tokens)
+    if gpu is not None:
+        return budget, "default", "prompts share the whole budget: a GPU computes it in a short step"
+    tokens = min(SHARED_PREFILL_TOKENS.get(resolved.isa, LEAST_SHARED_PREFILL_TOKENS), budget)
+    why = (
+        f"smaller steps let short prompts pass long ones at hardly a cost in tokens/s; a prompt alone has all {budget}"
+    )
+    return tokens, "default", f"{why} (for {resolved.isa})"
+
+
 def _auto_dtype(model: ModelConfig, gpu: GpuFacts | None) -> tuple[str, Source, str]:
     if gpu is not None and model.dtype == "float32":
         return "bfloat16", "device", "the checkpoint is float32, which a GPU multiplies at a fraction of its rate"
@@ -458,8 +485,11 @@ def kv_bytes_per_token(resolved: Resolved, model: ModelConfig) -> int:
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> tuple[int, Source, str]:
     """-1 is replaced by the longest that fits once memory is known."""
     wanted = config.max_model_len
+    border = model.rope.switches_after(model.max_model_len if wanted in (None, -1) else wanted)
+    longrope = "" if border is None else f"; a sequence of more than {border} tokens takes longrope's long factors"
     if wanted is None or wanted == -1:
-        return model.max_model_len, "model", "from config.json" + ("; may be cut to what fits" if wanted == -1 else "")
+        cut = "; may be cut to what fits" if wanted == -1 else ""
+        return model.max_model_len, "model", f"from config.json{cut}{longrope}"
     if wanted > model.max_model_len and not envs.ALLOW_LONG_MAX_MODEL_LEN.get():
         raise ConfigError(
             "max_model_len is longer than the model was trained for",
@@ -468,7 +498,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> tuple[int, Sourc
             fix="Lower --max-model-len, or set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 to accept wrong output beyond it",
             param="max_model_len",
         )
-    return wanted, config.sources["max_model_len"], f"the model allows {model.max_model_len}"
+    return wanted, config.sources["max_model_len"], f"the model allows {model.max_model_len}{longrope}"
 
 
 def shown_bytes(count: int) -> str:

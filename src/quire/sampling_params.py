@@ -30,7 +30,10 @@ from quire.field_checks import (
 GREEDY_TEMPERATURE: Final = 1e-5  # below it sampling is greedy
 MIN_TEMPERATURE: Final = 1e-2  # lower positive temperatures are raised to it, as in vLLM
 MAX_TEMPERATURE: Final = 2.0  # vLLM's and OpenAI's limit
-MAX_REPETITION_PENALTY: Final = 100.0  # a positive logit is divided by it; 1.0 to 1.5 is what people use
+# A positive logit is divided by it, a negative one multiplied: the bounds keep both finite. People use 1.0 to 1.5.
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 100.0
+MAX_LENGTH_PENALTY: Final = 10.0  # of beam search
 MAX_N: Final = 128
 MAX_TOKENS: Final = 2**31 - 1  # any count of tokens
 MAX_STOP_STRINGS: Final = 16
@@ -40,26 +43,24 @@ MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_BYTES: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LOGPROB_TOKEN_IDS: Final = 128
-MAX_VOCAB_SIZE: Final = 2**20  # bound of token ids while the vocabulary is not known
+MAX_VOCAB_SIZE: Final = 2**20  # bound of counts of tokens while the vocabulary is not known
 DEFAULT_MAX_LOGPROBS: Final = 20
 
-_INT_RANGES: Final[dict[str, tuple[int, int]]] = {
+INT_RANGES: Final[dict[str, tuple[int, int]]] = {
     "n": (1, MAX_N),
     "top_k": (-1, MAX_TOKENS),
     "seed": (-(2**63), 2**63 - 1),
     "max_tokens": (1, MAX_TOKENS),
     "min_tokens": (0, MAX_TOKENS),
-    "logprobs": (-1, MAX_VOCAB_SIZE),
-    "prompt_logprobs": (-1, MAX_VOCAB_SIZE),
     "stream_interval": (1, MAX_TOKENS),
 }
-_FLOAT_RANGES: Final[dict[str, tuple[float, float]]] = {
+FLOAT_RANGES: Final[dict[str, tuple[float, float]]] = {
     "temperature": (0.0, MAX_TEMPERATURE),
     "top_p": (ABOVE_ZERO, 1.0),
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (ABOVE_ZERO, MAX_REPETITION_PENALTY),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
 }
 _BOOLS: Final = (
     "ignore_eos",
@@ -69,12 +70,12 @@ _BOOLS: Final = (
     "include_stop_str_in_output",
     "skip_clone",
 )
-_TOKEN_ID_LIMITS: Final[dict[str, int]] = {
+TOKEN_ID_LIMITS: Final[dict[str, int]] = {
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
     "allowed_token_ids": MAX_VOCAB_SIZE,
     "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
 }
-_STRING_LIMITS: Final[dict[str, tuple[int, int]]] = {
+STRING_LIMITS: Final[dict[str, tuple[int, int]]] = {
     "stop": (MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES),
     "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_BYTES),
 }
@@ -147,6 +148,28 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, 
     whitespace_pattern: str | None = None
 
 
+class SpelledWord(msgspec.Struct, frozen=True, array_like=True):
+    """A word by the tokens that spell it. Values say how many of its bytes are out after the token: all = forbidden.
+
+    Args:
+        anywhere: by tokens that begin it wherever they come, since the boundary before it is in the token.
+        steps: by how many bytes are out, one dict for each; the first is of tokens that begin it at a boundary only.
+    """
+
+    anywhere: dict[int, list[int]]
+    steps: list[dict[int, list[int]]]
+
+
+class SpelledWords(msgspec.Struct, frozen=True, array_like=True):
+    """Words that must not be in an output, and the tokens after which there is no boundary: a bit for each id."""
+
+    words: list[SpelledWord]
+    inside_word: bytes
+
+    def __repr__(self) -> str:
+        return f"<{len(self.words)} words>"
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=_KnownFieldsOnly):
     """How to sample one request. Construction normalises and checks; errors are InvalidRequestError with a param."""
 
@@ -183,16 +206,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     logit_bias: dict[int, float] | None = None  # token id (JSON: its decimal string) -> added to its logit
     allowed_token_ids: list[int] | None = None  # no other token is sampled
     extra_args: dict[str, Any] | None = None
-    bad_words: list[str] | None = None  # always a list after construction
+    # Words that the text will not have, in exactly this case, however tokens spell them. A word begins at a boundary,
+    # and what spells it up to its end is forbidden, also where more would have followed. (vLLM forbids one or two
+    # tokenizations, also inside other words.) Always a list after construction.
+    bad_words: list[str] | None = None
     # A bool after construction: prompt logprobs need the whole prompt computed.
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: list[int] | None = None
-    # Set by the front end, which has the tokenizer: token id sequences of bad_words. The last id of a sequence is
-    # forbidden where the ids before it end the output so far.
+    # The last id of a sequence is forbidden where the ids before it end the output so far.
     bad_words_token_ids: list[list[int]] | None = None
+    bad_words_spelled: SpelledWords | None = None  # set by the front end, which has the tokenizer
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
@@ -244,21 +270,21 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
 
     def _normalise_types(self) -> None:
         """Plain Python types for what means the same; what is wrong stays for `verify` to refuse."""
-        for name in _INT_RANGES:
+        for name in INT_RANGES:
             setattr(self, name, plain_int(getattr(self, name)))
-        for name in _FLOAT_RANGES:
+        for name in FLOAT_RANGES:
             setattr(self, name, plain_float(getattr(self, name)))
         for name in ("logprobs", "prompt_logprobs"):
-            if isinstance(flag := getattr(self, name), bool):
-                setattr(self, name, 1 if flag else None)
+            count = getattr(self, name)
+            setattr(self, name, (1 if count else None) if isinstance(count, bool) else plain_int(count))
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         for name in ("stop", "stop_token_ids", "bad_words"):
             if getattr(self, name) is None:
                 setattr(self, name, [])
-        for name, (max_count, _) in _STRING_LIMITS.items():
+        for name, (max_count, _) in STRING_LIMITS.items():
             setattr(self, name, plain_list(getattr(self, name), max_count))
-        for name, max_count in _TOKEN_ID_LIMITS.items():
+        for name, max_count in TOKEN_ID_LIMITS.items():
             setattr(self, name, plain_list(getattr(self, name), max_count))
         if isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_LOGIT_BIAS:
             bias = {_token_id_key(key): plain_float(value) for key, value in self.logit_bias.items()}
@@ -281,30 +307,30 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
             value = getattr(self, name)
             if not any(type(value) is type(item) and value == item for item in neutral):
                 raise UnsupportedFieldError(f"{name} is not supported yet", fix=f"Remove {name}", param=name)
-        for name, (low, high) in _INT_RANGES.items():
+        for name, (low, high) in INT_RANGES.items():
             if (value := getattr(self, name)) is not None or name not in _NULLABLE:
                 check_int(name, value, low, high)
-        for name, (lowest, highest) in _FLOAT_RANGES.items():
+        for name, (lowest, highest) in FLOAT_RANGES.items():
             check_float(name, getattr(self, name), lowest, highest)
         for name in _BOOLS:
             check_type(name, getattr(self, name), bool, "true or false")
         if self.skip_reading_prefix_cache is not None:
             check_type("skip_reading_prefix_cache", self.skip_reading_prefix_cache, bool, "true or false")
         check_type("output_kind", self.output_kind, RequestOutputKind, "a RequestOutputKind")
-        for name, (max_count, max_bytes) in _STRING_LIMITS.items():
+        for name, (max_count, max_bytes) in STRING_LIMITS.items():
             check_strings(name, getattr(self, name), max_count, max_bytes)
-        for name, limit in _TOKEN_ID_LIMITS.items():
+        for name, limit in TOKEN_ID_LIMITS.items():
             if (ids := getattr(self, name)) is not None:
-                check_token_ids(name, ids, limit, vocab_size or MAX_VOCAB_SIZE)
+                check_token_ids(name, ids, limit, vocab_size)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError(
                 "allowed_token_ids is empty: no token could be sampled",
                 fix="Name at least one token",
                 param="allowed_token_ids",
             )
-        self._verify_logit_bias(vocab_size or MAX_VOCAB_SIZE)
-        self._verify_bad_words_token_ids(vocab_size or MAX_VOCAB_SIZE)
-        self._verify_logprobs(vocab_size or MAX_VOCAB_SIZE, max_logprobs)
+        self._verify_logit_bias(vocab_size)
+        self._verify_bad_words_token_ids(vocab_size)
+        self._verify_logprobs(vocab_size, max_logprobs)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 "min_tokens is greater than max_tokens",
@@ -318,15 +344,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
                 "stop needs text, but detokenize is false", fix="Use stop_token_ids or detokenize", param="stop"
             )
 
-    def _verify_logit_bias(self, vocab_size: int) -> None:
+    def _verify_logit_bias(self, vocab_size: int | None) -> None:
         if self.logit_bias is None:
             return
         check_type("logit_bias", self.logit_bias, dict, "a map from token id to a number")
-        check_token_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
+        check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        if vocab_size is not None:  # not before, so that the error names every bad key
+            check_token_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
         for bias in self.logit_bias.values():
             check_float("logit_bias", bias, -100.0, 100.0)
 
-    def _verify_bad_words_token_ids(self, vocab_size: int) -> None:
+    def _verify_bad_words_token_ids(self, vocab_size: int | None) -> None:
+        if self.bad_words_spelled is not None:
+            check_type("bad_words_spelled", self.bad_words_spelled, SpelledWords, "null: it is made of bad_words")
         name = "bad_words_token_ids"
         if self.bad_words_token_ids is None:
             return
@@ -338,20 +368,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
             if not token_ids:
                 raise InvalidRequestError("A bad word has no tokens", fix="Remove it", param=name)
 
-    def _verify_logprobs(self, vocab_size: int, max_logprobs: int) -> None:
+    def _verify_logprobs(self, vocab_size: int | None, max_logprobs: int) -> None:
         for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            if count is None or max_logprobs == -1:
-                continue
-            wanted = count if count >= 0 else vocab_size
-            if wanted > max_logprobs:
-                raise InvalidRequestError(
-                    f"{name} is above this server's limit",
-                    value=count,
-                    expected=f"0 to {max_logprobs}",
-                    fix="Ask for fewer, or start the server with a higher --max-logprobs (-1: no limit)",
-                    param=name,
-                )
+            check_num_logprobs(name, getattr(self, name), vocab_size, max_logprobs)
         ids = self.logprob_token_ids
         if ids is not None and self.logprobs not in (None, len(ids)):
             raise InvalidRequestError(
@@ -384,13 +403,29 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True, metacla
         check_int("beam_width", self.beam_width, 1, MAX_N)
         check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        check_float("length_penalty", self.length_penalty, -10.0, 10.0)
+        check_float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_type(name, getattr(self, name), bool, "true or false")
         if self.structured_outputs is not None:
             raise UnsupportedFieldError(
                 "structured_outputs is not supported yet", fix="Remove it", param="structured_outputs"
             )
+
+
+def check_num_logprobs(name: str, count: int | None, vocab_size: int | None, max_logprobs: int) -> None:
+    """Refuse a number of logprobs (-1: all) above `max_logprobs` (-1: no limit); `name` is the error's param."""
+    if count is None:
+        return
+    check_int(name, count, -1, MAX_VOCAB_SIZE)
+    wanted = count if count >= 0 else vocab_size or MAX_VOCAB_SIZE
+    if max_logprobs != -1 and wanted > max_logprobs:
+        raise InvalidRequestError(
+            f"{name} is above this server's limit",
+            value=count,
+            expected=f"0 to {max_logprobs}",
+            fix="Ask for fewer, or start the server with a higher --max-logprobs (-1: no limit)",
+            param=name,
+        )
 
 
 def refuse_field(name: str, known: tuple[str, ...] | None = None) -> None:

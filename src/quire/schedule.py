@@ -23,6 +23,7 @@ class NewRow:
     block_ids: list[int]
     stop_token_ids: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
     lora_name: str | None = None
+    rope_offset: int = 0  # row of the rotary table that belongs to position 0: not 0 for long sequences under longrope
 
 
 @dataclass(slots=True)

@@ -6,33 +6,38 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
+import stat
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import uvicorn
 import uvloop
 
 from quire import envs, logs, systemd
 from quire.config import EngineConfig, ServerConfig
 from quire.cost import devices
-from quire.errors import ConfigError, InvalidRequestError, QuireError
+from quire.demo import DEMO_MODEL_NAME
+from quire.errors import ConfigError, QuireError
 from quire.first_screen import show_header, show_ready
-from quire.frontend.chat_template import check_template_kwargs
-from quire.interrupt import interrupts_between_steps
+from quire.interrupt import INTERRUPTED, interrupts_between_steps
 from quire.kernels import extension
-from quire.launch import DEMO_MODEL_NAME, FrontEndParts, open_model, start_async_engine
+from quire.launch import (
+    FrontEndParts,
+    default_template_kwargs,
+    open_model,
+    read_chat_template,
+    start_async_engine,
+)
 from quire.listen import BACKLOG, Listener, allowed_hosts, check_guarded
 from quire.messages import EngineProgress
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.resolve import resolve_server
 from quire.server.app import create_app
 from quire.server.cors import CorsRules
-from quire.server.http_protocol import GuardedProtocol
+from quire.server.http_server import HttpServer, http_config
 from quire.server.state import ServerSettings
 from quire.spawn import EngineInterpreter
 from quire.start_display import StartDisplay
@@ -40,9 +45,9 @@ from quire.terminal import CLEAR_LINE, is_terminal
 
 logger = logs.get_logger(__name__)
 
+MIN_OPEN_FILES = 64
 POLL_SECONDS = 0.1
 TLS_POLL_SECONDS = 1.0  # between two looks at the files of the certificates
-INTERRUPTED = 130  # the exit code: 128 + SIGINT
 # After the drain's time is over every stream gets an error as its last event; they have this long to leave.
 LAST_WORDS_SECONDS = 2.0
 
@@ -53,9 +58,10 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
     Answers with the exit code: 0 stopped, 1 the engine failed, 2 it could not start for a reason the user can mend.
     Raises ConfigErrors before it serves.
     """
-    api_keys = server_config.api_key or tuple(key for key in [envs.API_KEY.get()] if key)
+    _check_open_files()
+    api_keys = _api_keys(server_config)
     check_guarded(server_config, api_keys)
-    template_kwargs = _default_template_kwargs(server_config)
+    template_kwargs = default_template_kwargs(server_config)
     device = devices.detect(extension.chosen_isa())
     name = engine_config.model or DEMO_MODEL_NAME
     display = StartDisplay(on_first=partial(show_header, name, device, has_gpu=devices.has_gpu()))
@@ -69,14 +75,18 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
             model_root=parts.model_name if is_hub_id else names[0],
             api_keys=api_keys,
             allowed_hosts=allowed_hosts(server_config),
+            has_public_metrics=server_config.prometheus_public,
+            has_tokenizer_info=server_config.enable_tokenizer_info_endpoint,
             root_path=server_config.root_path,
             max_model_len=parts.model_config.max_model_len,
             default_sampling_params=parts.input_processor.defaults,
-            chat_template=_read_template(server_config.chat_template),
+            chat_template=read_chat_template(server_config.chat_template),
             default_chat_template_kwargs=template_kwargs,
             response_role=server_config.response_role,
             returns_tokens_as_token_ids=server_config.return_tokens_as_token_ids,
             forces_usage=server_config.enable_force_include_usage,
+            reports_metrics=server_config.enable_per_request_metrics,
+            max_tokens_cap=_max_tokens_cap(engine_config, parts),
             has_priorities=engine_config.scheduling_policy == "priority",
             owns_engine=False,
             cors=CorsRules(
@@ -120,47 +130,57 @@ def _bind(config: ServerConfig, display: StartDisplay) -> Listener:
     return listener
 
 
+def _check_open_files() -> None:
+    """Raises ConfigError if the server could not even start; connections come on top."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < MIN_OPEN_FILES:
+        raise ConfigError(
+            "This process may open too few files",
+            value=limit,
+            expected=f"{MIN_OPEN_FILES} to start, and one for each connection",
+            fix="Raise the limit, as `ulimit -n 4096` does",
+        )
+
+
 def _clear_line() -> None:
     """The terminal has written ^C."""
     if is_terminal(sys.stderr):
         print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
-def _default_template_kwargs(config: ServerConfig) -> dict[str, Any]:
-    """Raises ConfigError for what every chat would be refused for."""
-    param = "default_chat_template_kwargs"
+def _max_tokens_cap(config: EngineConfig, parts: FrontEndParts) -> int | None:
+    """The operator's own max_new_tokens, as in vLLM; the model's generation_config.json only gives a default."""
+    if config.generation_config not in ("auto", "vllm"):
+        return parts.input_processor.defaults.get("max_tokens")
+    return (config.override_generation_config or {}).get("max_new_tokens")
+
+
+def _api_keys(config: ServerConfig) -> tuple[str, ...]:
+    """The keys of the flag and of the file, else the environment's. Raises ConfigError."""
+    given = config.api_key
+    if config.api_key_file is not None:
+        given += _read_keys(Path(config.api_key_file))
+    return given or tuple(key for key in [envs.API_KEY.get()] if key)
+
+
+def _read_keys(path: Path) -> tuple[str, ...]:
     try:
-        return check_template_kwargs(config.default_chat_template_kwargs or {}, param)
-    except InvalidRequestError as error:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        mode = path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(
-            error.what,
-            value=error.value,
-            expected=error.expected,
-            fix="Correct --default-chat-template-kwargs",
-            param=param,
+            f"The file of keys cannot be read: {why}",
+            value=str(path),
+            fix="Check --api-key-file",
+            param="api_key_file",
         ) from None
-
-
-def _read_template(given: str | None) -> str | None:
-    """A file's text, or the argument itself if it is a template or the name of one."""
-    if given is None or "{" in given or "\n" in given:
-        return given
-    path = Path(given)
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if path.suffix in (".jinja", ".jinja2", ".txt") or "/" in given:
-        raise ConfigError(
-            "The chat template file does not exist", value=given, fix="Check the path", param="chat_template"
-        )
-    return given
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling, which would end the process before it has cleaned up."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
+    if not keys:
+        raise ConfigError("The file of keys has none", value=str(path), expected="one key a line", param="api_key_file")
+    if mode & stat.S_IROTH:
+        logger.warning("everybody on this machine can read the keys in %s: chmod 600 keeps them yours", path)
+    return keys
 
 
 class ServingProcess:
@@ -196,18 +216,17 @@ class ServingProcess:
             self._process.stop()
             raise
         tls = listener.server_tls()
-        self._server = _HttpServer(
-            uvicorn.Config(
+        self._server = HttpServer(
+            http_config(
                 self._app,
                 log_level=server_config.uvicorn_log_level,
                 log_config=None,
                 access_log=False,
-                http=GuardedProtocol,
-                ws="none",
                 backlog=BACKLOG,
                 ssl_context_factory=None if tls is None else lambda config, default: tls,
-                timeout_graceful_shutdown=int(self._drain_seconds + LAST_WORDS_SECONDS) + 1,
-            )
+            ),
+            drain_seconds=self._drain_seconds + LAST_WORDS_SECONDS,
+            turn_away=listener.turn_away,
         )
         self._error: QuireError | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -280,6 +299,7 @@ class ServingProcess:
             end = await self._how_it_ended()
             if end is not None and end not in error.message:
                 logs.say(end, logging.ERROR)
+            self._app.state.quire.is_draining = True
             self._server.should_exit = True
 
     async def _watch_tls(self) -> None:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from quire import envs
+
 ENGINE_PROGRAM = ("-m", "quire.engine.process")  # arguments of the interpreter
 
 EngineInterpreter = subprocess.Popen[bytes]
@@ -21,7 +23,7 @@ def spawn_engine() -> EngineInterpreter:
     # -P: a module of the current folder must not stand in for one of ours or of the standard library.
     command = [sys.executable, "-P", *ENGINE_PROGRAM]
     # In a group of its own, a Ctrl-C in the terminal does not reach it, not even before it can say so itself.
-    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, process_group=0)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, process_group=0, env=envs.for_children())
 
 
 @contextmanager

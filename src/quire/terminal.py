@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import unicodedata
 from typing import IO, Any
 
 from quire import envs
@@ -12,6 +14,7 @@ DEFAULT_COLUMNS = 80
 
 # SGR parameters of ECMA-48
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")  # explicit ones of Unicode (UAX #9)
 
 
 def is_terminal(stream: IO[Any] | None) -> bool:
@@ -32,6 +35,26 @@ def num_columns(stream: IO[Any] | None) -> int:
         return (os.get_terminal_size(stream.fileno()).columns if stream is not None else 0) or DEFAULT_COLUMNS
     except OSError:
         return DEFAULT_COLUMNS
+
+
+def without_controls(text: str) -> str:
+    """Text of strangers as a terminal may get it: what would move its cursor or turn the direction is spelled out.
+
+    Line feeds and tabs stay, and so do the joiners that emoji and many scripts need.
+    """
+    return text if text.isprintable() else "".join(repr(c)[1:-1] if _is_control(c) else c for c in text)
+
+
+def write_answer(text: str, end: str = "") -> None:
+    """Put text of a model on standard output, at once; a terminal gets nothing that it would obey."""
+    print(without_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def _is_control(character: str) -> bool:
+    if character.isprintable() or character in "\n\t":
+        return False
+    # Cc: C0 and C1; Cs: half a character, which no encoding has.
+    return unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in _DIRECTIONS
 
 
 class Style:

@@ -79,7 +79,6 @@ def make_batch(
         cu_seqlens_q_S1=torch.cat([torch.zeros(1), query_lens.cumsum(0)]).int(),
         seq_lens_S=torch.tensor([seq_len for _, seq_len in rows], dtype=torch.int32),
         block_tables_SM=tables.int(),
-        logits_indices_R=unused,
         caches=[cache],
     )
     return batch, keys, values, queries
@@ -136,7 +135,6 @@ def test_rows_do_not_depend_on_their_mates(backend_name):
             cu_seqlens_q_S1=torch.tensor([0, query_len], dtype=torch.int32),
             seq_lens_S=torch.tensor([seq_len], dtype=torch.int32),
             block_tables_SM=batch.block_tables_SM[row : row + 1],
-            logits_indices_R=batch.logits_indices_R[:query_len],
             caches=batch.caches,
         )
         piece = slice(start, start + query_len)

@@ -29,7 +29,7 @@ from quire.models.registry import build_model
 from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
 from quire.worker import worker
 from quire.worker.accelerator import Graph
-from quire.worker.device_runner import DeviceRunner
+from quire.worker.model_runner import ModelRunner
 from tests.attention import fake_flashinfer
 from tests.attention.test_backends import SPECS, make_batch
 from tests.engine import harness
@@ -243,7 +243,7 @@ def test_the_engine_gives_the_cpu_s_tokens(monkeypatch: pytest.MonkeyPatch) -> N
         schedule = Schedule(chunk=17, depth=2, accelerator=accelerator, graph_sizes=(1, 2, 4, 8))
         try:
             core = build_core(schedule, "float32")
-            assert isinstance(core.executor, DeviceRunner)
+            assert isinstance(core.executor, ModelRunner)
             assert run(core, prompts()) == want
         finally:
             harness.demo_model.cache_clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -21,12 +23,27 @@ HEAVY = {
 }
 
 
+def interrupted_import() -> ImportError:
+    """What a library makes of a Ctrl-C while it is imported."""
+    error = ImportError("numpy could not be imported")
+    error.__context__ = KeyboardInterrupt()
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
         (ConfigError("A flag is wrong", fix="Leave it out"), 2, "quire: A flag is wrong. Leave it out."),
         (EngineDeadError("The engine is gone"), 1, "quire: The engine is gone."),
         (KeyboardInterrupt(), 130, "quire: interrupted"),
+        (interrupted_import(), 130, "quire: interrupted"),
+        (MemoryError(), 1, "quire: The system refuses more memory. Raise `ulimit -v`, or end other programs."),
+        (OSError(errno.EMFILE, "Too many"), 1, "quire: The system refuses to open more files. Raise `ulimit -n`."),
+        (
+            OSError(errno.EAGAIN, "Again"),
+            1,
+            "quire: The system refuses more processes or threads. Raise `ulimit -u`, or end other programs.",
+        ),
     ],
 )
 def test_errors(
@@ -38,6 +55,39 @@ def test_errors(
     monkeypatch.setattr(complete, "run", fail)
     assert main(["complete"]) == code
     assert capsys.readouterr().err.strip() == text
+
+
+# Presses Ctrl-C when a module is first looked for, then runs the command.
+INTERRUPTED = """import signal, sys
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Press())
+from quire.cli.main import main
+sys.exit(main(sys.argv[2:]))"""
+
+
+@pytest.mark.parametrize("disposition", [signal.SIG_DFL, signal.SIG_IGN])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("quire.cli.flags", "explain"),
+        ("quire.server.app", "serve", "--port", "0"),
+        ("torch", "bench", "throughput"),
+    ],
+)
+def test_ctrl_c_while_a_command_starts(disposition: signal.Handlers, command: tuple[str, ...]) -> None:
+    """One line, also where the parent ignores SIGINT, as scripts do for what runs in their background."""
+    process = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, *command],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, disposition),
+    )
+    assert (process.returncode, process.stderr) == (130, "quire: interrupted\n")
 
 
 @pytest.mark.parametrize("num_lines", [1, 100_000])
@@ -59,6 +109,29 @@ def test_a_reader_that_leaves_early(num_lines: int) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors == ""
+
+
+def test_a_full_pipe_that_does_not_block() -> None:
+    """It is no lack of processes, which has the same number."""
+    code = (
+        "import os, sys\n"
+        "from quire.cli import complete\n"
+        "from quire.cli.main import main\n"
+        "os.set_blocking(1, False)\n"
+        "complete.run = lambda args: print('line\\n' * 100_000) or 0\n"
+        "sys.exit(main(['complete']))"
+    )
+    reader, writer = os.pipe()
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=buffered, check=False, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(reader)
+    os.close(writer)
+    assert result.returncode == 1
+    assert (
+        result.stderr
+        == "quire: Standard output is full and does not wait. Write to a file, or to a pipe that blocks.\n"
+    )
 
 
 def test_help_loads_nothing_heavy() -> None:

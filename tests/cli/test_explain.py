@@ -95,6 +95,24 @@ def test_expectation_from_bandwidth(tmp_path: Path) -> None:
     setting = explanation.settings["expected_tokens_per_second"]
     assert setting.value == pytest.approx(30e9 / (2 * (3_821_079_552 - 32064 * 3072)), rel=0.005)
     assert setting.detail.startswith("at most: 30.0 GB/s, measured now / 7.445 GB of weights")
+    busy = explain("m", EngineConfig(), ServerConfig(), model, DEVICE, read_bandwidth=30e9, waited=0.5)
+    detail = busy.settings["expected_tokens_per_second"].detail
+    assert detail.startswith("the machine is busy: this was measured with a core for 50% of the time; ")
+    assert "at most" not in detail, "what others leave is no bound"
+
+
+def test_what_is_not_applied_and_where_factors_switch(tmp_path: Path) -> None:
+    path = _folder(tmp_path, "Phi-3-mini-4k") / "config.json"
+    raw = json.loads(path.read_text())
+    factors = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48}
+    long = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096, "rope_scaling": factors}
+    path.write_text(json.dumps(raw | long | {"attn_logit_softcapping": 30.0}))
+    model = load_model_config(tmp_path)
+    explanation = explain("m", EngineConfig(), ServerConfig(), model, DEVICE)
+    assert "not applied, because Phi3ForCausalLM does not read it: attn_logit_softcapping" in explanation.text()
+    assert "more than 4096 tokens takes longrope's long factors" in explanation.settings["max_model_len"].detail
+    short = explain("m", EngineConfig(max_model_len=4096), ServerConfig(), model, DEVICE)
+    assert "longrope" not in short.settings["max_model_len"].detail
 
 
 def test_the_kernel_of_each_layer(tmp_path: Path) -> None:

@@ -24,9 +24,13 @@ from quire.worker.model_runner import ModelRunner
 FOR_EVER = 1000
 # A step of exactly so many tokens takes so long, and is predicted to. The run that measures memory has another number.
 LONG_PROMPT, LONG_SECONDS = 201, 1.5
-FOLDER = Path(sys.argv[1])
 
 _execute = ModelRunner.execute
+
+
+def in_folder(name: str) -> Path:
+    """A file of the test's folder, which is this program's first argument."""
+    return Path(sys.argv[1], name)
 
 
 class FailingAllocations(TorchDispatchMode):
@@ -64,7 +68,7 @@ class FailingAllocations(TorchDispatchMode):
         for name, function in self._numpy.items():
             setattr(np, name, function)
         if self._left > 0:
-            (FOLDER / "survived").touch()  # the step has fewer allocations
+            in_folder("survived").touch()  # the step has fewer allocations
 
 
 def obey(order: str, runner: ModelRunner, batch: ScheduledBatch) -> StepResult:
@@ -74,7 +78,7 @@ def obey(order: str, runner: ModelRunner, batch: ScheduledBatch) -> StepResult:
         case ["hang", "with", "the", "lock"]:
             ctypes.PyDLL(None).sleep(FOR_EVER)  # no other thread of the interpreter runs meanwhile
         case ["break"]:
-            while not (FOLDER / "go").exists():
+            while not in_folder("go").exists():
                 time.sleep(0.01)
             raise EngineDeadError("The worker is gone")
         case ["fail"]:
@@ -86,14 +90,14 @@ def obey(order: str, runner: ModelRunner, batch: ScheduledBatch) -> StepResult:
 
 
 def execute(runner: ModelRunner, batch: ScheduledBatch) -> StepResult:
-    order = FOLDER / "order"
+    order = in_folder("order")
     if batch.num_tokens == LONG_PROMPT:
         time.sleep(LONG_SECONDS)
     if not order.exists():
         return _execute(runner, batch)
     text = order.read_text()
     order.unlink()
-    (FOLDER / "acting").touch()
+    in_folder("acting").touch()
     return obey(text, runner, batch)
 
 

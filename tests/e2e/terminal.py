@@ -112,7 +112,10 @@ class Terminal:
         return bool(data)
 
     def press_ctrl_c(self) -> None:
-        os.write(self._master, b"\x03")
+        self.type("\x03")
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

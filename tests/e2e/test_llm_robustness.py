@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ from tests.e2e.conftest import check_is_empty
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = list(reference.prompts())
+
+
+@pytest.fixture(autouse=True)
+def default_interrupts() -> Iterator[None]:
+    """A script that runs the tests in its background leaves SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _check_answers(llm: LLM) -> None:
@@ -87,6 +96,19 @@ def test_interrupt_of_enqueued_requests(llm: LLM, monkeypatch: pytest.MonkeyPatc
         llm.wait_for_completion(use_tqdm=False)
     monkeypatch.undo()
     assert llm.wait_for_completion(use_tqdm=False) == []
+    _check_answers(llm)
+
+
+def test_a_hostile_chat_template_spends_nothing_of_this_process(llm: LLM) -> None:
+    """It is rendered where the system bounds it, and the next conversation is answered."""
+    chat = [{"role": "user", "content": "Hi"}]
+    template = "{{ '%*d' % (messages | length * 9000000000, 1) }}"
+    with pytest.raises(InvalidRequestError, match="MemoryError"):
+        llm.chat(chat, GREEDY, use_tqdm=False, chat_template=template)
+    first, second = llm.chat([chat, chat], GREEDY, use_tqdm=False)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    with pytest.raises(InvalidRequestError, match="written as JSON"):
+        llm.chat([{"role": "user", "content": "\ud800"}], GREEDY, use_tqdm=False)
     _check_answers(llm)
 
 

@@ -51,7 +51,7 @@ class SabotagedServe(Serve):
     """`patience`: seconds without a sign or a step after which an engine counts as failed."""
 
     def __init__(self, folder: Path, max_failures: int = 100, patience: float = 1.0) -> None:
-        super().__init__(*SMALL)
+        super().__init__(*SMALL, "--max-shared-prefill-tokens", "0")  # a prompt is one step
         script = Path(__file__).with_name("sabotaged_serve.py")
         self._command = [sys.executable, str(script), str(folder), str(max_failures), str(patience), *self._command[3:]]
         self.folder = folder

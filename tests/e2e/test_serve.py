@@ -125,7 +125,7 @@ def test_port_in_use(server: Serve) -> None:
 
 
 def test_readiness_and_drain() -> None:
-    """Connections at once, ready once a token has come out; SIGTERM lets a stream end, and refuses new requests."""
+    """Connections at once, ready once a token has come out; SIGTERM lets a stream end, and meanwhile refuses."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     with Serve("--port", str(port), *SMALL, waits=False) as server:
@@ -144,7 +144,9 @@ def test_readiness_and_drain() -> None:
                 if len(events) == 1:
                     server.process.send_signal(signal.SIGTERM)
                     server.wait_for(lambda: "finishing 1 request" in server.log, "the drain")
-                    server.wait_for(lambda: _status(f"{url}/readyz") != 200, "the end of readiness")
+                    assert [_status(f"{url}{path}") for path in ("/readyz", "/health", "/livez")] == [503, 200, 200]
+                    refused = httpx.post(f"{url}/v1/chat/completions", json=body)
+                    assert refused.json()["error"]["code"] == "shutting_down"
         assert events[-2:] == ["data: [DONE]", ""] or events[-1] == "data: [DONE]"
         chunks = [json.loads(line[6:]) for line in events if line.startswith("data: {")]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length", "the stream was cut"
@@ -164,7 +166,7 @@ def test_drain_ends_with_an_error_event_when_its_time_is_over() -> None:
                 if len(data) == 1:
                     server.process.send_signal(signal.SIGINT)
         assert data[-1] == "[DONE]"
-        assert "shutting down" in json.loads(data[-2])["error"]["message"]
+        assert json.loads(data[-2])["error"]["code"] == "shutting_down"
         assert server.wait_exit() == 0, server.log
         assert "Traceback" not in server.log
 
@@ -180,7 +182,7 @@ def test_second_signal_stops_at_once() -> None:
             server.process.send_signal(signal.SIGINT)
             data = [line[6:] for line in lines if line.startswith("data: ")]
         assert data[-1] == "[DONE]"
-        assert "shutting down" in json.loads(data[-2])["error"]["message"]
+        assert json.loads(data[-2])["error"]["code"] == "shutting_down"
         assert server.wait_exit() == 0, server.log
         assert "Traceback" not in server.log
 
@@ -263,3 +265,15 @@ def test_model_folder_by_name(server: Serve, tmp_path: Path) -> None:
         (model,) = client.models.list()
         completion = client.completions.create(model=model.id, prompt=reference.TEXTS[0], temperature=0, max_tokens=12)
         assert completion.choices[0].text == reference.tokenizer().decode(reference.greedy(reference.TEXTS[0], 12))
+
+
+def test_the_operators_max_new_tokens_is_a_cap() -> None:
+    flags = ("--override-generation-config", '{"max_new_tokens": 5}', "--enable-per-request-metrics")
+    with Serve(*SMALL, *flags) as server, server.openai() as client:
+        for max_tokens in (None, 50):
+            answer = client.completions.create(
+                model=MODEL, prompt="a", max_tokens=max_tokens, extra_body={"ignore_eos": True}
+            )
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 5
+            assert answer.metrics["time_to_first_token_ms"] > 0  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from quire.kv_format import kv_format
 from quire.loader.load import load_model
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
 from quire.schedule import Executor
@@ -27,11 +28,12 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.weight_format import ON_LOAD
 from quire.worker import kv_cache
+from quire.worker.accelerator import Host
 from quire.worker.cuda_graphs import StepGraphs, in_order
-from quire.worker.device_inputs import DeviceInputBatch, Padding
-from quire.worker.device_runner import DeviceRunner
-from quire.worker.input_batch import InputBatch
+from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.input_batch import InputBatch, Padding
 from quire.worker.model_runner import ModelRunner
+from quire.worker.recorded_steps import RecordedSteps
 from tests.quantization.checkpoints import Format, write_quantized
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -94,7 +96,11 @@ class Schedule:
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
     """A core over the demo model with an empty cache."""
-    config, model = demo_model(precision, schedule.max_model_len)
+    return core_over(*demo_model(precision, schedule.max_model_len), schedule, precision)
+
+
+def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precision: str) -> EngineCore:
+    """A core over any model with an empty cache."""
     shape = (config.num_kv_heads, schedule.block_size, config.head_dim)
     dtype: torch.dtype = getattr(
         torch, kv_format(schedule.kv_cache_dtype, str(dtype_of(precision)).removeprefix("torch.")).torch_dtype
@@ -110,13 +116,16 @@ def build_core(schedule: Schedule, precision: str) -> EngineCore:
         max_num_seqs=schedule.max_num_seqs, max_num_batched_tokens=schedule.chunk, max_model_len=config.max_model_len
     )
     executor = _executor(schedule, config, model, caches)
-    return EngineCore(Scheduler(limits, kv), executor, depth=schedule.depth)
+    scheduler = Scheduler(limits, kv, rope_switches_after=config.rope.switches_after(config.max_model_len))
+    return EngineCore(scheduler, executor, depth=schedule.depth)
 
 
 def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, caches: list[LayerCache]) -> Executor:
     sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size)
     if (accelerator := schedule.accelerator) is None:
-        runner = ModelRunner(model, caches, InputBatch(*sizes), "raw_logprobs")
+        inputs = InputBatch(*sizes)
+        recorded = RecordedSteps(model, inputs, caches) if isinstance(model, Decoder) else None
+        runner = ModelRunner(model, caches, inputs, "raw_logprobs", Host(), recorded)
         return InlineExecutor(runner) if schedule.depth == 1 else ThreadExecutor(runner)
     max_tokens = max(schedule.chunk, *sizes[:1])
     inputs = DeviceInputBatch(*sizes, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth)
@@ -126,7 +135,7 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, caches: 
         captured += [Padding(size, min(sizes[0], size - 1)) for size in schedule.mixed_sizes if size <= max_tokens]
         graphs = StepGraphs(model, caches, inputs, accelerator, in_order(captured))
         graphs.capture()
-    return DeviceRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
+    return ModelRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
 
 
 def run(

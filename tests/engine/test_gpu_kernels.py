@@ -9,12 +9,14 @@ import pytest
 
 from quire.kernels import cpu, gpu
 from quire.sampling_params import SamplingParams
+from tests import triton_interpreter
 from tests.engine import harness
 from tests.engine.harness import Prompt, Schedule, build_core, run
 from tests.engine.test_sameness import prompts
 from tests.worker.fake_accelerator import FakeAccelerator
 
-pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+if reason := triton_interpreter.why_not():
+    pytest.skip(reason, allow_module_level=True)
 # of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 

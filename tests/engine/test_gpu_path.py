@@ -13,7 +13,7 @@ import pytest
 from quire.engine.core import EngineCore
 from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
-from quire.worker.device_runner import DeviceRunner
+from quire.worker.model_runner import ModelRunner
 from tests.engine.harness import EOS, Prompt, Schedule, build_core, run
 from tests.engine.test_sameness import QUESTIONS, prompts
 from tests.worker.fake_accelerator import FakeAccelerator
@@ -204,8 +204,8 @@ def test_mixed_steps_are_replays(accelerator: FakeAccelerator, depth: int) -> No
     assert run(core, prompts(), before_step=lambda core, step: steps.append(step)) == expected()
     num_replays = sum(graph.num_replays for graph in accelerator.graphs)
     runner = core.executor
-    assert isinstance(runner, DeviceRunner)
-    assert runner.graphs is not None
+    assert isinstance(runner, ModelRunner)
+    assert runner.captured is not None
     launched = len(accelerator.downloads)
     assert num_replays == launched <= len(steps)
     assert accelerator.graphs[0].num_replays > 5, "those of 16 tokens"
@@ -215,7 +215,7 @@ def test_a_row_without_numbers_ends_alone(accelerator: FakeAccelerator, monkeypa
     """Its next step is in flight already, with a token that exists."""
     core = build_core(Schedule(depth=2, accelerator=accelerator), "bfloat16")
     runner = core.executor
-    assert isinstance(runner, DeviceRunner)
+    assert isinstance(runner, ModelRunner)
     compute_logits, calls = runner.model.compute_logits, []
 
     def poisoned(hidden_RD):  # type: ignore[no-untyped-def]
@@ -237,7 +237,7 @@ def test_a_failed_allocation_ends_the_newest_request(
 ) -> None:
     core = build_core(Schedule(depth=2, accelerator=accelerator, graph_sizes=SIZES), "bfloat16")
     runner = core.executor
-    assert isinstance(runner, DeviceRunner)
+    assert isinstance(runner, ModelRunner)
     compute_logits, calls = runner.model.compute_logits, []
 
     def fails_once(hidden_RD):  # type: ignore[no-untyped-def]

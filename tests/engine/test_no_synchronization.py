@@ -26,8 +26,9 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.cuda_graphs import StepGraphs
-from quire.worker.device_inputs import DeviceInputBatch, Padding
-from quire.worker.device_runner import DeviceRunner
+from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.input_batch import Padding
+from quire.worker.model_runner import ModelRunner
 from tests.worker.fake_accelerator import FakeAccelerator
 
 META = torch.device("meta")
@@ -101,7 +102,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> MetaKernels:
 
 
 @pytest.fixture(params=[(None, "auto")], ids=str)
-def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> DeviceRunner:
+def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> ModelRunner:
     """Of the demo model; the parameter is its quantization and the KV cache's dtype."""
     quantization, cache_dtype = request.param
     config = load_model_config(quire.demo.path("target"))
@@ -116,7 +117,7 @@ def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> DeviceRunner
     with Watch():
         graphs = StepGraphs(model, caches, inputs, accelerator, [Padding(n, n) for n in (8, 4, 2, 1)])
         graphs.capture()
-    return DeviceRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
+    return ModelRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
 
 
 WORDS = SamplingParams(temperature=0.0)
@@ -134,7 +135,7 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("names", [["greedy"], ["random"], ["greedy", "random"], list(EVERYTHING)], ids=str)
-def test_steps(runner: DeviceRunner, kernels: MetaKernels, names: list[str]) -> None:
+def test_steps(runner: ModelRunner, kernels: MetaKernels, names: list[str]) -> None:
     """A prompt in two pieces, then tokens one by one, two steps in flight."""
     rows = [
         NewRow(name, list(range(20)), 20, EVERYTHING[name], [2 * i, 2 * i + 1], frozenset([2]))
@@ -151,7 +152,7 @@ def test_steps(runner: DeviceRunner, kernels: MetaKernels, names: list[str]) -> 
             result = pending.pop(0).result()
             assert not result.errors
             assert all(len(tokens) == (result.step_id > 0) for tokens in result.token_ids)
-    assert sum(graph.num_replays for graph in runner._accelerator.graphs) == 5  # type: ignore[attr-defined]
+    assert sum(graph.num_replays for graph in runner.device.graphs) == 5  # type: ignore[attr-defined]
     wanted = {"rms_norm", "gated_activation", "rope_and_cache", "paged_attention"}
     assert kernels.called == wanted | ({"sample"} if "random" in names else {"greedy"})
 
@@ -162,20 +163,20 @@ def test_steps(runner: DeviceRunner, kernels: MetaKernels, names: list[str]) -> 
     indirect=["runner"],
     ids=str,
 )
-def test_steps_of_quantized_models(runner: DeviceRunner, kernels: MetaKernels, product: str) -> None:
+def test_steps_of_quantized_models(runner: ModelRunner, kernels: MetaKernels, product: str) -> None:
     """Weights and cache in codes: captured and launched as the others."""
     row = NewRow("row", list(range(20)), 20, EVERYTHING["greedy"], [0, 1], frozenset([2]))
     for step, (start, length) in enumerate([(0, 13), (13, 7), (20, 1), (21, 1)]):
         with Watch():
             batch = ScheduledBatch(step, ["row"], [start], [length], [[]], [row] if step == 0 else [])
             assert not runner.submit(batch).result().errors
-    assert sum(graph.num_replays for graph in runner._accelerator.graphs) == 2  # type: ignore[attr-defined]
+    assert sum(graph.num_replays for graph in runner.device.graphs) == 2  # type: ignore[attr-defined]
     assert product in kernels.called
 
 
 @pytest.mark.parametrize("runner", [("fp8", "auto")], indirect=True, ids=str)
 def test_steps_of_many_rows_of_an_fp8_model(
-    runner: DeviceRunner, kernels: MetaKernels, monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, kernels: MetaKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms and activations give FP8, which products of FP8 take."""
     monkeypatch.setattr(fp8, "_FEWEST_QUANTIZED_ROWS", 16)
@@ -186,7 +187,7 @@ def test_steps_of_many_rows_of_an_fp8_model(
     assert {"rms_norm_to_fp8", "gated_activation_to_fp8"} <= kernels.called
 
 
-def test_the_watch_sees_what_it_should(runner: DeviceRunner) -> None:
+def test_the_watch_sees_what_it_should(runner: ModelRunner) -> None:
     on_device = torch.zeros(3, device=META)
     with Watch(), pytest.raises(AssertionError, match="tensors on host and device"):
         on_device + torch.zeros(3)

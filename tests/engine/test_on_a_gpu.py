@@ -26,7 +26,7 @@ from quire.kernels import gpu, gpu_facts
 from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 from quire.worker.accelerator import Cuda
-from quire.worker.device_runner import DeviceRunner
+from quire.worker.model_runner import ModelRunner
 from tests.attention.test_backends import make_batch
 from tests.attention.test_flashinfer import BLOCK_SIZE, DECODES, MIXED, assert_replays_follow_plans, host_step
 from tests.engine.harness import Prompt, Schedule, build_core, run
@@ -181,8 +181,8 @@ def test_flashinfer_serves_with_captured_decodes() -> None:
     own = run(start(**settings).core, prompts())
     started = start(**settings, attention_backend="FLASHINFER")
     runner = started.core.executor
-    assert isinstance(runner, DeviceRunner)
-    assert runner.graphs is not None
+    assert isinstance(runner, ModelRunner)
+    assert runner.captured is not None
     tokens = run(started.core, prompts())
     assert sum(ours[0] == theirs[0] for ours, theirs in zip(own, tokens, strict=True)) >= len(own) - 1
 
@@ -201,14 +201,14 @@ def test_memory_is_what_was_planned() -> None:
     planned = sum(facts[name].value for name in ("weight_bytes", "work_bytes", "kv_cache_bytes"))
     assert abs(planned - taken) <= 0.03 * taken
     runner = started.core.executor
-    assert isinstance(runner, DeviceRunner)
-    assert runner.graphs is not None
+    assert isinstance(runner, ModelRunner)
+    assert runner.captured is not None
 
 
 def test_an_allocation_that_fails_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     started = start()
     runner = started.core.executor
-    assert isinstance(runner, DeviceRunner)
+    assert isinstance(runner, ModelRunner)
     compute_logits, calls = runner.model.compute_logits, []
 
     def fails_once(hidden_RD: torch.Tensor) -> torch.Tensor:

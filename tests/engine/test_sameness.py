@@ -227,7 +227,10 @@ def test_a_row_without_numbers_fails_alone(depth: int, monkeypatch: pytest.Monke
     wanted = _expected("bfloat16")
     monkeypatch.setattr(model, "compute_logits", poisoned)
     core = build_core(Schedule(depth=depth), "bfloat16")
+    failed: list[object] = []
+    monkeypatch.setattr(core.scheduler, "fail", lambda *arguments: failed.append(arguments) or [])
     tokens = run(core, prompts(), failing="r1")
+    assert not failed, "a whole step failed with the row"
     assert tokens == [wanted[0], wanted[1][:4], *wanted[2:]]
     core.shutdown()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+import time
 
 import pytest
 
@@ -15,12 +17,13 @@ from quire.errors import (
     NotReadyError,
     QueueFullError,
 )
-from quire.frontend import async_engine
+from quire.frontend import async_engine, tokenizer
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.supervisor import RecoveryLimits
+from quire.frontend.text.bad_words import WordIndex
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import (
     Abort,
@@ -342,6 +345,26 @@ async def test_long_texts_are_tokenized_off_the_loop():
         assert ticks > 2, "the event loop stood still"
         stream = await adding
         stream.close()
+
+
+async def test_bad_words_are_spelled_off_the_loop(monkeypatch):
+    """The first list also builds the index of the vocabulary: once, however many requests want it."""
+    built = []
+
+    class Index(WordIndex):
+        def __init__(self, tokens):
+            built.append(threading.current_thread())
+            time.sleep(0.05)  # that the other threads ask meanwhile
+            super().__init__(tokens)
+
+    monkeypatch.setattr(tokenizer, "WordIndex", Index)
+    async with Running(EchoClient()) as running:
+        running.engine.input_processor.tokenizer = Tokenizer(build("gemma"))
+        adding = (running.engine.add_request("ab", params(bad_words=["the"]), name) for name in "rstu")
+        for stream in await asyncio.gather(*adding):
+            stream.close()
+    assert len(built) == 1
+    assert built[0] is not threading.current_thread(), "the event loop stood still"
 
 
 async def test_late_deltas_are_ignored():

@@ -51,6 +51,7 @@ class SlowLine:
             max_num_batched_tokens=rng.randrange(8, 64),
             max_model_len=MAX_MODEL_LEN,
             long_prefill_token_threshold=rng.choice([0, 3, 9]),
+            max_shared_prefill_tokens=rng.choice([0, 2, 8]),
         )
         self.scheduler = Scheduler(limits, self.kv, policy=rng.choice(["fcfs", "priority"]))
         depth = rng.choice([1, 2, 3])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError, UnsupportedFieldError
+from quire.frontend.choices import check_choices
 from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from quire.frontend.prompts import TextPrompt, TokensPrompt, split_prompts
 from quire.frontend.tokenizer import Tokenizer
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, SpelledWord, SpelledWords
 from tests.text.small_tokenizers import build
 
 TOKENIZER = Tokenizer(build("byte_level"), special_tokens={"eos_token": "</s>"})
@@ -148,16 +151,94 @@ def test_the_engines_ids_are_never_given_twice():
     assert len(set(seen)) == len(seen)
 
 
-def test_bad_words_as_token_ids():
-    params = SamplingParams(bad_words=["the", " quick", "zz"])
-    sequences = processor().process("r", "a", params).requests[0].sampling_params.bad_words_token_ids
-    assert TOKENIZER.encode("the") in sequences
-    assert TOKENIZER.encode(" the") in sequences, "a word after a space is another token"
-    assert TOKENIZER.encode("quick") in sequences
-    assert [len(sequence) for sequence in sequences if sequence == TOKENIZER.encode(" zz")] == [], "not one new token"
-    assert params.bad_words_token_ids is None, "the caller's parameters were changed"
-    with pytest.raises(InvalidRequestError, match="no tokens"):
+def test_bad_words_are_spelled_for_the_engine():
+    params = SamplingParams(bad_words=["the", " quick"])
+    own = processor().process("r", "a", params).requests[0].sampling_params
+    the, quick = own.bad_words_spelled.words
+    assert [the.anywhere[token] for token in TOKENIZER.encode(" the")] == [[3]], "the whole word in one token"
+    assert (len(the.steps), len(quick.steps)) == (3, 5)
+    assert params.bad_words_spelled is None, "the caller's parameters were changed"
+    with pytest.raises(InvalidRequestError, match="no text but spaces"):
         processor().process("r", "a", SamplingParams(bad_words=["  "]))
+
+
+def test_bad_words_of_a_tokenizer_whose_tokens_have_no_text_of_their_own():
+    unusual = Tokenizer(build("word_piece"))
+    limits = ModelLimits(max_model_len=20, vocab_size=unusual.vocab_size)
+    params = SamplingParams(bad_words=["quick fox"])
+    own = InputProcessor(unusual, limits).process("r", "the", params).requests[0].sampling_params
+    assert own.bad_words_spelled is None
+    assert own.bad_words_token_ids == [unusual.encode("quick fox")] * 2
+
+
+SMALL_VOCAB = 20
+END = 2  # the EOS of the cases below
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [END], "min_tokens": 1}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5], "bad_words_token_ids": [[5]]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5, END], "bad_words_token_ids": [[5]], "min_tokens": 1}, "allowed_token_ids"),
+        # After 5 5, and after 5 6, nothing is left.
+        ({"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5, 5]]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5, 6], "bad_words_token_ids": [[5, 6, 5], [6, 6]]}, "allowed_token_ids"),
+        ({"bad_words_token_ids": [[token_id] for token_id in range(SMALL_VOCAB)]}, "bad_words"),
+        ({"stop_token_ids": list(range(SMALL_VOCAB)), "min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_constraints_that_leave_nothing_are_refused(fields, param):
+    params = SamplingParams(**fields, bad_words=["x"] if "bad_words_token_ids" in fields else [], max_tokens=4)
+    with pytest.raises(InvalidRequestError, match="no token is left") as caught:
+        check_choices(params, [END, *params.stop_token_ids], 4, SMALL_VOCAB)
+    assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [END]},
+        {"allowed_token_ids": [5], "stop_token_ids": [5]},
+        {"allowed_token_ids": [5, END], "min_tokens": 1},
+        {"allowed_token_ids": [5, 6], "bad_words_token_ids": [[5, 5], [6, 6]]},
+        {"allowed_token_ids": [5, END], "bad_words_token_ids": [[5, 5]]},
+        {"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5]], "max_tokens": 1},
+        {"allowed_token_ids": [5], "bad_words_token_ids": [[7, 5]]},  # 7 is never there
+        {"allowed_token_ids": [5], "bad_words_token_ids": [[END, 5]]},  # nothing comes after the end
+        {"allowed_token_ids": [5, END], "bad_words_token_ids": [[5, 5, 5]], "min_tokens": 2},
+        {"bad_words_token_ids": [[token_id] for token_id in range(1, SMALL_VOCAB)]},
+        {"stop_token_ids": list(range(1, SMALL_VOCAB)), "min_tokens": 1},
+    ],
+)
+def test_constraints_that_leave_something_are_not(fields):
+    params = SamplingParams(**{"max_tokens": 4, **fields})
+    check_choices(params, [END, *params.stop_token_ids], params.max_tokens, SMALL_VOCAB)
+
+
+def test_what_the_tokenizer_makes_of_bad_words_counts():
+    the = TOKENIZER.encode("the")
+    with pytest.raises(InvalidRequestError, match="no token is left"):
+        processor().process("r", "a", SamplingParams(allowed_token_ids=the, bad_words=["the"], max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "word", "is_refused"), [("o", "foo", False), ("fo", "foo", False), ("o", "o", True), ("o", "oo", True)]
+)
+def test_only_words_that_allowed_tokens_can_spell_count(allowed, word, is_refused):
+    ids = {TOKENIZER.token_bytes(token_id): token_id for token_id in range(TOKENIZER.vocab_size)}
+    tokens = [ids[char.encode()] for char in allowed]
+    params = SamplingParams(allowed_token_ids=tokens, bad_words=[word], max_tokens=9)
+    with pytest.raises(InvalidRequestError, match="no token is left") if is_refused else nullcontext():
+        processor().process("r", "a", params)
+
+
+def test_spellings_are_not_for_callers():
+    params = SamplingParams(bad_words_spelled=SpelledWords([SpelledWord({}, [])], b""))
+    with pytest.raises(InvalidRequestError, match="Use bad_words") as caught:
+        processor().process("r", "a", params)
+    assert caught.value.param == "bad_words_spelled"
 
 
 def test_params_meet_the_servers_limits():

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import kv_codes, ops, reference
+from quire.kernels import cpu, kv_codes, ops, reference
+from tests.covering import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # float32: sums of a few hundred products. The others: rounding of the result, and in bfloat16 of the probabilities too.
@@ -196,19 +197,17 @@ DECODE_SAME_BITS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("options", "H", "G", "E"), DECODE_SAME_BITS)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "shape", "threads"), covering(cpu.isas(), DTYPES, DECODE_SAME_BITS, [1, 2]), indirect=["isa"]
+)
 def test_short_queries_of_a_batch_give_the_bits_of_one_prefill(
     isa: str,
     dtype: torch.dtype,
-    options: Options,
-    H: int,
-    G: int,
-    E: int,
+    shape: tuple[Options, int, int, int],
     threads: int,
     set_num_threads: Callable[[int], None],
 ) -> None:
+    options, H, G, E = shape
     set_num_threads(threads)
     s = make_sequence(300, H, G, E, dtype)
     whole = attend([(s, 0, 300)], options)[0]

@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels import kv_codes, reference
+from quire.kernels import cpu, kv_codes, reference
+from tests.covering import covering
 from tests.kernels.test_attention import (
     DECODE_SAME_BITS,
     DTYPES,
@@ -36,9 +37,9 @@ def as_read(s: Sequence, codes: torch.dtype) -> Sequence:
     return replace(s, k_LGE=k_LGE, v_LGE=v_LGE)
 
 
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("isa", "codes", "dtype", "shape"), covering(cpu.isas(), CODES, DTYPES, SHAPES), indirect=["isa"]
+)
 def test_equals_dense_softmax_over_decoded_rows(isa: str, dtype: torch.dtype, shape: tuple, codes: torch.dtype) -> None:
     H, G, E, options, ranges = shape
     parts = [(make_sequence(end, H, G, E, dtype, seed=i), begin, end) for i, (begin, end) in enumerate(ranges)]
@@ -66,12 +67,13 @@ def test_error_against_exact_attention(codes: torch.dtype) -> None:
     assert ERRORS[codes] / 4 < error < ERRORS[codes]
 
 
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("options", "H", "G", "E"), SAME_BITS)
+@pytest.mark.parametrize(
+    ("isa", "codes", "dtype", "shape"), covering(cpu.isas(), CODES, DTYPES, SAME_BITS), indirect=["isa"]
+)
 def test_chunks_and_decode_give_the_bits_of_one_prefill(
-    isa: str, dtype: torch.dtype, options: Options, H: int, G: int, E: int, codes: torch.dtype
+    isa: str, dtype: torch.dtype, shape: tuple[Options, int, int, int], codes: torch.dtype
 ) -> None:
+    options, H, G, E = shape
     s = make_sequence(300, H, G, E, dtype)
     whole = attend([(s, 0, 300)], options, codes=codes)[0]
     for chunk in (16, 97):
@@ -82,21 +84,20 @@ def test_chunks_and_decode_give_the_bits_of_one_prefill(
         assert torch.equal(alone[0], whole[position]), f"decode at position {position} differs from prefill"
 
 
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("options", "H", "G", "E"), DECODE_SAME_BITS)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("isa", "codes", "dtype", "shape", "threads"),
+    covering(cpu.isas(), CODES, [torch.float32, torch.bfloat16], DECODE_SAME_BITS, [1, 2]),
+    indirect=["isa"],
+)
 def test_short_queries_of_a_batch_give_the_bits_of_one_prefill(
     isa: str,
     dtype: torch.dtype,
-    options: Options,
-    H: int,
-    G: int,
-    E: int,
+    shape: tuple[Options, int, int, int],
     threads: int,
     codes: torch.dtype,
     set_num_threads: Callable[[int], None],
 ) -> None:
+    options, H, G, E = shape
     set_num_threads(threads)
     s = make_sequence(300, H, G, E, dtype)
     whole = attend([(s, 0, 300)], options, codes=codes)[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels import cpu, reference
 from quire.kernels.fp8 import fp8_linear, fp8_rows, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
+from tests.covering import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Groups of one step of 32, of the common checkpoints (128), of more than a block of K, a whole row (0)
@@ -91,10 +92,14 @@ def test_every_code_is_exact(isa: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(restored_NK, codes_NK.float()[rows_N], atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
-@pytest.mark.parametrize(("N", "K"), SHAPES_NK)
-def test_matches_the_twin(isa: str, N: int, K: int, group_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("isa", "shape", "group_size", "dtype"),
+    covering(cpu.isas(), SHAPES_NK, GROUP_SIZES, DTYPES),
+    indirect=["isa"],
+    ids=str,
+)
+def test_matches_the_twin(isa: str, shape: tuple[int, int], group_size: int, dtype: torch.dtype) -> None:
+    N, K = shape
     x_TK, weight = make(group_size, N, K, 37, dtype)
     packed = pack_fp8(weight)
     assert packed.is_packed

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import kv_codes, ops, reference
+from quire.kernels import cpu, kv_codes, ops, reference
+from tests.covering import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Both round once from float32: results are the same or neighbours, and neighbours differ by one unit in the last place.
@@ -146,9 +147,11 @@ def test_rope_and_cache(isa: str, dtype: torch.dtype, shape: tuple) -> None:
         assert not same[written].any(), f"{name} misses a slot"
 
 
-@pytest.mark.parametrize("codes", kv_codes.CODE_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ROPE_SHAPES)
+@pytest.mark.parametrize(
+    ("isa", "codes", "dtype", "shape"),
+    covering(cpu.isas(), list(kv_codes.CODE_DTYPES), DTYPES, ROPE_SHAPES),
+    indirect=["isa"],
+)
 def test_rope_and_cache_as_codes(isa: str, dtype: torch.dtype, shape: tuple, codes: torch.dtype) -> None:
     inputs = with_codes(rope_inputs(shape, dtype), codes)
     expected = clone(inputs)

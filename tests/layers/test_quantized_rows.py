@@ -19,8 +19,10 @@ from quire.model_config import load_model_config
 from quire.models.registry import build_model
 from quire.quantization.fp8 import Fp8OnLoad
 from quire.quantization.unquantized import Unquantized
+from tests import triton_interpreter
 
-pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+if reason := triton_interpreter.why_not():
+    pytest.skip(reason, allow_module_level=True)
 # of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 

@@ -108,6 +108,34 @@ def test_unknown_hub_id(hub: Hub, tmp_path: Path) -> None:
     assert "No folder and no model on the hub" in failure("nobody/nothing", download_dir=str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-06b", "Qwn/Qwen3-0.6B"])
+def test_a_name_like_one_in_the_cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """It is named, whether the hub can be asked or not; so is what a hub id looks like."""
+    for cached in ("models--Qwen--Qwen3-0.6B", "models--google--gemma-3-1b-it", "datasets--x--qwen3", "models--gpt2"):
+        (tmp_path / cached).mkdir()
+    for _ in range(2):
+        message = failure(name, download_dir=str(tmp_path))
+        assert "owner/name" in message
+        assert message.lower().endswith("did you mean qwen/qwen3-0.6b?")
+        go_offline(monkeypatch)
+
+
+def test_a_right_name_beside_a_like_one(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network nobody knows whether a name is right: how to get it is said too."""
+    (tmp_path / "models--Qwen--Qwen3-0.6B-Base").mkdir()
+    go_offline(monkeypatch)
+    message = failure("Qwen/Qwen3-0.6B", download_dir=str(tmp_path))
+    assert "`hf download Qwen/Qwen3-0.6B`" in message
+    assert message.endswith("Or did you mean Qwen/Qwen3-0.6B-Base?")
+
+
+def test_the_name_of_the_demo_model(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        message = failure("quire-demo", download_dir=str(tmp_path))
+        assert message.endswith("`quire serve` without a model serves the bundled demo model.")
+        go_offline(monkeypatch)
+
+
 def test_unknown_revision(hub: Hub, tmp_path: Path) -> None:
     assert "no such revision" in failure("small/model", revision="v9", download_dir=str(tmp_path))
 

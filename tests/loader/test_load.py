@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import quire.demo
 from quire.errors import ConfigError, ModelConfigError, WeightsError
 from quire.loader.load import load_model
-from quire.loader.safetensors import INDEX_NAME
+from quire.loader.safetensors_headers import INDEX_NAME
 from quire.model_config import load_model_config
 from tests.models.paged_run import PagedRun
 

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from quire.errors import WeightsError
-from quire.loader import safetensors
-from quire.loader.safetensors import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_header
+from quire.loader import safetensors, safetensors_headers
+from quire.loader.safetensors import open_checkpoint
+from quire.loader.safetensors_headers import INDEX_NAME, SINGLE_NAME, read_header
 
 WEIGHTS = {
     "a.weight": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -225,7 +226,7 @@ BOMBS = {
 def test_a_header_that_grows_is_not_parsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 MB would become half a gigabyte of objects."""
     before, piece, after = BOMBS[name]
-    count = (safetensors.MAX_HEADER_BYTES - len(before) - len(after)) // len(piece)
+    count = (safetensors_headers.MAX_HEADER_BYTES - len(before) - len(after)) // len(piece)
     path = tmp_path / SINGLE_NAME
     path.write_bytes(pack(before + piece * count + after))
     monkeypatch.setattr(json, "loads", lambda *arguments, **options: pytest.fail("it was parsed"))
@@ -235,7 +236,7 @@ def test_a_header_that_grows_is_not_parsed(name: str, tmp_path: Path, monkeypatc
 
 def test_as_many_tensors_as_allowed(tmp_path: Path) -> None:
     """With names and offsets as long as they get."""
-    count = safetensors.MAX_ENTRIES
+    count = safetensors_headers.MAX_ENTRIES
     header = {f"model.layers.{i}.self_attn.q_proj.weight": entry(i, i + 1, [1, 1, 1, 1]) for i in range(count)}
     path = tmp_path / SINGLE_NAME
     path.write_bytes(pack(header, bytes(count)))

@@ -158,7 +158,7 @@ def test_a_step_that_comes_after_the_last_abort_leaves_nothing_running(metrics):
 
 
 def test_steps(metrics):
-    scheduled = {"num_prefill_tokens": 30, "num_decode_tokens": 4, "num_running": 5, "num_waiting": 3}
+    scheduled = {"num_prefill_tokens": 30, "num_sampled_tokens": 4, "num_running": 5, "num_waiting": 3}
     cache = {"num_blocks_in_use": 3, "num_blocks_total": 12, "prefix_cache_queries": 30, "prefix_cache_hits": 16}
     metrics.on_request_arrived(SimpleNamespace(requests=[1]))
     metrics.on_step(record(**scheduled, **cache, num_preemptions=2, num_deferred=1))

@@ -12,7 +12,7 @@ from quire.models.registry import CausalLM
 
 
 class PagedRun:
-    """Sequences by number; each call of `step` gives some of them some more tokens."""
+    """Sequences by number; each call of `step` gives some of them some more tokens. To longrope, all are long."""
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, num_blocks: int = 64, block_size: int = 8) -> None:
         config = model.config
@@ -23,14 +23,19 @@ class PagedRun:
             for _ in range(config.num_layers)
         ]
         self.model, self.block_size = model, block_size
+        self.rope_offset = config.rope.switches_after(config.max_model_len) or 0
         self.free = random.Random(0).sample(range(num_blocks), num_blocks)
         self.tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
 
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """hidden_TD of a step."""
+        return self.model.forward(batch)
+
     @torch.inference_mode()
     def step(self, rows: dict[int, list[int]]) -> dict[int, Tensor]:
         """Compute the new tokens of every sequence together -> their logits [new tokens, V]."""
-        token_ids, positions, slots, starts, last = [], [], [], [0], []
+        token_ids, positions, slots, starts = [], [], [], [0]
         for sequence, tokens in rows.items():
             table = self.tables.setdefault(sequence, [])
             first = self.lengths.get(sequence, 0)
@@ -42,20 +47,18 @@ class PagedRun:
                 positions.append(position)
                 slots.append(table[position // self.block_size] * self.block_size + position % self.block_size)
             starts.append(len(token_ids))
-            last.append(len(token_ids) - 1)
         longest = max(len(self.tables[sequence]) for sequence in rows)
         tables = [self.tables[sequence] + [0] * (longest - len(self.tables[sequence])) for sequence in rows]
         batch = ForwardBatch(
             token_ids_T=torch.tensor(token_ids),
-            positions_T=torch.tensor(positions),
+            positions_T=torch.tensor(positions) + self.rope_offset,
             slot_mapping_T=torch.tensor(slots),
             cu_seqlens_q_S1=torch.tensor(starts, dtype=torch.int32),
             seq_lens_S=torch.tensor([self.lengths[sequence] for sequence in rows], dtype=torch.int32),
             block_tables_SM=torch.tensor(tables, dtype=torch.int32),
-            logits_indices_R=torch.tensor(last),
             caches=self.caches,
         )
-        logits = self.model.compute_logits(self.model.forward(batch))
+        logits = self.model.compute_logits(self.forward(batch))
         return {sequence: logits[starts[i] : starts[i + 1]] for i, sequence in enumerate(rows)}
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.hf_config.families import FAMILIES as HF_FAMILIES
-from quire.hf_config.families import NATIVE_ARCHITECTURES
+from quire.hf_config.families import NATIVE_ARCHITECTURES, OPTIONAL_FIELDS
 from quire.kernels import cpu, gpu, reference
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import FAMILIES, CausalLM, build_model
@@ -363,6 +363,49 @@ def test_aligned_sizes_have_no_padding(tmp_path, path):
     model = build_model(config, torch.bfloat16)
     model.load_weights((name, torch.zeros(shape)) for name, shape in model.expected_weights().items())
     assert model.weight_bytes() == config.weight_bytes("bfloat16")
+
+
+# What some families read, at values that would change their logits, for those that do not.
+FOREIGN: dict[str, Any] = {
+    "partial_rotary_factor": 0.5,
+    "rope_local_base_freq": 77.0,
+    "use_sliding_window": False,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 3.0,
+    "query_pre_attn_scalar": 5,
+    "attention_multiplier": 0.7,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 3.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "mlp_bias": True,
+}
+
+
+@pytest.mark.parametrize("family", HF_FAMILIES)
+def test_fields_of_other_families_change_nothing(family, tmp_path, expected):
+    """As in transformers, whose modelling code trained them: by the architecture, not by what stands in the file."""
+    name = next(name for name in CASES if family.startswith(name))
+    want = expected(name)
+    raw = json.loads((want.folder / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 1000.0}  # of the other types transformers fails with a partial factor
+    both = {"full_attention": rope, "sliding_attention": rope}
+    reads = HF_FAMILIES[family].reads
+    foreign = {field: value for field, value in FOREIGN.items() if field not in reads}
+    assert set(FOREIGN) == set(OPTIONAL_FIELDS)
+    raw |= {**foreign, "rope_parameters": both if "rope_local_base_freq" in reads else rope}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    weights = load_file(want.folder / "model.safetensors")
+    hf_config = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
+    assert not theirs.load_state_dict(weights, strict=False).unexpected_keys
+    config = load_model_config(tmp_path)
+    assert set(config.ignored_fields) == set(foreign)
+    ours = build_model(config, torch.float32)
+    ours.load_weights(weights.items())
+    tokens = want.tokens[0]
+    logits = PagedRun(ours, torch.float32).step({0: tokens})[0]
+    torch.testing.assert_close(logits, hf_logits(theirs, tokens), atol=TOLERANCE, rtol=0)
 
 
 def test_every_family_is_covered_and_known_to_the_config():

@@ -549,7 +549,10 @@ def test_any_bad_value_is_a_config_error(raw, load):
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type.*'spiral'.*llama3"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps.*a number from 0 to"),
-        ({"attention_multiplier": 0.0}, "attention_multiplier.*Got 0.0.*a number from 1e-06"),
+        (
+            {"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.0},
+            "attention_multiplier.*Got 0.0.*a number from 1e-06",
+        ),
         ({"is_encoder_decoder": True}, "not a causal decoder"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,12 @@ COMMON = {
 }
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 96, "vocab_size": VOCAB, "eos_token_id": None}
 GQA = {**COMMON, "num_key_value_heads": 2}
+MAMBA = {**GQA, "mamba_n_heads": 8, "mamba_d_head": 12}
 EXPERTS = {**GQA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 12}
 
 # By what makes each different: learned positions and Conv1D; interleaved qkv; partial rope and biases; a body inside
-# the body; logit scale and parallel block; sliding window; window on some layers; soft caps; a mixture of experts.
+# the body; logit scale and parallel block; sliding window; window on some layers; soft caps; a mixture of experts; a
+# hybrid without recurrent layers; a native family with an activation of its own.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-scaled-by-layer": ("GPT2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
@@ -58,6 +61,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-soft-caps": ("Gemma2", {**GQA, "head_dim": 16, "sliding_window": 5, "attn_logit_softcapping": 5.0}),
     "phimoe": ("Phimoe", {**GQA, "num_local_experts": 4, "sliding_window": 6}),
     "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "granite-hybrid-attention-only": (
+        "GraniteMoeHybrid",
+        {**MAMBA, "layer_types": ["attention"] * 3, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "llama-relu2": ("Llama", {**GQA, "hidden_act": "relu2"}),
 }
 
 
@@ -145,11 +153,20 @@ def test_bfloat16_and_float16(tmp_path: Path) -> None:
 def test_auto_takes_transformers_only_without_a_native_implementation(tmp_path: Path) -> None:
     checkpoint(tmp_path / "neox", *ARCHITECTURES["gpt_neox"])
     checkpoint(tmp_path / "llama", "Llama", GQA)
+    checkpoint(tmp_path / "relu2", *ARCHITECTURES["llama-relu2"])
     names = {}
-    for name in ("neox", "llama"):
+    for name in ("neox", "llama", "relu2"):
         config = load_model_config(tmp_path / name, any_architecture=True)
         names[name] = type(load_model(config, torch.float32)).__name__
-    assert names == {"neox": "TransformersModel", "llama": "Decoder"}
+    assert names == {"neox": "TransformersModel", "llama": "Decoder", "relu2": "TransformersModel"}
+    with pytest.raises(ModelConfigError, match=r"hidden_act.*'relu2'.*silu"):
+        load_model_config(tmp_path / "relu2")
+
+
+def test_an_activation_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "Llama", GQA)
+    with pytest.raises(ModelConfigError, match=r"hidden_act that neither.*'relu7'.*one of gelu"):
+        load(tmp_path, hidden_act="relu7")
 
 
 def test_overrides_of_config_json_reach_transformers(tmp_path: Path) -> None:
@@ -179,7 +196,18 @@ def test_weight_bytes_count_every_weight_once(tmp_path: Path) -> None:
     assert exact <= load(tmp_path).weight_bytes() < 1.5 * exact  # packed panels are padded
 
 
+_STATE = "it keeps other state than keys and values"
+# Their config.json holds an infinite number, as transformers writes it.
+_BAMBA = {**MAMBA, "time_step_limit": (0.0, math.inf)}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a state beside some layers' attention": ("Bamba", _BAMBA, _STATE),
+    "a state beside each layer's attention": ("FalconH1", {**_BAMBA, "mamba_d_ssm": 96}, _STATE),
+    "a state beside attention and experts": ("GraniteMoeHybrid", _BAMBA, _STATE),
+    "heads and layers under other names": (
+        "XGLM",
+        {"vocab_size": VOCAB, "d_model": 48, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96},
+        "does not use the attention interface",
+    ),
     "ALiBi, own attention": ("Bloom", {**COMMON, "n_head": 4, "n_layer": 2}, "does not use the attention interface"),
     "attention sinks": ("GptOss", {**EXPERTS, "num_local_experts": 4}, "s_aux"),
     "two attentions per layer": ("DiffLlama", GQA, "6 attention calls for its 3 layers"),
@@ -208,12 +236,53 @@ def test_architectures_that_are_not_plain_causal_attention_are_refused(tmp_path:
     family, settings, message = REFUSED[case]
     class_name = {"Bert": "BertLMHeadModel", "Llama4": "Llama4ForCausalLM"}.get(family, f"{family}ForCausalLM")
     config = getattr(transformers, "Llama4TextConfig" if family == "Llama4" else f"{family}Config")(**settings)
-    raw = config.to_dict() | {"architectures": [class_name], "dtype": "float32", "max_position_embeddings": 96}
+    config.architectures, config.dtype = [class_name], "float32"
+    config.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 96}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     ours = load_model_config(tmp_path, any_architecture=True)
     with pytest.raises(ModelConfigError) as caught:
         load_model(ours, torch.float32, load_format="dummy", model_impl="transformers")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "class_name", "message"),
+    [
+        ("Mamba", "MambaForCausalLM", r"other state than keys and values \(state_size\)"),
+        ("Mamba2", "Mamba2ForCausalLM", r"other state than keys and values \(state_size\)"),
+        ("NemotronH", "NemotronHForCausalLM", r"other state than keys and values \(ssm_state_size\)"),
+        ("Rwkv", "RwkvForCausalLM", r"no attention heads \(its config.json gives no num_attention_heads"),
+        ("Bloom", "BloomForCausalLM", r"no max_position_embeddings.*attention is of another kind.*--hf-overrides"),
+        ("Kosmos2", "Kosmos2ForConditionalGeneration", r"reads more than text"),
+    ],
+)
+def test_what_config_json_lacks_is_said_of_the_architecture(
+    tmp_path: Path, family: str, class_name: str, message: str
+) -> None:
+    """It is the right config.json: there is no other to take."""
+    config = getattr(transformers, f"{family}Config")()
+    config.architectures = [class_name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelConfigError, match=f"{class_name} cannot run on paged attention: .*{message}") as caught:
+        load_model_config(tmp_path, any_architecture=True)
+    assert "belongs to the checkpoint" not in str(caught.value)
+
+
+def test_a_multimodal_model_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    config = transformers.LlavaConfig()
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelConfigError, match=r"LlavaForConditionalGeneration \(model_type llava\) reads more than"):
+        load_model(load_model_config(tmp_path, any_architecture=True), torch.float32, load_format="dummy")
+
+
+def test_an_mlp_of_another_size_in_each_layer(tmp_path: Path) -> None:
+    """Gemma 3n: its reason is its own attention, not the list."""
+    config = transformers.Gemma3nTextConfig(**{**GQA, "intermediate_size": [96, 128, 64]})
+    config.architectures = ["Gemma3nForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert load_model_config(tmp_path, any_architecture=True).intermediate_size == 128
 
 
 def prefix_mask(_batch: Any, _head: Any, query: Any, key: Any) -> Any:

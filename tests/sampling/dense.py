@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,3 +101,9 @@ def chi_square(observed_V: Tensor, expected_V: Tensor) -> tuple[float, float]:
     z = 3.719  # standard normal quantile of 0.9999
     limit = freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
     return ((observed - expected) ** 2 / expected).sum().item(), limit
+
+
+def append_token(state: SamplingState, row: int, token_id: int) -> None:
+    """A sampled token, counted and known."""
+    state.count_tokens(np.array([row]))
+    state.learn_token(row, token_id)

@@ -13,7 +13,7 @@ from quire.kernels import ops
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
-from tests.sampling.dense import chi_square, probabilities, state_of
+from tests.sampling.dense import append_token, chi_square, probabilities, state_of
 
 V = 60
 
@@ -77,7 +77,7 @@ def test_successive_tokens_of_one_request_are_independent_draws() -> None:
     drawn = []
     for _ in range(num_draws):
         (token_id,) = sampler(row_1V.clone(), [0]).token_ids
-        state.append_token(0, token_id)
+        append_token(state, 0, token_id)
         drawn.append(token_id)
     ids = torch.tensor(drawn)
     p_V = probabilities(row_1V[0], params)
@@ -117,7 +117,7 @@ def run(order: list[int], requests: list[SamplingParams], num_steps: int, batch:
             for index, request in enumerate(members):
                 outputs[request].append(sampled.token_ids[index])
                 reported[request].append(sampled.logprobs.get(index))
-                state.append_token(row_of[request], sampled.token_ids[index])
+                append_token(state, row_of[request], sampled.token_ids[index])
         if preempt:
             for request in order[step % 3 :: 3]:
                 state.remove_row(row_of[request])

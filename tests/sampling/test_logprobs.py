@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.sampling.logprobs import most_likely
+from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LOGPROBS_MODES, Sampler
 from quire.sampling_params import SamplingParams
 from quire.schedule import TokenLogprobs
@@ -103,13 +103,17 @@ def test_ties_share_a_rank_and_list_the_lowest_id_first() -> None:
     assert sampled.logprobs[0].ranks[0] == 1
 
 
+def _reported(logits_XV: torch.Tensor, token_ids_X: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
+    return entries(token_ids_X, *scores(logits_XV, token_ids_X, num_top, as_logits=False))
+
+
 @pytest.mark.parametrize("num_top", [0, 3, -1])
 def test_prompt_logprobs(num_top: int) -> None:
     logits_XV = logits(6, seed=5)
     next_token_ids = torch.tensor([3, 0, 49, 7, 7, 1])
-    entries = most_likely(logits_XV, next_token_ids, num_top)
-    assert [entry.token_ids[0] for entry in entries] == next_token_ids.tolist()
-    for entry, logits_V in zip(entries, logits_XV, strict=True):
+    found = _reported(logits_XV, next_token_ids, num_top)
+    assert [entry.token_ids[0] for entry in found] == next_token_ids.tolist()
+    for entry, logits_V in zip(found, logits_XV, strict=True):
         check(entry, logits_V.double().log_softmax(0), V if num_top == -1 else num_top)
-    one_by_one = [most_likely(logits_XV[i : i + 1], next_token_ids[i : i + 1], num_top)[0] for i in range(6)]
-    assert one_by_one == entries, "prompt logprobs depend on the chunk"
+    one_by_one = [_reported(logits_XV[i : i + 1], next_token_ids[i : i + 1], num_top)[0] for i in range(6)]
+    assert one_by_one == found, "prompt logprobs depend on the chunk"

@@ -17,7 +17,7 @@ from quire.sampling.filters import apply_filters
 from quire.sampling.penalties import RowPenalties, apply_penalties
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
-from tests.sampling.dense import probabilities, processed_logits, state_of
+from tests.sampling.dense import append_token, probabilities, processed_logits, state_of
 
 V = 40
 tokens = st.integers(0, V - 1)
@@ -168,14 +168,14 @@ def test_min_tokens_ends_and_bad_words_follow_the_output() -> None:
     chosen = []
     for _ in range(3):
         chosen += Sampler(state)(row.clone(), [0]).token_ids
-        state.append_token(0, chosen[-1])
+        append_token(state, 0, chosen[-1])
     assert chosen == [6, 6, 5]
     state = state_of(V, SamplingParams(temperature=0.0, bad_words_token_ids=[[6, 6, 6]]))
     row[0, 5] = 0.0
     chosen = []
     for _ in range(6):
         chosen += Sampler(state)(row.clone(), [0]).token_ids
-        state.append_token(0, chosen[-1])
+        append_token(state, 0, chosen[-1])
     assert chosen == [6, 6, 0, 6, 6, 0]
 
 

@@ -150,7 +150,7 @@ def refused(**fields: Any) -> InvalidRequestError:
         ("min_p", [0, 0.1, 1], [-0.1, 1.1, math.nan, None]),
         ("presence_penalty", [-2, 0, 2], [-2.1, 2.1, math.nan, -math.inf, None]),
         ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1, math.nan, -math.inf, None]),
-        ("repetition_penalty", [0.1, 1, 1.3, 100], [0, -1, 100.1, math.nan, math.inf, None]),
+        ("repetition_penalty", [0.01, 1, 1.3, 100], [0, 1e-40, 1e-38, 0.009, -1, 100.1, math.nan, math.inf, None]),
         ("seed", [None, 0, 1, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.0, True, "1"]),
         ("max_tokens", [None, 1, 2**31 - 1], [0, -1, 2**31, 1.5, True, "1"]),
         ("min_tokens", [0, 16], [-1, 17, 1.5, True, None, "1"]),
@@ -264,6 +264,7 @@ def test_defaults_are_vllms() -> None:
         "routed_experts_prompt_start": 0,
         "trace_decode_token_ids": None,
         "bad_words_token_ids": None,
+        "bad_words_spelled": None,
     }
     assert {name: getattr(params, name) for name in FIELDS} == expected
 

@@ -61,6 +61,7 @@ class Driver:
         max_model_len: int = 200,
         long_prefill_token_threshold: int = 0,
         max_num_queued_reqs: int | None = None,
+        max_shared_prefill_tokens: int = 0,
         policy: SchedulingPolicy = "fcfs",
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
@@ -70,6 +71,7 @@ class Driver:
         row_failure: Callable[[str], str | None] = lambda request_id: None,
         clock: Callable[[], float] = lambda: 0.0,
         residency: BlockResidency | None = None,
+        rope_switches_after: int | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, residency)
         self.kv = KVCacheManager(self.pool, enable_prefix_caching=enable_prefix_caching, watermark=watermark)
@@ -79,9 +81,15 @@ class Driver:
             max_model_len=max_model_len,
             long_prefill_token_threshold=long_prefill_token_threshold,
             max_num_queued_reqs=max_num_queued_reqs,
+            max_shared_prefill_tokens=max_shared_prefill_tokens,
         )
         self.scheduler = Scheduler(
-            limits, self.kv, policy=policy, enable_chunked_prefill=enable_chunked_prefill, clock=clock
+            limits,
+            self.kv,
+            policy=policy,
+            enable_chunked_prefill=enable_chunked_prefill,
+            rope_switches_after=rope_switches_after,
+            clock=clock,
         )
         self.executor = DeterministicExecutor(
             num_blocks,
@@ -189,6 +197,7 @@ class Driver:
             assert max(counts) <= limits.long_prefill_token_threshold
         new_ids = {new.request_id for new in batch.new_rows}
         assert len(self.scheduler._running) <= limits.max_num_seqs or not new_ids, "admitted above max_num_seqs"
+        assert new_ids <= set(batch.request_ids), "admitted without a token to compute"
         for request_id, start, count in zip(batch.request_ids, batch.num_computed_tokens, counts, strict=True):
             table = self.kv._tables[request_id]
             for index in range(start // size, -(-(start + count) // size)):

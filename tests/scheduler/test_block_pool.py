@@ -123,7 +123,7 @@ def hashes(prompt: list[int], output: list[int], size: int = 4, **fields: str) -
 
 
 def test_hash_chain_by_its_definition() -> None:
-    parent = hashlib.sha256(b"(None, None)").digest()
+    parent = hashlib.sha256(b"(None, None, 0)").digest()
     expected = []
     for start in (0, 4):
         parent = hashlib.sha256(parent + struct.pack("<4q", *range(start, start + 4))).digest()

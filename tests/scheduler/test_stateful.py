@@ -27,8 +27,9 @@ class Histories(RuleBasedStateMachine):
         chunked=st.booleans(),
         caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.3, 0.9]),
+        shared=st.sampled_from([0, 1, 2, 5, 16]),
     )
-    def start(self, block_size, spare_blocks, depth, policy, chunked, caching, watermark) -> None:  # type: ignore[no-untyped-def]
+    def start(self, block_size, spare_blocks, depth, policy, chunked, caching, watermark, shared) -> None:  # type: ignore[no-untyped-def]
         self.next_failure: Exception | None = None
         self.is_failure_late = False
         self.bad_rows: set[str] = set()
@@ -43,6 +44,7 @@ class Histories(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             enable_prefix_caching=caching,
             watermark=watermark,
+            max_shared_prefill_tokens=shared,
             depth=depth,
             failure=self.take_failure,
             row_failure=lambda request_id: "bad row" if request_id in self.bad_rows else None,
@@ -122,9 +124,10 @@ class Histories(RuleBasedStateMachine):
         seqs=st.none() | st.integers(1, 6),
         budget=st.none() | st.integers(1, 40),
         chunk=st.none() | st.integers(0, 9),
+        shared=st.none() | st.integers(0, 16),
     )
-    def set_limits(self, seqs: int | None, budget: int | None, chunk: int | None) -> None:
-        self.driver.core.set_limits(SetLimits(seqs, budget, chunk))
+    def set_limits(self, seqs: int | None, budget: int | None, chunk: int | None, shared: int | None) -> None:
+        self.driver.core.set_limits(SetLimits(seqs, budget, chunk, max_shared_prefill_tokens=shared))
 
     @rule()
     def reset_prefix_cache(self) -> None:

@@ -73,4 +73,5 @@ def browser(chromium) -> Iterator[Browser]:
     problems = [entry for entry in chromium.log("browser") if entry["source"] != "network"]
     assert not problems
     chromium.js("sessionStorage.clear(), localStorage.clear()")
+    chromium.js("new Promise(done => { indexedDB.deleteDatabase('quire').onsuccess = done })")
     chromium.open("about:blank")

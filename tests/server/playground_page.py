@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
 from tests.server.browser import ENTER, Browser
 from tests.server.serving import RunningServer
 
@@ -19,3 +29,37 @@ def ask(browser: Browser, question: str, answers: int = 1) -> None:
     """Type a question where the focus is, and wait until there are so many whole answers."""
     browser.press(question + ENTER)
     browser.wait(ANSWERED, answers)
+
+
+def kept_chats(browser: Browser) -> list[dict[str, Any]]:
+    """What the page's database holds."""
+    return browser.js(
+        """new Promise((done, fail) => {
+            const opening = indexedDB.open("quire");
+            opening.onerror = fail;
+            opening.onsuccess = () => {
+                const chats = opening.result.transaction("chats").objectStore("chats").getAll();
+                chats.onsuccess = () => { opening.result.close(); done(chats.result); };
+            };
+        })"""
+    )
+
+
+@contextmanager
+def speaking(pieces: list[str], seconds: float = 0.0) -> Iterator[RunningServer]:
+    """A server that streams these pieces to every chat, with pauses of `seconds`: what no tokenizer would say."""
+
+    async def chat(request: Request) -> StreamingResponse:
+        async def events() -> AsyncIterator[str]:
+            for number, piece in enumerate(pieces, 1):
+                usage = {"prompt_tokens": 1, "completion_tokens": number, "total_tokens": number + 1}
+                choice = {"index": 0, "delta": {"content": piece}, "finish_reason": None}
+                yield f"data: {json.dumps({'choices': [choice], 'usage': usage})}\n\n"
+                await asyncio.sleep(seconds)
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    with RunningServer() as server:
+        server.app.router.routes.insert(0, Route("/v1/chat/completions", chat, methods=["POST"]))
+        yield server

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,20 +13,22 @@ from typing import Any, TypeVar
 
 import httpx
 import openai
-import uvicorn
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 import quire.demo
+from quire.config import ServerConfig
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.tokenizer import Tokenizer
+from quire.listen import Listener
 from quire.messages import AddRequest
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.app import create_app
 from quire.server.http_protocol import ConnectionLimits, guarded_protocol
+from quire.server.http_server import HttpServer, http_config
 from quire.server.state import ServerSettings
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ MODEL = "echo/model-1"
 MAX_MODEL_LEN = 2048
 TEXT = "Hello, wörld 😀! The answer is: 42 naïve cafés.\nSecond line"
 TOKENIZER = Tokenizer.from_folder(quire.demo.path("target"))
+LIMITS = ModelLimits(MAX_MODEL_LEN, TOKENIZER.vocab_size)
 ANSWER = TOKENIZER.encode(TEXT, add_special_tokens=False)
 
 # What no body may show: addresses, paths of the machine, tracebacks.
@@ -63,28 +65,22 @@ class RunningServer:
         waits_for_engine: bool = True,
         clock: Callable[[], float] = time.monotonic,
         connection_limits: ConnectionLimits = ConnectionLimits(),
+        drain_seconds: float = 2.0,
         **settings: Any,
     ) -> None:
         self.client = EchoClient(answer, max_model_len=MAX_MODEL_LEN) if client is None else client
         self._waits_for_engine = waits_for_engine
         self.metrics = PrometheusMetrics(MODEL, MAX_MODEL_LEN)
-        limits = ModelLimits(MAX_MODEL_LEN, TOKENIZER.vocab_size)
-        inputs = InputProcessor(tokenizer, limits, eos_token_ids=[TOKENIZER.eos_token_id])
+        inputs = InputProcessor(tokenizer, LIMITS, eos_token_ids=[TOKENIZER.eos_token_id])
         self.engine = AsyncEngine(self.client, inputs, OutputProcessor(tokenizer, self.metrics), clock=clock)
         self.settings = replace(ServerSettings((MODEL, "alias"), log_stats_interval=0.0), **settings)
         self.app = create_app(self.engine, tokenizer, self.settings, self.metrics)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
+        self._listener = Listener(ServerConfig(port=0))
+        self._listener.listen()
+        self.port: int = self._listener.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(
-            self.app,
-            http=guarded_protocol(connection_limits),
-            ws="none",
-            lifespan="on",
-            log_level="critical",
-            timeout_graceful_shutdown=2,
-        )
-        self._server = uvicorn.Server(config)
+        config = http_config(self.app, guarded_protocol(connection_limits), lifespan="on", log_level="critical")
+        self._server = HttpServer(config, drain_seconds, self._listener.turn_away)
         self._thread = threading.Thread(target=self._run, name="server")
         self.loop: asyncio.AbstractEventLoop | None = None
         headers = {"authorization": f"Bearer {settings['api_keys'][0]}"} if settings.get("api_keys") else {}
@@ -95,7 +91,7 @@ class RunningServer:
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             self.loop = runner.get_loop()
-            runner.run(self._server.serve(sockets=[self._socket]))
+            runner.run(self._server.serve(sockets=[self._listener.socket]))
 
     def __enter__(self) -> RunningServer:
         self._thread.start()
@@ -106,9 +102,14 @@ class RunningServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.http.close()
-        self._server.should_exit = True
+        self.drain()
         self._thread.join(10)
         assert not self._thread.is_alive(), "the server did not stop"
+
+    def drain(self) -> None:
+        """What the first signal does."""
+        self.app.state.quire.is_draining = True
+        self._server.should_exit = True
 
     def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
         """Poll until true; fails naming what was waited for."""

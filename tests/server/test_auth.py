@@ -10,8 +10,10 @@ from starlette.routing import Route
 
 from quire.errors import ConfigError
 from quire.frontend.echo_client import EchoClient
+from quire.server import page
 from quire.server.auth import PUBLIC_PATHS, check_api_keys
 from tests.server.serving import RunningServer
+from tests.server.test_guard import ask, expecting
 
 KEYS = ("first-key", "second-key-ü")
 
@@ -29,7 +31,8 @@ def test_every_route_needs_the_key_but_the_probes(locked):
         if isinstance(route, Route)
     ]
     assert len(paths) == len(locked.app.routes), "a route of another kind is not covered by this test"
-    assert set(paths) >= PUBLIC_PATHS == {"/", "/health", "/livez", "/ping", "/readyz"}
+    assert set(paths) >= PUBLIC_PATHS == {"/", "/health", "/livez", "/ping", "/readyz", *page.FILES}
+    assert all(path.startswith("/playground/") for path in page.FILES)
     with httpx.Client(base_url=locked.url) as anonymous:
         for path in paths:
             for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE"):
@@ -51,9 +54,20 @@ def test_no_route_exists_for_the_unauthorized(locked):
         assert response.headers["x-request-id"]
 
 
+def test_no_body_is_asked_for_without_a_key(locked):
+    """Its client waits to be asked: the connection ends, for the body may never come."""
+    body = b'{"prompt": "a"}'
+    answer = ask(locked, expecting("/v1/completions", body))
+    assert answer.startswith(b"HTTP/1.1 401"), answer
+    assert b"connection: close\r\n" in answer
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_opens(locked, key):
     header = {b"authorization": f"Bearer {key}".encode()}
+    assert httpx.get(f"{locked.url}/v1/models", headers=header).status_code == 200
+    assert httpx.get(f"{locked.url}/v1/models", headers={b"x-api-key": key.encode()}).status_code == 200
+    header = {b"authorization": b"Bearer none", b"x-api-key": key.encode()}
     assert httpx.get(f"{locked.url}/v1/models", headers=header).status_code == 200
     header = {b"authorization": f"bearer  {key}".encode()}
     assert httpx.get(f"{locked.url}/v1/models", headers=header).status_code == 200
@@ -72,7 +86,12 @@ def test_every_key_opens(locked, key):
         [("authorization", "Bearer FIRST-KEY")],
         [("authorization", "Bearer wrong"), ("authorization", "Bearer first-key")],
         [("authorization", "Bearer first-key"), ("authorization", "Bearer first-key")],
-        [("x-api-key", "first-key")],
+        [("x-api-key", "Bearer first-key")],
+        [("x-api-key", "first-key, first-key")],
+        [("x-api-key", "")],
+        [("x-api-key", "wrong"), ("authorization", "Bearer wrong")],
+        [("x-api-key", "first-key"), ("x-api-key", "first-key")],
+        [("x-api-key", "first-key"), ("x-api-key", "wrong"), ("authorization", "Bearer first-key")],
         [("cookie", "authorization=Bearer first-key")],
     ],
 )
@@ -105,6 +124,32 @@ def test_path_and_host_tricks(locked, target, host):
         f"GET {target} HTTP/1.1\r\nhost: {host}\r\nx-forwarded-prefix: /health\r\nx-original-url: /health\r\n",
     )
     assert status.split()[1] in ((b"200",) if target == "/health?x" else (b"401", b"400")), status
+
+
+def test_public_metrics_are_public_and_nothing_else():
+    with RunningServer(
+        api_keys=KEYS, has_public_metrics=True, has_tokenizer_info=True, allowed_hosts=("127.0.0.1",)
+    ) as server:
+        with httpx.Client(base_url=server.url) as anonymous:
+            assert anonymous.get("/metrics").status_code == 200
+            assert anonymous.get("/metrics", headers={"host": "evil.example"}).status_code == 403
+            paths = {route.path for route in server.app.routes} - PUBLIC_PATHS - {"/metrics"}
+            assert {"/tokenizer_info", "/chat/completions", "/completions"} <= paths
+            for path in paths:
+                assert anonymous.get(path).status_code == 401, path
+        for target in (
+            "/metrics/",
+            "//metrics",
+            "/metrics%2f",
+            "/METRICS",
+            "/metrics/../v1/models",
+            "/metrics;/health",
+        ):
+            status = raw_status(server.port, f"GET {target} HTTP/1.1\r\nhost: 127.0.0.1\r\n")
+            assert status.split()[1] == b"401", target
+        access = server.http.get("/openapi.json").json()["paths"]
+        assert access["/metrics"]["get"]["security"] == []
+        assert access["/tokenizer_info"]["get"]["security"] != []
 
 
 def test_keys_do_not_show(locked):

@@ -15,6 +15,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     "{% if tools %}tools={{ tools | length }}{% endif %}"
     "{% if documents %}docs={{ documents | length }}{% endif %}{{ style | default('') }}"
+    "{{ reasoning_effort | default('') }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -46,6 +47,29 @@ def test_openai_client(server):
     assert answer.usage.prompt_tokens == len(server.last_request().prompt_token_ids)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+# Every key of vLLM's answers: its clients read them without asking whether they are there.
+ANSWER_KEYS = """
+    id object created model choices service_tier system_fingerprint usage prompt_logprobs prompt_token_ids prompt_text
+    kv_transfer_params metrics
+"""
+CHOICE_KEYS = "index message logprobs finish_reason stop_reason token_ids routed_experts"
+MESSAGE_KEYS = "role content refusal annotations audio function_call reasoning"
+
+
+def test_keys_of_what_was_not_asked_for_are_null(server):
+    answer = server.chat().json()
+    assert answer.keys() == set(ANSWER_KEYS.split())
+    assert answer["choices"][0].keys() == set(CHOICE_KEYS.split())
+    assert answer["choices"][0]["message"].keys() == set(MESSAGE_KEYS.split())
+    parsed = server.openai().chat.completions.create(model=MODEL, messages=MESSAGES)
+    nulls = [parsed.prompt_logprobs, parsed.prompt_token_ids, parsed.kv_transfer_params, parsed.metrics]
+    nulls += [parsed.choices[0].token_ids, parsed.choices[0].stop_reason, parsed.choices[0].message.reasoning]
+    assert nulls == [None] * 7
+    first, *others = server.openai().chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    assert first.prompt_token_ids is first.prompt_text is None
+    assert all(chunk.choices[0].token_ids is None for chunk in others)
 
 
 def test_openai_client_streamed(server):
@@ -104,9 +128,9 @@ def test_streamed_equals_not_streamed(server, fields):
             content = [entry for part in parts for entry in (part["logprobs"] or {"content": []})["content"]]
             assert content == choice["logprobs"]["content"]
         if fields.get("return_token_ids"):
-            assert [token for part in parts for token in part.get("token_ids", [])] == choice["token_ids"]
+            assert [token for part in parts for token in part["token_ids"] or []] == choice["token_ids"]
     for name in ("prompt_token_ids", "prompt_logprobs"):
-        assert [event[name] for event in events if name in event] == ([whole[name]] if name in whole else [])
+        assert [event[name] for event in events if event.get(name)] == ([whole[name]] if whole[name] else [])
 
 
 def test_stop_string_is_left_out(server):
@@ -184,6 +208,18 @@ def test_generation_config_gives_defaults():
         params = server.last_request().sampling_params
         assert (params.temperature, params.top_k) == (0.2, 20)
         assert server.last_request().max_tokens == 3
+
+
+def test_a_cap_on_new_tokens():
+    """The operator's max_new_tokens: more is never generated, and what is cut to it is not refused for its length."""
+    with RunningServer(answer=None, default_sampling_params={"max_tokens": 5}, max_tokens_cap=5) as server:
+        for post in (server.chat, server.complete):
+            for asked, given in ((None, 5), (3, 3), (6, 5), (10 * MAX_MODEL_LEN, 5)):
+                answer = post(max_tokens=asked, ignore_eos=True).json()
+                assert answer["usage"]["completion_tokens"] == given
+        assert server.chat(max_completion_tokens=9, ignore_eos=True).json()["usage"]["completion_tokens"] == 5
+        assert server.complete(echo=True, max_tokens=0).json()["usage"]["completion_tokens"] == 0
+        assert error_of(server.chat(min_tokens=6), 400)["param"] == "min_tokens"
 
 
 @pytest.mark.parametrize(
@@ -266,6 +302,34 @@ def test_continue_final_message(templated):
     assert refused.status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"reasoning_effort": "low"}, "lowTrue"),
+        ({"reasoning_effort": "none"}, "noneFalse"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "highFalse"),
+        ({"reasoning_effort": None}, ""),
+    ],
+)
+def test_reasoning_effort_is_the_templates(templated, fields, shown):
+    response = templated.chat(**fields, max_tokens=1)
+    assert response.status_code == 200, response.text
+    assert prompt_of(templated) == f"<user>Hi</>{shown}<assistant>"
+    assert "x-quire-ignored-fields" not in response.headers
+
+
+def test_reasoning_effort_is_named_as_ignored_where_the_template_reads_none(server):
+    assert server.chat(reasoning_effort="low", max_tokens=1).headers["x-quire-ignored-fields"] == "reasoning_effort"
+
+
+def test_best_of_names_the_way_out(server):
+    for post in (server.chat, server.complete):
+        error = error_of(post(best_of=2), 400)
+        assert (error["code"], error["param"]) == ("unsupported_field", "best_of")
+        assert "Use n" in error["message"]
+        assert post(best_of=1, max_tokens=1).status_code == 200
+
+
 def test_no_generation_prompt(templated):
     templated.chat(add_generation_prompt=False, max_tokens=1)
     assert prompt_of(templated) == "<user>Hi</>"
@@ -294,7 +358,12 @@ def test_long_conversation_is_rendered(templated):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21, "logprob_token_ids": [1]}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 5, "use_beam_search": True, "n": 2}, "top_logprobs"),
+        ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+        ({"best_of": 2}, "best_of"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"other": True}}, "stream_options"),
@@ -422,9 +491,7 @@ def test_defaults_of_the_operator():
         assert prompt_of(server) == "<user>Hi</>terse<assistant>"
         assert answer["choices"][0]["logprobs"]["content"][0]["token"] == TOKENIZER.token_text(ANSWER[0])
         for path, fields in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "Hi"})):
-            for options in (None, {"include_usage": False}):
-                *others, last = server.events(path, max_tokens=2, stream_options=options, **fields)
-                assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
-                assert all(event["usage"] is None for event in others)
-            events = server.events(path, max_tokens=2, stream_options={"continuous_usage_stats": True}, **fields)
-            assert all(event["usage"] for event in events)
+            for options in (None, {"include_usage": False}, {"include_usage": True, "continuous_usage_stats": False}):
+                events = server.events(path, max_tokens=2, stream_options=options, **fields)
+                assert (events[-1]["choices"], events[-1]["usage"]["completion_tokens"]) == ([], 2)
+                assert all(event["usage"] for event in events), "usage is not in every chunk"

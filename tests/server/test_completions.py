@@ -6,7 +6,10 @@ import pytest
 
 from quire.frontend.echo_client import EchoClient
 from quire.messages import Abort
+from quire.outputs import Logprob
+from quire.server.logprobs import LogprobWriter
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
+from tests.server.test_errors import error_of
 
 COMPLETIONS = "/v1/completions"
 
@@ -19,6 +22,23 @@ def test_openai_client(server):
     assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, TEXT, "stop", None)
     assert answer.usage.completion_tokens == len(ANSWER) + 1
     assert answer.usage.prompt_tokens == len(server.last_request().prompt_token_ids)
+
+
+# Every key of vLLM's answers: its clients read them without asking whether they are there.
+ANSWER_KEYS = "id object created model choices service_tier system_fingerprint usage kv_transfer_params metrics"
+CHOICE_KEYS = """
+    index text logprobs finish_reason stop_reason token_ids prompt_logprobs prompt_token_ids routed_experts
+"""
+
+
+def test_keys_of_what_was_not_asked_for_are_null(server):
+    answer = server.complete().json()
+    assert answer.keys() == set(ANSWER_KEYS.split())
+    assert answer["choices"][0].keys() == set(CHOICE_KEYS.split())
+    (choice,) = server.openai().completions.create(model=MODEL, prompt="Hi").choices
+    assert [choice.prompt_logprobs, choice.prompt_token_ids, choice.token_ids, choice.stop_reason] == [None] * 4
+    for chunk in server.openai().completions.create(model=MODEL, prompt="Hi", stream=True):
+        assert chunk.choices[0].token_ids is chunk.choices[0].prompt_token_ids is None
 
 
 def test_openai_client_streamed(server):
@@ -104,7 +124,7 @@ def test_streamed_equals_not_streamed(server, fields):
             pieces = [item for part in parts if part["logprobs"] for item in part["logprobs"][name]]
             assert pieces == (choice["logprobs"][name] if choice["logprobs"] else []), name
         for name in ("prompt_token_ids", "prompt_logprobs"):
-            assert [part[name] for part in parts if name in part] == ([choice[name]] if name in choice else [])
+            assert [part[name] for part in parts if part.get(name)] == ([choice[name]] if choice[name] else [])
 
 
 def test_logprobs(server):
@@ -117,6 +137,39 @@ def test_logprobs(server):
     assert all(top[token] == -0.25 for top, token in zip(logprobs.top_logprobs, logprobs.tokens, strict=True))
 
 
+POSITION = {
+    5: Logprob(-3.0, 4, "e"),
+    1: Logprob(-0.5, 1, "a"),
+    2: Logprob(-1.0, 2, "b"),
+    3: Logprob(-2.0, 3, "c"),
+}
+
+
+def test_the_chosen_token_comes_first():
+    """As in vLLM: a chat counts it among the tokens asked for, completions do not."""
+    for max_top, chat, completion in ((0, "", "e"), (1, "e", "ea"), (2, "ea", "eab"), (-1, "eabc", "eabc")):
+        writer = LogprobWriter(TOKENIZER, as_token_ids=False, max_top=max_top)
+        (content,) = writer.chat([POSITION]).content
+        assert "".join(top.token for top in content.top_logprobs) == chat
+        assert "".join(writer.completion([5], [POSITION], 0)[0].top_logprobs[0]) == completion
+
+
+def test_logprobs_beside_logprob_token_ids(server):
+    """These tokens are reported, whatever the number says, as in vLLM."""
+    fields = {"logprob_token_ids": [7, 8], "max_tokens": 1, "return_tokens_as_token_ids": True}
+    for logprobs in (None, 0, 1, 20):
+        (top,) = server.complete(logprobs=logprobs, **fields).json()["choices"][0]["logprobs"]["top_logprobs"]
+        assert next(iter(top)) == f"token_id:{ANSWER[0]}"
+        params = server.last_request().sampling_params
+        assert (params.logprob_token_ids, params.logprobs) == ([7, 8], None)
+
+
+def test_all_wrong_keys_of_logit_bias_are_named(server):
+    error = error_of(server.complete(logit_bias={"-1": 1, "5": 1, "9999999999": 1, "x": 1, "4096": 1}), 400)
+    assert error["param"] == "logit_bias"
+    assert "Got ['-1', 9999999999, 'x', 4096]. Expected integers in [0, 4095]." in error["message"]
+
+
 def test_echo_with_logprobs(server):
     prompt = "Good day"
     choice = server.complete(prompt=prompt, echo=True, logprobs=1, max_tokens=2).json()["choices"][0]
@@ -127,7 +180,7 @@ def test_echo_with_logprobs(server):
     assert logprobs["top_logprobs"][0] is None
     for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
         assert choice["text"][offset : offset + len(token)] == token
-    assert "prompt_logprobs" not in choice
+    assert choice["prompt_logprobs"] is None
 
 
 def test_echo_of_token_ids(server):
@@ -165,12 +218,13 @@ def test_without_tokenizer():
         ({"prompt": {"prompt": "x"}}, "prompt"),
         ({"prompt": "x " * MAX_MODEL_LEN}, "prompt"),
         ({"prompt": "x" * 200_000}, "prompt"),
-        ({"prompt": ["x"] * 257}, "prompt"),
-        ({"prompt": ["x"] * 100, "n": 3}, "prompt"),
+        ({"prompt": ["x"] * 1025}, "prompt"),
+        ({"prompt": ["x"] * 513, "n": 2}, "prompt"),
         ({"n": 129}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": 2, "logprob_token_ids": [1]}, "logprobs"),
+        ({"logprobs": 21, "logprob_token_ids": [1]}, "logprobs"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

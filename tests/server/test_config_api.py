@@ -79,6 +79,7 @@ def test_get(running: RunningServer) -> None:
         "max_num_batched_tokens": {"value": 2048, "min": 1, "max": 2048},
         "long_prefill_token_threshold": {"value": 0, "min": 0, "max": 2**31 - 1},
         "max_num_queued_reqs": {"value": 1024, "min": 1, "max": 2**31 - 1},
+        "max_shared_prefill_tokens": {"value": 64, "min": 0, "max": 2**31 - 1},
     }
 
 

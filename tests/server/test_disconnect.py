@@ -96,3 +96,39 @@ def test_closing_the_openai_stream(slow):
     next(stream)
     stream.close()
     slow.wait_for_idle()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    answer = b""
+    while data := connection.recv(65536):
+        answer += data
+    return answer
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_only_stops_sending_is_answered(slow, stream):
+    """Its connection looks like one whose client has left until bytes are sent to it."""
+    with send(slow, "/v1/completions", {**PROMPTS, "max_tokens": 60, "stream": stream}) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer[:100]
+    assert b"\r\nconnection: close\r\n" in answer
+    assert answer.count(b'"finish_reason":"length"') == 6
+    slow.wait_for_idle()
+    assert not [message for message in slow.client.sent if isinstance(message, Abort)]
+
+
+def test_a_client_that_leaves_after_it_has_stopped_sending(slow):
+    with send(slow, *REQUESTS[0].values[:2]) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b"H"
+        slow.wait_for(lambda: slow.client._step_id > 2, "the request to run")
+    check_aborted(slow, 1)
+
+
+def test_half_a_request_and_no_more(slow):
+    """Nothing can be answered, and the connection ends."""
+    with socket.create_connection(("127.0.0.1", slow.port), timeout=10) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nhost")
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection) == b""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import pkgutil
 import re
@@ -22,6 +21,7 @@ from quire.errors import (
     OutOfMemoryError,
     QueueFullError,
     QuireError,
+    RendererLostError,
 )
 from quire.frontend.echo_client import EchoClient
 from quire.messages import EngineFailed
@@ -127,6 +127,12 @@ def engine_dead() -> str:
         return code_of(server.chat())
 
 
+def shutting_down() -> str:
+    with RunningServer() as server:
+        server.app.state.quire.is_draining = True
+        return code_of(server.chat())
+
+
 def engine_restarted() -> str:
     client = EchoClient(None, error_of=lambda request: EngineRestartedError("The engine failed"))
     with RunningServer(client) as server:
@@ -136,6 +142,15 @@ def engine_restarted() -> str:
 def out_of_memory() -> str:
     client = EchoClient(None, error_of=lambda request: OutOfMemoryError("No memory left"))
     with RunningServer(client) as server:
+        return code_of(server.chat())
+
+
+def renderer_lost() -> str:
+    async def render(asked: object) -> str:
+        raise RendererLostError("The process that renders chats ended")
+
+    with RunningServer() as server:
+        server.run(lambda: setattr(server.app.state.quire.renderer, "render", render))
         return code_of(server.chat())
 
 
@@ -166,7 +181,7 @@ def bad_model_config() -> str:
 
 
 def client_of(url: str, model: str | None) -> Client:
-    return Client(argparse.Namespace(url=url, api_key=None, model_name=model))
+    return Client(url, model=model)
 
 
 def server_unreachable() -> str:
@@ -187,7 +202,9 @@ CALLS: dict[str, Callable[[], str]] = {
     "not_ready": not_ready,
     "engine_dead": engine_dead,
     "engine_restarted": engine_restarted,
+    "shutting_down": shutting_down,
     "out_of_memory": out_of_memory,
+    "renderer_lost": renderer_lost,
     "internal_error": internal_error,
     "bad_config": bad_config,
     "bad_model_config": bad_model_config,

@@ -38,6 +38,9 @@ def test_unknown_routes_and_wrong_methods(server):
     assert error_of(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"
     error_of(server.http.post("/v1/models", json={}), 405)
+    both = server.http.delete("/v1/config")
+    assert set(both.headers["allow"].split(", ")) == {"GET", "HEAD", "POST"}
+    assert "POST" in error_of(both, 405)["message"]
     error_of(server.http.get("/v1/models/"), 404)
     error_of(server.http.request("PATCH", CHAT), 405)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -86,6 +87,26 @@ def test_large_bodies_do_not_run_on_the_event_loop(large, monkeypatch, path, bod
     assert threads, f"{name} was not called"
     assert large.run(threading.get_ident) not in threads, f"{name} ran on the event loop"
     assert large.http.get("/health").status_code == 200
+
+
+def test_others_have_their_turns_between_the_prompts_of_a_request(large, monkeypatch):
+    """However many prompts there are, and however fast each is."""
+    processed = spy(monkeypatch, InputProcessor, "process")
+    is_over = threading.Event()
+    num_processed: list[int] = []
+
+    async def take_turns() -> None:
+        while not is_over.is_set():
+            num_processed.append(len(processed))
+            await asyncio.sleep(0)
+
+    turns = asyncio.run_coroutine_threadsafe(take_turns(), large.loop)
+    answer = large.complete(prompt=["a"] * 1024, max_tokens=1, return_token_ids=True)
+    is_over.set()
+    turns.result(10)
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"]) == 1024 == num_processed[-1]
+    assert max(after - before for before, after in itertools.pairwise(num_processed)) <= 2
 
 
 def test_lag_is_measured(large):

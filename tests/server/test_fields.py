@@ -143,3 +143,10 @@ def test_nesting_is_counted_outside_strings(tree, levels, ascii_only):
 def test_too_many_containers():
     with pytest.raises(InvalidRequestError, match="too many"):
         check_nesting(b"[" + b"[]," * MAX_JSON_CONTAINERS + b"[]]")
+
+
+def test_a_long_value_is_not_told_back():
+    decoder, body, _ = CHAT
+    with pytest.raises(InvalidRequestError, match="reasoning_effort") as error:
+        decoder.decode(json.dumps({**body, "reasoning_effort": "x" * 100_000}).encode())
+    assert len(error.value.message) < 300

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import socket
 import struct
 import time
@@ -13,6 +15,8 @@ import pytest
 from quire.config import ServerConfig
 from quire.errors import ConfigError
 from quire.frontend.echo_client import EchoClient
+from quire.logs import RateLimited
+from quire.server import http_protocol
 from quire.server.cors import CorsRules
 from quire.server.http_protocol import ConnectionLimits
 from tests.server.serving import LEAK, RunningServer
@@ -164,8 +168,9 @@ def test_reset_connections_leave_nothing():
 # One above each limit of one request; the limits themselves are accepted.
 FAN_OUT = [
     pytest.param({"n": 129}, id="n"),
-    pytest.param({"prompt": ["a"] * 257}, id="prompts"),
-    pytest.param({"prompt": ["a"] * 5, "n": 52}, id="sequences"),
+    pytest.param({"prompt": ["a"] * 1025}, id="prompts"),
+    pytest.param({"prompt": ["a"] * 9, "n": 114}, id="sequences"),
+    pytest.param({"prompt": ["a"] * 1025, "use_beam_search": True}, id="prompts of beams"),
     pytest.param({"stop": ["a"] * 17}, id="stops"),
     pytest.param({"stop": ["a" * 257]}, id="stop length"),
     pytest.param({"logit_bias": {str(i): 1 for i in range(1025)}}, id="logit_bias"),
@@ -189,8 +194,8 @@ def test_fan_out_limits(server, fields):
 
 
 def test_fan_out_at_the_limit(echo):
-    assert echo.complete(n=128, max_tokens=1).status_code == 200
-    assert echo.complete(prompt=["a"] * 256, max_tokens=1).status_code == 200
+    assert echo.complete(prompt=["a"] * 8, n=128, max_tokens=1).status_code == 200
+    assert echo.complete(prompt=["a"] * 1024, max_tokens=1).status_code == 200
     assert echo.complete(stop=["z" * 256] * 16, max_tokens=1).status_code == 200
     assert echo.complete(logprobs=20, max_tokens=1).status_code == 200
 
@@ -239,3 +244,124 @@ def test_cors_settings():
     for wrong in ("[1]", "[", "[]"):
         with pytest.raises(ConfigError, match="allowed_origins"):
             ServerConfig(allowed_origins=(wrong,))
+
+
+def post(coding: bytes, body: bytes) -> bytes:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: "
+    return head + coding + b"\r\n\r\n" + body
+
+
+CHUNKED = b'f\r\n{"prompt": "a"}\r\n0\r\n\r\n'
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"identity", b"gzip, chunked", b"chunked, gzip", b"xchunked", b""])
+def test_unknown_transfer_codings(server, coding):
+    check_error(ask(server, post(coding, CHUNKED)), 400, "bad_http")
+
+
+@pytest.mark.parametrize("size", [b"zz", b"-1", b"0xf", b"f" * 20, b"", b"f\n"])
+def test_bad_chunk_sizes(server, size):
+    """The request has been handed on when its body turns out to be none: it is answered, once."""
+    check_error(ask(server, post(b"chunked", size + CHUNKED[1:])), 400, "bad_http")
+    check_error(ask(server, post(b"chunked", CHUNKED[:-5] + size + b"\r\n\r\n")), 400, "bad_http")
+
+
+def test_what_is_no_http_after_a_request_leaves_that_its_answer(server):
+    body = b'{"prompt": "a", "max_tokens": 3}'
+    answer = ask(server, head_of("/v1/completions", body) + body + b"BREW / HTTP/1.1\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    assert b'"finish_reason"' in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("num_before", [1, 2])
+def test_a_body_that_is_none_after_running_requests_leaves_them_their_answers(server, log, num_before):
+    """The bad request waits behind them: they are answered whole, then the connection ends."""
+    body = b'{"prompt": "a", "max_tokens": 3, "stream": true}'
+    answer = ask(server, num_before * (head_of("/v1/completions", body) + body) + post(b"chunked", b"zz\r\n"))
+    assert answer.count(b"HTTP/1.1 200") == answer.count(b"HTTP/1.1 ") == num_before, answer
+    assert answer.count(b"data: [DONE]") == num_before
+    server.wait_for_idle()
+    assert not [record for record in log.records if record.exc_info], log.text
+
+
+def expecting(path: str, body: bytes) -> bytes:
+    """The head of a POST whose client waits to be asked for the body."""
+    return head_of(path, body).replace(b"\r\n\r\n", b"\r\nexpect: 100-Continue\r\n\r\n")
+
+
+BODY = b'{"prompt": "a", "max_tokens": 3}'
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/livez", 405)])
+def test_refused_before_its_body_was_asked_for(server, path, status):
+    """It may never come, or come all the same: what follows on this connection means nothing."""
+    answer = ask(server, expecting(path, BODY))
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"connection: close\r\n" in answer
+    late = ask(server, expecting(path, BODY) + BODY + b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert late.count(b"HTTP/1.1 ") == 1, late
+
+
+def test_a_body_that_was_asked_for_keeps_the_connection(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        for _ in range(2):
+            connection.sendall(expecting("/v1/completions", BODY))
+            assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            connection.sendall(BODY)
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            assert b"connection: close" not in answer
+            while b"finish_reason" not in answer:
+                answer += connection.recv(65536)
+
+
+def test_answers_do_not_name_the_library(server):
+    assert "server" not in server.http.get("/livez").headers
+
+
+class Transport:
+    """Takes what is written until its end, as an event loop's does."""
+
+    def __init__(self) -> None:
+        self.written, self.has_eof = b"", False
+
+    def write(self, data: bytes) -> None:
+        assert not self.has_eof, "written after the end"
+        self.written += data
+
+    def write_eof(self) -> None:
+        self.has_eof = True
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def is_closing(self) -> bool:
+        return False
+
+    def resume_reading(self) -> None:
+        pass
+
+
+def test_nothing_is_written_after_the_end():
+    """Whoever still writes has not heard of the end yet: that is no error."""
+    loop = asyncio.new_event_loop()
+    transport = Transport()
+    connection = http_protocol._Connection(transport, loop, linger_seconds=1.0)
+    connection.write(b"before")
+    connection.close()
+    connection.write(b"after")
+    connection.on_lost()
+    loop.close()
+    assert transport.written == b"before"
+    assert transport.has_eof
+
+
+def test_malformed_requests_do_not_fill_the_log(server, log, monkeypatch):
+    log.set_level(logging.WARNING, "uvicorn.error")
+    monkeypatch.setattr(http_protocol, "_malformed_log", RateLimited(http_protocol.logger))
+    for _ in range(20):
+        ask(server, b"BREW / HTTP/1.1\r\n\r\n")
+        ask(server, b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close, upgrade\r\nupgrade: websocket\r\n\r\n")
+    records = {id(record): record.name for record in log.records}  # the fixture may hear of one twice
+    assert list(records.values()) == ["quire.server.http_protocol"], log.text

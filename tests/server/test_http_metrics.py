@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from quire.metrics.http import HttpMetrics
 from quire.server.http_metrics import NOT_COUNTED, CountRequests
+from tests.server.test_errors import MESSAGES
 
 
 async def _endpoint(request: object) -> Response:
@@ -95,3 +96,15 @@ async def test_probes_are_not_counted():
     for path in NOT_COUNTED:
         await app.request("GET", path)
     assert app.series() == []
+
+
+def test_unversioned_routes_are_the_same_routes(server):
+    """Answers, errors and limits are alike; they are counted under their own names."""
+    for path, body in (("/chat/completions", {"messages": MESSAGES}), ("/completions", {"prompt": "Hi"})):
+        answers = [server.http.post(f"{prefix}{path}", json={**body, "seed": 1}).json() for prefix in ("", "/v1")]
+        assert [answer["choices"] for answer in answers] == [answers[0]["choices"]] * 2
+        for wrong in ({}, {**body, "n": 129}, {**body, "guided_json": {}}):
+            refusals = [server.http.post(f"{prefix}{path}", json=wrong) for prefix in ("", "/v1")]
+            assert refusals[0].status_code == 400
+            assert refusals[0].json() == refusals[1].json()
+        assert f'handler="{path}"' in server.http.get("/metrics").text

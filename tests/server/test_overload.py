@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import socket
+import time
+from collections import Counter
 
 import httpx
 import pytest
 
 from quire.errors import QueueFullError
-from quire.frontend.admission import MAX_RETRY_SECONDS, Admission
+from quire.frontend.admission import (
+    FREE_REFUSALS,
+    MAX_REFUSAL_DELAY_SECONDS,
+    MAX_RETRY_SECONDS,
+    REFUSAL_TURN_SECONDS,
+    REFUSALS_PER_SECOND,
+    Admission,
+)
 from quire.frontend.echo_client import EchoClient
 from quire.messages import AddRequest, EngineReady, SetLimits
 from quire.schedule import StepRecord
 from tests.server.serving import RunningServer
 from tests.server.test_errors import error_of
+from tests.server.test_guard import ask, expecting, head_of
 
 
 def record(num_running: int, num_waiting: int) -> StepRecord:
@@ -118,3 +130,125 @@ def test_the_limit_moves_with_the_engines():
         assert server.engine.admission.max_num_queued_reqs == 2
         server.run(lambda: server.engine.set_limits(SetLimits(max_num_queued_reqs=7)))
         assert server.engine.admission.max_num_queued_reqs == 7
+
+
+def test_what_was_sent_since_the_last_step_counts():
+    """Else all that came between two steps would be tokenized and sent, for the engine to refuse."""
+    door = admission(3)
+    door.on_step(record(num_running=4, num_waiting=1))
+    door.on_sent(1)
+    door.check()
+    door.on_sent(1)
+    with pytest.raises(QueueFullError, match="Got 3"):
+        door.check()
+    assert door.retry_after_seconds == 1
+    door.on_step(record(num_running=4, num_waiting=2))
+    door.check()
+    door.on_sent(5)
+    door.on_idle()
+    door.check()
+
+
+def test_between_two_steps_no_more_is_sent_than_the_queue_takes():
+    client = EchoClient(None, max_num_seqs=1, max_num_queued_reqs=3)
+    with RunningServer(client) as server:
+        server.run(lambda: setattr(client, "is_paused", True))
+
+        async def storm() -> list[int]:
+            async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
+                tasks = [asyncio.create_task(http.post("/v1/completions", json={"prompt": "Hi"})) for _ in range(12)]
+                done, waiting = set(), set(tasks)
+                while len(waiting) > 3:
+                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    assert {task.result().status_code for task in done} == {429}
+                server.run(lambda: (setattr(client, "is_paused", False), client._wake.set()))
+                return [(await task).status_code for task in tasks]
+
+        answers = asyncio.run(storm())
+        assert sorted(answers) == [200] * 3 + [429] * 9
+        assert sum(isinstance(message, AddRequest) for message in client.sent) == 3
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """A server whose engine has said that its queue is full."""
+    client = EchoClient(None, max_num_seqs=1, max_num_queued_reqs=2, max_model_len=2048)
+    with RunningServer(client) as server:
+        monkeypatch.setattr(type(server.engine), "num_unfinished", property(lambda engine: 3))
+        server.run(lambda: server.engine.admission.on_step(record(num_running=1, num_waiting=2)))
+        yield server
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/completions", "/chat/completions"])
+def test_a_refusal_reads_no_body_and_keeps_the_connection(full, path):
+    """The answer comes before the body, which is no JSON at that; then the connection is used again, and again."""
+    body = b"[" * 3_000_000
+    with socket.create_connection(("127.0.0.1", full.port), timeout=10) as connection:
+        for _ in range(2):
+            connection.sendall(head_of(path, body))
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 429"), answer
+            assert b'"queue_full"' in answer
+            assert b"retry-after: 3" in answer
+            assert b"connection: close" not in answer
+            connection.sendall(body)
+        connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    assert full.http.post("/tokenize", json={"prompt": "a"}).status_code == 200, "the queue is not for this"
+
+
+def test_a_refusal_of_a_body_that_waits_to_be_asked_for_ends_the_connection(full):
+    answer = ask(full, expecting("/v1/completions", b'{"prompt": "a"}'))
+    assert answer.startswith(b"HTTP/1.1 429"), answer
+    assert b"connection: close\r\n" in answer
+
+
+def test_the_key_comes_first():
+    client = EchoClient(None, max_num_queued_reqs=1)
+    with RunningServer(client, api_keys=("key",)) as server:
+        server.run(lambda: server.engine.admission.on_step(record(num_running=1, num_waiting=2)))
+        assert httpx.post(f"{server.url}/v1/completions", json={}).status_code == 401
+
+
+def test_refusals_have_a_pace():
+    """A burst is told at once; who asks again at once waits for the next turn."""
+    door, now = Admission(), 1000.05
+    delays = [door.refusal_delay(now) for _ in range(FREE_REFUSALS - 1)]
+    assert max(delays) == 0.0
+    turns = [now + delay for _ in range(REFUSALS_PER_SECOND) if (delay := door.refusal_delay(now)) > 0]
+    assert len(turns) >= REFUSALS_PER_SECOND - 1
+    per_turn = Counter(round(turn / REFUSAL_TURN_SECONDS, 3) for turn in turns)
+    assert all(turn.is_integer() for turn in per_turn), per_turn
+    assert max(per_turn.values()) <= REFUSALS_PER_SECOND * REFUSAL_TURN_SECONDS + 1
+    assert turns[-1] == pytest.approx(now + 1, abs=REFUSAL_TURN_SECONDS)
+    assert door.refusal_delay(now + 100) == 0.0
+
+
+def test_the_pace_holds_for_a_thousand_who_ask_at_once():
+    """Each of them asks again as soon as it is told; more of them wait no longer than the limit."""
+    door, now = Admission(), 1000.05
+    turns = [now + door.refusal_delay(now) for _ in range(900)]
+    for _ in range(3000):
+        heapq.heapreplace(turns, turns[0] + door.refusal_delay(turns[0]))
+    per_turn = Counter(round(turn / REFUSAL_TURN_SECONDS) for turn in turns)
+    assert max(per_turn.values()) <= REFUSALS_PER_SECOND * REFUSAL_TURN_SECONDS + 1
+    last = max(turns)
+    many = [door.refusal_delay(last) for _ in range(20 * REFUSALS_PER_SECOND)]
+    assert MAX_REFUSAL_DELAY_SECONDS - REFUSAL_TURN_SECONDS <= max(many) <= MAX_REFUSAL_DELAY_SECONDS
+
+
+def test_delayed_refusals_hold_up_nobody(full):
+    """The next refusal has its turn in two seconds: other routes are answered meanwhile, and a client may leave."""
+    full.run(lambda: setattr(full.engine.admission, "_next_refusal", time.monotonic() + 2))
+    body = b'{"prompt": "a"}'
+    with socket.create_connection(("127.0.0.1", full.port), timeout=10) as leaves:
+        leaves.sendall(head_of("/v1/completions", body) + body)
+    with socket.create_connection(("127.0.0.1", full.port), timeout=10) as stays:
+        stays.sendall(head_of("/v1/completions", body) + body)
+        assert full.http.get("/health").status_code == 200
+        stays.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stays.recv(1)
+        stays.settimeout(10)
+        assert stays.recv(65536).startswith(b"HTTP/1.1 429")

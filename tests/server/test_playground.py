@@ -11,10 +11,9 @@ import sys
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.frontend.echo_client import EchoClient
 from tests.server.browser import ENTER, ESCAPE
 from tests.server.playground_page import ANSWERED, ask, open_page
-from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
+from tests.server.serving import ANSWER, MODEL, TEXT, TOKENIZER, RunningServer
 
 
 def last_prompt(server: RunningServer) -> str:
@@ -182,33 +181,6 @@ def test_a_mistyped_number_is_not_dropped(browser, steady):
     assert browser.focused() == "seed"
     assert not browser.js("document.querySelector('.turn')")
     assert len(steady.client.sent) == sent
-
-
-def test_model_text_stays_text(browser):
-    hostile = (
-        "<img src=x onerror=alert(1)> **bold `<b>`** `<b>code</b>` and `` a`b ``, `f(**a, **b)`, 2 ** 3 ** 4, `\n\n"
-        '```html\n<script>alert("2")</script>\n\n  <i>two</i>\n```\nafter <a href="javascript:alert(3)">it</a>'
-    )
-    answer = TOKENIZER.encode(hostile, add_special_tokens=False)
-    with RunningServer(EchoClient(answer, step_seconds=0.002, max_model_len=MAX_MODEL_LEN)) as server:
-        open_page(browser, server)
-        ask(browser, "<u>Hi</u>")
-        assert not browser.js("document.querySelector('#turns :is(img, script, b, i, a, u)')")
-        assert browser.text(".user .text") == "<u>Hi</u>"
-        blocks = browser.js(
-            "[...document.querySelectorAll('.assistant .text > *')].map(e => [e.tagName, e.textContent])"
-        )
-        assert blocks == [
-            ["P", "<img src=x onerror=alert(1)> bold <b> <b>code</b> and a`b, f(**a, **b), 2 ** 3 ** 4, `"],
-            ["PRE", '<script>alert("2")</script>\n\n  <i>two</i>'],
-            ["P", 'after <a href="javascript:alert(3)">it</a>'],
-        ]
-        codes = browser.js("[...document.querySelectorAll('.assistant p code')].map(e => e.textContent)")
-        assert codes == ["<b>", "<b>code</b>", "a`b", "f(**a, **b)"]
-        assert browser.js("[...document.querySelectorAll('.assistant strong')].map(e => e.textContent)") == ["bold <b>"]
-        spoken = browser.js("[...document.querySelectorAll('#spoken p')].map(e => e.textContent)")
-        assert len(spoken) == 3, "each paragraph is said once"
-        assert spoken[1] == blocks[1][1]
 
 
 def test_copies_run(browser, steady):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from quire.frontend.echo_client import EchoClient
 from quire.messages import EngineProgress
 from tests.server.browser import ENTER, ESCAPE, SHIFT, SPACE, TAB
-from tests.server.playground_page import ANSWERED, READY, ask, open_page
+from tests.server.playground_page import ANSWERED, READY, ask, kept_chats, open_page
 from tests.server.serving import ANSWER, MAX_MODEL_LEN, TEXT, RunningServer
 
 
@@ -66,7 +67,8 @@ def test_api_key(browser):
         browser.open(server.url)
         browser.wait("document.querySelector('#key-dialog').open && document.activeElement.id == 'key'")
         browser.press("wrong" + ENTER)
-        browser.wait_for_text("#key-error", "The API key is missing or wrong")
+        browser.wait_for_text("#key-error", "The server does not accept this key.")
+        assert not re.search("header|bearer|authorization", browser.text("#key-dialog"), re.IGNORECASE)
         browser.press(ESCAPE)
         browser.wait("!document.querySelector('#key-dialog').open")
         browser.click("#prompt")
@@ -78,12 +80,14 @@ def test_api_key(browser):
         browser.wait("!document.querySelector('#key-dialog').open")
         ask(browser, "")
         assert browser.text(".assistant .text") == TEXT
-        assert browser.js("[Object.values(sessionStorage), Object.values(localStorage), document.cookie]") == [
-            [key],
+        assert browser.js("[sessionStorage.getItem('quire.key'), Object.values(localStorage), document.cookie]") == [
+            key,
             [],
             "",
         ]
         assert key not in browser.js("document.documentElement.outerHTML")
+        (chat,) = kept_chats(browser)
+        assert key not in json.dumps(chat, ensure_ascii=False)
         browser.open(server.url)
         browser.wait(READY)
         browser.js("(Object.defineProperty(navigator, 'clipboard', {value: {writeText(t) { window.clip = t; }}}), 1)")
@@ -145,10 +149,13 @@ def test_keyboard_alone(browser, steady):
     ]  # fmt: skip
     browser.js("(document.querySelector('.skip').focus(), 1)")
     order = []
-    while len(order) < 12 and browser.focused() != "prompt":
+    while len(order) < 20 and browser.focused() != "prompt":
         browser.press(TAB)
         order.append(browser.focused())
-    assert order == ["new", "theme", "toggle", "log", "Edit", "Copy", "Copy", "Retry", "prompt"]
+    assert order == [
+        "toggle-sidebar", "new", "theme", "toggle-settings", "search", "one", "×", "export", "import", "delete-all",
+        "log", "Edit", "Copy", "Copy", "Retry", "prompt",
+    ]  # fmt: skip
     browser.press(TAB, holding=SHIFT)
     browser.press(SPACE)  # on Retry
     browser.wait("document.querySelector('[aria-busy]')")
@@ -167,10 +174,11 @@ def test_what_a_screen_reader_finds(browser, steady):
     assert [role for role, name in found if role in controls and not name] == []
     assert set(found) >= {
         ("main", ""), ("region", "Conversation"), ("article", "You"), ("article", "Answer"), ("textbox", "Message"),
-        ("button", "Send"), ("spinbutton", "Temperature"), ("button", "Theme: system"),
+        ("button", "Send"), ("navigation", "Chats"), ("searchbox", "Search the chats"), ("button", "Delete chat: Hi"),
+        ("spinbutton", "Temperature"), ("button", "Theme: system"),
     }  # fmt: skip
     assert browser.js("[...document.querySelectorAll('[aria-live], [role=status], [role=log]')].map(e => e.id)") == [
-        "notice", "spoken",
+        "no-chats", "notice", "spoken",
     ], "the answer itself is not a live region: every token would be said"  # fmt: skip
     assert browser.text("#spoken") == TEXT
     ask(browser, "Again", 2)
@@ -203,13 +211,13 @@ def test_narrow_screens(browser, steady, width):
     log = browser.js("(log => log.scrollWidth - log.clientWidth)(document.querySelector('#log'))")
     assert log == 0, "the conversation scrolls sideways"
     assert browser.js("document.querySelector('#settings').hidden")
-    browser.js("(document.querySelector('#toggle').focus(), 1)")
+    browser.js("(document.querySelector('#toggle-settings').focus(), 1)")
     browser.press(ENTER)
-    assert browser.focused() == "done"
+    assert browser.focused() == "close-settings"
     assert browser.js("[...document.querySelectorAll('#settings')].every(e => e.scrollWidth <= e.clientWidth)")
     assert browser.js("document.querySelector('#main').inert")
     browser.press(ESCAPE)
-    assert browser.focused() == "toggle"
+    assert browser.focused() == "toggle-settings"
     assert browser.js("document.querySelector('#settings').hidden && !document.querySelector('#main').inert")
 
 

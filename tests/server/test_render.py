@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import psutil
 import pytest
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, InvalidRequestError, RendererLostError
 from quire.frontend import render_pool
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.render_pool import RenderPool
@@ -125,19 +129,122 @@ def test_a_client_that_leaves_does_not_mix_up_answers():
     asyncio.run(run())
 
 
-def test_a_killed_process_is_replaced():
+def in_pool(template: str, use: Callable[[RenderPool, int], Awaitable[None]], **options: Any) -> None:
+    """Runs `use` with a pool and the process id of its first process."""
+
     async def run() -> None:
-        pool = RenderPool({"default": "{{ messages[0].content }}"}, {})
+        pool = RenderPool({"default": template}, {}, **options)
         try:
-            process = pool._idle._queue[0]._process
-            process.kill()
-            process.wait()
-            assert await pool.render(Render(say("b"))) == "b"
-            assert await pool.render(Render(say("é😀" * 100_000))) == "é😀" * 100_000
+            await use(pool, pool._idle._queue[0]._process.pid)
         finally:
             pool.close()
 
     asyncio.run(run())
+
+
+def test_a_killed_process_is_replaced():
+    async def use(pool: RenderPool, pid: int) -> None:
+        process = pool._idle._queue[0]._process
+        process.kill()
+        process.wait()
+        assert await pool.render(Render(say("b"))) == "b"
+        assert await pool.render(Render(say("é😀" * 100_000))) == "é😀" * 100_000
+
+    in_pool("{{ messages[0].content }}", use)
+
+
+def ended_under_a_chat(number: signal.Signals) -> str:
+    """The text of a chat whose process is ended by a signal once it has been given the chat."""
+    texts = []
+
+    async def use(pool: RenderPool, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        chat = asyncio.create_task(pool.render(Render(say("b"))))
+        await asyncio.sleep(0.05)
+        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
+        texts.append(await chat)
+
+    in_pool("{{ messages[0].content }}", use)
+    return texts[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_a_process_ended_from_outside_is_not_the_clients_fault(number):
+    """As the system does when memory runs out: the chat is rendered again, and nobody notices."""
+    assert ended_under_a_chat(number) == "b"
+
+
+@pytest.mark.parametrize("number", [signal.SIGPROF, signal.SIGSEGV])
+def test_a_process_ended_by_its_template_is(number):
+    with pytest.raises(InvalidRequestError, match="The chat template"):
+        ended_under_a_chat(number)
+
+
+def test_a_stopped_process_is_replaced(monkeypatch):
+    monkeypatch.setattr(render_pool, "LOOK_SECONDS", 0.2)
+
+    async def use(pool: RenderPool, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        assert await pool.render(Render(say("b"))) == "b"
+        assert not psutil.pid_exists(pid)
+
+    in_pool("{{ messages[0].content }}", use)
+
+
+def test_a_starved_process_is_waited_for():
+    """It is out of the processor for much longer than it may use it, as on a machine with too much to do."""
+
+    async def use(pool: RenderPool, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        chat = asyncio.create_task(pool.render(Render(say("b"))))
+        await asyncio.sleep(1.0)
+        os.kill(pid, signal.SIGCONT)
+        assert await chat == "b"
+        assert pool._idle._queue[0]._process.pid == pid
+
+    in_pool("{{ messages[0].content }}", use, max_seconds=0.2)
+
+
+def test_processes_that_all_die_are_the_servers_fault():
+    with RunningServer(chat_template="{% for i in range(90000) %}{% endfor %}{{ messages[0].content }}") as server:
+        assert server.chat(max_tokens=1).status_code == 200
+        is_over = threading.Event()
+
+        def kill_all() -> None:
+            while not is_over.wait(0.01):
+                for process in renderers():
+                    process.kill()
+
+        thread = threading.Thread(target=kill_all)
+        thread.start()
+        try:
+            response = server.chat(max_tokens=1)
+        finally:
+            is_over.set()
+            thread.join()
+        assert error_of(response, 503)["code"] == "renderer_lost"
+        assert int(response.headers["retry-after"]) > 0
+        assert server.chat(max_tokens=1).status_code == 200
+
+
+SMALL = """from quire.frontend import render_process
+render_process.MAX_MEMORY_BYTES = 2**28
+render_process.main()"""
+
+
+def test_messages_that_fill_the_memory_are_the_clients_fault(monkeypatch):
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return Popen([sys.executable, "-c", SMALL], **options)
+
+    Popen = subprocess.Popen
+    monkeypatch.setattr(render_pool.subprocess, "Popen", popen)
+
+    async def use(pool: RenderPool, pid: int) -> None:
+        with pytest.raises(InvalidRequestError, match="needed more memory"):
+            await pool.render(Render([{"role": "user", "content": "a", "rest": [[]] * 2_000_000}]))
+
+    in_pool("{{ messages[0].content }}", use)
 
 
 def test_a_server_that_is_gone_is_no_error():
@@ -152,9 +259,21 @@ def test_a_server_that_is_gone_is_no_error():
     assert process.returncode == 0
 
 
-def test_a_template_that_does_not_compile_in_time(monkeypatch):
-    monkeypatch.setattr(render_pool, "START_SECONDS", 0.001)
-    with pytest.raises(ConfigError, match="cannot be compiled"):
+def test_a_template_that_does_not_compile_in_time():
+    with pytest.raises(ConfigError, match="more processor time than it may have while it was compiled"):
+        RenderPool({"default": "{{ 'ab' | center(3000000) | wordwrap(1) | length }}"}, {}, max_seconds=0.2)
+
+
+def test_a_process_that_dies_at_the_start(monkeypatch):
+    """Nothing is said about the template, which nobody has looked at."""
+    monkeypatch.setattr(render_pool, "send", lambda connection, templates: renderers()[0].kill())
+    with pytest.raises(RendererLostError, match="ended or stood still"):
+        RenderPool({"default": "x"}, {})
+
+
+def test_no_process_can_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    with pytest.raises(RendererLostError, match="No such file"):
         RenderPool({"default": "x"}, {})
 
 

@@ -44,7 +44,7 @@ def test_timings_from_exact_times():
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_metrics_on_demand(server, path):
     base = {"prompt": ["a", "b"]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
-    assert "metrics" not in server.http.post(path, json=base).json()
+    assert server.http.post(path, json=base).json()["metrics"] is None
     whole = server.http.post(path, json={**base, "return_metrics": True}).json()["metrics"]
     assert whole.keys() >= VLLM_METRICS
     assert all(value is not None and value >= 0 for value in whole.values()), whole
@@ -58,6 +58,22 @@ def test_metrics_on_demand(server, path):
     assert both["metrics"]["time_to_first_token_ms"] > 0
     beam = {**base, "use_beam_search": True, "n": 2, "return_metrics": True}
     assert error_of(server.http.post(path, json=beam), 400)["param"] == "return_metrics"
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}), ("/v1/completions", {"prompt": "a"})],
+)
+def test_metrics_of_every_request(path, base):
+    """With the operator's flag; a stream has them beside its usage only, as in vLLM."""
+    with RunningServer(reports_metrics=True) as server:
+        assert server.http.post(path, json=base).json()["metrics"].keys() >= VLLM_METRICS
+        assert server.http.post(path, json={**base, "return_metrics": False}).json()["metrics"] is None
+        assert server.http.post(path, json={**base, "use_beam_search": True}).json()["metrics"] is None
+        assert all("metrics" not in event for event in server.events(path, **base))
+        *others, last = server.events(path, **base, stream_options={"include_usage": True})
+        assert last["metrics"].keys() >= VLLM_METRICS
+        assert all("metrics" not in event for event in others)
 
 
 def test_timeline_of_a_finished_request(server):

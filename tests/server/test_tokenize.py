@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.frontend.tokenizer import Tokenizer
 from tests.server.serving import MAX_MODEL_LEN, TEXT, TOKENIZER, RunningServer
 from tests.server.test_errors import error_of
 
@@ -101,3 +102,21 @@ def test_truncation(server):
 def test_ping_and_load(server):
     assert server.http.get("/ping").json() == server.http.post("/ping").json() == {"status": "ok"}
     assert server.http.get("/load").json() == {"server_load": 0}
+
+
+def test_tokenizer_info_is_served_if_wanted(server):
+    """vLLM's route: what tokenizer_config.json says, and the chat template that is used."""
+    assert error_of(server.http.get("/tokenizer_info"), 404)["code"] == "unknown_route"
+    config = TOKENIZER.config | {"model_max_length": 10**30, "vocab_file": "/home/x/vocab.json"}
+    tokenizer = Tokenizer(TOKENIZER.backend, chat_templates={"default": "a", "tools": "b"}, config=config)
+    for chosen, template in ((None, "a"), ("tools", "b"), ("{{ own }}", "{{ own }}")):
+        with RunningServer(tokenizer=tokenizer, has_tokenizer_info=True, chat_template=chosen) as info:
+            answer = info.http.get("/tokenizer_info").json()
+            assert answer == TOKENIZER.config | {"model_max_length": 10**30, "chat_template": template}
+            assert isinstance(answer["tokenizer_class"], str)
+            assert "/tokenizer_info" in info.http.get("/openapi.json").json()["paths"]
+
+
+def test_tokenizer_info_without_a_tokenizer():
+    with RunningServer(tokenizer=None, has_tokenizer_info=True) as server:
+        error_of(server.http.get("/tokenizer_info"), 400)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.worker.device_inputs import StagedStep
+from quire.worker.input_batch import StagedStep
 
 GARBAGE = 0xAB  # what lies in host memory before a copy has come
 
@@ -69,6 +69,8 @@ class FakeAccelerator:
         free_bytes: what `memory` answers, one after the other; the last one stays.
         peak_bytes: what `reserved_peak` answers.
     """
+
+    runs_ahead = True
 
     def __init__(
         self,

@@ -25,8 +25,8 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.cuda_graphs import StepGraphs, in_order, paddings, warn_about_dropped_sizes
-from quire.worker.device_inputs import DeviceInputBatch, Padding
-from quire.worker.input_batch import StepRows
+from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.input_batch import Padding, StepRows
 from tests.engine.harness import demo_model
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -308,14 +308,14 @@ def test_a_padded_replay_gives_what_the_rows_alone_give(num_rows: int) -> None:
             for row in range(num_rows):  # 29 tokens fit the staging one row at a time
                 whole = each.step(lens, starts)
                 alone = replace(whole, **{name: getattr(whole, name)[row : row + 1] for name in StepRows.__slots__})
-                each.model.forward(each.inputs.forward_batch(alone, each.caches))
+                each.model.forward(each.inputs.forward_batch(each.inputs.stage(alone), each.caches))
             step = each.step([1] * num_rows, [29] * num_rows)
             if each is setup:
                 size = each.graphs.size_for(step)
                 assert size is not None
                 hidden.append(each.graphs.run(size, each.inputs.stage(step, pad_to=size))[:num_rows].clone())
             else:
-                hidden.append(each.model.forward(each.inputs.forward_batch(step, each.caches)))
+                hidden.append(each.model.forward(each.inputs.forward_batch(each.inputs.stage(step), each.caches)))
     assert torch.equal(*hidden)
     assert setup.accelerator.graphs[SIZES.index(size)].num_replays == 1
     for with_graph, without in zip(setup.caches, plain.caches, strict=True):
@@ -336,7 +336,7 @@ def test_a_padded_mixed_replay_gives_what_the_step_alone_gives(lens: list[int]) 
             before = each.step([4] * len(lens), [0] * len(lens))
             for start in (0, 4, 8):
                 piece = replace(before, starts_S=before.starts_S + start)
-                each.model.forward(each.inputs.forward_batch(piece, each.caches))
+                each.model.forward(each.inputs.forward_batch(each.inputs.stage(piece), each.caches))
             step = each.step(lens, [12] * len(lens))
             if each is setup:
                 size = each.graphs.size_for(step)
@@ -344,7 +344,7 @@ def test_a_padded_mixed_replay_gives_what_the_step_alone_gives(lens: list[int]) 
                 assert size.tokens > size.rows
                 hidden.append(each.graphs.run(size, each.inputs.stage(step, pad_to=size))[: sum(lens)].clone())
             else:
-                hidden.append(each.model.forward(each.inputs.forward_batch(step, each.caches)))
+                hidden.append(each.model.forward(each.inputs.forward_batch(each.inputs.stage(step), each.caches)))
     assert torch.equal(*hidden)
     assert setup.accelerator.graphs[WITH_MIXED.index(size)].num_replays == 1
     for with_graph, without in zip(setup.caches, plain.caches, strict=True):

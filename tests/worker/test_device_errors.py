@@ -9,7 +9,7 @@ from quire.errors import EngineDeadError
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker.accelerator import device_failed
-from quire.worker.device_runner import DeviceRunner
+from quire.worker.model_runner import ModelRunner
 from tests.engine.harness import Schedule, build_core
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -21,9 +21,9 @@ class FailedAccelerator(FakeAccelerator):
         raise device_failed(RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines"))
 
 
-def make_runner(accelerator: FakeAccelerator) -> DeviceRunner:
+def make_runner(accelerator: FakeAccelerator) -> ModelRunner:
     runner = build_core(Schedule(depth=2, accelerator=accelerator), "bfloat16").executor
-    assert isinstance(runner, DeviceRunner)
+    assert isinstance(runner, ModelRunner)
     return runner
 
 

@@ -24,7 +24,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.worker import gpu_memory, kv_cache
 from quire.worker.cuda_graphs import paddings
-from quire.worker.device_runner import DeviceRunner
+from quire.worker.model_runner import ModelRunner
 from quire.worker.worker import Worker, bring_up_gpu
 from tests.engine.harness import demo_model
 from tests.worker.fake_accelerator import FakeAccelerator
@@ -121,8 +121,8 @@ def test_what_comes_up_serves(arguments: dict[str, Any]) -> None:
     accelerator = FakeAccelerator(free_bytes=[900 * MIB])
     worker = bring_up(accelerator, num_gpu_blocks_override=200, **arguments)
     runner, resolved = worker.runner, worker.resolved
-    assert isinstance(runner, DeviceRunner)
-    assert (runner.graphs is None) == resolved.enforce_eager
+    assert isinstance(runner, ModelRunner)
+    assert (runner.captured is None) == resolved.enforce_eager
     core = core_of(worker)
     for index in range(30):
         params = SamplingParams(temperature=0.0, max_tokens=9)
@@ -150,12 +150,12 @@ def test_an_engine_that_nobody_holds_gives_its_memory_back(monkeypatch: pytest.M
     accelerator = FakeAccelerator(free_bytes=[900 * MIB])
     worker = bring_up(accelerator, num_gpu_blocks_override=200)
     runner = worker.runner
-    assert isinstance(runner, DeviceRunner)
+    assert isinstance(runner, ModelRunner)
     core = core_of(worker)
     core.add(AddRequest("r", [5, 7, 9], SamplingParams(temperature=0.0, max_tokens=9), 9))
     while core.has_work():
         core.step()
-    owners = (core, worker, runner, runner.graphs, runner.model, runner.caches[0].k_BGPE)
+    owners = (core, worker, runner, runner.captured, runner.model, runner.caches[0].k_BGPE)
     alive = [weakref.ref(each) for each in owners]
     del accelerator, worker, runner, core, owners
     gc.collect()

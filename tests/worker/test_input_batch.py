@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,7 +54,8 @@ def test_forward_batch_is_what_the_schedule_says(seed: int) -> None:
     batch = _batch(0, rows, new_rows=new_rows)
     inputs.apply(batch)
     step = inputs.step_rows(batch)
-    packed = inputs.forward_batch(step, [])
+    staged = inputs.stage(step)
+    packed = inputs.forward_batch(staged, [])
 
     expected = [
         (tokens[name][p], p, tables[name][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE)
@@ -69,16 +71,19 @@ def test_forward_batch_is_what_the_schedule_says(seed: int) -> None:
         assert table[:used] == tables[name][:used]
     assert step.samples_S.tolist() == [computed + count == len(tokens[name]) for name, computed, count in rows]
     last = [sum(r[2] for r in rows[: i + 1]) - 1 for i in range(len(rows))]
-    assert packed.logits_indices_R.tolist() == [last[i] for i, s in enumerate(step.samples_S) if s]
+    assert staged.logits_indices_R.tolist() == [last[i] for i, s in enumerate(step.samples_S) if s]
 
 
 def test_a_sampled_token_is_the_next_steps_input() -> None:
     inputs = InputBatch(1, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size=100)
-    inputs.apply(_batch(0, [("a", 0, 3)], new_rows=[_row("a", [7, 8, 9], 3, [4])]))
-    inputs.append_token(inputs.row_of["a"], 55)
+    first = _batch(0, [("a", 0, 3)], new_rows=[_row("a", [7, 8, 9], 3, [4])])
+    inputs.apply(first)
+    step = inputs.step_rows(first)
+    expected = inputs.expect_tokens(inputs.stage(step), step, torch.tensor([55]))
+    inputs.learn_tokens(expected, np.array([55]))
     batch = _batch(1, [("a", 3, 1)])
     inputs.apply(batch)
-    packed = inputs.forward_batch(inputs.step_rows(batch), [])
+    packed = inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [])
     assert (packed.token_ids_T.tolist(), packed.slot_mapping_T.tolist()) == ([55], [4 * BLOCK_SIZE + 3])
 
 

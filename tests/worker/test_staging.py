@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.worker.staging import ALIGNMENT, Staging
 from tests.worker.fake_accelerator import FakeAccelerator
+
+
+def put(staging: Staging, values: NDArray[Any]) -> Tensor:
+    """An array with these values."""
+    array, tensor = staging.array(len(values), values.dtype)
+    array[:] = values
+    return tensor
 
 
 def test_arrays_come_where_their_tensors_are() -> None:
@@ -15,8 +26,8 @@ def test_arrays_come_where_their_tensors_are() -> None:
     staging.begin()
     ids, on_device = staging.array(5, np.int64)
     ids[:] = range(5)
-    halves = staging.put(np.array([0.5, 1.5], dtype=np.float32))
-    uniform = staging.put(np.array([0.25]))
+    halves = put(staging, np.array([0.5, 1.5], dtype=np.float32))
+    uniform = put(staging, np.array([0.25]))
     staging.send()
     assert on_device.tolist() == list(range(5))
     assert (halves.tolist(), halves.dtype) == ([0.5, 1.5], torch.float32)
@@ -29,8 +40,8 @@ def test_equal_shapes_have_equal_addresses() -> None:
     addresses = set()
     for step in range(7):
         staging.begin()
-        first = staging.put(np.full(4, step))
-        second = staging.put(np.full(3, step, dtype=np.int32))
+        first = put(staging, np.full(4, step))
+        second = put(staging, np.full(3, step, dtype=np.int32))
         staging.send()
         assert first.tolist() == [step] * 4
         addresses.add((first.data_ptr(), second.data_ptr()))
@@ -43,7 +54,7 @@ def test_a_buffer_waits_for_its_own_copy_alone() -> None:
     staging = Staging(accelerator, 1024, 3)
     for step in range(4):
         staging.begin()
-        staging.put(np.full(4, step))
+        put(staging, np.full(4, step))
         staging.send()
     events = list(accelerator._uploads.values())
     assert len(events) == 3

@@ -22,9 +22,9 @@ from quire.bench.http import HttpClient, HttpError
 from quire.bench.load import Run, run_load
 from quire.bench.options import Target, Traffic, Workload, key_values
 from quire.bench.workload import BenchRequest, chat_render, make_requests
+from quire.demo import DEMO_MODEL_NAME
 from quire.errors import ConfigError, QuireError
 from quire.frontend.tokenizer import Tokenizer
-from quire.launch import DEMO_MODEL_NAME
 from quire.loader.hub import resolve_tokenizer_files
 from quire.model_config import load_model_config
 

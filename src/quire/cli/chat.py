@@ -1,47 +1,219 @@
-"""`quire chat`: talk to a running server in the terminal."""
+"""`quire chat [MODEL] [PROMPT ...]`, also `quire run`: ask a model in the terminal, here or on a server."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any
 
-from quire.cli.client import Client, add_client_flags
+from quire import envs, logs
+from quire.cli.client import (
+    DEFAULT_URL,
+    Client,
+    NoApiError,
+    ServerAnswerError,
+    ServerUnreachableError,
+    add_client_flags,
+)
+from quire.cli.flags import Parser, add_config_flags
+from quire.cli.settings import add_settings_flags, read_settings
+from quire.compat.environment import check_environment
+from quire.compat.table import as_flag
+from quire.config import EngineConfig, ServerConfig
+from quire.errors import ConfigError, InvalidRequestError
+from quire.option import options
+from quire.spawn import EngineInterpreter, spawned_engine
+from quire.terminal import CLEAR_LINE, is_terminal
+
+if TYPE_CHECKING:
+    from quire.chat.conversation import Conversation
+    from quire.chat.model import ChatModel
+
+DESCRIPTION = f"""
+With MODEL the model runs here. With --url, --model-name or --api-key a server is asked. With none of these: the server
+at {DEFAULT_URL} if one answers, else the bundled demo model. With PROMPT, or when standard input or output is no
+terminal, it answers once: what comes from standard input, then PROMPT. /help in the chat lists its commands.
+"""
+PATIENCE_SECONDS = 1.0  # for a server that nobody has named
+SERVER_SETTINGS = ("chat_template", "default_chat_template_kwargs", "log_level", "log_format")  # that a chat has too
+NOT_OF_ENGINES = ("model", "log_level", "log_format")  # what a chat with a server has as well
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("chat", help="chat with a running server", allow_abbrev=False)
+    parser = subparsers.add_parser(
+        "chat",
+        aliases=["run"],
+        help="ask a model in the terminal: one that runs here, or a server",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+        conflict_handler="resolve",  # -q is vLLM's --quantization in `serve`, and its --quick in `chat`
+    )
+    add_settings_flags(parser, (EngineConfig,))
+    add_config_flags(parser, ServerConfig, skip=frozenset({f.name for f in options(ServerConfig)} - {*SERVER_SETTINGS}))
+    parser.usage = f"{parser.prog} [MODEL] [PROMPT ...] [flags]"
+    parser.add_argument("prompt", metavar="PROMPT", nargs="*", help="a question: answer it, and leave")
     add_client_flags(parser)
-    parser.add_argument("--system-prompt", help="text of the system message")
-    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the answer, and leave")
-    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--system-prompt", metavar="TEXT", help="how the model should answer")
+    add("--set", metavar="NAME=VALUE", action="append", default=[], help="a parameter of the answers, as temperature=0")
+    add("-q", "--quick", metavar="MESSAGE", help="as PROMPT, and standard input is not read")
+    parser.set_defaults(run=partial(run, parser))
 
 
-def run(args: argparse.Namespace) -> int:
-    client = Client(args)
-    messages: list[dict[str, str]] = []
-    if args.system_prompt:
-        messages.append({"role": "system", "content": args.system_prompt})
-    if args.quick is not None:
-        _turn(client, messages, args.quick)
-        return 0
-    print(f"Chatting with {client.model}. Ctrl-D leaves.")
-    while True:
+def run(parser: Parser, args: argparse.Namespace) -> int:
+    engine, server = read_settings(parser, args)
+    if server.log_level is None and not os.environ.get(envs.LOGGING_LEVEL.name):
+        logs.configure("WARNING")  # notes of a server at work do not belong between question and answer
+    check_environment()
+    conversation = _conversation(args)
+    question = _question(args)
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)  # what the terminal's encoding has not ends no chat
+    from quire.chat.session import Session
+    from quire.chat.typed import line_reader
+
+    with ExitStack() as stack:
+        stack.enter_context(_on_signals(_stops(), _leave))
+        session = Session(_model(args, engine, server, stack), conversation)
+        if question is None:
+            session.talk(line_reader())
+        else:
+            session.ask(question)
+    return 0
+
+
+def _conversation(args: argparse.Namespace) -> Conversation:
+    from quire.chat.conversation import Conversation
+
+    conversation = Conversation(args.system_prompt)
+    for setting in args.set:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError("--set has no value", value=setting, expected="NAME=VALUE, as temperature=0")
         try:
-            text = input("> ")
-        except EOFError:
-            print()
-            return 0
-        if text.strip():
-            _turn(client, messages, text)
+            conversation.set(name, value)
+        except InvalidRequestError as error:
+            raise ConfigError(error.what, value=error.value, expected=error.expected, fix=error.fix) from None
+    return conversation
 
 
-def _turn(client: Client, messages: list[dict[str, str]], text: str) -> None:
-    messages.append({"role": "user", "content": text})
-    answer = ""
-    for chunk in client.stream("/chat/completions", {"messages": messages}):
-        for choice in chunk["choices"]:
-            piece = choice["delta"].get("content") or ""
-            answer += piece
-            print(piece, end="", flush=True)
-    print()
-    messages.append({"role": "assistant", "content": answer})
+def _question(args: argparse.Namespace) -> str | None:
+    """What to answer before leaving; None: a person at a terminal will ask."""
+    if args.quick is not None:
+        return str(args.quick)
+    words = " ".join(args.prompt)
+    if _is_a_person(sys.stdin) and (words or _is_a_person(sys.stdout)):
+        return words or None
+    given = b"" if sys.stdin is None else sys.stdin.buffer.read()
+    try:
+        question = "\n\n".join(filter(None, (given.decode().strip("\n"), words)))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"Standard input is no text: {error}", expected="UTF-8") from None
+    if not question.strip():
+        raise ConfigError("There is no question", fix="Give one after MODEL, with -q, or on standard input")
+    return question
+
+
+def _is_a_person(stream: IO[str] | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def _model(args: argparse.Namespace, engine: EngineConfig, server: ServerConfig, stack: ExitStack) -> ChatModel:
+    """Who answers, by what was given."""
+    given = [
+        as_flag(name)
+        for config in (engine, server)
+        for name, source in config.sources.items()
+        if source in ("flag", "file") and name not in NOT_OF_ENGINES
+    ]
+    if args.url or args.model_name or args.client_key:
+        return _named_server(args, engine.model, given)
+    if engine.model is None and not given:
+        answers = f"the server at {DEFAULT_URL} answers; with a MODEL, one would run here"
+        try:
+            client = Client(patience=PATIENCE_SECONDS)
+        except (ServerUnreachableError, NoApiError):
+            logs.say(
+                f"no MODEL is given, and no server answers at {DEFAULT_URL}: the bundled demo model answers, "
+                "which knows Python's standard library and nothing else"
+            )
+        except ServerAnswerError:
+            logs.say(answers)
+            raise
+        else:
+            logs.say(answers)
+            return client
+    return _engine(engine, server, stack)
+
+
+def _named_server(args: argparse.Namespace, model: str | None, given: list[str]) -> Client:
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} would change a model that runs here, and a server is to answer",
+            fix="Leave out either these, or --url, --model-name and --api-key",
+        )
+    if args.model_name and model and args.model_name != model:
+        raise ConfigError(
+            "Two models are named", value=[model, args.model_name], expected="one", fix="Leave --model-name out"
+        )
+    return Client(args.url, model=args.model_name or model, api_key=args.client_key)
+
+
+def _engine(engine: EngineConfig, server: ServerConfig, stack: ExitStack) -> ChatModel:
+    if engine.sources["max_num_seqs"] == "default":
+        engine = replace(engine, max_num_seqs=1)  # nobody else asks: memory for one conversation
+    interpreter = stack.enter_context(spawned_engine())  # first: it takes longest
+    from quire.chat.engine import EngineModel
+    from quire.first_screen import show_missing_kernels
+    from quire.start_display import shown_start
+
+    show_missing_kernels()
+    with shown_start(is_quiet=engine.disable_log_stats) as progress:
+        with _ends_at_once(interpreter):
+            model = EngineModel(engine, server, interpreter, progress)
+        return stack.enter_context(model)
+
+
+@contextmanager
+def _ends_at_once(interpreter: EngineInterpreter) -> Iterator[None]:
+    """Inside, a signal ends this process and the engine: leaving would wait for the threads of a download."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        interpreter.kill()
+        # The signal may have come in the middle of a write, and a buffer is not entered twice.
+        clear = CLEAR_LINE if is_terminal(sys.stderr) else ""
+        os.write(2, f"{clear}quire: {'interrupted' if number == signal.SIGINT else 'stopped'}\n".encode())
+        os._exit(128 + number)
+
+    with _on_signals([signal.SIGINT, *_stops()], end):
+        yield
+
+
+def _stops() -> list[signal.Signals]:
+    """Somebody stops it, or closes the terminal, unless `nohup` says that this is nothing to end for."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM] if is_ignored else [signal.SIGTERM, signal.SIGHUP]
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """As /bye, with the exit code that shells expect."""
+    sys.exit(128 + number)
+
+
+@contextmanager
+def _on_signals(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

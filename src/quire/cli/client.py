@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from quire import envs
-from quire.errors import QuireError
+from quire.chat.model import Piece
+from quire.cli.flags import Parser
+from quire.errors import ConfigError, QuireError
+from quire.terminal import without_controls
 
+DEFAULT_URL = "http://localhost:8000/v1"
 TIMEOUT_SECONDS = 600.0
+_KEY_STATUS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+_KEY_FIX = "Give the server's key with --api-key, or set VLLM_API_KEY"
 
 
 class ServerUnreachableError(QuireError):
@@ -27,46 +34,87 @@ class ServerAnswerError(QuireError):
     code, status = "server_error", 502
 
 
-def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://localhost:8000/v1", help="base URL of the API (default: %(default)s)")
+class NoApiError(ServerAnswerError):
+    """What answers at the address is something else."""
+
+
+def add_client_flags(parser: Parser) -> None:
+    parser.add_argument("--url", help=f"base URL of the API (default: {DEFAULT_URL})")
     parser.add_argument("--model-name", help="model to ask (default: the first one served)")
-    parser.add_argument("--api-key", help="API key (default: VLLM_API_KEY)")
+    parser.add_argument("--api-key", dest="client_key", help="API key (default: VLLM_API_KEY)")
+    parser.secret_names.add("client_key")
 
 
 class Client:
-    """Talks to one server; every call opens its own connection."""
+    """Talks to one server; every call opens its own connection.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        parts = urlsplit(args.url)
+    Args:
+        url: base URL of the API; None: the default one.
+        model: the name of a model there; None: the first one.
+        api_key: None: VLLM_API_KEY.
+        patience: seconds until the server must have named its models, if it is asked for them.
+    Raises:
+        ConfigError: the URL is none. NoApiError: what answers does not list models.
+        ServerUnreachableError, ServerAnswerError: the server does not answer, or refuses.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        patience: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self._url = url or DEFAULT_URL
+        parts, port = _split(self._url)
         self._make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._host, self._port, self._path = parts.hostname or "localhost", parts.port, parts.path.rstrip("/")
-        self._url = args.url
-        key = args.api_key or envs.API_KEY.get()
+        self._host, self._port, self._path = parts.hostname or "", port, parts.path.rstrip("/")
+        key = api_key or envs.API_KEY.get()
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.model: str = args.model_name or self._first_model()
+        self.name = model or self._first_model(patience)
 
-    def _first_model(self) -> str:
-        models = json.loads(b"".join(self._lines("GET", "/models", None)))
-        return str(models["data"][0]["id"])
+    def _first_model(self, patience: float) -> str:
+        no_api = NoApiError(
+            "What answers does not list its models", value=self._url, expected="an OpenAI-compatible API"
+        )
+        try:
+            return str(json.loads(b"".join(self._lines("GET", "/models", None, patience)))["data"][0]["id"])
+        except ServerAnswerError as error:
+            raise (no_api if error.value == HTTPStatus.NOT_FOUND else error) from None
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise no_api from None
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The server knows them."""
+        return {}
+
+    def answer(
+        self, messages: Sequence[Mapping[str, str]], parameters: Mapping[str, Any]
+    ) -> Generator[Piece, None, None]:
+        """As ChatModel says; closing it closes the connection, which tells the server."""
+        with closing(self.stream("/chat/completions", {"messages": messages, **parameters})) as chunks:
+            for chunk in chunks:
+                yield from _pieces(chunk)
+
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The chunks of a streamed completion."""
-        request = {"model": self.model, "stream": True} | body
-        for line in self._lines("POST", path, json.dumps(request).encode()):
-            data = line.removeprefix(b"data: ").strip()
-            if data and data != b"[DONE]":
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ServerAnswerError(chunk["error"]["message"])
-                yield chunk
+        request = {"model": self.name, "stream": True} | body
+        with closing(self._lines("POST", path, json.dumps(request).encode(), TIMEOUT_SECONDS)) as lines:
+            for line in lines:
+                field, _, data = line.partition(b":")
+                if field == b"data" and data.strip() != b"[DONE]":
+                    yield _chunk(data)
 
-    def _lines(self, method: str, path: str, body: bytes | None) -> Iterator[bytes]:
-        connection = self._make(self._host, self._port, timeout=TIMEOUT_SECONDS)
+    def _lines(self, method: str, path: str, body: bytes | None, timeout: float) -> Generator[bytes, None, None]:
+        connection = self._make(self._host, self._port, timeout=timeout)
         try:
             connection.request(method, self._path + path, body, self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise ServerAnswerError(_error_message(response.read()), value=response.status)
+                fix = _KEY_FIX if response.status in _KEY_STATUS else None
+                raise ServerAnswerError(_error_message(response.read()), value=response.status, fix=fix)
             yield from response
         except (OSError, HTTPException) as error:
             raise ServerUnreachableError(
@@ -76,8 +124,38 @@ class Client:
             connection.close()
 
 
+def _split(url: str) -> tuple[SplitResult, int | None]:
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return parts, parts.port
+    except ValueError:  # of a port, or of brackets
+        pass
+    raise ConfigError("The URL is not one of an API", value=url, expected=f"such as {DEFAULT_URL}", param="url")
+
+
+def _chunk(data: bytes) -> dict[str, Any]:
+    try:
+        chunk = json.loads(data)
+    except (ValueError, RecursionError):
+        chunk = None
+    if not isinstance(chunk, dict):
+        raise ServerAnswerError("The server's stream holds what is no JSON object", value=data)
+    if "error" in chunk:
+        raise ServerAnswerError(_error_message(data))
+    return chunk
+
+
+def _pieces(chunk: dict[str, Any]) -> list[Piece]:
+    try:
+        choices = chunk.get("choices") or ()  # none in a last chunk with the usage
+        return [Piece(choice["delta"].get("content") or "", choice.get("finish_reason")) for choice in choices]
+    except (LookupError, TypeError, AttributeError):
+        raise ServerAnswerError("The server's stream holds what is no part of a chat", value=chunk) from None
+
+
 def _error_message(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return without_controls(str(json.loads(body)["error"]["message"]))
+    except (ValueError, LookupError, TypeError, RecursionError):
         return "The server refused the request"

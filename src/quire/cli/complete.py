@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from quire.cli.client import Client, add_client_flags
+from quire.terminal import write_answer
 
 
 def add_parser(subparsers: Any) -> None:
@@ -17,11 +18,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    client = Client(args)
+    client = Client(args.url, model=args.model_name, api_key=args.client_key)
     if args.quick is not None:
         _continue(client, args.quick, args.max_tokens)
         return 0
-    print(f"Continuing text with {client.model}. Ctrl-D leaves.")
+    print(f"Continuing text with {client.name}. Ctrl-D leaves.")
     while True:
         try:
             text = input("> ")
@@ -36,5 +37,5 @@ def _continue(client: Client, prompt: str, max_tokens: int | None) -> None:
     body = {"prompt": prompt} | ({"max_tokens": max_tokens} if max_tokens is not None else {})
     for chunk in client.stream("/completions", body):
         for choice in chunk["choices"]:
-            print(choice["text"], end="", flush=True)
+            write_answer(choice["text"])
     print()

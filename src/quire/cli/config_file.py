@@ -29,7 +29,7 @@ def read_config_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, A
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}", param="config") from None
     if root is None:
         return {}

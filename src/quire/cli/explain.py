@@ -24,6 +24,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     """Exit code 0, or 2 if a start would fail for lack of memory."""
     engine_config, server_config = read_settings(parser, args)
     from quire.cost import devices
+    from quire.cost.stopwatch import Stopwatch
     from quire.explain import explain
     from quire.kernels import extension
     from quire.launch import find_model
@@ -31,8 +32,9 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     _, name, model = find_model(engine_config, None, weights=False)
     gpu = "none was looked for" if engine_config.device == "cpu" else devices.ask_gpu()
     device = devices.detect(extension.chosen_isa(), gpu)
+    watch = Stopwatch()
     bandwidth = extension.read_bandwidth(device.num_cores)
-    explanation = explain(name, engine_config, server_config, model, device, bandwidth)
+    explanation = explain(name, engine_config, server_config, model, device, bandwidth, watch.lap().waited)
     if args.json:
         print(json.dumps(explanation.as_dict(), indent=2, default=str))
     else:

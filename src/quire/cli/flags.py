@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
+from quire.argument_list import hide_secrets
 from quire.cli.words import plain_words
 from quire.compat.commands import absent_command
 from quire.compat.names import nearest
@@ -20,7 +21,14 @@ C = TypeVar("C")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads command lines as vLLM's does (`plain_words`); its errors are one line and name the nearest known flag."""
+    """Reads command lines as vLLM's does (`plain_words`); its errors are one line and name the nearest known flag.
+
+    Values of the arguments named in `secret_names` leave the list of processes as soon as they are read.
+    """
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.secret_names: set[str] = set()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
@@ -30,9 +38,16 @@ class Parser(argparse.ArgumentParser):
         except ConfigError as error:
             parser.error(error.message)
         parsed, unknown = self.parse_known_args(words, namespace)
-        if unknown:
-            parser._unknown(unknown[0])
+        hide_secrets(parser._secrets(parsed))
+        if "prompt" in parsed and not any(word.startswith("-") for word in unknown):
+            parsed.prompt += unknown  # argparse has no place for words on both sides of a flag
+        elif unknown:
+            parser._unknown(next((word for word in unknown if word.startswith("-")), unknown[0]))
         return parsed
+
+    def _secrets(self, parsed: argparse.Namespace) -> list[str]:
+        values = [getattr(parsed, name, None) or [] for name in self.secret_names]
+        return [secret for value in values for secret in ([value] if isinstance(value, str) else value)]
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists what there is.\n")
@@ -68,7 +83,7 @@ class Parser(argparse.ArgumentParser):
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
@@ -87,13 +102,15 @@ def _converter(convert: Any) -> Any:
     return wrapped
 
 
-def add_config_flags(parser: argparse.ArgumentParser, config: type, *, skip: frozenset[str] = frozenset()) -> None:
+def add_config_flags(parser: Parser, config: type, *, skip: frozenset[str] = frozenset()) -> None:
     """One flag per field of `config`; booleans get --name and --no-name."""
     group = parser.add_argument_group(config.__name__)
     hints = get_type_hints(config)
     for f in options(config):
         if f.name in skip:
             continue
+        if f.metadata["secret"]:
+            parser.secret_names.add(f.name)
         names = ["--" + f.name.replace("_", "-"), *f.metadata["flags"]]
         base, is_many, _ = field_type(hints[f.name])
         keywords: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": _help(f)}

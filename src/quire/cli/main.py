@@ -1,48 +1,110 @@
-"""`quire`: parse the command line and hand over to the subcommand."""
+"""`quire`: parse the command line and hand over to the subcommand. Little is imported before Ctrl-C is answered."""
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
+import signal
 import sys
+from typing import TYPE_CHECKING
 
-from quire import __version__, logs
-from quire.cli import bench, chat, collect_env, complete, explain, plan, quality, quantize, serve
-from quire.cli.flags import Parser
 from quire.errors import ConfigError, QuireError
+from quire.interrupt import INTERRUPTED
 
-COMMANDS = (serve, chat, complete, bench, plan, explain, quality, quantize, collect_env)
+if TYPE_CHECKING:
+    from quire.cli.flags import Parser
+
+# What the system refuses, by the number of its error, and what to do.
+_REFUSALS = {
+    errno.ENOMEM: ("more memory", "Raise `ulimit -v`, or end other programs"),
+    errno.EMFILE: ("to open more files", "Raise `ulimit -n`"),
+    errno.ENFILE: ("to open more files", "End other programs"),
+    errno.EAGAIN: ("more processes or threads", "Raise `ulimit -u`, or end other programs"),
+    errno.ENOSPC: ("to write more", "Make room on the disk"),
+}
 
 
 def build_parser() -> Parser:
+    from quire import __version__
+    from quire.cli import bench, chat, collect_env, complete, explain, plan, quality, quantize, serve
+    from quire.cli.flags import Parser
+
     parser = Parser(
         prog="quire", description="Fast LLM inference and serving that needs no tuning.", allow_abbrev=False
     )
     parser.add_argument("-v", "--version", action="version", version=f"quire {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    for command in (serve, chat, complete, bench, plan, explain, quality, quantize, collect_env):
         command.add_parser(subparsers)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
-    args = build_parser().parse_args(argv)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as scripts start what runs in their background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        args = build_parser().parse_args(argv)
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except QuireError as error:
-        logs.say(error.message, logging.ERROR, code=error.code)
-        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        if sys.stderr.isatty():
-            print(file=sys.stderr)  # the terminal has written ^C
-        logs.say("interrupted")
-        return 130
+        return _interrupted()
+    except QuireError as error:
+        _say_error(error)
+        return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # whoever read the output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
         return 1
+    except Exception as error:
+        if _is_interrupted(error):
+            return _interrupted()
+        if (refusal := _refusal(error)) is None:
+            raise
+        if _is_full_stream(error):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        _say_error(refusal)
+        return 1
+
+
+def _interrupted() -> int:
+    from quire import logs
+
+    if sys.stderr.isatty():
+        print(file=sys.stderr)  # the terminal has written ^C
+    logs.say("interrupted")
+    return INTERRUPTED
+
+
+def _say_error(error: QuireError) -> None:
+    import logging
+
+    from quire import logs
+
+    logs.say(error.message, logging.ERROR, code=error.code)
+
+
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Whether a Ctrl-C is behind an error: libraries that are being imported turn it into errors of their own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _is_full_stream(error: Exception) -> bool:
+    """A write to a stream that does not block: it has the number of a process that was refused, and a count."""
+    return isinstance(error, BlockingIOError) and hasattr(error, "characters_written")
+
+
+def _refusal(error: Exception) -> QuireError | None:
+    """What the system would not give, which is no defect of ours."""
+    if _is_full_stream(error):
+        return QuireError("Standard output is full and does not wait", fix="Write to a file, or to a pipe that blocks")
+    number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno if isinstance(error, OSError) else None
+    if number not in _REFUSALS:
+        return None
+    what, fix = _REFUSALS[number]
+    return QuireError(f"The system refuses {what}", fix=fix)
 
 
 if __name__ == "__main__":

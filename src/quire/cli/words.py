@@ -87,5 +87,5 @@ def _collect(word: str, rest: Iterator[str], objects: dict[str, dict[str, Any]])
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -43,7 +43,7 @@ NOT_READ: dict[str, str] = {
     "VLLM_RPC_TIMEOUT": "/health says whether steps end in time",
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "/health says whether steps end in time",
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "idle connections are closed after 5 s",
-    "VLLM_MAX_N_SEQUENCES": "a request may ask for 256 sequences",
+    "VLLM_MAX_N_SEQUENCES": "a request may ask for 1,024 sequences",
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "nothing is captured on CPU",
     "VLLM_NO_USAGE_STATS": "nothing is ever sent",
     "VLLM_DO_NOT_TRACK": "nothing is ever sent",
@@ -60,6 +60,10 @@ NOT_READ: dict[str, str] = {
 
 # They would change what the server does, and cannot be honoured. name -> (why, fix)
 REFUSED: dict[str, tuple[str, str]] = {
+    "QUIRE_API_KEY": (
+        "no such variable is read: the server would be open",
+        "Name it VLLM_API_KEY, or use --api-key-file",
+    ),
     "VLLM_USE_MODELSCOPE": (
         "models come from the Hugging Face hub or from a folder",
         "Unset it, and name a hub id or the folder of a downloaded model",

@@ -29,9 +29,7 @@ SERVER_FLAGS: tuple[Foreign, ...] = (
     ),
     *accepted("errors of ours are always logged with their stack", switches="log_error_stack"),
     *accepted("usage always has its details", switches="enable_prompt_tokens_details"),
-    *accepted("/metrics has the times of every request", switches="enable_per_request_metrics"),
     *accepted("/metrics has the running and waiting requests", switches="enable_server_load_tracking"),
-    *refused("the tokenizer's files are not served", switches="enable_tokenizer_info_endpoint"),
     *refused(
         "the routes do not depend on it",
         "Use --skip-tokenizer-init for token ids in and out",

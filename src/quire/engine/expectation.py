@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.cost.stopwatch import Lap, busy_machine
 from quire.model_config import ModelConfig
 from quire.resolve import Resolved
 
 
-def put_expectation(
-    resolved: Resolved, model: ModelConfig, token_seconds: Sequence[float], prompt: tuple[int, float]
-) -> None:
-    """Add the two expectations to the settings, with their numbers.
+def put_expectation(resolved: Resolved, model: ModelConfig, steps: Sequence[Lap], num_tokens: int, prompt: Lap) -> None:
+    """Add the two expectations to the settings, with their numbers, and how much of that time others had the cores.
 
     A step of one token reads all weights; what further requests add to it is arithmetic, at the pace of a prompt, of
     which only the last token goes through the output layer. What attention reads of long contexts is left out.
 
     Args:
-        token_seconds: of steps with one token each.
-        prompt: tokens and seconds of a step with a prompt.
+        steps: with one token each.
+        num_tokens, prompt: a step with a prompt of so many tokens.
     """
-    fastest, (num_tokens, prompt_seconds), count = min(token_seconds), prompt, resolved.max_num_seqs
+    best = min(steps, key=lambda step: step.seconds)
+    fastest, prompt_seconds, count = best.seconds, prompt.seconds, resolved.max_num_seqs
     blocks = model.num_block_parameters()
     output_factor = 1 + model.vocab_size * model.hidden_size / blocks
     more = prompt_seconds / num_tokens * output_factor
@@ -28,7 +28,7 @@ def put_expectation(
         "expected_tokens_per_second",
         _rounded(1 / fastest),
         "measured",
-        f"1 / {1e3 * fastest:.2f} ms, the fastest of {len(token_seconds)} steps with one token each",
+        f"1 / {1e3 * fastest:.2f} ms, the fastest of {len(steps)} steps with one token each",
     )
     resolved.put(
         "expected_total_tokens_per_second",
@@ -38,6 +38,8 @@ def put_expectation(
         f"of {num_tokens} tokens took {1e3 * prompt_seconds:.1f} ms, x {output_factor:.2f} for the output layer); "
         "short contexts",
     )
+    waited = max(best.waited, prompt.waited)
+    resolved.put("expectation_waited_share", round(waited, 2), "measured", busy_machine(waited) or "an idle machine")
 
 
 def _rounded(rate: float) -> float:

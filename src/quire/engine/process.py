@@ -98,6 +98,12 @@ class EngineProcess:
             started.core.shutdown()
         return 0
 
+    def fail(self, error: Exception) -> int:
+        """Tell why the libraries could not be loaded, and answer with the exit code."""
+        what = str(error).partition("\n")[0]
+        self._send(EngineFailed(f"The engine's libraries cannot be loaded: {type(error).__name__} {what}".rstrip()))
+        return 1
+
     def _serve(self, started: StartedEngine) -> None:
         core = self._core = started.core
         while not self._stopping:
@@ -181,7 +187,8 @@ class EngineProcess:
 
     def close(self) -> None:
         self._closing.set()
-        self._beats.join()
+        if self._beats.ident is not None:
+            self._beats.join()
         self._inputs.close(0)
         self._outputs.close()
         self._context.term()
@@ -204,12 +211,16 @@ def _watch_parent(lines: SimpleQueue[bytes]) -> None:
     os._exit(0)
 
 
-def _import_engine() -> None:
-    """Takes a second or two, in which the parent gets ready."""
+def _import_engine() -> Exception | None:
+    """Takes a second or two, in which the parent gets ready. Answers what went wrong, such as too little memory."""
     gc.disable()  # nothing of it is garbage, and looking takes 7 % of the time
-    importlib.import_module("quire.engine.start")
+    try:
+        importlib.import_module("quire.engine.start")
+    except Exception as error:
+        return error
     gc.freeze()  # nor is it looked at again
     gc.enable()
+    return None
 
 
 def main() -> int:
@@ -221,10 +232,10 @@ def main() -> int:
     logs.configure()
     lines: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_watch_parent, args=(lines,), name="parent watch", daemon=True).start()
-    _import_engine()
+    failure = _import_engine()
     process = EngineProcess(msgspec.json.decode(lines.get(), type=EngineLaunch))
     try:
-        return process.run()
+        return process.run() if failure is None else process.fail(failure)
     finally:
         process.close()
 

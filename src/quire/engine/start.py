@@ -19,7 +19,6 @@ from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
-from quire.worker.device_runner import DeviceRunner
 from quire.worker.prefault import Prefault
 from quire.worker.worker import Worker, start_worker
 
@@ -66,19 +65,25 @@ def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, p
         max_model_len=resolved.max_model_len,
         long_prefill_token_threshold=resolved.long_prefill_token_threshold,
         max_num_queued_reqs=resolved.max_num_queued_reqs,
+        max_shared_prefill_tokens=resolved.max_shared_prefill_tokens,
     )
     scheduler = Scheduler(
-        limits, kv, policy=resolved.scheduling_policy, enable_chunked_prefill=resolved.enable_chunked_prefill
+        limits,
+        kv,
+        policy=resolved.scheduling_policy,
+        enable_chunked_prefill=resolved.enable_chunked_prefill,
+        rope_switches_after=model_config.rope.switches_after(resolved.max_model_len),
     )
     core = EngineCore(scheduler, _executor(worker, resolved), depth=2 if resolved.async_scheduling else 1)
-    core.cost.add(*worker.measured_step)
+    num_tokens, prompt = worker.measured_step
+    core.cost.add(num_tokens, prompt.seconds)
     progress("warm up", 2 / 3, "producing a token")
-    put_expectation(resolved, model_config, produce_tokens(core), worker.measured_step)
+    put_expectation(resolved, model_config, produce_tokens(core), num_tokens, prompt)
     progress("warm up", 1.0, "first token produced")
     return StartedEngine(core, resolved, model_config, worker.prefault)
 
 
 def _executor(worker: Worker, resolved: Resolved) -> Executor:
-    if isinstance(worker.runner, DeviceRunner):
+    if worker.runner.device.runs_ahead:
         return worker.runner  # it launches, and waits for results when they are asked for
     return ThreadExecutor(worker.runner) if resolved.async_scheduling else InlineExecutor(worker.runner)

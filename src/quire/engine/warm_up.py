@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.cost.stopwatch import Lap, Stopwatch, busy_machine
 from quire.engine.core import EngineCore
 from quire.errors import WeightsError
 from quire.messages import AddRequest
@@ -9,17 +10,21 @@ from quire.sampling_params import SamplingParams
 
 MOST_TOKENS = 7  # with the prompt of one token they fit into the smallest block
 MOST_SECONDS = 0.05  # after it no further token is started
+MOST_DISTURBED_SECONDS = 0.5  # the same, while no step ran undisturbed by other programs
 
 
-def produce_tokens(core: EngineCore) -> list[float]:
-    """Run one request, of which nothing stays. Returns the seconds of its steps, of one token each.
+def produce_tokens(core: EngineCore, watch: Stopwatch | None = None) -> list[Lap]:
+    """Run one request, of which nothing stays. Returns the times of its steps, of one token each.
+
+    How long a step waited for a core is known where this thread computes it: with one batch in flight.
 
     Raises WeightsError if the model gives no token for it.
     """
     max_tokens = min(MOST_TOKENS, core.scheduler.limits.max_model_len - 1)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, skip_reading_prefix_cache=True, seed=0)
     core.add(AddRequest("warm-up", [0], params, max_tokens=max_tokens))
-    seconds: list[float] = []
+    laps: list[Lap] = []
+    watch = watch or Stopwatch()
     while core.has_work():
         for delta in core.step():
             if delta.error is not None:
@@ -29,8 +34,10 @@ def produce_tokens(core: EngineCore) -> list[float]:
                     "float32",
                 )
         if core.last_record is not None:
-            seconds.append(core.last_record.step_seconds)
-            if sum(seconds) > MOST_SECONDS:
+            waited = watch.lap().waited if core.depth == 1 else 0.0
+            laps.append(Lap(core.last_record.step_seconds, waited))
+            is_disturbed = all(busy_machine(lap.waited) is not None for lap in laps)
+            if sum(lap.seconds for lap in laps) > (MOST_DISTURBED_SECONDS if is_disturbed else MOST_SECONDS):
                 core.abort(["warm-up"])
     core.scheduler.reset_prefix_cache()
-    return seconds
+    return laps

@@ -15,6 +15,7 @@ from quire.errors import (
     NotReadyError,
     QueueFullError,
     QuireError,
+    ShuttingDownError,
 )
 from quire.frontend.admission import Admission
 from quire.frontend.client import EngineClient
@@ -141,7 +142,7 @@ class AsyncEngine:
             NotReadyError, EngineDeadError: as it says.
         """
         self.check_running()
-        self._check_room()
+        self.check_room()
         arrival_time = self._clock()
 
         def process() -> ProcessedRequest:
@@ -149,7 +150,8 @@ class AsyncEngine:
                 request_id, prompt, sampling_params, arrival_time=arrival_time, **options
             )
 
-        processed = await asyncio.to_thread(process) if _is_long(prompt) else process()
+        spells = isinstance(sampling_params, SamplingParams) and bool(sampling_params.bad_words)
+        processed = await asyncio.to_thread(process) if spells or _is_long(prompt) else process()
         self.check_running()
         if request_id in self.output_processor:
             raise InvalidRequestError(
@@ -164,6 +166,7 @@ class AsyncEngine:
         with suppress(EngineDeadError):  # what is received last says so too: then it is sent to the next engine
             for message in processed.requests:
                 self.client.send(message)
+            self.admission.on_sent(len(processed.requests))
         return stream
 
     async def generate(
@@ -210,16 +213,16 @@ class AsyncEngine:
         self.client.send(Command("reset_prefix_cache"))
 
     def check_running(self) -> None:
-        """Raise NotReadyError before the engine is ready, EngineDeadError after its end."""
+        """Raise NotReadyError before the engine is ready, EngineDeadError (ShuttingDownError) after its end."""
         if self.error is not None:
-            raise EngineDeadError(self.error.message) from self.error
+            raise _as_dead(self.error) from self.error
         if self.ready is None:
             again = " again, after a failure" if self.is_restarting else ""
             phase = f" ({self.progress.phase}, {self.progress.fraction:.0%})" if self.progress is not None else ""
             raise NotReadyError(f"The engine is starting{again}{phase}", fix="Retry in a few seconds")
 
-    def _check_room(self) -> None:
-        """Refuse at the door, before the prompt costs anything."""
+    def check_room(self) -> None:
+        """Refuse at the door, before a request costs anything. Raises QueueFullError."""
         if self.num_unfinished == 0:
             self.admission.on_idle()
         try:
@@ -325,7 +328,7 @@ class AsyncEngine:
         streams, self._streams = self._streams, {}
         self.output_processor.abort(list(streams), reason)
         for stream in streams.values():
-            stream.fail(EngineDeadError(error.message))
+            stream.fail(_as_dead(error))
         self._settled.set()
 
     def close(self) -> None:
@@ -333,7 +336,7 @@ class AsyncEngine:
         if self.error is None:
             with suppress(EngineDeadError):  # already gone is what was asked for
                 self.client.send(Command("shutdown"))
-        self._end(EngineDeadError("The server is shutting down"), "abort")
+        self._end(ShuttingDownError("The server is shutting down", fix="Ask another server"), "abort")
         if self._task is not None:
             self._task.cancel()
         self.client.close()
@@ -343,6 +346,12 @@ class AsyncEngine:
         self.close()
         if self._task is not None:
             await asyncio.wait((self._task,))  # awaiting the task itself could not be told from being cancelled
+
+
+def _as_dead(error: QuireError) -> EngineDeadError:
+    """What a request is told of an engine that is gone: an exception of its own."""
+    kind = ShuttingDownError if isinstance(error, ShuttingDownError) else EngineDeadError
+    return kind(error.message)
 
 
 def _is_long(prompt: PromptType) -> bool:

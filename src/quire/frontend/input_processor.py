@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
+from quire.frontend.choices import check_choices
 from quire.frontend.prompts import PromptType, check_cache_salt, is_unicode, read_prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import AddRequest
@@ -163,6 +164,10 @@ class InputProcessor:
                 f"sampling_params is a {type(params).__name__}", expected="SamplingParams", param="sampling_params"
             )
         params.verify(self.limits.vocab_size, self.limits.max_logprobs)
+        if params.bad_words_spelled is not None:  # not for `verify`: the engine reads what is made here
+            raise InvalidRequestError(
+                "bad_words_spelled is made of bad_words here", fix="Use bad_words", param="bad_words_spelled"
+            )
         _check_request_id(request_id)
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise InvalidRequestError(
@@ -177,6 +182,7 @@ class InputProcessor:
         stop_token_ids = list(
             dict.fromkeys([*(() if params.ignore_eos else self.eos_token_ids), *(params.stop_token_ids or ())])
         )
+        check_choices(own, stop_token_ids, max_tokens, self.limits.vocab_size)
         arrival = time.monotonic() if arrival_time is None else arrival_time
         engine_id = f"{request_id}-{next(self._numbers):x}"
         requests = [
@@ -277,34 +283,27 @@ class InputProcessor:
         if own.seed is None:
             own.seed = self._seeds.getrandbits(63)
         if own.bad_words:
-            own.bad_words_token_ids = self._encode_bad_words(own.bad_words)
+            self._forbid(own, own.bad_words)
         if own.stop and self.tokenizer is None:
             raise InvalidRequestError(
                 "stop needs a tokenizer, and this model runs without one", fix="Use stop_token_ids", param="stop"
             )
         return own
 
-    def _encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as at the start of a text and, where that begins with another token, after a space (as vLLM)."""
+    def _forbid(self, own: SamplingParams, words: Sequence[str]) -> None:
+        """Words by all their spellings; where tokens have no text of their own, as the tokenizer spells them."""
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "bad_words needs a tokenizer, and this model runs without one", fix="Use logit_bias", param="bad_words"
             )
-        sequences: list[list[int]] = []
-        for word in words:
-            bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
-            spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-            if not bare:
-                raise InvalidRequestError("A bad word has no tokens", value=word, fix="Remove it", param="bad_words")
-            sequences.append(bare)
-            if len(spaced) == len(bare) and spaced[0] != bare[0]:
-                sequences.append(spaced)
-        high = self.limits.vocab_size - 1
-        if any(token_id > high for sequence in sequences for token_id in sequence):
-            raise InvalidRequestError(
-                "A bad word has tokens the model does not know", fix="Remove it", param="bad_words"
-            )
-        return sequences
+        if not all(word.strip() for word in words):
+            raise InvalidRequestError("A bad word has no text but spaces", fix="Remove it", param="bad_words")
+        if self.tokenizer.words is not None:
+            own.bad_words_spelled = self.tokenizer.words.spell(words)
+            return
+        spelled = [self.tokenizer.encode(before + word.strip(), False) for word in words for before in ("", " ")]
+        known = range(self.limits.vocab_size)
+        own.bad_words_token_ids = [ids for ids in spelled if ids and all(token_id in known for token_id in ids)]
 
 
 def _check_request_id(request_id: Any) -> None:

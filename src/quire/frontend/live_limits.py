@@ -11,8 +11,8 @@ from quire.errors import InvalidRequestError
 from quire.frontend.async_engine import AsyncEngine
 from quire.messages import EngineReady, SetLimits
 
-_LEAST = {"long_prefill_token_threshold": 0}  # 0: no such limit; of the others: 1
-_MOST = 2**31 - 1  # of limits that no memory was planned for
+LEAST = {"long_prefill_token_threshold": 0, "max_shared_prefill_tokens": 0}  # 0: no such limit; of the others: 1
+MOST = 2**31 - 1  # of limits that no memory was planned for
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LiveLimit:
     @property
     def bounds(self) -> str:
         """`1 to 128`, for people."""
-        return f"{self.minimum} or more" if self.maximum == _MOST else f"{self.minimum} to {self.maximum}"
+        return f"{self.minimum} or more" if self.maximum == MOST else f"{self.minimum} to {self.maximum}"
 
 
 def live_limits(ready: EngineReady) -> dict[str, LiveLimit]:
@@ -35,7 +35,7 @@ def live_limits(ready: EngineReady) -> dict[str, LiveLimit]:
     for name in SetLimits.__struct_fields__:
         if name in ready.resolved:
             setting = _record(ready, name)
-            limits[name] = LiveLimit(setting["value"], _LEAST.get(name, 1), setting.get("max", _MOST))
+            limits[name] = LiveLimit(setting["value"], LEAST.get(name, 1), setting.get("max", MOST))
     return limits
 
 
@@ -86,7 +86,7 @@ def _check(name: str, value: Any, limits: Mapping[str, LiveLimit], ready: Engine
         raise InvalidRequestError(f"{name} is not a whole number", value=value, expected=limit.bounds, param=name)
     if not limit.minimum <= value <= limit.maximum:
         why = None
-        if limit.maximum < min(value, _MOST):
+        if limit.maximum < min(value, MOST):
             why = f"Memory was planned for {limit.maximum} at the start: restart with --{name.replace('_', '-')}"
         raise InvalidRequestError(
             f"{name} is out of its bounds", value=value, expected=limit.bounds, fix=why, param=name

@@ -3,51 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+import select
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 
-from quire.errors import ConfigError, InvalidRequestError
-from quire.frontend.render_process import LENGTH, Render, Templates, framed, receive, send, text_of
+from quire import envs
+from quire.errors import ConfigError, InvalidRequestError, RendererLostError
+from quire.frontend.render_process import LENGTH, OUT_OF_MEMORY, Render, Templates, framed, receive, send, text_of
 from quire.logs import get_logger
 
 logger = get_logger(__name__)
 
-MAX_RENDER_SECONDS = 5.0
-START_SECONDS = 30.0
+MAX_RENDER_SECONDS = 5.0  # of processor time: a machine with much to do delays a chat and refuses none
+# A process that is waited for and gets no processor time from one look to the next, so often, is stopped or hangs.
+LOOK_SECONDS = 1.0
+MAX_STILL_LOOKS = 5
+SEND_SECONDS = 30.0  # for the templates to reach a new process
 # One process renders some thousand chats a second. Another is started only for those that wait behind a slow one.
 MAX_PROCESSES = 4
 PATIENCE_SECONDS = 0.1
 _BUFFER_BYTES = 2**20
+# What a template did to end its process, by exit code. Every other end came from outside.
+_FAULTS = {
+    -signal.SIGPROF: "took more processor time than it may have",
+    OUT_OF_MEMORY: "needed more memory than it may have",
+    -signal.SIGSEGV: "made its process crash",
+    -signal.SIGABRT: "made its process crash",
+}
 
 
 class _RenderProcess:
     """One process and the connection to it; it does one rendering at a time."""
 
     def __init__(self, templates: Templates) -> None:
-        """Start it and wait until it has compiled the templates. Raises ConfigError if they are not usable."""
+        """Start it and wait until it has compiled the templates.
+
+        Raises ConfigError if they are not usable, RendererLostError if that is not known.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: a module of the current folder must not stand in for one of ours or of the standard library.
             command = [sys.executable, "-P", "-m", "quire.frontend.render_process"]
-            # In a group of its own, a Ctrl-C in the terminal does not reach it before it knows to ignore it.
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0)
+            try:
+                # In a group of its own, a Ctrl-C in the terminal does not reach it before it knows to ignore it.
+                self._process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0, env=envs.for_children()
+                )
+            except OSError as error:
+                ours.close()
+                raise RendererLostError(f"No process could be started to render chats: {error.strerror}") from None
         self._socket = ours
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._still_looks, self._cpu_seconds = 0, 0.0
         try:
-            ours.settimeout(START_SECONDS)
-            send(ours, templates)
-            answer = receive(ours)
-            if answer is None:
-                raise ConnectionResetError
-            text_of(answer)
-            ours.setblocking(False)
+            text_of(self._compile(templates))
         except OSError:
             self.kill()
-            self.wait()
+            if (fault := self.wait()) is None:
+                raise RendererLostError("The process that compiles chat templates ended or stood still") from None
             raise ConfigError(
-                "The chat template cannot be compiled within the time and memory allowed",
+                f"The chat template {fault} while it was compiled",
                 fix="Give another one with --chat-template",
                 param="chat_template",
             ) from None
@@ -55,41 +74,84 @@ class _RenderProcess:
             self.kill()
             self.wait()
             raise
+        ours.setblocking(False)
+
+    def _compile(self, templates: Templates) -> bytes:
+        """Raises OSError if the process ends meanwhile or stands still."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        self._socket.settimeout(SEND_SECONDS)
+        send(self._socket, templates)
+        while not poll.poll(LOOK_SECONDS * 1000):
+            if self._stands_still():
+                raise TimeoutError
+        if (answer := receive(self._socket)) is None:
+            raise ConnectionResetError
+        return answer
 
     async def exchange(self, frame: bytes) -> bytes:
-        """One message there, one back. Raises EOFError or OSError if the process ends meanwhile."""
+        """One message there, one back. Raises EOFError or OSError if the process ends meanwhile or stands still."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._socket, limit=_BUFFER_BYTES)
         reader, writer = self._streams
-        writer.write(frame)
-        await writer.drain()
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        return await reader.readexactly(length)
+        self._still_looks = 0
+        self._look_later()
+        try:
+            writer.write(frame)
+            await writer.drain()
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            return await reader.readexactly(length)
+        finally:
+            self._next_look.cancel()
+
+    def _look_later(self) -> None:
+        self._next_look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._kill_if_still)
+
+    def _kill_if_still(self) -> None:
+        if self._stands_still():
+            self.kill()
+        else:
+            self._look_later()
+
+    def _stands_still(self) -> bool:
+        """A look at the process while it is waited for."""
+        seconds = _cpu_seconds(self._process.pid)
+        self._still_looks = self._still_looks + 1 if seconds == self._cpu_seconds else 0
+        self._cpu_seconds = seconds
+        return self._still_looks == MAX_STILL_LOOKS
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End it at once, whatever it does."""
+        """End it at once, whatever it does, if it has not ended by itself."""
         if self._streams is not None:
             self._streams[1].transport.abort()
         else:
             self._socket.close()
         self._process.kill()
 
-    def wait(self) -> None:
-        """Until the system has taken back what it held."""
-        self._process.wait()
+    def wait(self) -> str | None:
+        """Until the system has taken back what it held. What the template did to end it; None: it did nothing."""
+        return _FAULTS.get(self._process.wait())
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of another process, by clock_getcpuclockid(3)'s clock; where that is none, time that goes on."""
+    try:
+        return time.clock_gettime(~pid << 3 | 2)
+    except OSError:
+        return time.monotonic()
 
 
 class RenderPool:
     """ChatRenderer behind processes: same arguments, same texts, same errors.
 
     Args:
-        max_seconds: of one rendering; then its process is killed and its request refused.
+        max_seconds: of processor time for one rendering; then its process is killed and its request refused.
     Raises:
-        ConfigError: a template is not valid.
+        ConfigError: a template is not valid. RendererLostError: the process that should say so ended.
     """
 
     def __init__(
@@ -99,9 +161,12 @@ class RenderPool:
         *,
         override: str | None = None,
         name: str = "The model",
+        content_as_parts: bool | None = None,
         max_seconds: float = MAX_RENDER_SECONDS,
     ) -> None:
-        self._templates = Templates(dict(templates), dict(special_tokens), override, name, max_seconds)
+        self._templates = Templates(
+            dict(templates), dict(special_tokens), override, name, max_seconds, content_as_parts
+        )
         self._idle: asyncio.LifoQueue[_RenderProcess] = asyncio.LifoQueue()
         self._processes: set[_RenderProcess] = set()
         self._is_closed = False
@@ -113,11 +178,20 @@ class RenderPool:
         """The prompt's text.
 
         Raises:
-            InvalidRequestError: as ChatRenderer.render; or it took too long or too much memory.
+            InvalidRequestError: as ChatRenderer.render; or it took too much processor time or memory.
             ConfigError: there is no template.
+            RendererLostError: two processes ended or stood still under it, for no reason of its own.
         """
+        try:
+            frame = framed(asked)
+        except (OverflowError, ValueError) as error:
+            raise InvalidRequestError(
+                f"The messages cannot be written as JSON: {error}",
+                expected="text, and numbers of 64 bits",
+                param="messages",
+            ) from None
         # A caller that leaves does not stop the rendering: the process would answer the next one with its text.
-        task = asyncio.create_task(self._render(framed(asked)))
+        task = asyncio.create_task(self._render(frame))
         self._running.add(task)
         task.add_done_callback(self._on_done)
         return await asyncio.shield(task)
@@ -128,30 +202,32 @@ class RenderPool:
             task.exception()  # seen: its caller may have left
 
     async def _render(self, frame: bytes) -> str:
-        process = await self._free_process()
         try:
-            async with asyncio.timeout(self._templates.max_seconds):
-                answer = await process.exchange(frame)
-        except TimeoutError:
-            await self._discard(process)
-            raise self._refusal(f"did not end within {self._templates.max_seconds:g} seconds") from None
+            return await self._render_in(await self._free_process(), frame)
+        except RendererLostError as error:
+            logger.warning("%s A new process renders this chat again", error.message)
+        return await self._render_in(await self._new_process(), frame)  # an idle one may have been stopped as well
+
+    async def _render_in(self, process: _RenderProcess, frame: bytes) -> str:
+        try:
+            answer = await process.exchange(frame)
         except (EOFError, OSError):
-            await self._discard(process)
-            raise self._refusal("needed more memory or time than it may have") from None
+            if (fault := await self._discard(process)) is None:
+                raise RendererLostError(
+                    "The process that renders chats ended or stood still",
+                    fix="Send the request again; the operator finds in the system's log what ended it",
+                ) from None
+            logger.warning("a chat template %s and was stopped", fault)
+            raise InvalidRequestError(
+                f"The chat template {fault} on these messages",
+                fix="Send fewer or shorter messages; the operator may give another template with --chat-template",
+                param="messages",
+            ) from None
         except BaseException:
             await self._discard(process)
             raise
         self._idle.put_nowait(process)
         return text_of(answer)
-
-    @staticmethod
-    def _refusal(what: str) -> InvalidRequestError:
-        logger.warning("a chat template %s and was stopped", what)
-        return InvalidRequestError(
-            f"The chat template {what} on these messages",
-            fix="Send fewer or shorter messages; the operator may give another template with --chat-template",
-            param="messages",
-        )
 
     async def _free_process(self) -> _RenderProcess:
         while self._num_processes > 0:
@@ -164,6 +240,9 @@ class RenderPool:
                 if process.is_alive:
                     return process
                 await self._discard(process)  # ended by somebody else while it was idle
+        return await self._new_process()
+
+    async def _new_process(self) -> _RenderProcess:
         self._num_processes += 1
         try:
             return await asyncio.to_thread(self._start)
@@ -172,17 +251,21 @@ class RenderPool:
             raise
 
     def _start(self) -> _RenderProcess:
+        if self._is_closed:
+            raise RendererLostError("The processes that render chats have been ended")
         process = _RenderProcess(self._templates)
         self._processes.add(process)
-        if self._is_closed:
+        if self._is_closed:  # meanwhile
             process.kill()
         return process
 
-    async def _discard(self, process: _RenderProcess) -> None:
+    async def _discard(self, process: _RenderProcess) -> str | None:
+        """End it. What the template did to it, if that ended it."""
         process.kill()
-        await asyncio.to_thread(process.wait)
+        fault = await asyncio.to_thread(process.wait)
         self._processes.discard(process)
         self._num_processes -= 1
+        return fault
 
     def close(self) -> None:
         """End all processes; those who wait for them are refused."""

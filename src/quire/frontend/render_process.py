@@ -1,17 +1,20 @@
 """A process that renders chat templates and may be killed at any moment, and what goes through its socket.
 
 A template comes with a model and its input from strangers. Jinja has operations that no sandbox counts (formatting
-widths, `center`, constants folded while compiling), so it is compiled and run here, where the system bounds time and
-memory. The first message is Templates; each further one is a Render. Each is answered with one Answer.
+widths, `center`, constants folded while compiling), so it is compiled and run here, where the system bounds processor
+time and memory. The first message is Templates; each further one is a Render. Each is answered with one Answer, or by
+an end that says whose doing it was: SIGPROF is processor time, OUT_OF_MEMORY an exit code.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import socket
 import struct
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -22,30 +25,30 @@ from quire.frontend.chat_template import ChatRenderer
 LENGTH = struct.Struct("!I")  # bytes of the message that follows, which is JSON
 # The largest body, decoded and copied, takes a third of it.
 MAX_MEMORY_BYTES = 2**30
-# The system ends the process this long after its parent should have done so: for a parent that is gone.
-ORPHAN_SECONDS = 1.0
+OUT_OF_MEMORY = 3  # the exit code of a process that may not have what a template asks for
 _ERRORS: dict[str, type[QuireError]] = {
     kind.code: kind for kind in (InvalidRequestError, UnsupportedFieldError, ConfigError)
 }
 
 
 class Templates(msgspec.Struct):
-    """The arguments of ChatRenderer, and how long one rendering may take."""
+    """The arguments of ChatRenderer, and the processor time that compiling and each rendering may take."""
 
     templates: dict[str, str]
     special_tokens: dict[str, str]
     override: str | None
     name: str
     max_seconds: float
+    content_as_parts: bool | None = None
 
 
 class Render(msgspec.Struct):
-    """The arguments of ChatRenderer.render."""
+    """The arguments of ChatRenderer.render, which checks them; any JSON."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
-    kwargs: dict[str, Any] | None = None
+    messages: Any
+    tools: Any = None
+    documents: Any = None
+    kwargs: Any = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -116,22 +119,44 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    _, limit = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v` of whoever started the server
+    num_bytes = MAX_MEMORY_BYTES if limit == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, limit)
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     with socket.socket(fileno=0) as connection, suppress(ConnectionError):  # the server may be gone at any moment
-        if (first := receive(connection)) is None:
-            return
-        given = msgspec.json.decode(first, type=Templates)
         try:
-            renderer = ChatRenderer(given.templates, given.special_tokens, override=given.override, name=given.name)
+            _serve(connection)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)  # at once: when the server sees the connection end, it kills the process
+
+
+def _serve(connection: socket.socket) -> None:
+    if (first := receive(connection)) is None:
+        return
+    given = msgspec.json.decode(first, type=Templates)
+    with _limited(given.max_seconds):
+        try:
+            renderer = ChatRenderer(
+                given.templates,
+                given.special_tokens,
+                override=given.override,
+                name=given.name,
+                content_as_parts=given.content_as_parts,
+            )
         except QuireError as error:
             send(connection, _failed(error))
             return
-        send(connection, Answer())
-        with suppress(MemoryError):  # the end of the connection says so
-            while (body := receive(connection)) is not None:
-                signal.setitimer(signal.ITIMER_REAL, given.max_seconds + ORPHAN_SECONDS)  # SIGALRM ends the process
-                send(connection, _render(renderer, msgspec.json.decode(body, type=Render)))
-                signal.setitimer(signal.ITIMER_REAL, 0)
+    send(connection, Answer())
+    while (body := receive(connection)) is not None:
+        with _limited(given.max_seconds):
+            send(connection, _render(renderer, msgspec.json.decode(body, type=Render)))
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """SIGPROF ends the process after so much processor time inside, however long the system lets it wait for that."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _render(renderer: ChatRenderer, asked: Render) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +15,12 @@ import tokenizers
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
 from quire.frontend import tokenizer_files
 from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
+from quire.frontend.text.bad_words import WordIndex
 from quire.frontend.text.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer, compile_decoder
 from quire.frontend.text.pipeline import Detokenizer
 from quire.gguf.file import is_gguf
+
+_INDEXING = threading.Lock()  # an index takes a second: threads that want it at once wait for one
 
 
 class Tokenizer:
@@ -27,6 +31,7 @@ class Tokenizer:
         special_tokens: name (`bos_token`, `eos_token`, ...) -> token, as in tokenizer_config.json.
         add_bos: prepend the BOS token even if the backend's post-processor does not.
         chat_templates: name -> Jinja source; the usual one is called "default".
+        config: what tokenizer_config.json says, or as much of it as another file does.
         name: what error messages call it; a folder, usually.
     """
 
@@ -37,11 +42,13 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         add_bos: bool = False,
         chat_templates: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
         name: str = "the tokenizer",
     ) -> None:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
+        self.config = dict(config or self.special_tokens)
         self.name = name
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.added_token_ids = frozenset(backend.get_added_tokens_decoder())
@@ -88,6 +95,7 @@ class Tokenizer:
             special_tokens=tokenizer_files.special_tokens(config),
             add_bos=config.get("add_bos_token") is True,
             chat_templates=tokenizer_files.load_chat_templates(folder, config),
+            config=config,
             name=str(folder),
         )
 
@@ -99,6 +107,20 @@ class Tokenizer:
     def max_chars_per_token(self) -> int:
         """Length of the longest token: a text of n characters has at least n / max_chars_per_token tokens."""
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @property
+    def words(self) -> WordIndex | None:
+        """How tokens spell words; None where a token's text depends on its neighbours. The first time is slow."""
+        with _INDEXING:
+            return self._words
+
+    @cached_property
+    def _words(self) -> WordIndex | None:
+        if self._rule is None:
+            return None
+        ids = set(self.backend.get_vocab(with_added_tokens=True).values())
+        texts = ids - self.special_token_ids - {self.eos_token_id}  # to forbid "end" must not forbid <|end|>
+        return WordIndex((token_id, self.token_bytes(token_id)) for token_id in sorted(texts))
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Refuse a text that cannot fit, before spending time on it.

@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}", fix="Download the file again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object", fix="Download the file again")

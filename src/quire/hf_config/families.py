@@ -33,6 +33,7 @@ class HfFamily:
     qkv_bias: bool | None = (
         None  # None: attention_bias of the file decides for q, k, v and o; else fixed, and o has none
     )
+    reads: tuple[str, ...] = ()  # of OPTIONAL_FIELDS; the others change nothing, as in its own modelling code
     scales_embeddings: bool = False  # by sqrt(hidden_size)
     has_fused_checkpoint: bool = False  # it holds qkv_proj and gate_up_proj
 
@@ -87,23 +88,36 @@ _GEMMA = {
     "eos_token_id": 1,
 }
 
+_GEMMA_READS = ("query_pre_attn_scalar", "final_logit_softcapping", "hidden_activation")
+
 FAMILIES: dict[str, HfFamily] = {
-    "llama": HfFamily(("LlamaForCausalLM",), {"max_position_embeddings": 2048}),
+    "llama": HfFamily(("LlamaForCausalLM",), {"max_position_embeddings": 2048}, reads=("mlp_bias",)),
     "mistral": HfFamily(
         ("MistralForCausalLM",),
         {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072},
         has_window=_always,
         qkv_bias=False,
     ),
-    "qwen2": HfFamily(("Qwen2ForCausalLM",), _QWEN, has_window=_by_layer_types(_qwen_window), qkv_bias=True),
+    "qwen2": HfFamily(
+        ("Qwen2ForCausalLM",),
+        _QWEN,
+        has_window=_by_layer_types(_qwen_window),
+        qkv_bias=True,
+        reads=("use_sliding_window",),
+    ),
     "qwen3": HfFamily(
-        ("Qwen3ForCausalLM",), {**_QWEN, "head_dim": 128}, has_window=_by_layer_types(_qwen_window), qk_norm="head"
+        ("Qwen3ForCausalLM",),
+        {**_QWEN, "head_dim": 128},
+        has_window=_by_layer_types(_qwen_window),
+        qk_norm="head",
+        reads=("use_sliding_window",),
     ),
     "gemma2": HfFamily(
         ("Gemma2ForCausalLM",),
         {**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         has_window=_by_layer_types(_gemma2_window),
         norms_per_layer=4,
+        reads=(*_GEMMA_READS, "attn_logit_softcapping"),
         scales_embeddings=True,
     ),
     "gemma3_text": HfFamily(
@@ -121,6 +135,7 @@ FAMILIES: dict[str, HfFamily] = {
         has_window=_by_layer_types(_gemma3_window),
         qk_norm="head",
         norms_per_layer=4,
+        reads=(*_GEMMA_READS, "rope_local_base_freq"),
         scales_embeddings=True,
     ),
     "phi3": HfFamily(
@@ -134,6 +149,7 @@ FAMILIES: dict[str, HfFamily] = {
         has_window=_always,
         qkv_bias=False,
         has_fused_checkpoint=True,
+        reads=("partial_rotary_factor",),
     ),
     "smollm3": HfFamily(
         ("SmolLM3ForCausalLM",),
@@ -148,13 +164,34 @@ FAMILIES: dict[str, HfFamily] = {
         },
         has_window=_by_layer_types(_smollm3_window),
         has_rope=_smollm3_rope,
+        reads=("mlp_bias", "use_sliding_window"),
     ),
     "olmo2": HfFamily(
         ("Olmo2ForCausalLM",),
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50_279},
         qk_norm="full",
     ),
-    "granite": HfFamily(("GraniteForCausalLM",), {"max_position_embeddings": 2048, "attention_multiplier": 1.0}),
+    "granite": HfFamily(
+        ("GraniteForCausalLM",),
+        {"max_position_embeddings": 2048, "attention_multiplier": 1.0},
+        reads=("mlp_bias", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    ),
+}
+
+# What changes the arithmetic of some families only, with the value that changes nothing.
+OPTIONAL_FIELDS: Mapping[str, Any] = {
+    "partial_rotary_factor": 1.0,
+    "rope_local_base_freq": None,
+    "use_sliding_window": True,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "attention_multiplier": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "hidden_activation": None,
+    "mlp_bias": False,
 }
 
 COMMON_DEFAULTS: Mapping[str, Any] = {
@@ -169,9 +206,11 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim", "d_ff", "ffn_hidden_size"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
-    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
+    "max_position_embeddings": (
+        *("n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length", "model_max_length"),
+    ),
 }
 
 NATIVE_ARCHITECTURES: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.architectures)

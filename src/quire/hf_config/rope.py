@@ -32,6 +32,16 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()  # longrope, one per pair of dimensions: contexts up to original_max_position
     long_factor: tuple[float, ...] = ()  # longrope: longer contexts
 
+    def switches_after(self, max_model_len: int) -> int | None:
+        """Longrope: sequences of more tokens take the long factors, others the short ones. None: all take the same."""
+        is_reached = self.type == "longrope" and max_model_len > self.original_max_position
+        return self.original_max_position if is_reached and self.short_factor != self.long_factor else None
+
+    def row_offset(self, num_tokens: int, max_model_len: int) -> int:
+        """Where the rotary table (layers/rope.py) begins for a sequence of so many tokens."""
+        border = self.switches_after(max_model_len)
+        return 0 if border is None or num_tokens <= border else border
+
 
 def parse_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
     """The rope of the model, and that of its sliding-window layers where they have their own (Gemma 3).
@@ -44,7 +54,11 @@ def parse_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig | 
     if fields.has("rope_local_base_freq"):
         full = Fields({**scaling.values, **parameters.object("full_attention").values}, fields.path)
         local = parameters.object("sliding_attention").with_defaults({"rope_theta": fields.get("rope_local_base_freq")})
-        return _parse_one(full, fields, head_dim), _parse_one(local, fields, head_dim)
+        ropes = _parse_one(full, fields, head_dim), _parse_one(local, fields, head_dim)
+        if any(rope.short_factor != rope.long_factor for rope in ropes):  # a sequence has one offset into all tables
+            kind = Fields({"rope_type": "longrope"}, fields.path)
+            raise kind.illegal("rope_type", "another one, since layers with a window have a rope of their own")
+        return ropes
     return _parse_one(parameters if parameters.values else scaling, fields, head_dim), None
 
 

@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelConfigError
-from quire.hf_config.families import ALIASES, COMMON_DEFAULTS, FAMILIES, NATIVE_ARCHITECTURES, UNKNOWN, HfFamily
+from quire.hf_config.families import (
+    ALIASES,
+    COMMON_DEFAULTS,
+    FAMILIES,
+    NATIVE_ARCHITECTURES,
+    OPTIONAL_FIELDS,
+    UNKNOWN,
+    HfFamily,
+)
 from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_quantization
+from quire.hf_config.refusal import refusal
 from quire.hf_config.rope import RopeConfig, max_model_len, parse_rope
 
 _REQUIRED = (
@@ -21,6 +30,7 @@ _REQUIRED = (
     "max_position_embeddings",
 )
 _MAX_LAYERS = 4096
+_ROPE_OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -30,6 +40,8 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
 }
 _DTYPES = ("bfloat16", "float16", "float32")
+# Where a foreign config.json has one of these, layers keep a state that is no cache of keys and values.
+_STATE_FIELDS = ("state_size", "ssm_state_size", "mamba_d_state", "lru_width")
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,17 +59,21 @@ def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict
     Args:
         raw: the object of config.json.
         path: the file, for errors.
-        any_architecture: accept an architecture without native implementation.
+        any_architecture: accept an architecture, or an activation, without native implementation.
     """
-    fields = Fields(raw, path)
-    architecture, family = _find_family(fields, any_architecture)
-    fields = Fields(merge(raw, fields.object("text_config").values), path)
+    outer = Fields(raw, path)
+    architecture, family = _find_family(outer, any_architecture)
+    fields = Fields(merge(raw, outer.object("text_config").values), path)
     _refuse_unsupported(fields)
+    values, ignored = _split_off_ignored(fields.values, family)
+    if any_architecture and _has_foreign_activation(Fields(values, path).with_defaults(family.defaults)):
+        family = UNKNOWN
     is_native = family is not UNKNOWN
-    if not is_native:
-        fields = Fields(_resolve_aliases(fields.values), path)
+    fields = Fields(values if is_native else _resolve_aliases(fields.values), path)
     fields = fields.with_defaults({**COMMON_DEFAULTS, **family.defaults})
     missing = [name for name in _REQUIRED if not fields.has(name)]
+    if missing and not is_native:
+        raise _foreign_refusal(architecture, fields, missing)
     if missing:
         raise ModelConfigError(
             f"{path} lacks {', '.join(missing)}", fix="Use the config.json that belongs to the checkpoint"
@@ -68,10 +84,11 @@ def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict
         "architecture": architecture,
         "is_native": is_native,
         "has_fused_checkpoint": family.has_fused_checkpoint,
-        "model_type": str(fields.get("model_type") or ""),
+        "model_type": str(outer.get("model_type") or ""),
         "dtype": _dtype(fields),
         "quantized": parse_quantization(fields),
         "eos_token_ids": fields.token_ids("eos_token_id"),
+        "ignored_fields": ignored if is_native else (),
     }
 
 
@@ -100,6 +117,34 @@ def _refuse_unsupported(fields: Fields) -> None:
         )
 
 
+def _split_off_ignored(values: Mapping[str, Any], family: HfFamily) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """`values` without the optional fields that the family does not read, and the names of those that ask for more."""
+    kept: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in values.items():
+        if name not in OPTIONAL_FIELDS or name in family.reads:
+            kept[name] = value
+            if name in _ROPE_OBJECTS and isinstance(value, Mapping):
+                kept[name], inside = _split_off_ignored(value, family)
+                ignored += inside
+        elif value is not None and value != OPTIONAL_FIELDS[name]:
+            ignored.append(name)
+    return kept, tuple(dict.fromkeys(ignored))
+
+
+def _foreign_refusal(architecture: str, fields: Fields, missing: list[str]) -> ModelConfigError:
+    """Why a model cannot run whose config.json lacks what every model with a KV cache in all layers has."""
+    lacks = f"its config.json gives no {', '.join(missing)}"
+    if state := next((name for name in _STATE_FIELDS if fields.has(name)), None):
+        return refusal(architecture, f"it keeps other state than keys and values ({state})")
+    if fields.has("text_config"):
+        return refusal(architecture, f"it reads more than text, and {lacks}")
+    if "num_attention_heads" in missing:
+        return refusal(architecture, f"it has no attention heads ({lacks})")
+    fix = f"; if config.json has it under another name, give it with --hf-overrides '{{\"{missing[0]}\": ...}}'"
+    return refusal(architecture, f"{lacks}, so its attention is of another kind", fix)
+
+
 def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(values)
     for name, aliases in ALIASES.items():
@@ -108,6 +153,8 @@ def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
                 result[name] = result[alias]
     if result.get("intermediate_size") is None and isinstance(result.get("hidden_size"), int):
         result["intermediate_size"] = 4 * result["hidden_size"]
+    if (sizes := result.get("intermediate_size")) and isinstance(sizes, list) and all(type(n) is int for n in sizes):
+        result["intermediate_size"] = max(sizes)  # Gemma 3n has one per layer
     if result.get("num_key_value_heads") is None and result.get("multi_query"):  # GPT-BigCode
         result["num_key_value_heads"] = 1
     return result
@@ -169,10 +216,18 @@ def _attention_scale(fields: Fields, head_dim: int) -> float:
     return 1.0 / math.sqrt(fields.number("query_pre_attn_scalar", float(head_dim), minimum=1e-6))
 
 
+def _activation_field(fields: Fields) -> str:
+    """Gemma's files hold both, and the first counts."""
+    return "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+
+
+def _has_foreign_activation(fields: Fields) -> bool:
+    name = fields.get(_activation_field(fields))
+    return isinstance(name, str) and name not in _ACTIVATIONS
+
+
 def _activation(fields: Fields, is_native: bool) -> str:
-    # Gemma's files hold both, and the first counts.
-    field = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
-    return _ACTIVATIONS[fields.text(field, tuple(_ACTIVATIONS))] if is_native else "silu"
+    return _ACTIVATIONS[fields.text(_activation_field(fields), tuple(_ACTIVATIONS))] if is_native else "silu"
 
 
 def _dtype(fields: Fields) -> str:

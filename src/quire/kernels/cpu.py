@@ -1,7 +1,9 @@
 """The compiled CPU kernels: thin wrappers that turn tensors into addresses. The only file that calls them.
 
-Wrappers trust their arguments; ops, dense, grouped and fp8 check them. Dimensions: M rows, N out-features, K in-
-features; those of the other ops are in ops.py.
+Wrappers trust the shapes, dtypes and strides of their arguments: ops, dense, grouped and fp8 check them. Numbers that
+lead out of memory are refused below, in csrc/bindings_*.cpp.
+
+Dimensions: M rows, N out-features, K in-features; those of the other ops are in ops.py.
 """
 
 from __future__ import annotations
@@ -327,7 +329,9 @@ def rope_and_cache(
     v_scales_BGP: Tensor | None,
 ) -> None:
     """See ops.rope_and_cache."""
-    cos_sin, rotary_dim = (0, 0) if cos_sin_PR is None else (cos_sin_PR.data_ptr(), cos_sin_PR.shape[1])
+    cos_sin, (num_positions, rotary_dim) = (
+        (0, (0, 0)) if cos_sin_PR is None else (cos_sin_PR.data_ptr(), cos_sin_PR.shape)
+    )
     norm_weight_E = q_norm_weight_E if q_norm_weight_E is not None else k_norm_weight_E
     _C.rope_and_cache(
         DTYPE_CODES[q_THE.dtype],
@@ -344,6 +348,7 @@ def rope_and_cache(
         positions_T.data_ptr(),
         cos_sin,
         rotary_dim,
+        num_positions,
         slot_mapping_T.data_ptr(),
         k_cache_BGPE.data_ptr(),
         k_cache_BGPE.stride(0),
@@ -358,6 +363,7 @@ def rope_and_cache(
         k_TGE.shape[1],
         q_THE.shape[2],
         k_cache_BGPE.shape[2],
+        k_cache_BGPE.shape[0],
         _address(q_norm_weight_E),
         _address(k_norm_weight_E),
         DTYPE_CODES[q_THE.dtype if norm_weight_E is None else norm_weight_E.dtype],
@@ -395,10 +401,13 @@ def paged_attention(
         v_cache_BGPE.stride(1),
         _address(k_scales_BGP),
         _address(v_scales_BGP),
+        k_cache_BGPE.shape[0],
         block_tables_SM.data_ptr(),
         block_tables_SM.stride(0),
+        block_tables_SM.shape[1],
         seq_lens_S.data_ptr(),
         cu_seqlens_q_S1.data_ptr(),
+        q_THE.shape[0],
         seq_lens_S.shape[0],
         q_THE.shape[1],
         k_cache_BGPE.shape[1],

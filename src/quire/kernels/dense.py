@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import cpu, gpu, pages, weight_memory
-from quire.kernels.product import check_product, check_rows, result_memory
+from quire.kernels import cpu, gpu, pages, reference, weight_memory
+from quire.kernels.guards import check_dtype, check_shape
+from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
 
 
@@ -49,8 +50,7 @@ def pack_linear(weight_NK: Tensor) -> PackedLinear:
     On CPU with the compiled kernels this is a copy (multi-threaded), and pages of a mapped file are released as it goes
     on: the caller may free `weight_NK`. Rows may be strided.
     """
-    assert weight_NK.dim() == 2, f"weight must be [N, K], got shape {tuple(weight_NK.shape)}"
-    assert weight_NK.dtype in cpu.DTYPE_CODES, f"weight dtype {weight_NK.dtype} is not float32, bfloat16 or float16"
+    check_weight(weight_NK)
     N, K = weight_NK.shape
     if not packs(weight_NK.device):
         return PackedLinear(weight_NK, N, K, weight_NK.dtype, is_packed=False)
@@ -62,13 +62,19 @@ def pack_linear_bands(bands: Iterable[Tensor], N: int) -> PackedLinear:
     but the last a multiple of PANEL_WIDTH."""
     bands = iter(bands)
     first = next(bands)
+    check_weight(first)
     dtype, K = first.dtype, first.shape[1]
 
-    def pack(band_NK: Tensor, to: Tensor) -> int:
-        cpu.gemm_pack(contiguous_rows(band_NK), to)
+    def bytes_of(band_NK: Tensor) -> int:
+        check_weight(band_NK)
+        check_shape("a band", band_NK, len(band_NK), K)
+        check_dtype("a band", band_NK, dtype)
         return cpu.gemm_packed_bytes(dtype, *band_NK.shape)
 
-    data = weight_memory.filled(cpu.gemm_packed_bytes(dtype, N, K), chain([first], bands), pack)
+    def pack(band_NK: Tensor, to: Tensor) -> None:
+        cpu.gemm_pack(contiguous_rows(band_NK), to)
+
+    data = weight_memory.filled(cpu.gemm_packed_bytes(dtype, N, K), chain([first], bands), bytes_of, pack)
     return PackedLinear(data, N, K, dtype, is_packed=True)
 
 
@@ -84,10 +90,11 @@ def linear(
     x has the weight's dtype; the output has x's dtype unless `out_dtype` (or the dtype of `out`) says otherwise. Rows
     of x and of `out` may be strided. The bias may have any of the three dtypes. Plain torch rounds to x's dtype first.
     """
-    check_product(x_TK, packed.N, packed.K, bias_N)
-    assert x_TK.dtype == packed.dtype, f"x is {x_TK.dtype}, the weight is {packed.dtype}"
+    check_product(x_TK, packed.data, packed.N, packed.K, bias_N)
+    check_dtype("x", x_TK, packed.dtype)
     on_gpu = gpu.takes(x_TK) and gpu.is_deterministic()
     if out is None and not (packed.is_packed or on_gpu):
+        check_result_dtype(out_dtype or x_TK.dtype)
         return _plain(x_TK, packed, bias_N).to(out_dtype or x_TK.dtype)
     out = result_memory(x_TK, packed.N, out, out_dtype)
     if not (packed.is_packed or on_gpu):
@@ -107,10 +114,11 @@ def _plain(x_TK: Tensor, packed: PackedLinear, bias_N: Tensor | None) -> Tensor:
 def packed_rows(packed: PackedLinear, rows_T: Tensor) -> Tensor:
     """weight[rows_T] -> [T, K] out of the packed form: embedding lookup in a matrix that is also the output projection.
 
-    rows_T: int64, each in [0, N); packed weights, and plain ones on a CPU, raise IndexError for another.
+    rows_T: int64, each in [0, N); on a CPU, IndexError for another.
     """
-    check_rows(rows_T)
+    check_rows(rows_T, packed.data, packed.dtype)
     if not packed.is_packed:
+        reference.check_rows(rows_T, packed.N)
         return F.embedding(rows_T, packed.data)
     out_TK = torch.empty((len(rows_T), packed.K), dtype=packed.dtype)
     cpu.gemm_rows(packed.data, packed.N, rows_T.contiguous(), out_TK)

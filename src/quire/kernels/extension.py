@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from quire import envs
@@ -19,6 +20,16 @@ except ImportError as error:
 def is_used() -> bool:
     """Ops run on the compiled kernels: they are built, and QUIRE_FORCE_REFERENCE is not set."""
     return C is not None and not envs.FORCE_REFERENCE.get()
+
+
+def how_to_build() -> str:
+    """What to do for the compiled kernels; whoever runs a checkout has a Makefile, and others have pip."""
+    compiler = "Install a C++20 compiler (g++ 12 or clang 15), then run"
+    checkout = Path(__file__).resolve().parents[3]  # of src/quire/kernels
+    if (checkout / "CMakeLists.txt").is_file():
+        return f"{compiler} `make setup` in {checkout}"
+    # pip may have kept what it built without a compiler: --no-cache-dir.
+    return f"{compiler} `pip install --force-reinstall --no-deps --no-cache-dir --no-binary quire quire`"
 
 
 def wished_isa() -> str | None:
@@ -39,11 +50,14 @@ def wished_isa() -> str | None:
 
 
 def read_bandwidth(num_threads: int) -> float | None:
-    """Bytes per second that this many cores read from memory now; None without the kernels. Takes 0.1 s and 256 MiB."""
+    """Bytes per second that this many cores read from memory now; None without the kernels: the best of 8 readings.
+
+    Takes 0.2 s and 256 MiB.
+    """
     if not is_used():
         return None
     C.set_num_threads(num_threads)
-    return float(C.read_bandwidth(1 << 28, 1))
+    return float(C.read_bandwidth(1 << 28, 8))
 
 
 def chosen_isa() -> str:

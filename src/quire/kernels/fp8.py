@@ -18,7 +18,9 @@ from torch import Tensor
 
 from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.fp8_weight import Fp8Weight
-from quire.kernels.product import check_product, check_rows, result_memory
+from quire.kernels.guards import check_dtype, check_last_stride, check_places, check_shape
+from quire.kernels.ops import check_gated, check_norm
+from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import Fp8Format
 
@@ -51,6 +53,14 @@ class PackedFp8:
         assert self.weight is not None
         return self.weight.nbytes
 
+    @property
+    def tensor(self) -> Tensor:
+        """One of those it is made of."""
+        if self.data is not None:
+            return self.data
+        assert self.weight is not None
+        return self.weight.codes_NK
+
 
 @dataclass(frozen=True)
 class Fp8Rows:
@@ -75,7 +85,7 @@ def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
 
     A row with an element that is not finite gets the scale NaN.
     """
-    assert weight_NK.dim() == 2, f"weight must be [N, K], got shape {tuple(weight_NK.shape)}"
+    check_weight(weight_NK)
     on_gpu = gpu.takes(weight_NK)
     if not (on_gpu or cpu.takes(weight_NK)):
         return reference.quantize_fp8(weight_NK)
@@ -109,11 +119,16 @@ def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int) -> PackedFp8:
     if not (cpu.available() and device.type == "cpu"):
         return PackedFp8(None, Fp8Weight.joined([*bands]), N, K, group_size)
 
-    def pack(band: Fp8Weight, to: Tensor) -> int:
-        cpu.fp8_pack(contiguous_rows(band.codes_NK), band.scales_NG.contiguous(), group_size, to)
+    def bytes_of(band: Fp8Weight) -> int:
+        check_shape("codes of a band", band.codes_NK, band.shape[0], K)
+        if band.group_size != group_size:
+            raise ValueError(f"group_size of a band is {band.group_size}, expected {group_size}, that of the first")
         return cpu.fp8_packed_bytes(*band.shape, group_size)
 
-    data = weight_memory.filled(cpu.fp8_packed_bytes(N, K, group_size), bands, pack)
+    def pack(band: Fp8Weight, to: Tensor) -> None:
+        cpu.fp8_pack(contiguous_rows(band.codes_NK), band.scales_NG.contiguous(), group_size, to)
+
+    data = weight_memory.filled(cpu.fp8_packed_bytes(N, K, group_size), bands, bytes_of, pack)
     return PackedFp8(data, None, N, K, group_size)
 
 
@@ -121,12 +136,15 @@ def rms_norm_to_fp8(
     x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float
 ) -> Fp8Rows:
     """On a GPU: ops.rms_norm, or ops.add_rms_norm with a residual (changed in place), then quantized: the same bits."""
+    check_norm(x_TD, residual_TD, weight_D, None)
     codes_TD, scales_T1 = gpu.kernels().rms_norm_to_fp8(x_TD, residual_TD, weight_D, eps, weight_offset)
     return Fp8Rows(codes_TD, scales_T1, x_TD.dtype)
 
 
 def gated_activation_to_fp8(name: str, x_T2I: Tensor) -> Fp8Rows:
     """On a GPU: ops.gated_activation, then quantized: the same bits."""
+    check_gated(name, x_T2I)
+    check_last_stride(x=x_T2I)
     codes_TI, scales_T1 = gpu.kernels().gated_activation_to_fp8(name, x_T2I)
     return Fp8Rows(codes_TI, scales_T1, x_T2I.dtype)
 
@@ -146,7 +164,7 @@ def fp8_linear(
     """
     if isinstance(x_TK, Fp8Rows):
         return _product_of_codes(x_TK, packed, bias_N, out_dtype or x_TK.dtype)
-    check_product(x_TK, packed.N, packed.K, bias_N)
+    check_product(x_TK, packed.tensor, packed.N, packed.K, bias_N)
     on_gpu = gpu.takes(x_TK)
     if packed.data is None and not on_gpu:
         assert packed.weight is not None
@@ -193,7 +211,17 @@ def _multiplies_fp8(device: torch.device) -> bool:
 
 
 def _product_of_codes(rows: Fp8Rows, packed: PackedFp8, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    assert packed.weight is not None
+    if packed.weight is None:
+        raise TypeError("x are Fp8Rows, expected a Tensor: the CPU kernels multiply no codes with codes")
+    check_places(x=rows.codes_TK, x_scales=rows.scales_T1, weight=packed.weight.codes_NK, bias=bias_N)
+    T = len(rows.codes_TK)
+    check_shape("x", rows.codes_TK, T, packed.K)
+    check_dtype("x", rows.codes_TK, torch.float8_e4m3fn)
+    check_shape("x_scales", rows.scales_T1, T, 1)
+    check_dtype("x_scales", rows.scales_T1, torch.float32)
+    if bias_N is not None:
+        check_shape("bias", bias_N, packed.N)
+    check_result_dtype(out_dtype)
     bias_N = None if bias_N is None else bias_N.to(out_dtype)
     return torch._scaled_mm(
         rows.codes_TK,
@@ -209,11 +237,12 @@ def _product_of_codes(rows: Fp8Rows, packed: PackedFp8, bias_N: Tensor | None, o
 def fp8_rows(packed: PackedFp8, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
     """weight[rows_T] -> [T, K]: float32 products of scale and code, rounded to dtype.
 
-    rows_T: int64, each in [0, N); packed weights on the CPU kernels raise IndexError for another.
+    rows_T: int64, each in [0, N); on a CPU, IndexError for another.
     """
-    check_rows(rows_T)
+    check_rows(rows_T, packed.tensor, dtype)
     if packed.data is None:
         assert packed.weight is not None
+        reference.check_rows(rows_T, packed.N)
         return reference.dequantize_fp8(packed.weight.rows(rows_T)).to(dtype)
     out_TK = torch.empty((len(rows_T), packed.K), dtype=dtype)
     cpu.fp8_rows(packed.data, packed.N, packed.group_size, rows_T.contiguous(), out_TK)

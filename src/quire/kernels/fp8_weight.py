@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.guards import check_dtype, check_filled, check_places, check_shape
 from quire.weight_format import K_UNIT
 
 
@@ -31,12 +32,14 @@ class Fp8Weight:
     group_size: int
 
     def __post_init__(self) -> None:
+        check_places(codes=self.codes_NK, scales=self.scales_NG)
+        check_filled("codes", self.codes_NK, "NK")
+        check_dtype("codes", self.codes_NK, torch.float8_e4m3fn)
+        if self.group_size <= 0 or self.group_size % K_UNIT != 0:
+            raise ValueError(f"group_size is {self.group_size}, expected a multiple of {K_UNIT} above 0")
         N, K = self.shape
-        assert self.codes_NK.dtype == torch.float8_e4m3fn, f"codes are {self.codes_NK.dtype}"
-        assert self.group_size > 0 and self.group_size % K_UNIT == 0, f"group size {self.group_size}"
-        expected = (N, -(-K // self.group_size))
-        assert self.scales_NG.shape == expected, f"scales are {tuple(self.scales_NG.shape)}, expected {expected}"
-        assert self.scales_NG.dtype == torch.float32, f"scales are {self.scales_NG.dtype}"
+        check_shape("scales", self.scales_NG, N, -(-K // self.group_size))
+        check_dtype("scales", self.scales_NG, torch.float32)
 
     @property
     def shape(self) -> tuple[int, int]:

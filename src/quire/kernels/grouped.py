@@ -17,8 +17,9 @@ from torch import Tensor
 
 from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.grouped_panels import rows_of_panels, to_panels
-from quire.kernels.grouped_weight import GroupedWeight
-from quire.kernels.product import check_product, check_rows, result_memory
+from quire.kernels.grouped_weight import GroupedWeight, check_groups
+from quire.kernels.guards import check_shape
+from quire.kernels.product import check_product, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import GroupedFormat
 
@@ -54,6 +55,14 @@ class PackedGrouped:
         assert self.weight is not None
         return self.weight.nbytes
 
+    @property
+    def tensor(self) -> Tensor:
+        """One of those it is made of."""
+        if self.data is not None:
+            return self.data
+        assert self.weight is not None
+        return self.weight.codes_NK
+
 
 def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWeight:
     """The nearest integer weight with zero 128 for 8 bits and 8 for 4 bits, and float32 scales.
@@ -61,7 +70,10 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWe
     8 bits: scale = max |w| / 127. 4 bits: the element of largest magnitude gets code 0, so that all 16 codes are used
     (as GGUF's Q4_0 does).
     """
-    assert weight_NK.dim() == 2, f"weight must be [N, K], got shape {tuple(weight_NK.shape)}"
+    check_weight(weight_NK)
+    check_groups(bits, group_size)
+    if bits not in (4, 8):
+        raise ValueError(f"bits are {bits}, expected 4 or 8")
     if not cpu.takes(weight_NK):
         return reference.quantize_grouped(weight_NK, bits, group_size)
     weight_NK = contiguous_rows(weight_NK)
@@ -82,8 +94,14 @@ def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
     PANEL_WIDTH. The CPU kernels need one at a time."""
     bands = iter(bands)
     first = next(bands)
-    order_K = None if first.order_K is None else first.order_K.to(torch.int32).contiguous()
     (_, K), form, device = first.shape, first.format, first.codes_NK.device
+    order_K = None
+    if first.order_K is not None:
+        columns = first.order_K.sort().values
+        if not torch.equal(columns, torch.arange(K, device=device)):
+            seen = f"{K} columns from {columns[0]} to {columns[-1]}"
+            raise ValueError(f"order_K has {seen}, expected each of 0 to {K - 1} once")
+        order_K = first.order_K.to(torch.int32).contiguous()
     bands = chain([first], bands)
     del first  # held by nothing else: the next band is made in its memory
     if gpu.serves(device):
@@ -92,11 +110,16 @@ def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
         return PackedGrouped(None, None, GroupedWeight.joined([*bands]), N, K, form)
     codes = cpu.grouped_form(form)
 
-    def pack(band: GroupedWeight, to: Tensor) -> int:
-        cpu.grouped_pack(_contiguous(band), to)
+    def bytes_of(band: GroupedWeight) -> int:
+        check_shape("codes of a band", band.codes_NK, band.shape[0], K)
+        if band.format != form:
+            raise ValueError(f"the format of a band is {band.format}, expected {form}, that of the first")
         return cpu.grouped_packed_bytes(*band.shape, codes)
 
-    data = weight_memory.filled(cpu.grouped_packed_bytes(N, K, codes), bands, pack)
+    def pack(band: GroupedWeight, to: Tensor) -> None:
+        cpu.grouped_pack(_contiguous(band), to)
+
+    data = weight_memory.filled(cpu.grouped_packed_bytes(N, K, codes), bands, bytes_of, pack)
     return PackedGrouped(data, order_K, None, N, K, form)
 
 
@@ -124,7 +147,7 @@ def grouped_linear(
     the weight is rounded to x's dtype, as `grouped_rows` gives it, and sums are float32. A row with a value that is not
     finite gives no finite number in its row of the output; on CPU all are NaN.
     """
-    check_product(x_TK, packed.N, packed.K, bias_N)
+    check_product(x_TK, packed.tensor, packed.N, packed.K, bias_N)
     out_TN = result_memory(x_TK, packed.N, out, out_dtype)
     if packed.data is None:
         assert packed.weight is not None
@@ -142,16 +165,17 @@ def grouped_linear(
 def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
     """weight[rows_T] -> [T, K], computed in float32 and rounded to dtype.
 
-    rows_T: int64, each in [0, N); packed weights on the CPU kernels raise IndexError for another.
+    rows_T: int64, each in [0, N); on a CPU, IndexError for another.
     """
-    check_rows(rows_T)
-    if packed.data is None:
-        assert packed.weight is not None
-        weight = packed.weight.rows(rows_T)
-    elif cpu.available() and packed.data.device.type == "cpu":
+    check_rows(rows_T, packed.tensor, dtype)
+    if packed.data is not None and cpu.available() and packed.data.device.type == "cpu":
         out_TK = torch.empty((len(rows_T), packed.K), dtype=dtype)
         cpu.grouped_rows(packed.data, packed.N, packed.form, packed.order_K, rows_T.contiguous(), out_TK)
         return out_TK
+    reference.check_rows(rows_T, packed.N)
+    if packed.data is None:
+        assert packed.weight is not None
+        weight = packed.weight.rows(rows_T)
     else:
         weight = rows_of_panels(packed.data, packed.order_K, packed.format, packed.N, packed.K, rows_T)
     return reference.dequantize_grouped(weight).to(dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.guards import check_dtype, check_filled, check_places, check_shape
 from quire.weight_format import MAX_GROUP_SIZE, MAX_SUPER_ELEMENTS, GroupedFormat
 
 
@@ -48,34 +49,47 @@ class GroupedWeight:
     order_K: Tensor | None = None
 
     def __post_init__(self) -> None:
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        check_places(**tensors)
+        check_filled("codes_NK", self.codes_NK, "NK")
+        check_dtype("codes_NK", self.codes_NK, torch.uint8)
+        check_groups(self.bits, self.group_size)
         N, K = self.shape
-        G = -(-K // self.group_size)
-        assert self.codes_NK.dtype == torch.uint8, f"{self.codes_NK.dtype}"
-        assert self.bits in (2, 3, 4, 5, 6, 8), f"{self.bits} bits"
-        assert self.group_size % 16 == 0 and 16 <= self.group_size <= MAX_GROUP_SIZE, f"group size {self.group_size}"
-        has_whole_planes = self.bits not in (3, 5) or self.group_size == 16 or self.group_size % 32 == 0
-        assert has_whole_planes, f"{self.bits} bits in groups of {self.group_size}"
-        for x_NG in (self.scales_NG, self.zeros_NG, self.minima_NG):
-            assert x_NG is None or x_NG.shape == (N, G), f"{tuple(x_NG.shape)} per group, expected {(N, G)}"
-        for x_NS in (self.super_scales_NS, self.super_minima_NS):
-            assert x_NS is None or (x_NS.shape == (N, -(-G // self.super_size)) and x_NS.dtype == torch.float16)
+        G, elements = -(-K // self.group_size), self.super_size * self.group_size
+        _require(self.super_size >= 1, f"super_size is {self.super_size}, expected 1 or more")
+        for name, x in tensors.items():
+            if name.endswith("_NG"):
+                check_shape(name, x, N, G)
+            elif name.endswith("_NS"):
+                check_shape(name, x, N, -(-G // self.super_size))
+                check_dtype(name, x, torch.float16)
+        for name in ("scales_NG", "minima_NG"):
+            if name in tensors:
+                check_dtype(name, tensors[name], torch.float32, torch.float16, torch.int8)
         for factors_NG, x_NS in ((self.scales_NG, self.super_scales_NS), (self.minima_NG, self.super_minima_NS)):
             is_factors = factors_NG is not None and factors_NG.dtype == torch.int8
-            assert is_factors == (x_NS is not None), "factors without numbers, or numbers without factors"
+            _require(is_factors == (x_NS is not None), "int8 factors without numbers per super-group, or the reverse")
+        if self.zeros_NG is not None:
+            check_dtype("zeros_NG", self.zeros_NG, torch.uint8)
+            _require(self.minima_NG is None, "zeros_NG and minima_NG are given, expected one of them")
         if self.super_scales_NS is not None:
-            elements = self.super_size * self.group_size
-            assert elements <= MAX_SUPER_ELEMENTS, f"a super-group of {elements} elements"
-            assert self.bits not in (3, 5) or self.super_size == 1 or elements % 32 == 0, (
-                f"{self.bits} bits, {elements}"
+            expected = f"expected at most {MAX_SUPER_ELEMENTS}"
+            _require(elements <= MAX_SUPER_ELEMENTS, f"a super-group has {elements} elements, {expected}")
+            has_whole_planes = self.bits not in (3, 5) or self.super_size == 1 or elements % 32 == 0
+            _require(
+                has_whole_planes, f"a super-group of {self.bits} bits has {elements} elements, expected 32 times n"
             )
-            assert self.zeros_NG is None, "factors beside zeros"
-            assert (self.minima_NG is None) == (self.super_minima_NS is None), "factors beside numbers"
+            _require(self.zeros_NG is None, "zeros_NG beside factors, expected none")
+            has_factors = (self.minima_NG is None) == (self.super_minima_NS is None)
+            _require(has_factors, "minima_NG beside factors, expected int8 with super_minima_NS")
         else:
-            assert self.super_minima_NS is None and self.super_size == 1, "factors beside numbers"
-        assert self.zeros_NG is None or (self.minima_NG is None and self.zeros_NG.dtype == torch.uint8), "two offsets"
-        for x_NG in (self.scales_NG, self.minima_NG):
-            assert x_NG is None or x_NG.dtype in (torch.float32, torch.float16, torch.int8), f"{x_NG.dtype} numbers"
-        assert self.order_K is None or self.order_K.shape == (K,), "the order is not one of all columns"
+            is_plain = self.super_minima_NS is None and self.super_size == 1
+            _require(
+                is_plain, f"super_size is {self.super_size} without super_scales_NS, expected 1 and no super_minima_NS"
+            )
+        if self.order_K is not None:
+            check_shape("order_K", self.order_K, K)
+            check_dtype("order_K", self.order_K, torch.int64)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -123,6 +137,20 @@ class GroupedWeight:
             name: x[rows_T] for name, x in vars(self).items() if isinstance(x, Tensor) and name != "order_K"
         }
         return replace(self, **of_rows)
+
+
+def check_groups(bits: int, group_size: int) -> None:
+    """ValueError for codes or groups that there are none of: see GroupedWeight."""
+    _require(bits in (2, 3, 4, 5, 6, 8), f"bits are {bits}, expected 2 to 6 or 8")
+    is_multiple = group_size % 16 == 0 and 16 <= group_size <= MAX_GROUP_SIZE
+    _require(is_multiple, f"group_size is {group_size}, expected a multiple of 16 up to {MAX_GROUP_SIZE}")
+    has_whole_planes = bits not in (3, 5) or group_size == 16 or group_size % 32 == 0
+    _require(has_whole_planes, f"group_size is {group_size}, expected 16 or a multiple of 32 with {bits} bits")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
 
 
 def _name(numbers: Tensor) -> str:

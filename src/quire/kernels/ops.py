@@ -1,6 +1,11 @@
 """Typed functions on torch tensors with shape contracts: compiled kernels on CPU, Triton on GPU, plain torch otherwise.
 
 The arithmetic of one row never depends on the other rows of a call nor on the number of threads.
+
+Whatever is passed, an op computes or raises: TypeError for a dtype, ValueError for a shape, a stride, a device or a
+parameter, IndexError for a number that leads out of a tensor (slot, position, block, id). On a GPU, what tensors hold
+is not checked: that would wait for it.
+
 Dimensions: T tokens, D hidden, I inner (feed-forward), H query heads, G KV heads,
 E head_dim, B cache blocks, P block_size (of a cache) or number of positions (of cos_sin), R rotary_dim (of cos_sin) or
 rows (of logits), S sequences, M blocks per sequence, V vocabulary.
@@ -14,6 +19,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu, gpu, reference
+from quire.kernels.guards import (
+    check_contiguous,
+    check_dtype,
+    check_filled,
+    check_last_stride,
+    check_places,
+    check_shape,
+)
 from quire.kernels.kv_codes import CODE_DTYPES
 
 
@@ -39,7 +52,7 @@ def rms_norm(
     Zhang and Sennrich, arXiv 1910.07467. The weight has x's dtype or float32. Rows of x and `out` may be strided;
     `out` may be x.
     """
-    _check_norm(x_TD, weight_D, out)
+    check_norm(x_TD, None, weight_D, out)
     if (kernels := _kernels(x_TD)) is None:
         y_TD = reference.rms_norm(x_TD, weight_D, eps, weight_offset)
         return y_TD if out is None else out.copy_(y_TD)
@@ -57,28 +70,27 @@ def add_rms_norm(
     out: Tensor | None = None,
 ) -> Tensor:
     """residual += x in place (rounded to its dtype), then rms_norm of the new residual. `out` may be x."""
-    _check_norm(x_TD, weight_D, out)
-    assert residual_TD.shape == x_TD.shape and residual_TD.dtype == x_TD.dtype, "residual is not like x"
+    check_norm(x_TD, residual_TD, weight_D, out)
     if (kernels := _kernels(x_TD)) is None:
         residual_TD += x_TD
         y_TD = reference.rms_norm(residual_TD, weight_D, eps, weight_offset)
         return y_TD if out is None else out.copy_(y_TD)
-    assert residual_TD.stride(1) == 1, "the last dimension of residual is not contiguous"
     out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
     kernels.rms_norm(x_TD, residual_TD, weight_D, eps, weight_offset, out)
     return out
 
 
-def _check_norm(x_TD: Tensor, weight_D: Tensor, out: Tensor | None) -> None:
-    assert x_TD.dim() == 2 and x_TD.stride(1) == 1, (
-        f"x is {tuple(x_TD.shape)} with strides {x_TD.stride()}, expected rows"
-    )
-    assert weight_D.shape == x_TD.shape[1:], f"weight is {tuple(weight_D.shape)}, x is {tuple(x_TD.shape)}"
-    assert weight_D.dtype in (x_TD.dtype, torch.float32), f"weight is {weight_D.dtype}, x is {x_TD.dtype}"
-    assert weight_D.stride(0) == 1, "weight is not contiguous"
-    assert out is None or (out.shape == x_TD.shape and out.dtype == x_TD.dtype and out.stride(1) == 1), (
-        "out is not like x"
-    )
+def check_norm(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, out: Tensor | None) -> None:
+    """What `rms_norm` and `add_rms_norm` ask for."""
+    check_places(x=x_TD, residual=residual_TD, weight=weight_D, out=out)
+    check_filled("x", x_TD, "TD")
+    check_shape("weight", weight_D, x_TD.shape[1])
+    check_dtype("weight", weight_D, x_TD.dtype, torch.float32)
+    for name, like_x in (("residual", residual_TD), ("out", out)):
+        if like_x is not None:
+            check_shape(name, like_x, *x_TD.shape)
+            check_dtype(name, like_x, x_TD.dtype)
+    check_last_stride(x=x_TD, residual=residual_TD, weight=weight_D, out=out)
 
 
 def gated_activation(name: str, x_T2I: Tensor, out: Tensor | None = None) -> Tensor:
@@ -87,16 +99,29 @@ def gated_activation(name: str, x_T2I: Tensor, out: Tensor | None = None) -> Ten
     Args:
         name: of f: silu, gelu (exact, by erf) or gelu_tanh (its tanh form).
     """
-    assert x_T2I.dim() == 2 and x_T2I.shape[1] % 2 == 0, f"x is {tuple(x_T2I.shape)}, expected [T, 2 * I]"
+    check_gated(name, x_T2I)
     shape = (x_T2I.shape[0], x_T2I.shape[1] // 2)
-    assert out is None or (out.shape == shape and out.dtype == x_T2I.dtype), f"out is not {shape} of x's dtype"
+    if out is not None:
+        check_places(x=x_T2I, out=out)
+        check_shape("out", out, *shape)
+        check_dtype("out", out, x_T2I.dtype)
     if (kernels := _kernels(x_T2I)) is None:
         y_TI = reference.gated_activation(name, x_T2I)
         return y_TI if out is None else out.copy_(y_TI)
     out = torch.empty(shape, dtype=x_T2I.dtype, device=x_T2I.device) if out is None else out
-    assert x_T2I.stride(1) == 1 and out.stride(1) == 1, "the last dimension is not contiguous"
+    check_last_stride(x=x_T2I, out=out)
     kernels.gated_activation(name, x_T2I, out)
     return out
+
+
+def check_gated(name: str, x_T2I: Tensor) -> None:
+    """What `gated_activation` asks for, but for `out` and strides."""
+    check_places(x=x_T2I)
+    check_filled("x", x_T2I, "TI")
+    if x_T2I.shape[1] % 2 != 0:
+        raise ValueError(f"x is {list(x_T2I.shape)}, expected [T, 2 * I]")
+    if name not in cpu.ACTIVATION_CODES:
+        raise ValueError(f"the activation is {name!r}, expected one of {', '.join(cpu.ACTIVATION_CODES)}")
 
 
 def rope_and_cache(
@@ -118,28 +143,37 @@ def rope_and_cache(
     """Between the qkv projection and attention: RMS norm per head, rotary embedding, write to the KV cache.
 
     q, k, v may be strided views of one projection (last dimension contiguous). q is changed in place; k and v stay as
-    they are and go to the cache slots (int64, block * block_size + offset; negative: not written). The norm of q or
-    k is left out where its weight (dtype of q, or float32) is None. The rotation (neox style: halves of the first R
-    dimensions; Su et al., arXiv 2104.09864) takes float32 rows [R / 2 cosines, R / 2 sines] at `positions_T` (int64,
-    below P, not checked) and is left out when cos_sin is None. float32 inside, rounded once. q, k, v share
+    they are and go to the cache slots (int64, block * block_size + offset, in the cache; negative: not written). The
+    norm of q or k is left out where its weight (dtype of q, or float32) is None. The rotation (neox style: halves of
+    the first R dimensions; Su et al., arXiv 2104.09864) takes float32 rows [R / 2 cosines, R / 2 sines] at
+    `positions_T` (int64, in [0, P)) and is left out when cos_sin is None. float32 inside, rounded once. q, k, v share
     one dtype; the caches have it too, or hold codes (see kv_codes), int8 with scales.
     """
+    _check_caches(q_THE, k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
+    check_places(q=q_THE, k=k_TGE, v=v_TGE, positions=positions_T, cos_sin=cos_sin_PR, slot_mapping=slot_mapping_T)
+    check_places(q=q_THE, q_norm_weight=q_norm_weight_E, k_norm_weight=k_norm_weight_E)
     T, _, E = q_THE.shape
     G = k_cache_BGPE.shape[1]
-    assert k_TGE.shape == v_TGE.shape == (T, G, E), (
-        f"k {tuple(k_TGE.shape)}, v {tuple(v_TGE.shape)}, expected {(T, G, E)}"
-    )
-    assert q_THE.dtype == k_TGE.dtype == v_TGE.dtype, "dtypes of q, k and v differ"
-    _check_caches(q_THE, k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
-    assert positions_T.shape == slot_mapping_T.shape == (T,), "positions and slot_mapping are not [T]"
-    assert positions_T.dtype == slot_mapping_T.dtype == torch.int64, "positions and slot_mapping are not int64"
-    norm_weights = [w for w in (q_norm_weight_E, k_norm_weight_E) if w is not None]
-    assert all(w.shape == (E,) and w.dtype in (q_THE.dtype, torch.float32) for w in norm_weights), "bad norm weight"
-    assert len({w.dtype for w in norm_weights}) < 2, "norm weights of q and k differ in dtype"
+    for name, x_TGE in (("k", k_TGE), ("v", v_TGE)):
+        check_shape(name, x_TGE, T, G, E)
+        check_dtype(name, x_TGE, q_THE.dtype)
+    for name, x_T in (("positions", positions_T), ("slot_mapping", slot_mapping_T)):
+        check_shape(name, x_T, T)
+        check_dtype(name, x_T, torch.int64)
+    norm_dtypes = (q_THE.dtype, torch.float32)
+    for name, weight_E in (("q_norm_weight", q_norm_weight_E), ("k_norm_weight", k_norm_weight_E)):
+        if weight_E is not None:
+            check_shape(name, weight_E, E)
+            check_dtype(name, weight_E, *norm_dtypes)
+            norm_dtypes = (weight_E.dtype, weight_E.dtype)
     if cos_sin_PR is not None:
-        R = cos_sin_PR.shape[1]
-        assert R % 2 == 0 and R <= E, f"rotary_dim {R} is odd or above head_dim {E}"
-        assert cos_sin_PR.dtype == torch.float32 and cos_sin_PR.is_contiguous(), "cos_sin is not contiguous float32"
+        check_dtype("cos_sin", cos_sin_PR, torch.float32)
+        check_filled("cos_sin", cos_sin_PR, "PR")
+        if cos_sin_PR.shape[0] == 0 or cos_sin_PR.shape[1] % 2 != 0 or cos_sin_PR.shape[1] > E:
+            raise ValueError(
+                f"cos_sin is {list(cos_sin_PR.shape)}, expected [P, R] with R even and at most {E}, P above 0"
+            )
+        check_contiguous(cos_sin=cos_sin_PR)
     arguments = (
         *(q_THE, k_TGE, v_TGE, positions_T, cos_sin_PR, slot_mapping_T, k_cache_BGPE, v_cache_BGPE),
         *(q_norm_weight_E, k_norm_weight_E, norm_eps, norm_weight_offset, k_scales_BGP, v_scales_BGP),
@@ -147,11 +181,9 @@ def rope_and_cache(
     if (kernels := _attention_kernels(q_THE)) is None:
         reference.rope_and_cache(*arguments)
         return
-    assert q_THE.stride(2) == k_TGE.stride(2) == v_TGE.stride(2) == 1, "the last dimension of q, k, v is not contiguous"
-    assert positions_T.is_contiguous() and slot_mapping_T.is_contiguous(), (
-        "positions or slot_mapping are not contiguous"
-    )
-    assert all(w.is_contiguous() for w in norm_weights), "norm weights are not contiguous"
+    check_last_stride(q=q_THE, k=k_TGE, v=v_TGE)
+    check_contiguous(positions=positions_T, slot_mapping=slot_mapping_T)
+    check_contiguous(q_norm_weight=q_norm_weight_E, k_norm_weight=k_norm_weight_E)
     kernels.rope_and_cache(*arguments)
 
 
@@ -176,19 +208,28 @@ def paged_attention(
     With a sliding window w a token sees the positions above its own minus w (0: all). With a soft cap c scores become
     c * tanh(score / c). Softmax in float32; a token's result does not depend on the other tokens of the call, bit for
     bit. q may be strided (last dimension contiguous); the caches have its dtype or hold codes (see kv_codes),
-    int8 with scales; seq_lens are below 2^24. What else the cache holds is never used.
+    int8 with scales; seq_lens are below 2^24. What else the cache holds is never used. Tokens of q that belong to no
+    sequence, behind the last one, have no result.
     """
+    _check_caches(q_THE, k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
+    check_places(q=q_THE, block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1, out=out_THE)
     T, H, E = q_THE.shape
     G = k_cache_BGPE.shape[1]
+    if H % G != 0:
+        raise ValueError(f"q has {H} heads, expected a multiple of the {G} KV heads")
+    check_filled("seq_lens", seq_lens_S, "S")
     S = seq_lens_S.shape[0]
-    _check_caches(q_THE, k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
-    assert H % G == 0, f"{H} query heads do not divide into {G} KV heads"
-    assert block_tables_SM.shape[0] == S and cu_seqlens_q_S1.shape == (S + 1,), "one table row and length per sequence"
-    assert block_tables_SM.dtype == seq_lens_S.dtype == cu_seqlens_q_S1.dtype == torch.int32, "tables are not int32"
-    assert scale > 0 and sliding_window >= 0 and soft_cap >= 0, (
-        f"scale {scale}, window {sliding_window}, cap {soft_cap}"
-    )
-    assert out_THE is None or (out_THE.shape == q_THE.shape and out_THE.dtype == q_THE.dtype), "out is not like q"
+    check_shape("cu_seqlens_q", cu_seqlens_q_S1, S + 1)
+    if block_tables_SM.dim() != 2 or block_tables_SM.shape[0] != S:
+        raise ValueError(f"block_tables is {list(block_tables_SM.shape)}, expected [{S}, M]")
+    for name, x in (("block_tables", block_tables_SM), ("seq_lens", seq_lens_S), ("cu_seqlens_q", cu_seqlens_q_S1)):
+        check_dtype(name, x, torch.int32)
+    if not (scale > 0 and sliding_window >= 0 and soft_cap >= 0):
+        numbers = f"scale {scale}, sliding_window {sliding_window}, soft_cap {soft_cap}"
+        raise ValueError(f"{numbers}: expected a scale above 0, and neither of the others below 0")
+    if out_THE is not None:
+        check_shape("out", out_THE, T, H, E)
+        check_dtype("out", out_THE, q_THE.dtype)
     tables = (block_tables_SM, seq_lens_S, cu_seqlens_q_S1)
     if (kernels := _attention_kernels(q_THE)) is None:
         y_THE = reference.paged_attention(
@@ -196,10 +237,8 @@ def paged_attention(
         )
         return y_THE if out_THE is None else out_THE.copy_(y_THE)
     out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device) if out_THE is None else out_THE
-    assert q_THE.stride(2) == out_THE.stride(2) == 1, "the last dimension of q or out is not contiguous"
-    assert block_tables_SM.stride(1) == seq_lens_S.stride(0) == cu_seqlens_q_S1.stride(0) == 1, (
-        "tables are not contiguous"
-    )
+    check_last_stride(q=q_THE, out=out_THE)
+    check_last_stride(block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1)
     caches = (k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
     kernels.paged_attention(q_THE, *caches, *tables, scale, sliding_window, soft_cap, out_THE)
     return out_THE
@@ -212,16 +251,27 @@ def _check_caches(
     k_scales_BGP: Tensor | None,
     v_scales_BGP: Tensor | None,
 ) -> None:
-    P, E = k_cache_BGPE.shape[2:]
-    assert k_cache_BGPE.shape == v_cache_BGPE.shape and q_THE.shape[2] == E, "caches are not [B, G, P, E] alike"
-    assert k_cache_BGPE.stride()[2:] == v_cache_BGPE.stride()[2:] == (E, 1), f"blocks of {P} x {E} are not contiguous"
-    dtype = k_cache_BGPE.dtype
-    assert dtype == v_cache_BGPE.dtype and dtype in (q_THE.dtype, *CODE_DTYPES), f"q is {q_THE.dtype}, caches {dtype}"
-    for scales in (k_scales_BGP, v_scales_BGP):
-        assert (scales is not None) == (dtype == torch.int8), "scales belong to int8 caches"
-        assert scales is None or (
-            scales.shape == k_cache_BGPE.shape[:3] and scales.dtype == torch.float32 and scales.is_contiguous()
-        ), "scales are not contiguous float32 [B, G, P]"
+    check_places(q=q_THE, k_cache=k_cache_BGPE, v_cache=v_cache_BGPE, k_scales=k_scales_BGP, v_scales=v_scales_BGP)
+    check_filled("q", q_THE, "THE")
+    check_filled("k_cache", k_cache_BGPE, "BGPE")
+    E, dtype = q_THE.shape[2], k_cache_BGPE.dtype
+    check_shape("k_cache", k_cache_BGPE, *k_cache_BGPE.shape[:3], E)
+    check_shape("v_cache", v_cache_BGPE, *k_cache_BGPE.shape)
+    check_dtype("k_cache", k_cache_BGPE, q_THE.dtype, *CODE_DTYPES)
+    check_dtype("v_cache", v_cache_BGPE, dtype)
+    for name, cache_BGPE in (("k_cache", k_cache_BGPE), ("v_cache", v_cache_BGPE)):
+        if cache_BGPE.stride()[2:] != (E, 1):
+            raise ValueError(f"{name} has strides {cache_BGPE.stride()}, expected the last two to be {E} and 1")
+    for name, scales_BGP in (("k_scales", k_scales_BGP), ("v_scales", v_scales_BGP)):
+        if (scales_BGP is not None) != (dtype == torch.int8):
+            raise ValueError(
+                f"{name} is {'missing' if scales_BGP is None else 'given'}, and the caches are {dtype}: "
+                "expected scales beside int8 and only there"
+            )
+        if scales_BGP is not None:
+            check_shape(name, scales_BGP, *k_cache_BGPE.shape[:3])
+            check_dtype(name, scales_BGP, torch.float32)
+            check_contiguous(**{name: scales_BGP})
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
@@ -234,6 +284,15 @@ def greedy(logits_RV: Tensor) -> Tensor:
     return token_ids_R
 
 
+_PARAMETERS = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "uniform": torch.float64,
+}
+
+
 def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
@@ -242,16 +301,21 @@ def sample(
     p = softmax(logits / temperature); keep p >= min_p * max(p); keep the top_k highest of them (ties at the k-th are
     kept); keep of the rest, renormalised, the smallest set of highest probabilities whose mass is at least top_p (ties:
     lowest id first; at least one token); draw by inverse CDF over ascending ids with `uniform`. Probabilities count in
-    units of 2^-44 of the largest, so sums are exact. Rows of temperature 0 are greedy. temperature float32; top_k
-    int32, 0 = off; top_p and min_p float32, 1 and 0 = off; uniform float64 in [0, 1). V is below 2^19.
+    units of 2^-44 of the largest, so sums are exact. Rows of temperature 0 are greedy. temperature float32, finite and
+    not negative; top_k int32, 0 = off; top_p and min_p float32 in [0, 1], 1 and 0 = off; uniform float64 in [0, 1). V
+    is below 2^19.
     """
     _check_logits(logits_RV)
     R, V = logits_RV.shape
-    assert V < 1 << 19, f"vocabulary of {V} tokens: sums of probabilities would overflow from {1 << 19} on"
+    if V >= 1 << 19:
+        raise ValueError(f"logits are {[R, V]}, expected less than {1 << 19} tokens: sums would overflow")
     parameters = (temperature_R, top_k_R, top_p_R, min_p_R, uniform_R)
-    assert all(x.shape == (R,) and x.is_contiguous() for x in parameters), f"expected one parameter per row, {R}"
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.float64)
-    assert tuple(x.dtype for x in parameters) == dtypes, f"parameter dtypes are not {dtypes}"
+    by_name = dict(zip(_PARAMETERS, parameters, strict=True))
+    check_places(logits=logits_RV, **by_name)
+    for name, x_R in by_name.items():
+        check_shape(name, x_R, R)
+        check_dtype(name, x_R, _PARAMETERS[name])
+    check_contiguous(**by_name)
     if (kernels := _kernels(logits_RV)) is None:
         return reference.sample(logits_RV, *parameters)
     token_ids_R = torch.empty(R, dtype=torch.int64, device=logits_RV.device)
@@ -260,15 +324,18 @@ def sample(
 
 
 def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-softmax of float32 rows at the given tokens and at the num_top highest.
+    """Log-softmax of float32 rows at the given tokens (int64, in [0, V)) and at the num_top highest.
 
     Returns token_logprobs_R (float32), ranks_R (int64, 1 + number of strictly greater logits), top_ids_RN (int64) and
     top_logprobs_RN (float32), descending, ties by lowest id. A row that has no softmax gives NaN, rank -1 and ids -1.
     """
     _check_logits(logits_RV)
     R, V = logits_RV.shape
-    assert token_ids_R.shape == (R,) and token_ids_R.dtype == torch.int64, "token_ids are not int64 [R]"
-    assert 0 <= num_top <= V, f"num_top is {num_top}, the vocabulary has {V} tokens"
+    check_places(logits=logits_RV, token_ids=token_ids_R)
+    check_shape("token_ids", token_ids_R, R)
+    check_dtype("token_ids", token_ids_R, torch.int64)
+    if not 0 <= num_top <= V:
+        raise ValueError(f"num_top is {num_top}, expected 0 to {V}, the vocabulary")
     if not cpu.takes(logits_RV):
         return reference.logprobs(logits_RV, token_ids_R, num_top)
     token_logprobs_R, top_logprobs_RN = torch.empty(R), torch.empty(R, num_top)
@@ -278,7 +345,7 @@ def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tens
 
 
 def _check_logits(logits_RV: Tensor) -> None:
-    assert logits_RV.dim() == 2 and logits_RV.dtype == torch.float32, (
-        f"logits are not float32 [R, V]: {logits_RV.dtype}"
-    )
-    assert logits_RV.shape[1] > 0 and logits_RV.stride(1) == 1, "rows of logits are empty or not contiguous"
+    check_places(logits=logits_RV)
+    check_filled("logits", logits_RV, "RV")
+    check_dtype("logits", logits_RV, torch.float32)
+    check_last_stride(logits=logits_RV)

@@ -9,27 +9,53 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
+from quire.kernels.guards import check_dtype, check_last_stride, check_places, check_shape
 
 
-def check_product(x_TK: Tensor, N: int, K: int, bias_N: Tensor | None) -> None:
-    """Asserts that shapes fit a weight [N, K], and that x is of a dtype that is multiplied."""
-    assert x_TK.shape[1:] == (K,), f"x is {tuple(x_TK.shape)}, expected [T, {K}]"
-    assert x_TK.dtype in cpu.DTYPE_CODES, f"x is {x_TK.dtype}"
-    assert bias_N is None or bias_N.shape == (N,), f"bias is not of shape ({N},)"
+def check_weight(weight_NK: Tensor) -> None:
+    """A weight in floating point, of one row and column or more."""
+    check_places(weight=weight_NK)
+    if weight_NK.dim() != 2 or 0 in weight_NK.shape:
+        raise ValueError(f"weight is {list(weight_NK.shape)}, expected [N, K], neither of them 0")
+    check_dtype("weight", weight_NK, *cpu.DTYPE_CODES)
 
 
-def check_rows(rows_T: Tensor) -> None:
-    """Asserts that row numbers are int64 [T]; what they may be is for the caller."""
-    is_list = rows_T.dim() == 1 and rows_T.dtype == torch.int64
-    assert is_list, f"rows must be int64 [T], got {rows_T.dtype} {tuple(rows_T.shape)}"
+def check_product(x_TK: Tensor, weight: Tensor, N: int, K: int, bias_N: Tensor | None) -> None:
+    """Everything fits a weight [N, K], whose numbers (one tensor of them) say where it is."""
+    check_places(x=x_TK, weight=weight, bias=bias_N)
+    if x_TK.dim() != 2 or x_TK.shape[1] != K:
+        raise ValueError(f"x is {list(x_TK.shape)}, expected [T, {K}]")
+    check_dtype("x", x_TK, *cpu.DTYPE_CODES)
+    if bias_N is not None:
+        check_shape("bias", bias_N, N)
+        check_dtype("bias", bias_N, *cpu.DTYPE_CODES)
+
+
+def check_rows(rows_T: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    """Row numbers are int64 [T], where the weight is, and rows are wanted in a dtype that is multiplied."""
+    check_places(rows=rows_T, weight=weight)
+    if rows_T.dim() != 1:
+        raise ValueError(f"rows is {list(rows_T.shape)}, expected [T]")
+    check_dtype("rows", rows_T, torch.int64)
+    check_result_dtype(dtype)
+
+
+def check_result_dtype(dtype: torch.dtype) -> None:
+    """Results are rounded to a dtype that is multiplied."""
+    if dtype not in cpu.DTYPE_CODES:
+        raise TypeError(f"the result's dtype is {dtype}, expected {' or '.join(map(str, cpu.DTYPE_CODES))}")
 
 
 def result_memory(x_TK: Tensor, N: int, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     """[T, N] for the result of a product: `out`, of which rows may be strided, or new memory in x's or `out_dtype`."""
     T = x_TK.shape[0]
     if out is None:
-        return torch.empty((T, N), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
-    assert out.shape == (T, N), f"out is {tuple(out.shape)}, expected [{T}, {N}]"
-    assert out.stride(1) == 1, "the last dimension of out is not contiguous"
-    assert out_dtype is None or out_dtype == out.dtype, f"out is {out.dtype}, out_dtype is {out_dtype}"
+        dtype = out_dtype or x_TK.dtype
+        check_result_dtype(dtype)
+        return torch.empty((T, N), dtype=dtype, device=x_TK.device)
+    check_places(x=x_TK, out=out)
+    check_shape("out", out, T, N)
+    check_dtype("out", out, out_dtype or out.dtype)
+    check_result_dtype(out.dtype)
+    check_last_stride(out=out)
     return out

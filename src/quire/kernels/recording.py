@@ -51,6 +51,7 @@ _HARMLESS = {
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.device.__get__,
     Tensor.is_contiguous,
+    Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.split_with_sizes,
     Tensor.stride,

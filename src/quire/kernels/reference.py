@@ -1,11 +1,13 @@
 """Plain-torch twins of every op of this package: the definition of correct, float32 inside, any device.
 
+They refuse the numbers that the compiled kernels refuse, in tensors on the CPU.
 Dimensions as in ops.py; L positions of a sequence, Q its query tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,6 +23,29 @@ from quire.weight_format import Fp8Format
 SMALLEST_TEMPERATURE = 2.0**-128
 # A group of activations below this in magnitude is taken for zeros.
 _SMALLEST_GROUP = 1e-30
+
+
+_MAX_SEQ_LEN = 2**24 - 1  # kMaxSeqLen of csrc/bindings_attention.cpp
+
+
+def _check_numbers(
+    name: str, x: Tensor, is_legal: Callable[[Tensor], Tensor], expected: str, error: type[Exception] = ValueError
+) -> None:
+    """Raises for the first number that is not legal. On a device nothing is looked at: that would wait for it."""
+    if x.device.type != "cpu" or bool((is_legal_X := is_legal(x)).all()):
+        return
+    first = (~is_legal_X).nonzero()[0].tolist()
+    raise error(f"{name}{first} is {x[tuple(first)].item()}, expected {expected}")
+
+
+def _check_indices(name: str, x: Tensor, end: int) -> None:
+    expected = f"0 or more, and less than {end}"
+    _check_numbers(name, x, lambda x: (x >= 0) & (x < end), expected, IndexError)
+
+
+def check_rows(rows_T: Tensor, N: int) -> None:
+    """IndexError for a row that is not in [0, N)."""
+    _check_indices("rows", rows_T, N)
 
 
 def linear(
@@ -141,6 +166,11 @@ def rope_and_cache(
     v_scales_BGP: Tensor | None = None,
 ) -> None:
     """Per-head norm, rotation of the first R dimensions, q in place, k and v into the cache; see ops.rope_and_cache."""
+    if cos_sin_PR is not None:
+        _check_indices("positions", positions_T, len(cos_sin_PR))
+    num_slots = k_cache_BGPE.shape[0] * k_cache_BGPE.shape[2]
+    expected = f"less than the {num_slots} slots of the cache"
+    _check_numbers("slot_mapping", slot_mapping_T, lambda x: x < num_slots, expected, IndexError)
     q, k = q_THE.float(), k_TGE.float()
     if q_norm_weight_E is not None:
         q = rms_norm(q, q_norm_weight_E, norm_eps, norm_weight_offset)
@@ -185,6 +215,7 @@ def paged_attention(
 ) -> Tensor:
     """Dense softmax attention of each sequence over its gathered keys and values; see ops.paged_attention."""
     H, G, P = q_THE.shape[1], k_cache_BGPE.shape[1], k_cache_BGPE.shape[2]
+    _check_batch(len(q_THE), len(k_cache_BGPE), P, block_tables_SM, seq_lens_S, cu_seqlens_q_S1)
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     starts = cu_seqlens_q_S1.tolist()
     for s, seq_len in enumerate(seq_lens_S.tolist()):
@@ -211,6 +242,19 @@ def paged_attention(
     return out_THE
 
 
+def _check_batch(T: int, B: int, P: int, block_tables_SM: Tensor, seq_lens_S: Tensor, cu_seqlens_q_S1: Tensor) -> None:
+    """Every sequence has its query tokens in q, its positions in its table, and its blocks in the cache."""
+    M = block_tables_SM.shape[1]
+    most = min(M * P, _MAX_SEQ_LEN)
+    _check_numbers("cu_seqlens_q", cu_seqlens_q_S1, lambda x: (x >= 0) & (x <= T), f"0 to {T}")
+    query_lens_S = cu_seqlens_q_S1.diff()
+    _check_numbers("lengths in cu_seqlens_q", query_lens_S, lambda x: x >= 0, "0 or more")
+    expected = f"those of its query tokens to {most}: {M} blocks of {P}"
+    _check_numbers("seq_lens", seq_lens_S, lambda x: (x >= query_lens_S) & (x <= most), expected)
+    is_unused_SM = torch.arange(M, device=seq_lens_S.device) * P >= seq_lens_S[:, None]
+    _check_indices("block_tables", block_tables_SM.masked_fill(is_unused_SM, 0), B)
+
+
 def greedy(logits_RV: Tensor) -> Tensor:
     """argmax of each row, lowest id on ties, -1 for a row with NaN."""
     return logits_RV.argmax(dim=-1).masked_fill(logits_RV.isnan().any(dim=-1), -1)
@@ -220,6 +264,11 @@ def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
     """Filters by sorting, then inverse CDF; see ops.sample."""
+    _check_numbers("temperature", temperature_R, lambda x: (x >= 0) & x.isfinite(), "a finite number, 0 or more")
+    _check_numbers("top_k", top_k_R, lambda x: x >= 0, "0 or more")
+    for name, x_R in (("top_p", top_p_R), ("min_p", min_p_R)):
+        _check_numbers(name, x_R, lambda x: (x >= 0) & (x <= 1), "0 to 1")
+    _check_numbers("uniform", uniform_R, lambda x: (x >= 0) & (x < 1), "0 or more, and less than 1")
     token_ids = []
     rows = zip(
         temperature_R.tolist(), top_k_R.tolist(), top_p_R.tolist(), min_p_R.tolist(), uniform_R.tolist(), strict=True
@@ -258,6 +307,7 @@ def sampling_units(logits_V: Tensor, temperature: float, top_k: int, top_p: floa
 
 def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-softmax at the given tokens and at the highest ones; see ops.logprobs."""
+    _check_indices("token_ids", token_ids_R, logits_RV.shape[1])
     logprobs_RV = logits_RV.double().log_softmax(dim=-1).float()
     logits_R1 = logits_RV.gather(1, token_ids_R.unsqueeze(1))
     ranks_R = (logits_RV > logits_R1).sum(dim=-1) + 1

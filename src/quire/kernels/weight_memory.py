@@ -58,19 +58,28 @@ class WeightMemory:
 _weights = WeightMemory()
 
 
-def filled(num_bytes: int, bands: Iterable[Band], pack: Callable[[Band, Tensor], int]) -> Tensor:
+def filled(
+    num_bytes: int, bands: Iterable[Band], bytes_of: Callable[[Band], int], pack: Callable[[Band, Tensor], None]
+) -> Tensor:
     """A weight for the compiled kernels: its bands packed one behind the other.
 
-    A band is let go before the next one is asked for, which may be made in its memory.
+    A band is let go before the next one is asked for, which may be made in its memory. ValueError if together they have
+    another size.
 
     Args:
-        pack: writes a band to the beginning of what it is given, and says how many bytes it took.
+        bytes_of: what a band takes when packed.
+        pack: writes a band to that much memory.
     """
     data, begin = _weights.empty(num_bytes), 0
     bands = iter(bands)
     band = next(bands, None)
     while band is not None:
-        begin += pack(band, data[begin:])
-        band = None
+        end = begin + bytes_of(band)
+        if end > num_bytes:
+            raise ValueError(f"the bands take {end} bytes or more, expected the {num_bytes} of the whole weight")
+        pack(band, data[begin:end])
+        begin, band = end, None
         band = next(bands, None)
+    if begin < num_bytes:
+        raise ValueError(f"the bands take {begin} bytes, expected the {num_bytes} of the whole weight")
     return data

@@ -16,22 +16,26 @@ from quire.hf_config.rope import RopeConfig
 def cos_sin_table(rope: RopeConfig, max_model_len: int) -> Tensor:
     """cos_sin_LR float32 for positions 0 .. max_model_len - 1.
 
-    transformers switches the frequencies of `longrope` and `dynamic` with the length of the running sequence, which
-    leaves keys of two kinds in the cache. Here, as in vLLM, `max_model_len` decides once: above original_max_position
-    longrope takes its long factors, and above max_position dynamic takes the base of the full length. A shorter
-    `max_model_len` gives transformers' values.
+    Where longrope's factors follow the length of a sequence (`rope.switches_after`), rows 0 .. border - 1 are for short
+    sequences, and those of long ones begin at row `border`.
+
+    transformers switches the frequencies of `dynamic` with every token beyond max_position, which leaves keys of many
+    kinds in its cache. Here, as in vLLM, `max_model_len` decides once: above max_position dynamic takes the base of the
+    full length.
     """
     positions_L = torch.arange(max_model_len, dtype=torch.float32)
     angles_LF = positions_L[:, None] * frequencies(rope, max_model_len)
+    if (border := rope.switches_after(max_model_len)) is not None:
+        angles_LF = torch.cat((positions_L[:border, None] * frequencies(rope, border), angles_LF))
     return torch.cat((angles_LF.cos(), angles_LF.sin()), dim=-1) * rope.attention_factor
 
 
-def frequencies(rope: RopeConfig, max_model_len: int) -> Tensor:
-    """Radians per position of each pair of dimensions, F float32."""
+def frequencies(rope: RopeConfig, length: int) -> Tensor:
+    """Radians per position of each pair of dimensions in sequences of this length, F float32."""
     steps_F = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     theta = rope.theta
     if rope.type == "dynamic":
-        stretch = rope.factor * max(max_model_len, rope.max_position) / rope.max_position - (rope.factor - 1)
+        stretch = rope.factor * max(length, rope.max_position) / rope.max_position - (rope.factor - 1)
         theta *= stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
     periods_F = torch.pow(theta, steps_F)
     if rope.type == "linear":
@@ -41,7 +45,7 @@ def frequencies(rope: RopeConfig, max_model_len: int) -> Tensor:
     if rope.type == "yarn":
         return _yarn(rope, periods_F)
     if rope.type == "longrope":
-        factors = rope.long_factor if max_model_len > rope.original_max_position else rope.short_factor
+        factors = rope.long_factor if length > rope.original_max_position else rope.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods_F)
     return 1.0 / periods_F
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from quire.gguf.file import GgufFile, TensorInfo, open_gguf
 from quire.gguf.names import hf_name, is_weight
 from quire.gguf.types import FLOAT_TYPES
 from quire.hf_config.from_gguf import INTERLEAVED_ROPE, NORMS_PLUS_ONE
-from quire.loader.safetensors import TensorEntry, map_tensors
+from quire.loader.safetensors import map_tensors
+from quire.loader.safetensors_headers import TensorEntry
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.resolve import shown_bytes
@@ -63,9 +63,9 @@ class GgufCheckpoint:
 def _entry(info: TensorInfo) -> TensorEntry:
     """Where a tensor lies, as torch is to see it."""
     if info.type.name in FLOAT_TYPES:
-        return TensorEntry(info.name, getattr(torch, FLOAT_TYPES[info.type.name]), info.shape, info.begin, info.end)
+        return TensorEntry(info.name, FLOAT_TYPES[info.type.name], info.shape, info.begin, info.end)
     row_bytes = info.shape[-1] // info.type.block_size * info.type.block_bytes
-    return TensorEntry(info.name, torch.uint8, (*info.shape[:-1], row_bytes), info.begin, info.end)
+    return TensorEntry(info.name, "uint8", (*info.shape[:-1], row_bytes), info.begin, info.end)
 
 
 def _half_split(weight: Tensor, num_heads: int) -> Tensor:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import logs
+from quire.demo import DEMO_MODEL_NAME
 from quire.errors import ConfigError, ModelConfigError
 from quire.messages import Progress
 
@@ -37,6 +38,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
 )
 
+_EXPECTED = "a folder with config.json, or a hub id, which is owner/name, such as Qwen/Qwen3-0.6B"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
 
 
@@ -155,7 +157,7 @@ def _not_found(name: str, what: str) -> ConfigError:
     return ConfigError(
         what,
         value=name,
-        expected="a folder with config.json, or a hub id such as Qwen/Qwen3-0.6B",
+        expected=_EXPECTED,
         fix=f"Did you mean {near}?" if near else None,
         param="model",
     )
@@ -170,6 +172,23 @@ def _nearest_folder(name: str) -> str | None:
         return None
     match = difflib.get_close_matches(path.name, siblings, n=1)
     return str(path.parent / match[0]) if match else None
+
+
+def _near_in_cache(name: str, download_dir: str | None) -> str | None:
+    """Hub ids in the cache whose names hold this one or are like it, at most three."""
+    from huggingface_hub import constants
+
+    folders = Path(download_dir or constants.HF_HUB_CACHE).glob("models--*--*")
+    ids = sorted(folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders)
+    wanted = name.rpartition("/")[2].lower()
+    names = [one.rpartition("/")[2].lower() for one in ids]
+    like = difflib.get_close_matches(wanted, names, n=3)
+    near = [one for one, own in zip(ids, names, strict=True) if one != name and (wanted in own or own in like)]
+    return " or ".join(near[:3]) or None
+
+
+def _demo_fix(name: str) -> str | None:
+    return "`quire serve` without a model serves the bundled demo model" if name == DEMO_MODEL_NAME else None
 
 
 def _no_config(name: str, folder: Path) -> ModelConfigError:
@@ -227,22 +246,23 @@ def download_files(
             f"{name} has no such revision", value=revision, expected="a branch, tag or commit", param="revision"
         ) from error
     except errors.RepositoryNotFoundError as error:
-        near = _nearest_folder(name)
+        near = _nearest_folder(name) or _near_in_cache(name, download_dir)
         raise ConfigError(
             "No folder and no model on the hub has this name",
             value=name,
-            expected="a folder with config.json, or a hub id such as Qwen/Qwen3-0.6B",
-            fix=f"Did you mean {near}?" if near else "If the model is private, set HF_TOKEN or run `hf auth login`",
+            expected=_EXPECTED,
+            fix=_demo_fix(name)
+            or (f"Did you mean {near}?" if near else "If the model is private, set HF_TOKEN or run `hf auth login`"),
             param="model",
         ) from error
     except errors.LocalEntryNotFoundError as error:
+        near = _near_in_cache(name, download_dir)
+        advice = f"Download it where there is a network: `hf download {name}`, and copy the cache or the folder here"
         raise ConfigError(
             "The model is not completely in the cache and the hub cannot be reached",
             value=name,
-            expected="a network connection (HF_HUB_OFFLINE unset), or a folder with the model's files",
-            fix="Download it where there is a network: `hf download "
-            + name
-            + "`, and copy the cache or the folder here",
+            expected=f"a network connection (HF_HUB_OFFLINE unset), or {_EXPECTED}",
+            fix=_demo_fix(name) or (f"{advice}. Or did you mean {near}?" if near else advice),
             param="model",
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:

@@ -44,7 +44,7 @@ def load_model(
         load_format: auto: what is there; safetensors or gguf: it must be that; dummy: random weights, no file but
             config.json is read.
         progress: called with ("load", fraction, bytes read of all).
-        model_impl: native; transformers: its modelling code; auto: native if the architecture is, else transformers.
+        model_impl: native; transformers: its modelling code; auto: native where `config.is_native`, else transformers.
         quantization: a key of weight_format.ON_LOAD, or None: weights as the checkpoint has them.
         packed_weights_cache: of a native model on the CPU kernels: map what an earlier start has kept, else keep it.
         device: where weights go and the model runs.
@@ -89,6 +89,9 @@ def load_model(
                 fix="Use --hf-overrides '{\"quantization_config\": null}' with --quantization int8, int4 or fp8",
                 param="load_format",
             )
+        if config.ignored_fields:
+            fields = ", ".join(config.ignored_fields)
+            logger.warning("config.json's %s: not applied, because %s does not read it", fields, config.architecture)
         model = build_model(config, dtype, quantization, device, attention_backend, cache_dtype)
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):

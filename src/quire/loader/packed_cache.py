@@ -34,7 +34,7 @@ from quire.kernels import extension
 from quire.kernels.dense import PackedLinear
 from quire.kernels.fp8 import PackedFp8
 from quire.kernels.grouped import PackedGrouped
-from quire.loader.safetensors import MAX_HEADER_BYTES
+from quire.loader.safetensors_headers import MAX_HEADER_BYTES
 from quire.logs import get_logger
 from quire.messages import Progress
 from quire.model_config import ModelConfig

@@ -11,9 +11,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from quire.loader.safetensors import DTYPES
+from quire.loader.safetensors_headers import DTYPES
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {getattr(torch, dtype): name for name, (dtype, _) in DTYPES.items()}
 PARTIAL = ".partial"  # end of the name of a file that is not whole
 _ALIGNMENT = 8  # of the data: readers map it
 

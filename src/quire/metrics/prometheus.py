@@ -201,7 +201,7 @@ class PrometheusMetrics:
         """The engine did a step."""
         self._set_load(record.num_running, record.num_waiting - record.num_deferred, record.num_deferred)
         self._set("vllm:kv_cache_usage_perc", record.num_blocks_in_use / max(record.num_blocks_total, 1))
-        self._observe("vllm:iteration_tokens_total", record.num_prefill_tokens + record.num_decode_tokens)
+        self._observe("vllm:iteration_tokens_total", record.num_prefill_tokens + record.num_sampled_tokens)
         self._count("vllm:prefix_cache_queries", record.prefix_cache_queries)
         self._count("vllm:prefix_cache_hits", record.prefix_cache_hits)
         self._count("vllm:num_preemptions", record.num_preemptions)

@@ -187,7 +187,7 @@ METRICS: tuple[Metric, ...] = (
         "vllm:iteration_tokens_total",
         "histogram",
         "tokens",
-        "Tokens computed in one step, prompt and generated.",
+        "Prompt tokens computed and tokens generated in one step.",
         buckets=_STEP_TOKENS,
     ),
     Metric(

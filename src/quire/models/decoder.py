@@ -22,7 +22,6 @@ from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import WeightSlot
 from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Weighted
-from quire.models.decode_replay import DecodeReplay
 from quire.models.family import Family
 from quire.models.weights import WeightTable
 
@@ -64,7 +63,6 @@ class Decoder:
             block.next_norm = successor.input_norm
         self._blocks[-1].next_norm = final_norm
         self._first_norm = self._blocks[0].input_norm
-        self._replay = DecodeReplay()
         # transformers rounds Gemma's factor to the dtype; Granite's are exact in every dtype
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         ignored = family.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
@@ -151,10 +149,10 @@ class Decoder:
         """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""
         if batch.host is not None:
             self.prepare(batch.host, batch.caches)
-        residual_TD = self.embed(batch.token_ids_T)
-        return self._replay(self._run_blocks, residual_TD, batch)
+        return self.run_blocks(self.embed(batch.token_ids_T), batch)
 
-    def _run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+    def run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        """All blocks and the final norm, on the residual stream [T, D], which they change."""
         x_TD: Rows = residual_TD if self._first_norm is None else self._first_norm.feed(residual_TD)
         for block in self._blocks:
             x_TD = block(x_TD, residual_TD, batch)

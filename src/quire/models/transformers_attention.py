@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.layer import Attention
-from quire.errors import ModelConfigError
 from quire.forward_batch import ForwardBatch
+from quire.hf_config.refusal import refusal
 
 PROBE, PAGED = "quire_probe", "quire_paged"
 
@@ -188,11 +188,3 @@ def check_calls(calls: list[AttentionCall], shifted: list[AttentionCall], archit
         problem = "its modelling code ignores the positions it is given"
     if problem:
         raise refusal(architecture, problem)
-
-
-def refusal(architecture: str, problem: str) -> ModelConfigError:
-    return ModelConfigError(
-        f"{architecture} cannot run on paged attention: {problem}",
-        expected="an architecture whose layers all use transformers' attention interface, causal, with a KV cache only",
-        fix="Choose another model, or one of the native architectures",
-    )

@@ -11,7 +11,6 @@ Dimensions: T tokens, R rows whose logits are wanted, D hidden, K in-features, N
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,8 @@ from quire.attention.layer import Attention
 from quire.attention.select import SharedBackends
 from quire.errors import ConfigError, ModelConfigError
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.hf_config.json_file import read_object
+from quire.hf_config.refusal import refusal
 from quire.hf_config.translate import merge
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.pages import copied
@@ -47,6 +48,7 @@ _IGNORED_SETTINGS = (
 # Rotary frequencies of these kinds follow the longest sequence of a batch: other requests would change a request's
 # tokens.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # in layer_types
 _PROBE_SHIFT = 5  # positions by which the second probe differs from the first
 
 
@@ -159,11 +161,11 @@ class TransformersModel:
         model = self._model
         body = getattr(model, model.base_model_prefix, None)
         if body is None:
-            raise attention.refusal(self.config.architecture, "its modelling code does not separate body and head")
+            raise refusal(self.config.architecture, "its modelling code does not separate body and head")
         if [name for name, _ in body.named_children()] == ["decoder"]:  # OPT: the head calls model.decoder
             body = body.decoder
         if "position_ids" not in inspect.signature(body.forward).parameters:
-            raise attention.refusal(self.config.architecture, "its modelling code takes no positions")
+            raise refusal(self.config.architecture, "its modelling code takes no positions")
         setattr(model, model.base_model_prefix, _HiddenStates())
         return body
 
@@ -175,7 +177,7 @@ class TransformersModel:
         try:
             self._run_body(positions_T % self.config.vocab_size, positions_T + first_position)
         except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-            raise attention.refusal(self.config.architecture, f"its modelling code fails ({error})") from error
+            raise refusal(self.config.architecture, f"its modelling code fails ({error})") from error
         finally:
             attention.detach_probe(self._body)
         return probe.calls
@@ -184,7 +186,7 @@ class TransformersModel:
         config = self.config
         actual = call.spec.num_kv_heads, call.spec.head_dim
         if actual != (config.num_kv_heads, config.head_dim):
-            raise attention.refusal(
+            raise refusal(
                 config.architecture,
                 f"layer {call.layer} stores {actual[0]} heads of {actual[1]} per token, but config.json describes "
                 f"{config.num_kv_heads} of {config.head_dim}",
@@ -247,8 +249,13 @@ def _classes(config: ModelConfig) -> tuple[Any, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     path = Path(config.model) / "config.json"
-    settings = merge(json.loads(path.read_text(encoding="utf-8")), config.hf_overrides)
+    settings = merge(read_object(path, required=True), config.hf_overrides)
     if config.architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or config.model_type not in CONFIG_MAPPING:
+        if settings.get("text_config"):
+            raise ModelConfigError(
+                f"{config.architecture} (model_type {config.model_type}) reads more than text, and models here do not",
+                fix="Take a checkpoint of its text part alone, or another model",
+            )
         raise ModelConfigError(
             f"{path} names an architecture that neither Quire nor transformers {transformers.__version__} knows "
             "as a causal language model",
@@ -263,20 +270,40 @@ def _classes(config: ModelConfig) -> tuple[Any, Any]:
         raise ModelConfigError(
             f"transformers refuses {path}: {error}", fix="Use the checkpoint's own config.json"
         ) from error
+    _check_activation(hf_config, path)
     model_class = getattr(transformers, config.architecture)
-    if model_class._is_stateful or getattr(hf_config, "is_encoder_decoder", False):
-        raise attention.refusal(config.architecture, "it keeps other state than keys and values")
+    if _keeps_state(model_class, hf_config) or getattr(hf_config, "is_encoder_decoder", False):
+        raise refusal(config.architecture, "it keeps other state than keys and values")
     if not model_class._can_set_attn_implementation():
-        raise attention.refusal(config.architecture, "its modelling code does not use the attention interface")
+        raise refusal(config.architecture, "its modelling code does not use the attention interface")
     rope = getattr(hf_config, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
-            raise attention.refusal(
-                config.architecture, f"its {parameters['rope_type']} rope depends on the whole batch"
-            )
+            raise refusal(config.architecture, f"its {parameters['rope_type']} rope depends on the whole batch")
     if getattr(hf_config, "output_router_logits", False):  # a training loss
         hf_config.output_router_logits = False
     return model_class, hf_config
+
+
+def _keeps_state(model_class: Any, hf_config: Any) -> bool:
+    """Whether layers keep more than keys and values; a hybrid's config may have attention layers only (Granite 4)."""
+    layer_types = getattr(hf_config, "layer_types", None)
+    return bool(model_class._is_stateful and not (layer_types and _ATTENTION_LAYERS.issuperset(layer_types)))
+
+
+def _check_activation(hf_config: Any, path: Path) -> None:
+    """Raises ModelConfigError for one that transformers does not have: its modelling code fails without a reason."""
+    from transformers.activations import ACT2FN
+
+    for field in ("hidden_activation", "hidden_act"):
+        name = getattr(hf_config, field, None)
+        if isinstance(name, str) and name not in ACT2FN:
+            raise ModelConfigError(
+                f"{path} has a {field} that neither Quire nor transformers knows",
+                value=name,
+                expected="one of " + ", ".join(ACT2FN),
+                fix="Use the config.json that belongs to the checkpoint",
+            )
 
 
 def _check_report(report: dict[str, Any]) -> None:

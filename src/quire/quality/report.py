@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.launch import DEMO_MODEL_NAME
+from quire.demo import DEMO_MODEL_NAME
 from quire.quality.measure import Row, Text
 from quire.quality.summary import Estimate
 from quire.resolve import shown_bytes

@@ -112,10 +112,11 @@ class Layerwise:
         )
         inputs = InputBatch(1, num_tokens, BLOCK_SIZE, config.vocab_size)
         params = SamplingParams(temperature=0.0, max_tokens=1)
-        row = NewRow("window", [0] * num_tokens, num_tokens, params, list(range(num_blocks)))
+        offset = config.rope.row_offset(num_tokens, config.max_model_len)
+        row = NewRow("window", [0] * num_tokens, num_tokens, params, list(range(num_blocks)), rope_offset=offset)
         batch = ScheduledBatch(0, [row.request_id], [0], [num_tokens], [[]], [row])
         inputs.apply(batch)
-        return inputs.forward_batch(inputs.step_rows(batch), [cache] * config.num_layers)
+        return inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [cache] * config.num_layers)
 
 
 def _described(prefix: str, part: Linear) -> LayerLinear:

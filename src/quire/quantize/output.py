@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.loader.safetensors import INDEX_NAME, Checkpoint, open_checkpoint, read_header
+from quire.loader.safetensors import Checkpoint, open_checkpoint
+from quire.loader.safetensors_headers import INDEX_NAME, read_header
 from quire.loader.safetensors_writer import PARTIAL, write_tensors, write_whole
 
 STATE_NAME = "quantize-state.json"

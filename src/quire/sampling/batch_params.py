@@ -76,11 +76,6 @@ class SamplingState:
         for sparse in (self.filters, self.penalties, self.num_logprobs, self.logprob_token_ids):
             sparse.pop(row, None)
 
-    def append_token(self, row: int, token_id: int) -> None:
-        """Record a sampled token."""
-        self.num_output_tokens_C[row] += 1
-        self.learn_token(row, token_id)
-
     def count_tokens(self, rows_R: NDArray[np.int64]) -> None:
         """Count one more token for each of the rows, which are distinct. Which tokens, `learn_token` says later."""
         self.num_output_tokens_C[rows_R] += 1

@@ -12,30 +12,27 @@ import torch
 from torch import Tensor
 
 from quire.kernels import gpu
+from quire.sampling.bad_words import BadWords
 from quire.sampling_params import SamplingParams
 
 
 class RowFilter:
-    """One row's constraints and the end of its output, which multi-token bad words are compared with."""
+    """One row's constraints, and where its output is in the words it may not have."""
 
     def __init__(
         self,
         allowed_ids: Tensor | None,
-        forbidden_ids: Tensor | None,
-        bad_sequences: list[tuple[list[int], int]],
+        bad_words: BadWords | None,
         stop_ids: Tensor | None,
         num_tokens_to_min: int,
         bias: tuple[Tensor, Tensor] | None,
-        output_tail: list[int],
     ) -> None:
         self.allowed_ids = allowed_ids
-        self.forbidden_ids = forbidden_ids  # bad words of one token
-        self.bad_sequences = bad_sequences  # (ids before, last id)
+        self.bad_words = bad_words
+        self.forbidden_ids = torch.tensor(bad_words.always) if bad_words is not None and bad_words.always else None
         self.stop_ids = stop_ids
         self.num_tokens_to_min = num_tokens_to_min  # output tokens still missing to min_tokens
         self.bias = bias
-        self.output_tail = output_tail
-        self.max_tail = max((len(before) for before, _ in bad_sequences), default=0)
 
     @classmethod
     def of(
@@ -43,36 +40,33 @@ class RowFilter:
     ) -> RowFilter | None:
         """The filter of a request, or None if nothing constrains it (any more)."""
         sequences = params.bad_words_token_ids or []
-        single = [ids[0] for ids in sequences if len(ids) == 1]
-        multiple = [(ids[:-1], ids[-1]) for ids in sequences if len(ids) > 1]
+        has_bad_words = bool(sequences) or params.bad_words_spelled is not None
         missing = params.min_tokens - len(output_token_ids)
         # An end-of-sequence id beyond the logits cannot be sampled, so there is nothing to forbid.
         stop_ids = [token_id for token_id in stop_token_ids if token_id < vocab_size] if missing > 0 else []
-        if not (params.allowed_token_ids or sequences or stop_ids or params.logit_bias):
+        if not (params.allowed_token_ids or has_bad_words or stop_ids or params.logit_bias):
             return None
         bias = params.logit_bias
-        tail = max((len(before) for before, _ in multiple), default=0)
         return cls(
             allowed_ids=torch.tensor(params.allowed_token_ids) if params.allowed_token_ids else None,
-            forbidden_ids=torch.tensor(single) if single else None,
-            bad_sequences=multiple,
+            bad_words=BadWords(params.bad_words_spelled, sequences, output_token_ids, vocab_size)
+            if has_bad_words
+            else None,
             stop_ids=torch.tensor(stop_ids) if stop_ids else None,
             num_tokens_to_min=max(missing, 0),
             bias=(torch.tensor(list(bias)), torch.tensor(list(bias.values()), dtype=torch.float32)) if bias else None,
-            output_tail=list(output_token_ids[-tail:]) if tail else [],
         )
 
     @property
     def needs_tokens(self) -> bool:
         """Whether what it forbids depends on the output so far."""
-        return bool(self.max_tail) or self.num_tokens_to_min > 0
+        return self.num_tokens_to_min > 0 or (self.bad_words is not None and self.bad_words.needs_tokens)
 
     def append(self, token_id: int) -> None:
         """Record a sampled token."""
         self.num_tokens_to_min -= 1
-        if self.max_tail:
-            self.output_tail.append(token_id)
-            del self.output_tail[: -self.max_tail]
+        if self.bad_words is not None:
+            self.bad_words.append(token_id)
 
     def apply(self, logits_V: Tensor) -> None:
         """Modify one row's logits in place. The order is vLLM's: allowed, bad words, min_tokens, bias."""
@@ -84,9 +78,8 @@ class RowFilter:
             logits_V[allowed_ids] = kept
         if self.forbidden_ids is not None:
             logits_V[gpu.place(self.forbidden_ids, device)] = -math.inf
-        for before, last in self.bad_sequences:
-            if self.output_tail[-len(before) :] == before:
-                logits_V[last] = -math.inf
+        if self.bad_words is not None and (now := self.bad_words.forbidden_now()):
+            logits_V[gpu.place(torch.tensor(now), device)] = -math.inf
         if self.stop_ids is not None and self.num_tokens_to_min > 0:
             logits_V[gpu.place(self.stop_ids, device)] = -math.inf
         if self.bias is not None:

@@ -6,34 +6,28 @@ Dimensions: R rows, V vocabulary, K reported tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.reference import sampling_units
 from quire.schedule import TokenLogprobs
 
+Scores = tuple[Tensor, Tensor, Tensor, Tensor]  # as of ops.logprobs
 
-def most_likely(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits: bool = False) -> list[TokenLogprobs]:
-    """One entry per row: the given token, then the `num_top` highest, descending, ties by ascending id.
+
+def scores(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits: bool) -> Scores:
+    """Numbers of the given tokens and of the `num_top` highest, where the logits are: on a GPU nothing is waited for.
+
+    The highest come descending, ties by ascending id. The rank of a given token is 1 + the number of tokens with a
+    higher logit.
 
     Args:
         logits_RV: float32, rows contiguous; normalised here.
         token_ids_R: int64: sampled tokens, or the prompt tokens that follow.
         num_top: -1: the whole vocabulary.
         as_logits: report logits instead of log probabilities.
-    The rank of the given token is 1 + the number of tokens with a higher logit.
     """
-    return entries(token_ids_R, *scores(logits_RV, token_ids_R, num_top, as_logits))
-
-
-Scores = tuple[Tensor, Tensor, Tensor, Tensor]  # as of ops.logprobs
-
-
-def scores(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits: bool) -> Scores:
-    """The numbers of `most_likely`, where the logits are: on a GPU nothing is waited for."""
     vocab_size = logits_RV.shape[1]
     num_top = vocab_size if num_top == -1 else min(num_top, vocab_size)
     logprobs_R, ranks_R, top_ids_RK, top_logprobs_RK = ops.logprobs(logits_RV, token_ids_R, num_top)
@@ -55,15 +49,6 @@ def entries(
             given, top_ids_RK.tolist(), top_logprobs_RK.tolist(), strict=True
         )
     ]
-
-
-def of_tokens(logits_V: Tensor, token_id: int, others: Sequence[int], as_logits: bool = False) -> TokenLogprobs:
-    """One row's entry for the given token and exactly the `others`, in their order."""
-    token_ids = [token_id, *others]
-    token_ids_K = torch.tensor(token_ids, device=logits_V.device)
-    logprobs_K, ranks_K, _, _ = ops.logprobs(logits_V.expand(len(token_ids), -1), token_ids_K, 0)
-    values_K = logits_V[token_ids_K] if as_logits else logprobs_K
-    return TokenLogprobs(token_ids, values_K.tolist(), ranks_K.tolist())
 
 
 def processed(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Content hash of KV-cache blocks: a SHA-256 chain over adapter, salt and token ids."""
+"""Content hash of KV-cache blocks: a SHA-256 chain over adapter, salt, rotary table and token ids."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from quire.request import Request
 class BlockHasher:
     """Hashes full blocks of a request's tokens.
 
-    hash[i] = SHA-256(hash[i - 1] + the block's token ids as little-endian int64); hash[-1] = SHA-256(adapter, salt).
+    hash[i] = SHA-256(hash[i - 1] + the block's token ids as little-endian int64); hash[-1] = SHA-256(adapter, salt,
+    rope offset).
 
-    Equal hash means equal everything before and in the block, under the same adapter and salt, so one lookup compares a
+    Equal hash means equal everything before and in the block, under the same of these, so one lookup compares a
     whole prefix. Tokens are not compared again on a hit: nobody can construct two token lists of one SHA-256 digest
     (FIPS 180-4), and a chance collision among 2**64 blocks has a probability below 2**-128.
     """
@@ -30,7 +31,7 @@ class BlockHasher:
         hashes, prompt, output = request.block_hashes, request.prompt_token_ids, request.output_token_ids
         assert num_blocks * self._block_size <= request.num_tokens, "a block with unknown tokens has no hash"
         size, num_prompt = self._block_size, len(prompt)
-        parent = hashes[-1] if hashes else _seed(request.lora_name, request.cache_salt)
+        parent = hashes[-1] if hashes else _seed(request.lora_name, request.cache_salt, request.rope_offset)
         for start in range(len(hashes) * size, num_blocks * size, size):
             end = start + size
             if end <= num_prompt:
@@ -44,6 +45,6 @@ class BlockHasher:
         return hashes
 
 
-def _seed(lora_name: str | None, cache_salt: str | None) -> bytes:
-    """Start of the chain. repr() of a pair of str | None is injective: no other pair prints the same."""
-    return hashlib.sha256(repr((lora_name, cache_salt)).encode("utf-8", "surrogatepass")).digest()
+def _seed(lora_name: str | None, cache_salt: str | None, rope_offset: int) -> bytes:
+    """Start of the chain. repr() of str | None, str | None and int is injective: no other three print the same."""
+    return hashlib.sha256(repr((lora_name, cache_salt, rope_offset)).encode("utf-8", "surrogatepass")).digest()

@@ -31,6 +31,7 @@ def share_prompt(parent: Request, child: Request) -> bool:
         parent.prompt_token_ids == child.prompt_token_ids
         and parent.lora_name == child.lora_name
         and parent.cache_salt == child.cache_salt
+        and parent.rope_offset == child.rope_offset
     )
 
 

@@ -17,15 +17,16 @@ class SchedulerLimits:
     max_model_len: int  # prompt and output of one request
     long_prefill_token_threshold: int = 0  # most tokens of one request in one step; 0: no such limit
     max_num_queued_reqs: int | None = None  # waiting requests; None: no limit
+    max_shared_prefill_tokens: int = 0  # of prompts in a step that several requests share; 0: prompts go in order
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_queued_reqs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        threshold = self.long_prefill_token_threshold
-        if threshold < 0:
-            raise ValueError(f"long_prefill_token_threshold must be positive, or 0 for no limit, got {threshold}.")
+        for name in ("long_prefill_token_threshold", "max_shared_prefill_tokens"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must be positive, or 0 for no limit, got {value}.")
 
 
 def check_queue(num_waiting: int, limits: SchedulerLimits) -> None:

@@ -1,4 +1,4 @@
-"""The waiting queue and the order of requests: first come first served, or by priority."""
+"""The waiting queue and the order of requests: first come first served, or by priority; and whose turn is next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Literal
 from quire.request import Request
 
 SchedulingPolicy = Literal["fcfs", "priority"]
-OrderKey = Callable[[Request], tuple[float, ...]]
+Key = tuple[float, ...]
+OrderKey = Callable[[Request], Key]
+TurnKey = Callable[[Request, int], Key]
 
 # Requests with a smaller key are served first; unique, because `sequence` is. A preempted request keeps its key: it
 # returns to where it stood, before everything that came later.
@@ -17,43 +19,57 @@ ORDER_KEYS: dict[SchedulingPolicy, OrderKey] = {
     "fcfs": lambda request: (request.sequence,),
     "priority": lambda request: (request.priority, request.arrival_time, request.sequence),
 }
+# In a step that prompts share, the one that lacks the fewest tokens has the first turn; never before a more urgent one.
+TURN_KEYS: dict[SchedulingPolicy, TurnKey] = {
+    "fcfs": lambda request, num_lacking: (num_lacking, request.sequence),
+    "priority": lambda request, num_lacking: (request.priority, num_lacking, request.arrival_time, request.sequence),
+}
 
 
 class WaitingQueue:
-    """A heap. `remove` only marks: the entry goes when it surfaces, or when such entries are the majority."""
+    """Two heaps of the same requests, by order and by turn.
 
-    def __init__(self, key: OrderKey) -> None:
-        self._key = key
-        self._heap: list[tuple[tuple[float, ...], Request]] = []
-        self._waiting: set[Request] = set()
+    `remove` only marks: an entry goes when it surfaces, or when such entries are the majority of a heap.
+    """
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._order_key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
+        self._by_order: list[tuple[Key, int, Request]] = []
+        self._by_turn: list[tuple[Key, int, Request]] = []
+        self._stays: dict[Request, int] = {}  # who waits: entries of an earlier stay of the same request are void
+        self._num_stays = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._stays)
 
-    def push(self, request: Request) -> None:
-        """O(log n). A request waits once."""
-        assert request not in self._waiting, f"{request.request_id} waits already"
-        self._waiting.add(request)
-        heapq.heappush(self._heap, (self._key(request), request))
+    def push(self, request: Request, num_lacking: int) -> None:
+        """O(log n). A request waits once. `num_lacking` is how many tokens it will have to compute, as far as known."""
+        assert request not in self._stays, f"{request.request_id} waits already"
+        self._num_stays += 1
+        self._stays[request] = self._num_stays
+        heapq.heappush(self._by_order, (self._order_key(request), self._num_stays, request))
+        heapq.heappush(self._by_turn, (self._turn_key(request, num_lacking), self._num_stays, request))
 
-    def peek(self) -> Request | None:
-        """The next request, or None."""
-        heap = self._heap
-        while heap and heap[0][1] not in self._waiting:
-            heapq.heappop(heap)
-        return heap[0][1] if heap else None
+    def first_in_order(self) -> tuple[Key, Request] | None:
+        """Who is served next where prompts go in order, with the order's key."""
+        return self._first(self._by_order)
 
-    def pop(self) -> Request:
-        """Take out the next request: O(log n). The queue is not empty."""
-        request = self.peek()
-        assert request is not None, "pop from an empty queue"
-        heapq.heappop(self._heap)
-        self._waiting.remove(request)
-        return request
+    def first_in_turn(self) -> tuple[Key, Request] | None:
+        """Who is served next where prompts share steps, with the turn's key."""
+        return self._first(self._by_turn)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that will not come back, wherever it stands: O(1) on average."""
-        self._waiting.remove(request)
-        if len(self._heap) > 2 * len(self._waiting) + 8:
-            self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
-            heapq.heapify(self._heap)
+        """Take out a request, wherever it stands: O(1) on average."""
+        del self._stays[request]
+        for heap in (self._by_order, self._by_turn):
+            if len(heap) > 2 * len(self._stays) + 8:
+                heap[:] = [entry for entry in heap if self._is_live(entry)]
+                heapq.heapify(heap)
+
+    def _first(self, heap: list[tuple[Key, int, Request]]) -> tuple[Key, Request] | None:
+        while heap and not self._is_live(heap[0]):
+            heapq.heappop(heap)
+        return (heap[0][0], heap[0][2]) if heap else None
+
+    def _is_live(self, entry: tuple[Key, int, Request]) -> bool:
+        return self._stays.get(entry[2]) == entry[1]

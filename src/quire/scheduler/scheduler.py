@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quire.errors import InvalidRequestError
@@ -16,12 +18,13 @@ from quire.schedule import NewRow, ScheduledBatch, StepResult
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
 from quire.scheduler.limits import SchedulerLimits, check_queue, check_request
-from quire.scheduler.queue import ORDER_KEYS, SchedulingPolicy, WaitingQueue
+from quire.scheduler.queue import ORDER_KEYS, TURN_KEYS, Key, SchedulingPolicy, WaitingQueue
 from quire.scheduler.results import PromptLogprobs, append_tokens, delta_of
 
 logger = get_logger(__name__)
 
 WAITING, PREEMPTED, RUNNING, FINISHED = RequestStatus
+SHARING_SECONDS = 10.0  # after the last step that several requests were there for, the next comer is expected
 
 
 @dataclass(slots=True)
@@ -35,8 +38,8 @@ class ScheduleStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Submitted:
-    """A batch whose result is not here yet, and its requests: their ids may have been given again since."""
+class _Step:
+    """A batch that is made, or whose result is not here yet, and its requests: ids may have been given again since."""
 
     batch: ScheduledBatch
     rows: list[Request]
@@ -57,6 +60,7 @@ class Scheduler:
         *,
         policy: SchedulingPolicy = "fcfs",
         enable_chunked_prefill: bool = True,
+        rope_switches_after: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy not in ORDER_KEYS:
@@ -64,17 +68,19 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self._enable_chunked_prefill = enable_chunked_prefill
+        self._rope_switches_after = rope_switches_after
         self._clock = clock
-        self._key = ORDER_KEYS[policy]
-        self._queue = WaitingQueue(self._key)
+        self._key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
+        self._queue = WaitingQueue(policy)
         self._running: list[Request] = []  # in order of service: the last one is the first to be preempted
         self._requests: dict[str, Request] = {}  # all that are not finished
         self._waiting_forks: list[Request] = []  # not in the queue: they wait for the parent's prompt
-        self._in_flight: dict[int, _Submitted] = {}  # by step_id, oldest first
+        self._in_flight: dict[int, _Step] = {}  # by step_id, oldest first
         self._removed: list[str] = []  # the worker holds these and should not
         self._prompt_logprobs = PromptLogprobs()
         self._stats = ScheduleStats()
         self._num_added = 0
+        self._shared_until = -math.inf
         self._next_step_id = 0
         self._preemption_log = RateLimited(logger)
 
@@ -119,12 +125,13 @@ class Scheduler:
         if request.request_id in self._requests:
             raise InvalidRequestError("The request id is in use", value=request.request_id, param="request_id")
         check_request(request, self.limits, self.kv.pool.num_blocks, self.kv.block_size)
+        self._choose_rope(request)
         self.kv.hash_prompt(request)
         request.received_time = self._clock()
         request.sequence = self._num_added
         self._num_added += 1
         self._requests[request.request_id] = request
-        self._queue.push(request)
+        self._wait(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget these requests and free their blocks now; results on their way are ignored, and so are unknown ids."""
@@ -149,36 +156,32 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next batch, or None if there is nothing to do before a result arrives.
 
-        Running requests come first, in order, then waiting ones, all within one token budget. A running request that
-        lacks a block preempts the last running one; a waiting one preempts nobody.
+        Within one token budget, running requests that lack one token come first, in order, then prompts: what lacks
+        more, and what waits. A running request that lacks a block preempts the last running one; a waiting one preempts
+        nobody.
         """
-        batch = ScheduledBatch(self._next_step_id)
-        rows: list[Request] = []
+        step = _Step(ScheduledBatch(self._next_step_id), [])
         budget = self.limits.max_num_batched_tokens
         self._requeue_forks()
+        if self._rope_switches_after is not None:
+            self._take_back_lengthened(self._rope_switches_after)
 
+        prompts: list[Request] = []
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
-            count = self._num_schedulable(request, budget)
-            if count == 0:
-                continue
-            new_blocks = self._extend_or_preempt(request, count)
-            if new_blocks is None:
-                break
-            batch.new_block_ids.append(new_blocks)
-            budget -= self._add_row(batch, rows, request, count)
+            count = self._num_schedulable(request)
+            if count > 1:
+                prompts.append(request)
+            elif count == 1 and budget > 0:
+                new_blocks = self._extend_or_preempt(request)
+                if new_blocks is None:
+                    break
+                budget -= self._add_row(step, request, 1, new_blocks)
 
-        while budget > 0 and (head := self._next_to_admit()) is not None:
-            prefix = self._find_prefix(head, _Submitted(batch, rows))
-            if prefix is None:
-                self._waiting_forks.append(self._queue.pop())
-                continue
-            count = self._chunk(head.num_tokens - prefix.num_tokens, budget)
-            if count == 0 or not self._admit(head, prefix, batch):
-                break
-            batch.new_block_ids.append([])
-            budget -= self._add_row(batch, rows, head, count)
-
-        return self._close(batch, rows)
+        if self._is_shared():
+            self._share(step, prompts, min(budget, self.limits.max_shared_prefill_tokens))
+        else:
+            self._serve_in_order(step, prompts, budget)
+        return self._close(step)
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[RequestDelta]:
         """Take in the result of the oldest submitted batch: what each request got. Finished requests are freed."""
@@ -229,13 +232,71 @@ class Scheduler:
 
     # Scheduling
 
-    def _num_schedulable(self, request: Request, budget: int | None = None) -> int:
+    def _serve_in_order(self, step: _Step, prompts: list[Request], budget: int) -> None:
+        """Give prompts what the budget holds, running ones first; nobody overtakes one that it does not hold."""
+        for request in prompts:
+            count = self._chunk(_num_lacking(request), budget)
+            if count == 0:
+                return
+            budget -= self._add_row(step, request, count)
+        while budget > 0 and (candidate := self._candidate(self._queue.first_in_order, step)) is not None:
+            request, prefix = candidate
+            count = self._chunk(request.num_tokens - prefix.num_tokens, budget)
+            if count == 0 or not self._admit(step, request, prefix):
+                return
+            budget -= self._add_row(step, request, count)
+
+    def _share(self, step: _Step, prompts: list[Request], budget: int) -> None:
+        """Give half of the budget to the oldest prompt, and the rest to those that lack the fewest tokens.
+
+        So a long prompt always progresses, a short one waits for no long one's rest, and of equal ones the oldest gets
+        everything. Waiting requests overtake older ones only as long as somebody still older computes a prompt: who
+        waits for blocks is the oldest sooner or later, and then nobody else is admitted. Nobody overtakes a preempted
+        request: there are too few blocks.
+        """
+        head = self._candidate(self._queue.first_in_order, step) if budget > 0 else None
+        may_admit = head is not None and head[0].status is not PREEMPTED
+        if head is not None and (not prompts or self._key(head[0]) < self._key(prompts[0])):
+            may_admit = self._admit(step, *head)
+            prompts = [head[0], *prompts] if may_admit else prompts
+        oldest = prompts[0] if prompts else None
+        reserved = 0 if oldest is None else self._chunk(_num_lacking(oldest), (budget + 1) // 2)
+
+        turns = [(self._turn_key(request, _num_lacking(request)), request) for request in prompts]
+        heapq.heapify(turns)
+        while budget > 0:
+            waiting = self._queue.first_in_turn() if may_admit and budget > reserved else None
+            if waiting is not None and (not turns or waiting[0] < turns[0][0]):
+                candidate = self._candidate(self._queue.first_in_turn, step)
+                may_admit = candidate is not None and self._admit(step, *candidate)
+                if candidate is None or not may_admit:
+                    continue
+                request = candidate[0]
+            elif turns:
+                request = heapq.heappop(turns)[1]
+            else:
+                return
+            reserved = 0 if request is oldest else reserved
+            if (count := self._chunk(_num_lacking(request), budget - reserved)) > 0:
+                budget -= self._add_row(step, request, count)
+
+    def _is_shared(self) -> bool:
+        """Whether prompts have to leave room for others: a prompt has the whole budget once it was alone for a while.
+
+        Who comes while it has it waits for that step, so it is not given between two short requests of somebody.
+        """
+        now = self._clock()
+        if len(self._running) + len(self._queue) > 1:
+            self._shared_until = now + SHARING_SECONDS
+        is_wanted = self.limits.max_shared_prefill_tokens > 0 and self._enable_chunked_prefill
+        return is_wanted and now < self._shared_until
+
+    def _num_schedulable(self, request: Request) -> int:
         """Tokens of a running request to compute now; 0 once all it may sample are sampled or in flight."""
         num_known = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_in_flight_tokens
         if num_known - len(request.prompt_token_ids) >= request.max_tokens:
             return 0
-        count = num_known - request.num_computed_tokens
-        return count if budget is None or count == 1 <= budget else self._chunk(count, budget)
+        return num_known - request.num_computed_tokens
 
     def _chunk(self, count: int, budget: int) -> int:
         """How many of `count` tokens one request gets in one step.
@@ -248,13 +309,14 @@ class Scheduler:
         is_too_long = count > self.limits.max_num_batched_tokens
         return min(count, budget) if count <= budget or is_too_long else 0
 
-    def _add_row(self, batch: ScheduledBatch, rows: list[Request], request: Request, count: int) -> int:
-        """Put `count` tokens of a running request into the batch; answers `count`."""
-        start, num_prompt = request.num_computed_tokens, len(request.prompt_token_ids)
+    def _add_row(self, step: _Step, request: Request, count: int, new_blocks: Sequence[int] = ()) -> int:
+        """Put `count` tokens of a running request into the step; answers `count`."""
+        batch, start, num_prompt = step.batch, request.num_computed_tokens, len(request.prompt_token_ids)
         batch.request_ids.append(request.request_id)
         batch.num_computed_tokens.append(start)
         batch.num_scheduled_tokens.append(count)
-        rows.append(request)
+        batch.new_block_ids.append(list(new_blocks))
+        step.rows.append(request)
         end = request.num_computed_tokens = start + count
         request.num_in_flight_steps += 1
         if end == num_prompt + len(request.output_token_ids) + request.num_in_flight_tokens:
@@ -262,10 +324,9 @@ class Scheduler:
             self._stats.num_decode_tokens += end > num_prompt
         return count
 
-    def _extend_or_preempt(self, request: Request, count: int) -> list[int] | None:
-        """New blocks for `count` more tokens. None: the request itself was the last running one, and is preempted."""
-        num_tokens = request.num_computed_tokens + count
-        while (new_blocks := self.kv.extend(request, num_tokens)) is None:
+    def _extend_or_preempt(self, request: Request) -> list[int] | None:
+        """New blocks for one more token. None: the request itself was the last running one, and is preempted."""
+        while (new_blocks := self.kv.extend(request, request.num_computed_tokens + 1)) is None:
             victim = self._running[-1]
             self._warn_of_preemption(victim)
             self.preempt_last()
@@ -273,38 +334,52 @@ class Scheduler:
                 return None
         return new_blocks
 
-    def _next_to_admit(self) -> Request | None:
-        """The head of the queue if there is room. One that was preempted waits for its results on their way."""
-        request = self._queue.peek() if len(self._running) < self.limits.max_num_seqs else None
-        if request is None or request.num_in_flight_steps > 0 or not may_join(request, self._running):
-            return None
-        return request
+    def _candidate(self, first: Callable[[], tuple[Key, Request] | None], step: _Step) -> tuple[Request, Prefix] | None:
+        """The waiting request that is `first`, and its prefix, if it may run now. Forks on the way wait elsewhere.
 
-    def _find_prefix(self, request: Request, current: _Submitted) -> Prefix | None:
+        One that was preempted waits for its results on their way.
+        """
+        while len(self._running) < self.limits.max_num_seqs and (entry := first()) is not None:
+            request = entry[1]
+            if request.num_in_flight_steps > 0 or not may_join(request, self._running):
+                return None
+            prefix = self._find_prefix(request, step)
+            if prefix is not None:
+                return request, prefix
+            self._queue.remove(request)
+            self._waiting_forks.append(request)
+        return None
+
+    def _find_prefix(self, request: Request, current: _Step) -> Prefix | None:
         """The KV that exists for a waiting request; None for a fork whose parent still computes the prompt."""
-        params = request.sampling_params
-        if params.prompt_logprobs is not None:
+        self._choose_rope(request)
+        if request.sampling_params.prompt_logprobs is not None:
             return NO_PREFIX
         parent = self._requests.get(request.fork_of) if request.fork_of is not None else None
         if parent is not None and parent.status is RUNNING and share_prompt(parent, request):
             is_computed = self._num_certain_tokens(parent, current) >= parent.num_prompt_tokens
             return self.kv.fork_prefix(parent) if is_computed else None
-        return NO_PREFIX if params.skip_reading_prefix_cache else self.kv.find_cached_prefix(request)
+        return self._cached_prefix(request)
 
-    def _num_certain_tokens(self, request: Request, current: _Submitted) -> int:
+    def _cached_prefix(self, request: Request) -> Prefix:
+        """What the prefix cache has of a request that may read it."""
+        params = request.sampling_params
+        is_read = params.prompt_logprobs is None and not params.skip_reading_prefix_cache
+        return self.kv.find_cached_prefix(request) if is_read else NO_PREFIX
+
+    def _num_certain_tokens(self, request: Request, current: _Step) -> int:
         """Tokens of a running request whose KV is there: what submitted batches and this one compute may still fail."""
         for pending in (*self._in_flight.values(), current):
             if request in pending.rows:
                 return pending.batch.num_computed_tokens[pending.rows.index(request)]
         return request.num_computed_tokens
 
-    def _admit(self, request: Request, prefix: Prefix, batch: ScheduledBatch) -> bool:
+    def _admit(self, step: _Step, request: Request, prefix: Prefix) -> bool:
         """Start a waiting request if blocks for all its known tokens are free: prompts do not compete half-way."""
         copies = self.kv.admit(request, prefix, request.num_tokens, keep_watermark=bool(self._running))
         if copies is None:
             return False
-        popped = self._queue.pop()
-        assert popped is request, "the head of the queue changed during admission"
+        self._queue.remove(request)
         request.status = RUNNING
         request.num_computed_tokens = prefix.num_tokens
         insort(self._running, request, key=self._key)
@@ -314,8 +389,8 @@ class Scheduler:
             if request.fork_of is None:
                 self._stats.prefix_cache_queries += request.num_tokens
                 self._stats.prefix_cache_hits += prefix.num_tokens
-        batch.block_copies += copies
-        batch.new_rows.append(
+        step.batch.block_copies += copies
+        step.batch.new_rows.append(
             NewRow(
                 request_id=request.request_id,
                 token_ids=request.token_ids(),
@@ -324,30 +399,55 @@ class Scheduler:
                 block_ids=list(self.kv.block_table(request)),
                 stop_token_ids=request.stop_token_ids,
                 lora_name=request.lora_name,
+                rope_offset=request.rope_offset,
             )
         )
         return True
 
-    def _close(self, batch: ScheduledBatch, rows: list[Request]) -> ScheduledBatch | None:
-        """Count the batch as submitted. An empty one is no step; what it would have removed goes with the next."""
-        if not rows:
+    def _close(self, step: _Step) -> ScheduledBatch | None:
+        """Count the step as submitted. An empty one is no step; what it would have removed goes with the next."""
+        if not step.rows:
             return None
-        batch.removed_request_ids, self._removed = self._removed, []
-        self._in_flight[batch.step_id] = _Submitted(batch, rows)
+        step.batch.removed_request_ids, self._removed = self._removed, []
+        self._in_flight[step.batch.step_id] = step
         self._next_step_id += 1
-        return batch
+        return step.batch
 
     # Rare turns in a request's life
 
+    def _wait(self, request: Request) -> None:
+        """Put a request into the queue. What the prefix cache has of it now counts for its turn."""
+        self._choose_rope(request)
+        self._queue.push(request, request.num_tokens - self._cached_prefix(request).num_tokens)
+
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of a running request; it waits where it stood. The caller drops it from `_running`."""
-        self.kv.free(request)
-        request.status = PREEMPTED
-        request.num_computed_tokens = 0
+        """Take the blocks of a running request for lack of others. The caller drops it from `_running`."""
+        self._take_back(request, PREEMPTED)
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
+
+    def _take_back(self, request: Request, status: RequestStatus) -> None:
+        """Free a running request; it waits where it stood, to be computed again from its known tokens."""
+        self.kv.free(request)
+        request.status = status
+        request.num_computed_tokens = 0
         self._removed.append(request.request_id)
-        self._queue.push(request)
+        self._wait(request)
+
+    def _choose_rope(self, request: Request) -> None:
+        """By the tokens that are known: where they exceed the border, all of its KV is of the other kind."""
+        border = self._rope_switches_after
+        if border is not None and request.num_tokens > border and not request.rope_offset:
+            request.rope_offset = border
+            request.block_hashes.clear()
+
+    def _take_back_lengthened(self, border: int) -> None:
+        """Running requests that the next step would bring beyond the border are computed again from the beginning."""
+        for request in self._running:
+            num_known = request.num_tokens + request.num_in_flight_tokens
+            if num_known > border and not request.rope_offset and self._num_schedulable(request) > 0:
+                self._take_back(request, WAITING)  # there are blocks: others may be admitted before it
+        self._drop_stopped()
 
     def _warn_of_preemption(self, victim: Request) -> None:
         self._preemption_log.warning(
@@ -372,7 +472,7 @@ class Scheduler:
             ):
                 self._waiting_forks.append(child)
             else:
-                self._queue.push(child)
+                self._wait(child)
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Free a request at once. One that runs stays in `_running` until `_drop_stopped`."""
@@ -409,3 +509,8 @@ class Scheduler:
     def _drop_stopped(self) -> None:
         """`_finish` and `_preempt` leave it to this, so that many requests that end in one step cost one pass."""
         self._running = [request for request in self._running if request.status is RUNNING]
+
+
+def _num_lacking(request: Request) -> int:
+    """Tokens of a running request that are known and not computed."""
+    return request.num_tokens - request.num_computed_tokens

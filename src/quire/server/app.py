@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from importlib import resources
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,17 +15,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.errors import QuireError
+from quire.errors import QueueFullError, QuireError
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.metrics import log_line
 from quire.metrics.prometheus import PrometheusMetrics
-from quire.server import config_api, health, loop_lag, models, openapi, timeline, tokenization
-from quire.server.auth import AccessControl, check_api_keys
+from quire.server import config_api, health, loop_lag, models, openapi, page, timeline, tokenization
+from quire.server.auth import PUBLIC_PATHS, AccessControl, check_api_keys
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
-from quire.server.errors import internal_error_body, on_http_exception, on_quire_error
+from quire.server.errors import error_response, internal_error_body, on_http_exception, on_quire_error
 from quire.server.http_metrics import CountRequests
 from quire.server.state import REQUEST_ID_KEY, ServerSettings, ServerState, new_request_id, sane_request_id
 
@@ -48,13 +46,13 @@ def create_app(
     """
     check_api_keys(settings.api_keys)
     state = ServerState(engine, tokenizer, settings, metrics)
+    generation = {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
     routes = [
-        Route("/", _playground(), methods=["GET"]),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
+        *page.routes(settings.root_path),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generation.items()),
+        *(Route(alias, generation[path], methods=["POST"]) for alias, path in openapi.ALIASES.items()),
         Route("/v1/models", models.list_models, methods=["GET"]),
-        Route("/v1/config", config_api.get_config, methods=["GET"]),
-        Route("/v1/config", config_api.post_config, methods=["POST"]),
+        Route("/v1/config", config_api.config, methods=["GET", "POST"]),
         Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
         Route("/v1/requests/{request_id}/timeline", timeline.get_timeline, methods=["GET"]),
         Route("/tokenize", tokenization.tokenize, methods=["POST"]),
@@ -66,12 +64,20 @@ def create_app(
         Route("/readyz", health.readyz, methods=["GET"]),
         Route("/metrics", health.metrics, methods=["GET"]),
         Route("/version", health.version, methods=["GET"]),
-        *openapi.routes(settings.root_path),
+        *openapi.routes(state),
     ]
+    if settings.has_tokenizer_info:
+        routes.append(Route("/tokenizer_info", tokenization.tokenizer_info, methods=["GET"]))
     middleware = [
-        Middleware(RequestContext),
+        Middleware(RequestContext, state=state),
         *settings.cors.middleware(),
-        Middleware(AccessControl, api_keys=settings.api_keys, allowed_hosts=settings.allowed_hosts),
+        Middleware(
+            AccessControl,
+            api_keys=settings.api_keys,
+            allowed_hosts=settings.allowed_hosts,
+            keyless_paths=["/metrics"] if settings.has_public_metrics else [],
+        ),
+        Middleware(Door, state=state, queued_paths={*generation, *openapi.ALIASES}),
     ]
     if metrics is not None:
         middleware.insert(0, Middleware(CountRequests, metrics=metrics.http, routes=routes))
@@ -110,10 +116,15 @@ class StripPrefix:
 
 
 class RequestContext:
-    """ASGI middleware around everything: an id for every request, and an answer to every unexpected exception."""
+    """ASGI middleware around everything: an id for every request, an answer to every unexpected exception, and the
+    last answer on some connections.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    These are all while the server drains, and those whose client expects 100-continue and is answered before anybody
+    asks for its body: nobody knows whether that still comes, so what comes next would be of no known meaning.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -123,17 +134,25 @@ class RequestContext:
         request_id = sane_request_id(None if given is None else given.decode("latin-1")) or new_request_id()
         scope[REQUEST_ID_KEY] = request_id
         id_header = (b"x-request-id", request_id.encode())
+        is_body_held = (b"expect", b"100-continue") in ((name, value.lower()) for name, value in scope["headers"])
         has_started = False
+
+        async def receive_body() -> Message:
+            nonlocal is_body_held
+            is_body_held = False
+            return await receive()
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
                 message["headers"] = [*message["headers"], id_header]
+                if self._state.is_draining or is_body_held:
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive_body, send_with_id)
         except Exception:
             logger.exception("request %s failed", request_id)
             if not has_started:
@@ -141,40 +160,32 @@ class RequestContext:
                 await response(scope, receive, send_with_id)
 
 
+class Door:
+    """ASGI middleware: work that will not be taken is refused before its body is read.
+
+    The rest of such a body is read and forgotten, so the connection can be used again.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState, queued_paths: Collection[str]) -> None:
+        self._app, self._state, self._queued_paths = app, state, queued_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] not in PUBLIC_PATHS:
+            try:
+                self._state.check_accepting()
+                if scope["path"] in self._queued_paths:
+                    self._state.engine.check_room()
+            except QuireError as error:
+                if isinstance(error, QueueFullError):
+                    await asyncio.sleep(self._state.engine.admission.refusal_delay(time.monotonic()))
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 async def _on_disconnect(request: Request, error: Exception) -> Response:
     """The client has left: 499 is nginx's word for it, and nobody reads it."""
     return Response(status_code=499)
-
-
-def _playground() -> Callable[[Request], object]:
-    page = resources.files("quire.server").joinpath("playground/index.html").read_bytes()
-    headers = _playground_headers(page)
-
-    async def playground(request: Request) -> Response:
-        return Response(page, headers=headers, media_type="text/html; charset=utf-8")
-
-    return playground
-
-
-def _playground_headers(page: bytes) -> dict[str, str]:
-    """The page is one file with its own style and script: nothing else may be loaded, called or run, and its script
-    cannot turn a string into markup."""
-
-    def source(tag: bytes) -> str:
-        content = page.partition(b"<" + tag + b">")[2].partition(b"</" + tag + b">")[0]
-        return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
-
-    policy = (
-        f"default-src 'none'; style-src {source(b'style')}; script-src {source(b'script')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
-    )
-    return {
-        "content-security-policy": policy,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
 
 
 def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import ConfigError
+from quire.server import page
 from quire.server.errors import HttpError, error_response
 
 # Everything else needs the key, including paths that do not exist: a route added later is guarded without being listed.
-# The page at / is the same for everybody and holds no data: it asks its reader for the key.
-PUBLIC_PATHS = frozenset(("/", "/health", "/livez", "/ping", "/readyz"))
+# The page at / and its files are the same for everybody and hold no data: it asks its reader for the key.
+PUBLIC_PATHS = frozenset(("/", "/health", "/livez", "/ping", "/readyz", *page.FILES))
 
 
 def check_api_keys(api_keys: Sequence[str]) -> None:
@@ -29,16 +30,24 @@ def check_api_keys(api_keys: Sequence[str]) -> None:
 class AccessControl:
     """ASGI middleware. Looks only at the raw path of the scope: never at a URL rebuilt from headers."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = (), allowed_hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str] = (),
+        allowed_hosts: Sequence[str] = (),
+        keyless_paths: Sequence[str] = (),
+    ) -> None:
         """Guard `app`.
 
         Args:
             api_keys: any of them opens every route; none leaves the server open.
             allowed_hosts: host names (without port) a request may be addressed to; none allows all. Against pages that
                 make a browser talk to a loopback server under their own name (DNS rebinding).
+            keyless_paths: need no key, on the operator's word; unlike those of PUBLIC_PATHS they tell of the server.
         """
         self._app = app
         self._key_hashes = [_hash(key.encode()) for key in api_keys]
+        self._keyless_paths = frozenset(keyless_paths)
         self._allowed_hosts = frozenset(host.lower().strip("[]") for host in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,12 +63,12 @@ class AccessControl:
                 expected="one of " + ", ".join(sorted(self._allowed_hosts)),
             )
             await error_response(error)(scope, receive, send)
-        elif not self._has_key(scope["headers"]):
+        elif scope["path"] not in self._keyless_paths and not self._has_key(scope["headers"]):
             error = HttpError(
                 401,
                 "invalid_api_key",
                 "The API key is missing or wrong",
-                expected="the header Authorization: Bearer <key>",
+                expected="the header Authorization: Bearer <key>, or x-api-key: <key>",
             )
             await error_response(error)(scope, receive, send)
         else:
@@ -68,15 +77,16 @@ class AccessControl:
     def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         if not self._key_hashes:
             return True
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, key = given[0].partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        given_hash = _hash(key.strip())
+        given: dict[bytes, bytes] = {}
+        for name, value in headers:
+            if name in (b"authorization", b"x-api-key"):
+                if name in given:
+                    return False
+                given[name] = value
+        scheme, _, bearer = given.get(b"authorization", b"").partition(b" ")
+        keys = [bearer if scheme.lower() == b"bearer" else b"", given.get(b"x-api-key", b"")]
         # All keys are compared, so that the time taken does not say which one was close.
-        matches = [hmac.compare_digest(given_hash, known) for known in self._key_hashes]
+        matches = [hmac.compare_digest(_hash(key.strip()), known) for key in keys for known in self._key_hashes]
         return any(matches)
 
     def _is_host_allowed(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:

@@ -13,12 +13,14 @@ from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.schedule import TokenLogprobs
 from quire.server import generation
 from quire.server.generation import Generation
+from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import GenerationRequest
 from quire.server.state import ServerState
 
 
 async def run(state: ServerState, body: GenerationRequest, asked: Generation) -> list[RequestOutput]:
     """One final output per prompt with the n best sequences, best first. Raises QuireErrors as ordinary requests do."""
+    generation.check_fan_out(state, asked)
     max_logprobs = state.engine.input_processor.limits.max_logprobs
     if max_logprobs >= 0 and 2 * asked.params.n > max_logprobs:
         raise InvalidRequestError(
@@ -39,7 +41,7 @@ async def run(state: ServerState, body: GenerationRequest, asked: Generation) ->
             "Beam search knows the logprobs of twice as many tokens as it keeps beams",
             value=num_logprobs,
             expected=f"at most {2 * asked.params.n} with n = {asked.params.n}",
-            param="logprobs",
+            param="top_logprobs" if isinstance(body, ChatRequest) else "logprobs",
         )
     return [await _search(state, body, asked, prompt) for prompt in asked.prompts]
 

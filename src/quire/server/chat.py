@@ -8,13 +8,13 @@ from contextlib import aclosing
 from functools import partial
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.sampling_params import check_num_logprobs
 from quire.server import beam_search, generation
 from quire.server.generation import Generation
 from quire.server.limits import read_json
@@ -62,6 +62,8 @@ async def _answer(state: ServerState, body: ChatRequest, ignored: list[str], req
         )
     if body.priority and not state.settings.has_priorities:
         ignored.append("priority")
+    if body.reasoning_effort is not None and not state.has_reasoning_effort:
+        ignored.append("reasoning_effort")
     asked = _generation(state, body, await _render(state, body), request_id)
     writer = _ChatWriter(state, body, asked)
     headers = generation.ignored_headers(ignored)
@@ -104,7 +106,7 @@ async def _render(state: ServerState, body: ChatRequest) -> str:
             add_generation_prompt=adds_prompt,
             continue_final_message=continues,
             documents=body.documents,
-            kwargs=state.template_kwargs(body.chat_template_kwargs),
+            kwargs=state.template_kwargs(body.template_kwargs),
         )
     )
 
@@ -112,10 +114,9 @@ async def _render(state: ServerState, body: ChatRequest) -> str:
 def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: str) -> Generation:
     defaults = dict(state.settings.default_sampling_params)
     default_max_tokens = defaults.pop("max_tokens", None)
-    chosen = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = body.sampling_params(
-        defaults, max_tokens=default_max_tokens if chosen is None else chosen, logprobs=_num_logprobs(body)
-    )
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    max_tokens, is_chosen = generation.choose_max_tokens(state, asked, default_max_tokens)
+    params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=_num_logprobs(state, body))
     return Generation(
         response_id=generation.response_id("chatcmpl", body, request_id),
         prompts=[prompt],
@@ -125,11 +126,13 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
         add_special_tokens=bool(body.add_special_tokens),
         truncation=body.truncation,
         request_id=request_id,
-        max_tokens_is_default=chosen is None,
+        max_tokens_is_default=not is_chosen,
     )
 
 
-def _num_logprobs(body: ChatRequest) -> int | None:
+def _num_logprobs(state: ServerState, body: ChatRequest) -> int | None:
+    limits = state.engine.input_processor.limits
+    check_num_logprobs("top_logprobs", body.top_logprobs, limits.vocab_size, limits.max_logprobs)
     if body.logprobs:
         if body.logprob_token_ids:
             return None  # exactly these are reported
@@ -185,7 +188,7 @@ class _ChatWriter:
             logprobs=self._logprobs.chat(logprobs) if self._logprobs is not None and logprobs is not None else None,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
-            token_ids=completion.token_ids if self._body.return_token_ids else UNSET,
+            token_ids=completion.token_ids if self._body.return_token_ids else None,
         )
 
     def _add_prompt(self, answer: ChatResponse | ChatChunk, output: RequestOutput) -> None:
@@ -236,6 +239,7 @@ class _ChatWriter:
         for index in range(self._n):
             choice = ChatChunkChoice(index=index, delta=Delta(role=self._role, content=self._prefix))
             chunk = self._chunk([choice], num_prompt_tokens, 0, num_cached_tokens)
+            chunk.prompt_token_ids = chunk.prompt_text = None
             if index == 0:
                 self._add_prompt(chunk, output)
             data += event(chunk)

@@ -7,17 +7,16 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import InvalidRequestError
 from quire.frontend.async_engine import INLINE_PROMPT_CHARS
 from quire.frontend.prompts import PromptType, split_prompts
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
+from quire.sampling_params import check_num_logprobs
 from quire.server import beam_search, generation
 from quire.server.generation import Generation
 from quire.server.limits import read_json
@@ -25,6 +24,8 @@ from quire.server.logprobs import LogprobWriter, prompt_logprobs
 from quire.server.protocol.common import PromptLogprobs, Usage, make_usage
 from quire.server.protocol.completions import (
     CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
@@ -35,6 +36,8 @@ from quire.server.state import SYSTEM_FINGERPRINT, ServerState, request_id_of, s
 from quire.server.timeline import timings
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+C = TypeVar("C", bound=CompletionChunkChoice)
 
 _decoder = BodyDecoder(CompletionRequest, REFUSED_IN_COMPLETIONS)
 
@@ -79,14 +82,13 @@ async def _split_long(prompt: str | list[Any]) -> list[PromptType]:
 def _generation(state: ServerState, body: CompletionRequest, prompts: list[PromptType], request_id: str) -> Generation:
     defaults = dict(state.settings.default_sampling_params)
     default_max_tokens = defaults.pop("max_tokens", DEFAULT_MAX_TOKENS)
-    if body.logprob_token_ids and body.logprobs is not None:
-        raise InvalidRequestError(
-            "logprobs and logprob_token_ids exclude each other", fix="Remove one of them", param="logprobs"
-        )
-    max_tokens = default_max_tokens if body.max_tokens is None else body.max_tokens
-    if _is_echo_only(body):
-        max_tokens = 1  # the prompt is computed by the step that samples; its token is dropped
-    params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+    limits = state.engine.input_processor.limits
+    check_num_logprobs("logprobs", body.logprobs, limits.vocab_size, limits.max_logprobs)
+    # With echo and no tokens the prompt is computed by a step that samples one, which is dropped.
+    asked = 1 if _is_echo_only(body) else body.max_tokens
+    max_tokens, is_chosen = generation.choose_max_tokens(state, asked, default_max_tokens)
+    num_logprobs = None if body.logprob_token_ids else body.logprobs  # exactly these are reported
+    params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=num_logprobs)
     if body.echo and params.prompt_logprobs is None and body.logprobs is not None:
         params.prompt_logprobs = body.logprobs
         params.skip_reading_prefix_cache = True
@@ -99,7 +101,7 @@ def _generation(state: ServerState, body: CompletionRequest, prompts: list[Promp
         add_special_tokens=body.add_special_tokens is not False,
         truncation=body.truncation,
         request_id=request_id,
-        max_tokens_is_default=body.max_tokens is None,
+        max_tokens_is_default=not is_chosen,
     )
 
 
@@ -131,20 +133,23 @@ class _CompletionWriter:
     def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
         """The whole answer."""
         choices = [
-            self._choice(prompt_index, output, completion)
+            self._choice(CompletionChoice, prompt_index, output, completion)
             for prompt_index, output in enumerate(outputs)
             for completion in output.outputs
         ]
         num_tokens = sum(self._num_tokens(completion) for output in outputs for completion in output.outputs)
-        answer = self._envelope(choices)
-        answer.usage = make_usage(
-            sum(len(output.prompt_token_ids) for output in outputs),
-            num_tokens,
-            sum(output.num_cached_tokens for output in outputs),
+        num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
+        answer = CompletionResponse(
+            id=self._id,
+            created=self._created,
+            model=self._state.model_name,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+            choices=choices,
+            usage=make_usage(sum(len(output.prompt_token_ids) for output in outputs), num_tokens, num_cached_tokens),
         )
         if self._body.return_metrics:
             parts = [output.metrics for output in outputs if output.metrics is not None]
-            answer.metrics = timings(parts, num_tokens, sum(output.num_cached_tokens for output in outputs))
+            answer.metrics = timings(parts, num_tokens, num_cached_tokens)
         return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
     async def events(self, parts: AsyncGenerator[tuple[int, RequestOutput], None]) -> AsyncGenerator[bytes, None]:
@@ -163,7 +168,7 @@ class _CompletionWriter:
             for completion in output.outputs:
                 num_tokens += self._num_tokens(completion)
                 if self._shows(prompt_index, completion):
-                    chunk = self._envelope([self._choice(prompt_index, output, completion)])
+                    chunk = self._chunk([self._choice(CompletionChunkChoice, prompt_index, output, completion)])
                     if self._body.includes_usage:
                         chunk.usage = usage() if self._body.includes_continuous_usage else None
                     data += event(chunk)
@@ -182,7 +187,7 @@ class _CompletionWriter:
                     yield data
         data = DONE
         if self._body.includes_usage or self._body.return_metrics:
-            last = self._envelope([])
+            last = self._chunk([])
             if self._body.includes_usage:
                 last.usage = usage()
             if self._body.return_metrics:
@@ -201,7 +206,7 @@ class _CompletionWriter:
     def _num_tokens(self, completion: CompletionOutput) -> int:
         return 0 if self._is_echo_only else len(completion.token_ids)
 
-    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+    def _choice(self, kind: type[C], prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> C:
         """A continuation as far as it is new; the first time with the prompt where that was asked for."""
         index = prompt_index * self._n + completion.index
         is_first = index not in self._offsets
@@ -224,7 +229,7 @@ class _CompletionWriter:
             part, offset = self._logprobs.completion(token_ids, logprobs, offset)
             parts.append(part)
         self._offsets[index] = offset
-        choice = CompletionChoice(
+        choice = kind(
             index=index,
             text=text,
             logprobs=_joined(parts),
@@ -237,7 +242,7 @@ class _CompletionWriter:
             self._add_prompt(choice, prompt_index, output)
         return choice
 
-    def _add_prompt(self, choice: CompletionChoice, prompt_index: int, output: RequestOutput) -> None:
+    def _add_prompt(self, choice: CompletionChunkChoice, prompt_index: int, output: RequestOutput) -> None:
         if self._body.return_token_ids:
             choice.prompt_token_ids = output.prompt_token_ids
         if self._body.prompt_logprobs is not None and prompt_index in self._prompt_logprobs:
@@ -250,14 +255,13 @@ class _CompletionWriter:
             return output.prompt or ""
         return self._state.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
-    def _envelope(self, choices: list[CompletionChoice]) -> CompletionResponse:
-        return CompletionResponse(
+    def _chunk(self, choices: list[CompletionChunkChoice]) -> CompletionChunk:
+        return CompletionChunk(
             id=self._id,
             created=self._created,
             model=self._state.model_name,
             system_fingerprint=SYSTEM_FINGERPRINT,
             choices=choices,
-            usage=UNSET,
         )
 
 

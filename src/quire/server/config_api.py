@@ -17,12 +17,17 @@ from quire.server.limits import read_json
 from quire.server.state import ServerState, state_of
 
 
-async def get_config(request: Request) -> Response:
+async def config(request: Request) -> Response:
+    """One route for both, so that a wrong method is told of both."""
+    return await (_post_config if request.method == "POST" else _get_config)(request)
+
+
+async def _get_config(request: Request) -> Response:
     """The settings of the engine and the server; 503 until the engine has resolved them."""
     return _answer(state_of(request))
 
 
-async def post_config(request: Request) -> Response:
+async def _post_config(request: Request) -> Response:
     """Move limits from the engine's next step on; the answer is the new record, as GET gives it."""
     state = state_of(request)
     move_limits(state.engine, await read_json(request, state.settings.limits, _decode))

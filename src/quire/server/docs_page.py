@@ -16,6 +16,13 @@ pre { overflow-x: auto; padding: .75rem; border: 1px solid #8886; border-radius:
 """
 
 
+_BOUNDS = {
+    **{"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "pattern": "of the form"},
+    **{"minLength": "of at least", "maxLength": "of at most"},
+    **{"minItems": "of at least", "maxItems": "of at most", "maxProperties": "of at most"},
+}
+
+
 def render(document: dict[str, Any]) -> str:
     """The document as one HTML page without scripts."""
     operations = [
@@ -78,15 +85,21 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
 def _schema(name: str, schema: dict[str, Any]) -> str:
     required = set(schema.get("required", ()))
     rows = [
-        (field, _type(kind) + (", required" if field in required else "") + _default(kind))
+        (field, _type(kind) + (", required" if field in required else "") + _default(kind) + _about(kind))
         for field, kind in schema.get("properties", {}).items()
     ]
     about = f"<p>{escape(schema.get('description', ''))}</p>" if "description" in schema else ""
+    rules = "".join(f"<li>{escape(rule['description'])}</li>" for rule in schema.get("allOf", ()))
+    about += f"<ul>{rules}</ul>" if rules else ""
     return f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3>{about}{_table(rows)}'
 
 
 def _default(schema: dict[str, Any]) -> str:
     return f", default {escape(repr(schema['default']))}" if schema.get("default") is not None else ""
+
+
+def _about(schema: dict[str, Any]) -> str:
+    return f": {escape(schema['description'])}" if "description" in schema else ""
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -98,14 +111,12 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(_type(kind) for kind in schema["anyOf"])
     if "enum" in schema:
         return " or ".join(f"<code>{escape(repr(value))}</code>" for value in schema["enum"])
+    if "const" in schema:
+        return f"<code>{escape(repr(schema['const']))}</code>"
     kind = schema.get("type", "anything")
-    bounds = "".join(
-        f", {words} {schema[key]}"
-        for key, words in (("minItems", "at least"), ("maxItems", "at most"))
-        if key in schema
-    )
+    bounds = "".join(f" {words} {schema[key]}" for key, words in _BOUNDS.items() if key in schema)
     if kind == "array":
-        return f"list of {_type(schema.get('items', {}))}{bounds}"
+        return f"list{bounds} of {_type(schema.get('items', {}))}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
-        return f"object of {_type(schema['additionalProperties'])}"
-    return escape(str(kind))
+        return f"object{bounds} of {_type(schema['additionalProperties'])}"
+    return escape(f"{kind}{bounds}")

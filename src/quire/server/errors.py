@@ -7,7 +7,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import EngineRestartedError, NotReadyError, OutOfMemoryError, QueueFullError, QuireError
+from quire.errors import (
+    EngineRestartedError,
+    NotReadyError,
+    OutOfMemoryError,
+    QueueFullError,
+    QuireError,
+    RendererLostError,
+    ShuttingDownError,
+)
 from quire.server.protocol.common import ErrorBody, ErrorDetail
 
 _TYPES = {
@@ -65,7 +73,9 @@ def error_response(error: QuireError) -> Response:
     headers = {}
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(error.retry_after_seconds or 1)
-    elif isinstance(error, (NotReadyError, EngineRestartedError, OutOfMemoryError)):
+    elif isinstance(
+        error, (NotReadyError, EngineRestartedError, ShuttingDownError, OutOfMemoryError, RendererLostError)
+    ):
         headers["retry-after"] = str(_NOT_READY_RETRY_SECONDS)
     if status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -44,16 +44,7 @@ class Generation:
 
 async def start(state: ServerState, generation: Generation) -> list[RequestStream]:
     """Send every prompt; none is left running if one is refused."""
-    num_sequences = len(generation.prompts) * generation.params.n
-    limits = state.settings.limits
-    if len(generation.prompts) > limits.max_prompts or num_sequences > limits.max_sequences:
-        raise InvalidRequestError(
-            "The request asks for too many continuations",
-            value=num_sequences,
-            expected=f"at most {limits.max_prompts} prompts, and {limits.max_sequences} prompts times n",
-            fix="Split it into several requests",
-            param="prompt" if len(generation.prompts) > 1 else "n",
-        )
+    check_fan_out(state, generation)
     parts = [] if generation.request_id is None else state.recent.add(generation.response_id, generation.request_id)
     streams: list[RequestStream] = []
     try:
@@ -76,6 +67,20 @@ async def start(state: ServerState, generation: Generation) -> list[RequestStrea
         _close(streams)
         raise
     return streams
+
+
+def check_fan_out(state: ServerState, generation: Generation) -> None:
+    """Refuse more prompts, or prompts times n, than one request may have."""
+    num_sequences = len(generation.prompts) * generation.params.n
+    limits = state.settings.limits
+    if len(generation.prompts) > limits.max_prompts or num_sequences > limits.max_sequences:
+        raise InvalidRequestError(
+            "The request asks for too many continuations",
+            value=num_sequences,
+            expected=f"at most {limits.max_prompts} prompts, and {limits.max_sequences} prompts times n",
+            fix="Split it into several requests",
+            param="prompt" if len(generation.prompts) > 1 else "n",
+        )
 
 
 async def write(make: Callable[[], T], outputs: Sequence[RequestOutput]) -> T:
@@ -159,12 +164,25 @@ def check_stream_options(body: GenerationRequest) -> None:
 
 
 def apply_defaults(state: ServerState, body: GenerationRequest) -> None:
-    """The operator's, where the request does not say."""
+    """The operator's: usage over the request's wish, as in vLLM, the others where the request does not say."""
     if body.return_tokens_as_token_ids is None:
         body.return_tokens_as_token_ids = state.settings.returns_tokens_as_token_ids
     if state.settings.forces_usage and body.is_streamed:
-        continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
-        body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=continuous)
+        body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+    if state.settings.reports_metrics and body.return_metrics is None and not body.use_beam_search:
+        # A chunk without choices comes to those only who asked for one.
+        body.return_metrics = body.includes_usage or not body.is_streamed
+
+
+def choose_max_tokens(state: ServerState, asked: int | None, default: int | None) -> tuple[int | None, bool]:
+    """How much to generate (None: up to the context length), and whether that is the client's choice.
+
+    What the client did not choose is cut to what fits instead of refused.
+    """
+    chosen, cap = default if asked is None else asked, state.settings.max_tokens_cap
+    if cap is not None and (chosen is None or chosen > cap):
+        return cap, False
+    return chosen, asked is not None
 
 
 def check_truncation(body: GenerationRequest) -> None:
@@ -178,7 +196,7 @@ def check_truncation(body: GenerationRequest) -> None:
 
 _NOTHING: tuple[object, ...] = (False, [], {}, 0)
 # Fields that beam search does not follow, with the values that ask for nothing.
-_NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
+NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("logprob_token_ids", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids"), _NOTHING),
     **dict.fromkeys(("bad_words", "min_tokens", "return_metrics", "min_p"), _NOTHING),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NOTHING),
@@ -198,7 +216,7 @@ def check_beam_search(body: GenerationRequest) -> None:
                 param="length_penalty",
             )
         return
-    for name, neutral in _NOT_WITH_BEAMS.items():
+    for name, neutral in NOT_WITH_BEAMS.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
             raise UnsupportedFieldError(

@@ -7,8 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.errors import EngineDeadError, NotReadyError, QuireError
-from quire.frontend.async_engine import AsyncEngine
+from quire.errors import EngineDeadError, QuireError
 from quire.server.errors import HttpError, error_response
 from quire.server.protocol.common import ErrorDetail
 from quire.server.state import ServerState, state_of
@@ -34,13 +33,16 @@ async def livez(request: Request) -> Response:
 async def readyz(request: Request) -> Response:
     """200 once a real token has been produced and while the server takes requests; 503 with the phase before."""
     state = state_of(request)
-    if (error := _why_not_ready(state)) is None:
-        return _json(b'{"status":"ready"}')
-    return _unavailable(state, error)
+    try:
+        state.check_accepting()
+        state.engine.check_running()
+    except QuireError as error:
+        return _unavailable(state, error)
+    return _json(b'{"status":"ready"}')
 
 
 def _unavailable(state: ServerState, error: QuireError) -> Response:
-    """503, with the phase if it is one of the engine's start."""
+    """503, with the phase if the engine is starting."""
     response = error_response(error)
     progress = state.engine.progress
     if state.engine.error is None and progress is not None:
@@ -57,8 +59,10 @@ async def health(request: Request) -> Response:
     state = state_of(request)
     if state.engine.is_healthy:
         return _json(b'{"status":"ok"}')
-    if not state.engine.is_ready:
-        return _unavailable(state, _engine_error(state.engine))
+    try:
+        state.engine.check_running()
+    except QuireError as error:
+        return _unavailable(state, error)
     return error_response(EngineDeadError("The engine does not answer in time", fix="Retry in a few seconds"))
 
 
@@ -77,21 +81,6 @@ async def metrics(request: Request) -> Response:
     if state.metrics is None:
         raise HttpError(404, "metrics_disabled", "This server keeps no metrics")
     return Response(state.metrics.render(), headers={"content-type": METRICS_CONTENT_TYPE})
-
-
-def _why_not_ready(state: ServerState) -> QuireError | None:
-    if not state.engine.is_ready:
-        return _engine_error(state.engine)
-    if state.is_draining:
-        return NotReadyError("The server is shutting down", fix="Send requests to another server")
-    return None
-
-
-def _engine_error(engine: AsyncEngine) -> QuireError:
-    if engine.error is not None:
-        return EngineDeadError(engine.error.message)
-    again = " again, after a failure" if engine.is_restarting else ""
-    return NotReadyError(f"The engine is starting{again}", fix="Retry in a few seconds")
 
 
 def _json(body: bytes) -> Response:

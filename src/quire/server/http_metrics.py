@@ -10,9 +10,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.http import HttpMetrics
 from quire.metrics.registry import OTHER
+from quire.server import page
 
 # Called every few seconds by machines: counting them would hide what people do. vLLM leaves them out too.
-NOT_COUNTED = frozenset({"/metrics", "/health", "/livez", "/readyz", "/ping", "/load", "/version"})
+# The files of the page at / come with it.
+NOT_COUNTED = frozenset({"/metrics", "/health", "/livez", "/readyz", "/ping", "/load", "/version", *page.FILES})
 
 
 class CountRequests:

@@ -1,21 +1,31 @@
 """HTTP/1.1 connections: uvicorn's, with limits on header size and count and on how slow a client may be.
 
 A connection is ended if a request's headers do not arrive in time, if its body does not, or if its client does not read
-an answer. What cannot be parsed gets an answer in the same shape as every other error.
+an answer. What cannot be parsed gets an answer in the same shape as every other error. No end of ours is a reset, which
+would take an answer with it that the client has not read yet.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.utils import is_ssl
 
+from quire.logs import RateLimited, get_logger
 from quire.server.errors import HttpError, error_body
 from quire.server.state import new_request_id
 
 MIN_PROGRESS_BYTES = 4096
+ANSWER_PREFIX = b"HTTP/1.1 "  # of every answer
+FIRST_LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 5.0  # between two looks whether a half-closed client is still there
+
+logger = get_logger(__name__)
+_malformed_log = RateLimited(logger)
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,9 @@ class ConnectionLimits:
         header_seconds: from the connection, or the request's first byte, to the end of its headers.
         body_seconds: from there to the end of the body, whether or not anybody waits for it.
         stalled_write_seconds: in which a client whose answer waits to be sent must take MIN_PROGRESS_BYTES of it.
+        max_unread_bytes: of a body that nobody reads any more, because its answer was complete before.
+        linger_seconds: in which a client should close a connection after we have closed our side of it.
+        max_linger_bytes: of what it may send meanwhile.
     """
 
     max_header_bytes: int = 65536
@@ -34,6 +47,87 @@ class ConnectionLimits:
     header_seconds: float = 20.0
     body_seconds: float = 75.0
     stalled_write_seconds: float = 60.0
+    max_unread_bytes: int = 32 << 20
+    linger_seconds: float = 2.0
+    max_linger_bytes: int = 4 << 20
+
+
+class _Connection:
+    """A transport as the protocol uses it: `close` resets nothing, and a client can be asked whether it is there.
+
+    Closing a socket over bytes that were not read resets the connection. So our side of it is closed first, and what
+    still comes is read until the client has closed its own, or for a while.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, linger_seconds: float) -> None:
+        self._transport, self._loop, self._linger_seconds = transport, loop, linger_seconds
+        self._is_ending = False
+        self._has_eof = False  # the client has closed its sending side
+        self._unasked = b""  # of ANSWER_PREFIX: bytes left to ask a silent client with
+        self._num_early_bytes = 0  # of the answer, sent before it
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._is_ending or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        if self._is_ending:  # an answer that was given up, whose task does not know yet
+            return
+        self._transport.write(data[self._num_early_bytes :])
+        self._num_early_bytes, self._unasked = 0, b""
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if self._has_eof or not self._transport.can_write_eof():  # TLS has a good-bye of its own
+            self._transport.close()
+            return
+        self._is_ending = True
+        self._transport.resume_reading()
+        self._transport.write_eof()
+        self._linger()
+
+    def _linger(self) -> None:
+        """What is still to be sent has the time it needs; whoever does not read it is noticed elsewhere."""
+        self._timer = self._loop.call_later(self._linger_seconds, self._on_lingered)
+
+    def _on_lingered(self) -> None:
+        if self._transport.get_write_buffer_size():
+            self._linger()
+        else:
+            self._transport.close()
+
+    def on_lost(self) -> None:
+        """The connection is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def await_departure(self, *, is_silent: bool) -> None:
+        """End the connection as soon as its client, which has closed its sending side, turns out to have left.
+
+        Nothing tells that from one that waits for its answer, but its system, asked by a byte sent: it has nobody to
+        give it to. If the answer has not begun (`is_silent`), these bytes are those with which it will.
+        """
+        self._has_eof = True
+        self._unasked = ANSWER_PREFIX if is_silent else b""
+        self._look(FIRST_LOOK_SECONDS)
+
+    def _look(self, seconds: float) -> None:
+        if self._transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), 0)
+        if poll.poll(0):  # an error or a hang-up: nothing else was asked for
+            self._transport.abort()
+            return
+        if self._unasked:
+            self._transport.write(self._unasked[:1])
+            self._unasked = self._unasked[1:]
+            self._num_early_bytes += 1
+        self._timer = self._loop.call_later(seconds, self._look, min(2 * seconds, MAX_LOOK_SECONDS))
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -47,27 +141,59 @@ class GuardedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0  # of complete headers; 0: no headers are being read
         self._num_unparsed_bytes = 0  # that came since the chunk in which the headers began
+        self._num_unread_bytes = 0  # of a body whose answer is complete
+        self._num_lingering_bytes = 0  # that came since our side was closed
+        self._cycle_before = self.cycle  # the request before `cycle`
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._connection = _Connection(transport, self.loop, self.limits.linger_seconds)
+        super().connection_made(self._connection)  # type: ignore[arg-type]
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.on_lost()
         self._stop_reading_timer()
         self._stop_writing_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            self._num_lingering_bytes += len(data)
+            if self._num_lingering_bytes > self.limits.max_linger_bytes:
+                self.transport.abort()
+            return
         if self._is_refused:
             return
         is_continued = self._num_header_bytes > 0
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # no other protocol is spoken here: the request is answered as it stands
+        except httptools.HttpParserError:
+            self._refuse_malformed()
         if is_continued and self._num_header_bytes > 0:
             # The parser keeps a header to itself until it is complete: one without end must not grow there.
             self._num_unparsed_bytes += len(data)
             if self._num_unparsed_bytes > self.limits.max_header_bytes:
                 self._refuse_headers(f"at most {self.limits.max_header_bytes} bytes")
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays: if an answer is due. The client may have closed only its sending side."""
+        cycle = self.cycle
+        is_due = cycle is not None and not cycle.response_complete and not cycle.more_body
+        if not is_due or self.transport.is_closing() or is_ssl(self.transport):
+            return False
+        cycle.keep_alive = False
+        is_silent = not self.pipeline and not cycle.response_started
+        self._connection.await_departure(is_silent=is_silent)
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """It has asked, has been answered, and has nothing more to say at the moment."""
+        return self.cycle is not None and self.cycle.response_complete and self._num_header_bytes == 0
 
     def _await_headers(self) -> None:
         self._stop_reading_timer()
@@ -121,9 +247,13 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_refused:
             return
-        self._num_header_bytes = 0
+        self._num_header_bytes = self._num_unread_bytes = 0
         self._stop_reading_timer()
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            self._refuse_malformed()
+            return
         self._await_body()
+        self._cycle_before = self.cycle
         super().on_headers_complete()
 
     def _await_body(self) -> None:
@@ -136,13 +266,21 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
-        if not self._is_refused:
-            super().on_body(body)
+        if self._is_refused:
+            return
+        super().on_body(body)
+        if self.cycle.response_complete:
+            self._num_unread_bytes += len(body)
+            if self._num_unread_bytes > self.limits.max_unread_bytes:
+                self.transport.close()
 
     def on_message_complete(self) -> None:
         self._stop_reading_timer()
-        if not self._is_refused:
-            super().on_message_complete()
+        if self._is_refused:
+            return
+        super().on_message_complete()
+        if self.cycle.response_complete:  # before its request was: from now on the connection may be used again
+            self._await_headers()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -172,14 +310,16 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._await_reader()
 
-    def send_400_response(self, msg: str) -> None:
-        """What httptools cannot parse, an unknown method for one."""
+    def _refuse_malformed(self) -> None:
+        """What httptools cannot parse, an unknown method for one, and transfer codings other than chunked."""
+        _malformed_log.warning("a request that is not HTTP/1.1 was refused")
         self._refuse(
             HttpError(
                 400,
                 "bad_http",
                 "This is not a request in HTTP/1.1",
-                fix="Check the method, the headers, and that the address begins with http:// and not https://",
+                fix="Check the method, the headers, the chunks, and that the address begins with http:// and not "
+                "https://",
             )
         )
 
@@ -189,18 +329,32 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._is_refused = True
         self._stop_reading_timer()
-        if self.cycle is None or self.cycle.response_complete:
-            body = error_body(error)
-            head = [
-                STATUS_LINE[error.http_status],
-                b"content-type: application/json\r\n",
-                b"content-length: %d\r\n" % len(body),
-                b"x-request-id: %s\r\n" % new_request_id().encode(),
-                b"connection: close\r\n\r\n",
-            ]
-            self.transport.write(b"".join(head) + body)
+        if self.pipeline and self.cycle.more_body:  # it has not begun to run, and shall not
+            self.pipeline.popleft()
+            self.cycle = self._cycle_before
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            self._write_error(error)
+        elif not cycle.more_body:  # a request before this one: it has its answer first
+            cycle.keep_alive = False
+            return
+        elif not cycle.response_started:
+            self._write_error(error)
+            cycle.disconnected = True  # it shall not answer as well
+            cycle.message_event.set()
         self._await_reader()
         self.transport.close()
+
+    def _write_error(self, error: HttpError) -> None:
+        body = error_body(error)
+        head = [
+            STATUS_LINE[error.http_status],
+            b"content-type: application/json\r\n",
+            b"content-length: %d\r\n" % len(body),
+            b"x-request-id: %s\r\n" % new_request_id().encode(),
+            b"connection: close\r\n\r\n",
+        ]
+        self.transport.write(b"".join(head) + body)
 
 
 def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:

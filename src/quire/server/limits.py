@@ -32,8 +32,8 @@ class Limits:
 
     max_body_bytes: int = 16 * 2**20
     body_timeout_seconds: float = 60.0
-    max_prompts: int = 256
-    max_sequences: int = 256
+    max_prompts: int = 1024
+    max_sequences: int = 1024
 
 
 async def read_json(request: Request, limits: Limits, decode: Callable[[bytes], T]) -> T:

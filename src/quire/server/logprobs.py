@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import cast
 
 import msgspec
@@ -21,7 +22,7 @@ class LogprobWriter:
 
     Args:
         as_token_ids: name tokens "token_id:<id>", which is unique where texts are not.
-        max_top: likely tokens shown per position; -1: all there are.
+        max_top: likely tokens shown per position, for a chat the chosen one among them; -1: all there are.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_token_ids: bool, max_top: int) -> None:
@@ -30,15 +31,16 @@ class LogprobWriter:
         self._max_top = max_top
 
     def chat(self, positions: Sequence[PositionLogprobs]) -> ChatLogprobs:
-        """For message.content; the chosen token is the first of each position."""
+        """For message.content; the chosen token is the first of each position, and of its top_logprobs, as in vLLM."""
         content = []
         for position in positions:
             token_id, chosen = next(iter(position.items()))
+            shown = {token_id: chosen, **dict(self._most_likely(position))}
             top = [
                 TopLogprob(
                     token=self._name(other_id, other), logprob=_finite(other.logprob), bytes=self._bytes(other_id)
                 )
-                for other_id, other in self._most_likely(position)
+                for other_id, other in islice(shown.items(), self._max_top if self._max_top >= 0 else None)
             ]
             content.append(
                 TokenLogprob(
@@ -72,9 +74,9 @@ class LogprobWriter:
         return result, offset
 
     def _top_by_name(self, token_id: int, position: PositionLogprobs) -> dict[str, float]:
-        """The most likely tokens, and the chosen one. Of tokens with equal text the most likely is kept."""
+        """The chosen token, then the most likely ones. Of tokens with equal text the first is kept."""
         named: dict[str, float] = {}
-        for other_id, other in [*self._most_likely(position), (token_id, position[token_id])]:
+        for other_id, other in [(token_id, position[token_id]), *self._most_likely(position)]:
             named.setdefault(self._name(other_id, other), _finite(other.logprob))
         return named
 

@@ -17,9 +17,11 @@ from quire.server.docs_page import render
 from quire.server.health import Starting
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.common import ErrorBody, ModelCard, ModelList
-from quire.server.protocol.completions import CompletionRequest, CompletionResponse
+from quire.server.protocol.completions import CompletionChunk, CompletionRequest, CompletionResponse
 from quire.server.protocol.timeline import TimelineResponse
 from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from quire.server.request_schemas import SchemaBounds, config_body, refine
+from quire.server.state import ServerState
 
 # The pages are text alone: nothing is loaded, and no script runs.
 PAGE_HEADERS = {
@@ -36,7 +38,7 @@ class Operation:
     """One method of one route.
 
     Args:
-        request: struct of the body; the fields it forbids are those it does not have.
+        request: struct of the body, whose schema `request_schemas` completes.
         response: struct of the answer, or a media type, or a plain JSON schema.
         events: struct of an event of a streamed answer.
         errors: statuses besides 401, 403 and 500, which every guarded route has.
@@ -68,7 +70,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Continuations of one or several prompts, streamed or not",
         CompletionRequest,
         CompletionResponse,
-        CompletionResponse,
+        CompletionChunk,
         (*_BODY, 404, 429, 503),
     ),
     ("GET", "/v1/models"): Operation("The served names", None, ModelList),
@@ -84,6 +86,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/detokenize"): Operation(
         "Text of token ids", DetokenizeRequest, DetokenizeResponse, errors=(*_BODY, 404)
     ),
+    ("GET", "/tokenizer_info"): Operation(
+        "The tokenizer's configuration and the chat template",
+        None,
+        {"type": "object", "required": ["tokenizer_class"], "properties": {"tokenizer_class": {"type": "string"}}},
+    ),
     ("GET", "/health"): Operation("200 while steps end in time", None, _STATUS, errors=(503,)),
     ("GET", "/ping"): Operation("As /health", None, _STATUS, errors=(503,)),
     ("POST", "/ping"): Operation("As /health", None, _STATUS, errors=(503,)),
@@ -96,10 +103,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/docs"): Operation("This description as a page", None, "text/html"),
     ("GET", "/openapi.json"): Operation("This description", None, {"type": "object"}),
 }
+ALIASES = {"/chat/completions": "/v1/chat/completions", "/completions": "/v1/completions"}
+OPERATIONS |= {("POST", alias): OPERATIONS["POST", path] for alias, path in ALIASES.items()}
 
 
-def build(root_path: str = "") -> dict[str, Any]:
+def build(
+    bounds: SchemaBounds, root_path: str = "", *, has_tokenizer_info: bool = False, has_public_metrics: bool = False
+) -> dict[str, Any]:
     """The OpenAPI 3.1 document. Every route of the app is in OPERATIONS; a test compares them."""
+    keyless = PUBLIC_PATHS | ({"/metrics"} if has_public_metrics else set())
     structs: list[type[msgspec.Struct]] = [ErrorBody, Starting]
     for operation in OPERATIONS.values():
         for kind in (operation.request, operation.response, operation.events):
@@ -107,12 +119,12 @@ def build(root_path: str = "") -> dict[str, Any]:
                 structs.append(kind)
     schemas, components = msgspec.json.schema_components(structs, ref_template=REF)
     by_struct = dict(zip(structs, schemas, strict=True))
-    for request in {operation.request for operation in OPERATIONS.values()} - {None}:
-        assert request is not None
-        components[request.__name__]["additionalProperties"] = False  # unknown fields are refused
+    refine(components, bounds)
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(path, operation, by_struct.__getitem__)
+        if path != "/tokenizer_info" or has_tokenizer_info:
+            described = _operation(path, operation, by_struct.__getitem__, is_public=path in keyless)
+            paths.setdefault(path, {})[method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {
@@ -124,15 +136,17 @@ def build(root_path: str = "") -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": dict(sorted(components.items())),
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
 
 def _operation(
-    path: str, operation: Operation, schema_of: Callable[[type[msgspec.Struct]], dict[str, Any]]
+    path: str, operation: Operation, schema_of: Callable[[type[msgspec.Struct]], dict[str, Any]], *, is_public: bool
 ) -> dict[str, Any]:
-    is_public = path in PUBLIC_PATHS
     errors = set(operation.errors) | {500} | (set() if is_public else {401, 403})
     responses: dict[str, Any] = {"200": {"description": "The answer", "content": {}}}
     content = responses["200"]["content"]
@@ -160,15 +174,14 @@ def _operation(
         }
     result: dict[str, Any] = {
         "summary": operation.summary,
-        "security": [] if is_public else [{}, {"key": []}],
+        "security": [] if is_public else [{}, {"key": []}, {"header": []}],
         "responses": responses,
     }
     if operation.request is not None:
         body = {"application/json": {"schema": schema_of(operation.request)}}
         result["requestBody"] = {"required": True, "content": body}
     elif path == "/v1/config" and operation.errors != (503,):
-        limits = {"type": "object", "additionalProperties": {"type": "integer"}}
-        result["requestBody"] = {"required": True, "content": {"application/json": {"schema": limits}}}
+        result["requestBody"] = {"required": True, "content": {"application/json": {"schema": config_body()}}}
     names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
     if names:
         result["parameters"] = [
@@ -177,9 +190,17 @@ def _operation(
     return result
 
 
-def routes(root_path: str) -> list[Route]:
+def routes(state: ServerState) -> list[Route]:
     """The two routes; both answers are made once."""
-    document = build(root_path)
+    settings = state.settings
+    has_start_token = state.tokenizer is not None and bool(state.tokenizer.encode("", add_special_tokens=True))
+    bounds = SchemaBounds(state.engine.input_processor.limits, settings.limits, has_start_token)
+    document = build(
+        bounds,
+        settings.root_path,
+        has_tokenizer_info=settings.has_tokenizer_info,
+        has_public_metrics=settings.has_public_metrics,
+    )
     description = msgspec.json.encode(document)
     page = render(document).encode()
 

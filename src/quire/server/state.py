@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from quire import __version__
-from quire.errors import ConfigError, ModelNotFoundError, NotReadyError
+from quire.errors import ConfigError, ModelNotFoundError, ShuttingDownError
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.render_pool import MAX_RENDER_SECONDS, RenderPool
 from quire.frontend.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ SYSTEM_FINGERPRINT = f"quire-{__version__}"
 # Where the middleware leaves the request's id in the ASGI scope.
 REQUEST_ID_KEY = "quire.request_id"
 
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class ServerSettings:
         model_root: hub id the model card shows as root; never a path of this machine.
         api_keys: any of them is accepted; none leaves the server open.
         allowed_hosts: host names (without port) requests may be addressed to; none allows all.
+        has_public_metrics: /metrics needs no key.
+        has_tokenizer_info: there is GET /tokenizer_info.
         root_path: prefix under which a proxy shows the server, such as /llm; empty: none.
         max_model_len: context length, until the engine says its own.
         default_sampling_params: SamplingParams fields from the model's generation_config.json.
@@ -48,7 +50,9 @@ class ServerSettings:
         max_render_seconds: after which a chat template that has not ended is killed.
         response_role: role of the answers.
         returns_tokens_as_token_ids: what a request that does not say gets of return_tokens_as_token_ids.
-        forces_usage: every streamed answer has its usage.
+        forces_usage: every chunk of a streamed answer has its usage, whatever the request says.
+        reports_metrics: what a request that does not say gets of return_metrics; streamed, only beside its usage.
+        max_tokens_cap: no request generates more tokens; None: up to the context length.
         has_priorities: the scheduler looks at priorities; if not, a priority is named among the ignored fields.
         owns_engine: the app starts the engine's receiving with itself and shuts it down with itself.
         log_stats_interval: seconds between two statistics lines; 0: none.
@@ -59,6 +63,8 @@ class ServerSettings:
     model_root: str | None = None
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    has_public_metrics: bool = False
+    has_tokenizer_info: bool = False
     root_path: str = ""
     max_model_len: int | None = None
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +74,8 @@ class ServerSettings:
     response_role: str = "assistant"
     returns_tokens_as_token_ids: bool = False
     forces_usage: bool = False
+    reports_metrics: bool = False
+    max_tokens_cap: int | None = None
     has_priorities: bool = False
     owns_engine: bool = True
     log_stats_interval: float = 10.0
@@ -95,7 +103,14 @@ class ServerState:
         self.is_draining = False
         self.recent = RecentRequests()
         self._renderer: RenderPool | None = None
+        # Whether a chat template may read what the request field of this name sets.
+        self.has_reasoning_effort = False
         if tokenizer is not None:
+            templates, override = tokenizer.chat_templates, settings.chat_template
+            sources = templates.values() if override is None else [templates.get(override, override)]
+            self.has_reasoning_effort = any(
+                name in source for source in sources for name in ("reasoning_effort", "enable_thinking")
+            )
             self._renderer = RenderPool(
                 tokenizer.chat_templates,
                 tokenizer.special_tokens,
@@ -148,9 +163,11 @@ class ServerState:
         )
 
     def check_accepting(self) -> None:
-        """Raise NotReadyError while the server drains."""
+        """Raise EngineDeadError (ShuttingDownError) while no request is taken any more."""
+        if self.engine.error is not None:
+            self.engine.check_running()
         if self.is_draining:
-            raise NotReadyError("The server is shutting down", fix="Send the request to another server")
+            raise ShuttingDownError("The server is shutting down", fix="Ask another server")
 
     def engine_request_id(self, response_id: str) -> str:
         """An id no other request has, even if a client uses its own twice."""
@@ -171,7 +188,7 @@ def request_id_of(scope: Scope) -> str:
 
 def sane_request_id(given: str | None) -> str | None:
     """The client's id if it may be repeated in headers, logs and the engine; else None."""
-    return given if given is not None and _SANE_ID.fullmatch(given) else None
+    return given if given is not None and SANE_ID.fullmatch(given) else None
 
 
 def new_request_id() -> str:

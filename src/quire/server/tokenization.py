@@ -1,8 +1,9 @@
-"""POST /tokenize and POST /detokenize: the model's tokenizer and chat template, without the model."""
+"""POST /tokenize, POST /detokenize, GET /tokenizer_info: the model's tokenizer and chat template, without the model."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import partial
 
 import msgspec
@@ -16,12 +17,17 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.server.generation import ignored_headers
 from quire.server.limits import read_json
 from quire.server.protocol.fields import REFUSED_IN_DETOKENIZE, REFUSED_IN_TOKENIZE, BodyDecoder
-from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from quire.server.protocol.tokenize import (
+    OF_MESSAGES,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from quire.server.state import ServerState, state_of
 
 _tokenize_decoder = BodyDecoder(TokenizeRequest, REFUSED_IN_TOKENIZE)
 _detokenize_decoder = BodyDecoder(DetokenizeRequest, REFUSED_IN_DETOKENIZE)
-_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "documents")
 
 
 async def tokenize(request: Request) -> Response:
@@ -54,6 +60,19 @@ async def detokenize(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), headers=ignored_headers(ignored), media_type="application/json")
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """What tokenizer_config.json says, without the names of files, and the chat template in use."""
+    state = state_of(request)
+    tokenizer = _tokenizer(state)
+    info = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_file", "_path"))}
+    info.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    asked = state.settings.chat_template or "default"
+    if (template := tokenizer.chat_templates.get(asked, state.settings.chat_template)) is not None:
+        info["chat_template"] = template
+    # Not msgspec: model_max_length is often 10^30, the word of transformers for no limit.
+    return Response(json.dumps(info), media_type="application/json")
+
+
 def _decode(state: ServerState, tokens: list[int]) -> str:
     vocabulary = _tokenizer(state)
     high = state.engine.input_processor.limits.vocab_size - 1
@@ -70,7 +89,7 @@ def _check(body: TokenizeRequest) -> None:
             "The body needs exactly one of prompt and messages", fix="Send one of them", param="prompt"
         )
     if body.messages is None:
-        for name in _OF_MESSAGES:
+        for name in OF_MESSAGES:
             if getattr(body, name) not in (None, False, [], {}):
                 raise UnsupportedFieldError(
                     f"{name} is only for messages", fix=f"Send messages, or remove {name}", param=name

@@ -1,10 +1,12 @@
-"""What the worker asks of a GPU beside tensors: copies that nobody waits for, graphs, time and memory.
+"""What the worker asks of a device beside tensors: copies that nobody waits for, graphs, time and memory.
 
-`Cuda` is the real one. Tests have one that works on CPU tensors and delays what a GPU may delay.
+`Host` is the CPU, on which everything is done when the call returns, and `Cuda` a GPU. Tests have one that works on CPU
+tensors and delays what a GPU may delay.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -43,8 +45,58 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-class Accelerator(Protocol):
-    """One device. Work is done in the order in which it is asked for, but for downloads, which only wait for it."""
+class Device(Protocol):
+    """What a step needs of any device. Work is done in the order in which it is asked for."""
+
+    runs_ahead: bool  # work goes on after the call that asks for it
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        """Start to copy tensors to the host beside later work, which must not change them."""
+        ...
+
+    def mark(self) -> Any:
+        """A point between what was asked for before and what is asked for later."""
+        ...
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """The device's time between two marks, which it has passed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything. Raises EngineDeadError if the device has failed."""
+        ...
+
+
+class Host:
+    """The CPU: what is asked for is done when the call returns."""
+
+    runs_ahead = False
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        return _OnHost(tensors)
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+    def synchronize(self) -> None:
+        """Everything is done already."""
+
+
+class _OnHost:
+    """Tensors that are where they are wanted."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self) -> Iterator[Tensor]:
+        return iter(self._tensors)
+
+
+class Accelerator(Device, Protocol):
+    """A GPU. Downloads do not hold up what is asked for after them."""
 
     device: torch.device
 
@@ -56,24 +108,12 @@ class Accelerator(Protocol):
         """Start to copy pinned memory to the device. Until the event, the host must not change it."""
         ...
 
-    def download(self, tensors: Sequence[Tensor]) -> Download:
-        """Start to copy tensors to the host beside later work, which must not change them."""
-        ...
-
     def graph_pool(self) -> Any:
         """Scratch memory for graphs that never run at the same time."""
         ...
 
     def capture(self, run: Callable[[], None], pool: Any) -> Graph:
         """What `run` launches, without computing it."""
-        ...
-
-    def mark(self) -> Any:
-        """A point between what was asked for before and what is asked for later."""
-        ...
-
-    def seconds_between(self, start: Any, end: Any) -> float:
-        """The device's time between two marks, which it has passed."""
         ...
 
     def memory(self) -> tuple[int, int]:
@@ -88,13 +128,11 @@ class Accelerator(Protocol):
         """Give back what the allocator holds and does not use; answers with what it still holds, in bytes."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait for everything. Raises EngineDeadError if the device has failed."""
-        ...
-
 
 class Cuda:
     """The GPU that torch counts first."""
+
+    runs_ahead = True
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)

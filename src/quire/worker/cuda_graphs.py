@@ -26,8 +26,8 @@ from quire.logs import get_logger
 from quire.models.registry import CausalLM
 from quire.resolve import Resolved
 from quire.worker.accelerator import Accelerator, Graph
-from quire.worker.device_inputs import DeviceInputBatch, Padding, StagedStep
-from quire.worker.input_batch import StepRows
+from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.input_batch import Padding, StagedStep, StepRows
 
 logger = get_logger(__name__)
 
@@ -137,7 +137,7 @@ class StepGraphs:
                 on_captured(done, len(self._sizes))
 
     def _forward(self, staged: StagedStep, size: Padding) -> None:
-        hidden_TD = self._model.forward(self._inputs.on_device(staged, self._caches, is_prepared=True))
+        hidden_TD = self._model.forward(self._inputs.forward_batch(staged, self._caches, is_prepared=True))
         self._hidden_TD[: size.tokens].copy_(hidden_TD)
 
     def size_for(self, step: StepRows) -> Padding | None:

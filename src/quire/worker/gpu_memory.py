@@ -18,7 +18,7 @@ from quire.schedule import NewRow, ScheduledBatch
 from quire.worker.accelerator import Accelerator
 from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_inputs import DeviceInputBatch
-from quire.worker.device_runner import DeviceRunner
+from quire.worker.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 RANDOM = SamplingParams(temperature=1.0, top_p=0.5, max_tokens=1, seed=0)
@@ -58,7 +58,7 @@ def measure(model: CausalLM, cache: list[LayerCache], resolved: Resolved, accele
         cache: of one block.
     """
     inputs = make_inputs(resolved, model.config.vocab_size, accelerator, 1)
-    runner = DeviceRunner(model, cache, inputs, "raw_logprobs", accelerator)
+    runner = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator)
     before = accelerator.release()
     for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
         for params in (GREEDY, RANDOM):
@@ -95,7 +95,7 @@ def prompts(resolved: Resolved, lens: Sequence[int], params: SamplingParams) -> 
     return batch
 
 
-def _run(runner: DeviceRunner, batch: ScheduledBatch) -> None:
+def _run(runner: ModelRunner, batch: ScheduledBatch) -> None:
     runner.execute(batch)
     runner.input_batch.apply(ScheduledBatch(step_id=0, removed_request_ids=batch.request_ids))
 

@@ -1,16 +1,23 @@
 """The requests a worker holds, as rows of persistent arrays: a step touches only the rows that changed.
 
-Dimensions: T tokens of a step, S rows of a step, M blocks of the longest table of the step.
+A token that was sampled and has not come back yet is a negative number, which names the row whose newest token it is.
+So a step can be launched before the tokens of the one before it are known.
+
+Dimensions: T tokens of a step, S rows of a step, R rows that sample, C row capacity, M blocks of the longest table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
 
-from quire.forward_batch import ForwardBatch, LayerCache
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.sampling.batch_params import SamplingState
 from quire.schedule import NewRow, RowsFailedError, ScheduledBatch
 
@@ -25,13 +32,86 @@ class StepRows:
     lens_S: np.ndarray  # int64: tokens of this step
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The size that a step is brought to. Tokens and rows behind the step's own read and write nothing."""
+
+    tokens: int
+    rows: int
+
+
+@dataclass(slots=True)
+class StagedStep:
+    """One step's numbers on the device. Those before `logits_indices_R` are where every step of the size has them."""
+
+    token_ids_T: Tensor  # int64; -1 - row: the newest token of the row
+    positions_T: Tensor  # int64
+    slot_mapping_T: Tensor  # int64; -1: padding
+    rows_S: Tensor  # int64
+    cu_seqlens_q_S1: Tensor  # int32
+    seq_lens_S: Tensor  # int32
+    logits_indices_R: Tensor  # int64
+    sampled_rows_R: Tensor  # int64
+    parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
+    host: HostStep
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTokens:
+    """Where the tokens belong that a step is sampling."""
+
+    rows_R: NDArray[np.int64]
+    occupants_R: NDArray[np.int64]  # which of the requests that have had the row
+    positions_R: NDArray[np.int64]
+
+
+class StepArrays(Protocol):
+    """Where a step's numbers are written by the host so that the device has them: worker.staging, or host memory."""
+
+    def begin(self) -> None:
+        """Before the arrays of a step."""
+        ...
+
+    def array(self, count: int, dtype: DTypeLike) -> tuple[NDArray[Any], Tensor]:
+        """An array to be filled before `send`, and the tensor that has its numbers afterwards."""
+        ...
+
+    def send(self) -> None:
+        """All arrays since `begin` are filled."""
+        ...
+
+
+class HostArrays:
+    """The arrays of a device that computes in the host's memory."""
+
+    def begin(self) -> None:
+        """Each array is memory of its own."""
+
+    def array(self, count: int, dtype: DTypeLike) -> tuple[NDArray[Any], Tensor]:
+        values = np.empty(count, dtype=dtype)
+        return values, torch.from_numpy(values)
+
+    def send(self) -> None:
+        """The device reads what the host has written."""
+
+
 class InputBatch:
     """Token ids, block tables and sampling state of every request the scheduler has not removed.
 
     Capacity grows by doubling, because max_num_seqs may move while serving.
+
+    Args:
+        arrays: where a step's numbers are written; None: in the host's memory, where the step is computed too.
     """
 
-    def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        max_num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        arrays: StepArrays | None = None,
+    ) -> None:
         self.block_size = block_size
         self.max_blocks = -(-max_model_len // block_size)
         # One slot more than the context: the token sampled at the limit is stored too.
@@ -40,9 +120,12 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
         self.block_tables = np.zeros((max_num_rows, self.max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_rows, dtype=np.int64)
+        self.rope_offsets = np.zeros(max_num_rows, dtype=np.int64)
         self.num_prompt_logprobs: dict[int, int] = {}  # row -> top-n wanted for the prompt
         self.sampling = SamplingState(max_num_rows, vocab_size)
         self.row_of: dict[str, int] = {}
+        self._arrays: StepArrays = HostArrays() if arrays is None else arrays
+        self._occupant_C = np.zeros(max_num_rows, dtype=np.int64)
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
 
     def apply(self, batch: ScheduledBatch) -> None:
@@ -72,10 +155,11 @@ class InputBatch:
             self._grow()
         row = self._free_rows.pop()
         self.row_of[new.request_id] = row
+        self._occupant_C[row] += 1
         count = len(new.token_ids)
         self.token_ids[row, :count] = new.token_ids
         self.num_tokens[row], self.num_prompt_tokens[row] = count, new.num_prompt_tokens
-        self.num_blocks[row] = 0
+        self.num_blocks[row], self.rope_offsets[row] = 0, new.rope_offset
         self._append_blocks(row, new.block_ids)
         params = new.sampling_params
         prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
@@ -92,7 +176,7 @@ class InputBatch:
         capacity = len(self.num_tokens)
         self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
         self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])
-        for name in ("num_tokens", "num_prompt_tokens", "num_blocks"):
+        for name in ("num_tokens", "num_prompt_tokens", "num_blocks", "rope_offsets", "_occupant_C"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self.sampling.grow(2 * capacity)
@@ -105,32 +189,91 @@ class InputBatch:
         lens_S = np.array(batch.num_scheduled_tokens, dtype=np.int64)
         return StepRows(rows_S, starts_S + lens_S == self.num_tokens[rows_S], starts_S, lens_S)
 
-    def forward_batch(self, step: StepRows, caches: list[LayerCache]) -> ForwardBatch:
-        """Pack one step's rows into the tensors a forward pass reads."""
+    def stage(
+        self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None
+    ) -> StagedStep:
+        """Start to bring one step's numbers to the device.
+
+        Args:
+            parameters: Sampler.host_parameters of the rows that sample.
+            pad_to: tokens and rows behind the step's own write and read nothing.
+        """
         rows_S, starts_S, lens_S = step.rows_S, step.starts_S, step.lens_S
+        num_rows = len(rows_S)
         ends_S = starts_S + lens_S
-        cu_S1 = np.zeros(len(rows_S) + 1, dtype=np.int32)
-        np.cumsum(lens_S, out=cu_S1[1:])
-        if cu_S1[-1] == len(rows_S):  # one token each
+        cu_S = np.cumsum(lens_S, dtype=np.int32)
+        num_tokens = int(cu_S[-1]) if num_rows else 0
+        if num_tokens == num_rows:  # one token each
             row_T, positions_T = rows_S, starts_S
         else:
             row_T = np.repeat(rows_S, lens_S)
-            positions_T = np.arange(cu_S1[-1]) - np.repeat(cu_S1[:-1] - starts_S, lens_S)
+            positions_T = np.arange(num_tokens) - np.repeat(cu_S - lens_S - starts_S, lens_S)
         block_T = self.block_tables[row_T, positions_T // self.block_size].astype(np.int64)
-        num_table_blocks = -(-int(ends_S.max()) // self.block_size)
+        slots_T = block_T * self.block_size + positions_T % self.block_size
+
+        arrays = self._arrays
+        arrays.begin()
+        width_T, width_S = (num_tokens, num_rows) if pad_to is None else (pad_to.tokens, pad_to.rows)
+
+        def put(values: NDArray[Any], width: int, dtype: DTypeLike, padding: int = 0) -> Tensor:
+            array, tensor = arrays.array(width, dtype)
+            array[: len(values)] = values
+            array[len(values) :] = padding
+            return tensor
+
+        token_ids = put(self.token_ids[row_T, positions_T], width_T, np.int64)
+        positions = put(positions_T + self.rope_offsets[row_T], width_T, np.int64)
+        slots = put(slots_T, width_T, np.int64, -1)
+        rows = put(rows_S, width_S, np.int64)
+        seq_lens = put(ends_S, width_S, np.int32)
+        sums, cu_seqlens = arrays.array(width_S + 1, np.int32)
+        sums[0], sums[1 : num_rows + 1], sums[num_rows + 1 :] = 0, cu_S, num_tokens
+        last_R, sampled_rows_R = cu_S[step.samples_S] - 1, rows_S[step.samples_S]
+        staged = StagedStep(
+            token_ids_T=token_ids,
+            positions_T=positions,
+            slot_mapping_T=slots,
+            rows_S=rows,
+            cu_seqlens_q_S1=cu_seqlens,
+            seq_lens_S=seq_lens,
+            logits_indices_R=put(last_R, len(last_R), np.int64),
+            sampled_rows_R=put(sampled_rows_R, len(last_R), np.int64),
+            parameters=tuple(put(values, len(values), values.dtype) for values in parameters),
+            host=HostStep(rows_S, lens_S, ends_S, self.block_tables, None if pad_to is None else pad_to.rows),
+        )
+        arrays.send()
+        return staged
+
+    def forward_batch(self, staged: StagedStep, caches: list[LayerCache]) -> ForwardBatch:
+        """What the forward pass reads of a step whose tokens are all known."""
+        rows_S = staged.rows_S.numpy()
+        num_table_blocks = -(-int(staged.host.seq_lens_S.max()) // self.block_size)
         return ForwardBatch(
-            token_ids_T=torch.from_numpy(self.token_ids[row_T, positions_T]),
-            positions_T=torch.from_numpy(positions_T),
-            slot_mapping_T=torch.from_numpy(block_T * self.block_size + positions_T % self.block_size),
-            cu_seqlens_q_S1=torch.from_numpy(cu_S1),
-            seq_lens_S=torch.from_numpy(ends_S.astype(np.int32)),
+            token_ids_T=staged.token_ids_T,
+            positions_T=staged.positions_T,
+            slot_mapping_T=staged.slot_mapping_T,
+            cu_seqlens_q_S1=staged.cu_seqlens_q_S1,
+            seq_lens_S=staged.seq_lens_S,
             block_tables_SM=torch.from_numpy(self.block_tables[rows_S, :num_table_blocks]),
-            logits_indices_R=torch.from_numpy(cu_S1[1:][step.samples_S].astype(np.int64) - 1),
             caches=caches,
         )
 
-    def append_token(self, row: int, token_id: int) -> None:
-        """Record a sampled token, so that the next step can compute it without being told its id."""
-        self.token_ids[row, self.num_tokens[row]] = token_id
-        self.num_tokens[row] += 1
-        self.sampling.append_token(row, token_id)
+    def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
+        """Each sampling row has one more token, which only the device knows: `token_ids_R` (-1: there is none)."""
+        rows_R = step.rows_S[step.samples_S]
+        positions_R = self.num_tokens[rows_R]
+        self.token_ids[rows_R, positions_R] = -1 - rows_R
+        self.num_tokens[rows_R] += 1
+        self.sampling.count_tokens(rows_R)
+        return ExpectedTokens(rows_R, self._occupant_C[rows_R], positions_R)
+
+    def learn_tokens(self, expected: ExpectedTokens, token_ids_R: NDArray[np.int64]) -> None:
+        """The tokens have come back (-1: there was none). Requests may be gone, and others have their rows."""
+        is_here_R = self._occupant_C[expected.rows_R] == expected.occupants_R
+        rows, token_ids = expected.rows_R[is_here_R], token_ids_R[is_here_R]
+        # A row that failed may be in a batch that is scheduled already: it computes some token, for nothing.
+        self.token_ids[rows, expected.positions_R[is_here_R]] = token_ids.clip(min=0)
+        if self.sampling.filters or self.sampling.penalties:
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                if token_id >= 0:
+                    self.sampling.learn_token(row, token_id)

@@ -1,66 +1,170 @@
 """One step on the device: rows -> forward pass -> logits -> sampled tokens and logprobs.
 
+A step is launched without waiting for it, and its result is taken in when somebody asks for it. On a CPU, which does
+everything at once, a launched step is a computed one.
+
 Dimensions: T tokens, S rows, R rows that sample, X prompt positions, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.forward_batch import LayerCache
+from quire.kernels import gpu
 from quire.models.registry import CausalLM
-from quire.sampling.logprobs import most_likely
-from quire.sampling.sampler import Sampler
+from quire.sampling.logprobs import entries, scores
+from quire.sampling.sampler import LaunchedTokens, Sampler
 from quire.sampling_params import SamplingParams
-from quire.schedule import NewRow, ScheduledBatch, StepResult, TokenLogprobs
-from quire.worker.input_batch import InputBatch, StepRows
+from quire.schedule import NewRow, ScheduledBatch, StepResult
+from quire.worker.accelerator import Device, Download, device_failed
+from quire.worker.captured_steps import CapturedSteps
+from quire.worker.input_batch import ExpectedTokens, InputBatch, StepRows
 from quire.worker.kv_cache import copy_blocks
 
 # Prompt positions turned into logits at once: bounds the [X, V] float32 scratch (64 x 152k x 4 bytes = 39 MB).
 PROMPT_LOGPROBS_CHUNK = 64
 
 
-class ModelRunner:
-    """Executes ScheduledBatch after ScheduledBatch; the rows it holds are its only state."""
+@dataclass(slots=True)
+class _PromptPiece:
+    """Logprobs on their way of some prompt tokens of one row."""
 
-    def __init__(self, model: CausalLM, caches: list[LayerCache], input_batch: InputBatch, logprobs_mode: str) -> None:
+    position: int  # of the row in the batch
+    next_token_ids: Tensor  # on the host
+    numbers: list[Tensor]
+
+
+@dataclass(slots=True)
+class _Launched:
+    """What a step has on the device, and where it belongs."""
+
+    sampling: list[int] = field(default_factory=list)  # positions in the batch of the rows that sample
+    expected: ExpectedTokens | None = None
+    tokens: LaunchedTokens | None = None
+    pieces: list[_PromptPiece] = field(default_factory=list)
+
+    def tensors(self) -> list[Tensor]:
+        tensors = [] if self.tokens is None else self.tokens.tensors()
+        return tensors + [number for piece in self.pieces for number in piece.numbers]
+
+
+class PendingStep:
+    """A launched step."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        step_result: StepResult,
+        launched: _Launched,
+        download: Download,
+        marks: tuple[Any, Any, Any],
+    ) -> None:
+        self._runner = runner
+        self.step_result, self.launched, self.download = step_result, launched, download
+        self.marks = marks  # before the forward pass, behind it, and behind sampling
+        self.is_done = False
+        self.error: Exception | None = None
+
+    def result(self) -> StepResult:
+        """Wait for it, and for those before it. Raises EngineDeadError if the device has failed."""
+        self._runner.finish_until(self)
+        if self.error is not None:
+            raise self.error
+        return self.step_result
+
+
+class ModelRunner:
+    """Launches ScheduledBatch after ScheduledBatch: on a device that runs ahead, an executor of any depth.
+
+    The order on the device is that of the launches, so a block may be given to another request as soon as the host
+    knows that its owner has ended, though a step in flight still writes to it: the new owner's step comes later.
+
+    Args:
+        captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        caches: list[LayerCache],
+        input_batch: InputBatch,
+        logprobs_mode: str,
+        device: Device,
+        captured: CapturedSteps | None = None,
+    ) -> None:
         self.model = model
         self.caches = caches
         self.input_batch = input_batch
         self.sampler = Sampler(input_batch.sampling, logprobs_mode=logprobs_mode)
+        self.device = device
+        self.captured = captured
+        self._in_flight: deque[PendingStep] = deque()
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Run one step and wait for it."""
+        return self.submit(batch).result()
+
+    def shutdown(self) -> None:
+        """Nothing to stop: what is in flight ends by itself."""
 
     @torch.inference_mode()
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Run one step. A row that fails is reported in `errors`; the others are not affected."""
+    def submit(self, batch: ScheduledBatch) -> PendingStep:
+        """Launch one step. A row that fails is reported in the result's `errors`; the others are not affected."""
+        try:
+            pending = self._launch(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except torch.AcceleratorError as error:
+            raise device_failed(error) from error
+        except RuntimeError:  # Triton and cuBLAS have no type of their own for a device that has failed
+            self.device.synchronize()
+            raise
+        self._in_flight.append(pending)
+        return pending
+
+    def _launch(self, batch: ScheduledBatch) -> PendingStep:
         started = time.perf_counter()
-        inputs = self.input_batch
+        inputs, device, captured = self.input_batch, self.device, self.captured
         inputs.apply(batch)
         copy_blocks(self.caches, batch.block_copies)
-        result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
         step = inputs.step_rows(batch)
-        forward_batch = inputs.forward_batch(step, self.caches)
-        prepared = time.perf_counter()
-        hidden_TD = self.model.forward(forward_batch)
         sampling = np.flatnonzero(step.samples_S)
-        logits_RV: Tensor | None = None
+        rows = step.rows_S[sampling]
+        size = None if captured is None else captured.size_for(step)
+        staged = inputs.stage(step, self.sampler.host_parameters(rows) if len(rows) else (), size)
+        result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
+        result.prepare_seconds = time.perf_counter() - started
+        start = device.mark()
+        if captured is not None and size is not None:
+            hidden_TD = captured.run(size, staged)[: int(step.lens_S.sum())]
+        else:
+            hidden_TD = self.model.forward(inputs.forward_batch(staged, self.caches))
+        launched = _Launched(sampling.tolist())
         if len(sampling):
-            everything = len(sampling) == forward_batch.num_tokens
-            hidden_RD = hidden_TD if everything else hidden_TD[forward_batch.logits_indices_R]
+            everything = len(sampling) == len(hidden_TD)
+            hidden_RD = hidden_TD if everything else hidden_TD.index_select(0, staged.logits_indices_R)
             logits_RV = self.model.compute_logits(hidden_RD)
-        forwarded = time.perf_counter()
-        if logits_RV is not None:
-            self._sample(logits_RV, step, sampling, result)
+            forwarded = device.mark()
+            sampled_rows = rows.tolist()
+            if inputs.sampling.needs_tokens(sampled_rows):
+                self._finish(len(self._in_flight))  # the forward pass goes on meanwhile
+            launched.tokens = self.sampler.launch(logits_RV, sampled_rows, staged.parameters)
+            launched.expected = inputs.expect_tokens(staged, step, launched.tokens.token_ids_R)
+        else:
+            forwarded = device.mark()
         if inputs.num_prompt_logprobs:
-            self._prompt_logprobs(hidden_TD, forward_batch.cu_seqlens_q_S1.tolist(), step, result)
-        result.prepare_seconds = prepared - started
-        result.forward_seconds = forwarded - prepared
-        result.sample_seconds = time.perf_counter() - forwarded
-        return result
+            launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step))
+        marks = (start, forwarded, device.mark())
+        return PendingStep(self, result, launched, device.download(launched.tensors()), marks)
 
     @torch.inference_mode()
     def sequence_logits(self, token_ids: list[int], step_tokens: int) -> Iterator[Tensor]:
@@ -73,47 +177,71 @@ class ModelRunner:
         """
         inputs = self.input_batch
         block_ids = list(range(-(-len(token_ids) // inputs.block_size)))
-        row = NewRow("sequence", token_ids, len(token_ids), SamplingParams(temperature=0.0, max_tokens=1), block_ids)
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        config = self.model.config
+        offset = config.rope.row_offset(len(token_ids), config.max_model_len)
+        row = NewRow("sequence", token_ids, len(token_ids), params, block_ids, rope_offset=offset)
         try:
             for start in range(0, len(token_ids), step_tokens):
                 length = min(step_tokens, len(token_ids) - start)
                 new_rows = [row] if start == 0 else []
                 batch = ScheduledBatch(0, [row.request_id], [start], [length], [[]], new_rows)
                 inputs.apply(batch)
-                hidden_TD = self.model.forward(inputs.forward_batch(inputs.step_rows(batch), self.caches))
+                staged = inputs.stage(inputs.step_rows(batch))
+                hidden_TD = self.model.forward(inputs.forward_batch(staged, self.caches))
                 for hidden_XD in torch.split(hidden_TD, PROMPT_LOGPROBS_CHUNK):
                     yield self.model.compute_logits(hidden_XD)
         finally:
             inputs.apply(ScheduledBatch(0, removed_request_ids=[row.request_id]))
 
-    def _sample(self, logits_RV: Tensor, step: StepRows, sampling: np.ndarray, result: StepResult) -> None:
-        rows = step.rows_S[sampling].tolist()
-        sampled = self.sampler(logits_RV, rows)
-        for index, (position, row) in enumerate(zip(sampling.tolist(), rows, strict=True)):
-            if index in sampled.errors:
-                result.errors[position] = sampled.errors[index]
-                continue
-            token_id = sampled.token_ids[index]
-            result.token_ids[position].append(token_id)
-            self.input_batch.append_token(row, token_id)
-        for index, logprobs in sampled.logprobs.items():
-            result.logprobs[int(sampling[index])] = [logprobs]
-
-    def _prompt_logprobs(self, hidden_TD: Tensor, cu_seqlens: list[int], step: StepRows, result: StepResult) -> None:
+    def _launch_prompt_logprobs(self, hidden_TD: Tensor, step: StepRows) -> Iterator[_PromptPiece]:
         """Logprobs of the prompt tokens that follow the positions computed in this step."""
         inputs = self.input_batch
+        ends = np.cumsum(step.lens_S)
         for position, row in enumerate(step.rows_S.tolist()):
             num_top = inputs.num_prompt_logprobs.get(row)
             if num_top is None:
                 continue
-            start = int(step.starts_S[position])
-            stop = min(start + int(step.lens_S[position]), int(inputs.num_prompt_tokens[row]) - 1)
-            entries: list[TokenLogprobs] = []
+            start, length = int(step.starts_S[position]), int(step.lens_S[position])
+            offset = int(ends[position]) - length - start
+            stop = min(start + length, int(inputs.num_prompt_tokens[row]) - 1)
             for begin in range(start, stop, PROMPT_LOGPROBS_CHUNK):
                 end = min(begin + PROMPT_LOGPROBS_CHUNK, stop)
-                offset = cu_seqlens[position] - start
                 logits_XV = self.model.compute_logits(hidden_TD[offset + begin : offset + end])
-                next_token_ids = torch.from_numpy(inputs.token_ids[row, begin + 1 : end + 1])
-                entries += most_likely(logits_XV, next_token_ids, num_top)
-            if entries:
-                result.prompt_logprobs[position] = entries
+                next_ids_X = torch.from_numpy(inputs.token_ids[row, begin + 1 : end + 1].copy())
+                numbers = scores(logits_XV, gpu.place(next_ids_X, logits_XV.device), num_top, as_logits=False)
+                yield _PromptPiece(position, next_ids_X, list(numbers))
+
+    def finish_until(self, pending: PendingStep) -> None:
+        """Take in the results up to this step's."""
+        while not pending.is_done:
+            self._finish(1)
+
+    def _finish(self, count: int) -> None:
+        """Take in the results of the oldest steps in flight."""
+        for _ in range(count):
+            pending = self._in_flight.popleft()
+            pending.is_done = True
+            try:
+                on_host = pending.download.wait()
+                self._take_in(pending.step_result, pending.launched, on_host)
+                start, forwarded, sampled = pending.marks
+                pending.step_result.forward_seconds = self.device.seconds_between(start, forwarded)
+                pending.step_result.sample_seconds = self.device.seconds_between(forwarded, sampled)
+            except Exception as error:  # of this step, whichever is being launched or waited for
+                pending.error = error
+
+    def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:
+        if launched.tokens is not None and launched.expected is not None:
+            sampled = launched.tokens.finish(on_host)
+            for index, (position, token_id) in enumerate(zip(launched.sampling, sampled.token_ids, strict=True)):
+                if index in sampled.errors:
+                    result.errors[position] = sampled.errors[index]
+                else:
+                    result.token_ids[position].append(token_id)
+            self.input_batch.learn_tokens(launched.expected, np.array(sampled.token_ids))
+            for index, logprobs in sampled.logprobs.items():
+                result.logprobs[launched.sampling[index]] = [logprobs]
+        for piece in launched.pieces:
+            numbers = (next(on_host) for _ in piece.numbers)
+            result.prompt_logprobs.setdefault(piece.position, []).extend(entries(piece.next_token_ids, *numbers))

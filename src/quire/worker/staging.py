@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -59,12 +58,6 @@ class Staging:
             if len(self._views) < _MOST_VIEWS:
                 self._views[key] = view
         return self._arrays[self._current][begin:end].view(numpy_dtype), view
-
-    def put(self, values: NDArray[Any]) -> Tensor:
-        """An array with these values."""
-        array, view = self.array(math.prod(values.shape), values.dtype)
-        array[:] = values
-        return view
 
     def send(self) -> None:
         """Start the copy of all arrays since `begin`."""

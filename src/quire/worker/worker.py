@@ -11,6 +11,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.cost import devices
+from quire.cost.stopwatch import Lap, Stopwatch
 from quire.errors import MemoryPlanError
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu, extension, gpu, gpu_facts
@@ -27,17 +28,18 @@ from quire.memory_plan import (
 )
 from quire.messages import Progress
 from quire.model_config import ModelConfig
+from quire.models.decoder import Decoder
 from quire.models.registry import CPU, CausalLM
 from quire.resolve import DeviceFacts, Resolved, resolve, shown_bytes
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import gpu_memory, kv_cache
-from quire.worker.accelerator import Accelerator, Cuda
+from quire.worker.accelerator import Accelerator, Cuda, Host
 from quire.worker.cuda_graphs import StepGraphs, paddings, warn_about_dropped_sizes
-from quire.worker.device_runner import DeviceRunner
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
 from quire.worker.prefault import Prefault
+from quire.worker.recorded_steps import RecordedSteps
 
 logger = get_logger(__name__)
 
@@ -51,7 +53,7 @@ class Worker:
 
     runner: ModelRunner
     resolved: Resolved
-    measured_step: tuple[int, float]  # tokens and seconds of the run that measured working memory
+    measured_step: tuple[int, Lap]  # tokens and time of the run that measured working memory
     prefault: Prefault
 
 
@@ -125,7 +127,9 @@ def _bring_up_cpu(
     progress("warm up", 1 / 3, "allocating the KV cache")
     caches = _allocate_planned(model_config, resolved, memory, "VLLM_CPU_KVCACHE_SPACE")
     inputs = InputBatch(resolved.max_num_seqs, resolved.max_model_len, resolved.block_size, model_config.vocab_size)
-    return Worker(ModelRunner(model, caches, inputs, config.logprobs_mode), resolved, measured_step, Prefault(caches))
+    recorded = RecordedSteps(model, inputs, caches) if isinstance(model, Decoder) else None
+    runner = ModelRunner(model, caches, inputs, config.logprobs_mode, Host(), recorded)
+    return Worker(runner, resolved, measured_step, Prefault(caches))
 
 
 def bring_up_gpu(
@@ -161,8 +165,9 @@ def bring_up_gpu(
     if sizes := paddings(resolved):
         graphs = StepGraphs(model, caches, inputs, accelerator, sizes)
         graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
-    runner = DeviceRunner(model, caches, inputs, config.logprobs_mode, accelerator, graphs)
-    return Worker(runner, resolved, work.largest_step, Prefault(caches))
+    runner = ModelRunner(model, caches, inputs, config.logprobs_mode, accelerator, graphs)
+    num_tokens, seconds = work.largest_step
+    return Worker(runner, resolved, (num_tokens, Lap(seconds)), Prefault(caches))
 
 
 def _allocate_planned(
@@ -205,10 +210,10 @@ def _peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _measure(model: CausalLM, model_config: ModelConfig, resolved: Resolved) -> tuple[int, tuple[int, float]]:
+def _measure(model: CausalLM, model_config: ModelConfig, resolved: Resolved) -> tuple[int, tuple[int, Lap]]:
     """Peak memory of one step at the full token budget, logits aside: measured on a short run, and scaled.
 
-    Also answers with that run's tokens and seconds.
+    Also answers with that run's tokens and time.
 
     The run also warms the kernels: the first request does not pay for thread start and page faults.
     """
@@ -216,16 +221,18 @@ def _measure(model: CausalLM, model_config: ModelConfig, resolved: Resolved) -> 
     num_blocks = -(-num_tokens // resolved.block_size)
     caches = _allocate_caches(model_config, resolved, num_blocks)
     inputs = InputBatch(1, num_tokens, resolved.block_size, model_config.vocab_size)
-    runner = ModelRunner(model, caches, inputs, "raw_logprobs")
+    runner = ModelRunner(model, caches, inputs, "raw_logprobs", Host())
     before = devices.resident_memory_bytes()
     peak_before = _peak_resident_bytes()
+    watch = Stopwatch()
     result = runner.execute(_profile_batch(num_tokens, num_blocks))
+    waited = watch.lap().waited
     held = kv_cache.num_bytes(caches)
     growth = max(_peak_resident_bytes() - max(before, peak_before), devices.resident_memory_bytes() - before) - held
     floor = least_work_bytes(model_config, num_tokens, resolved.dtype)  # the peak may hide under that of loading
     scale: float = resolved.max_num_batched_tokens / num_tokens
     seconds = result.prepare_seconds + result.forward_seconds + result.sample_seconds
-    return int(max(growth, floor) * scale), (num_tokens, seconds)
+    return int(max(growth, floor) * scale), (num_tokens, Lap(seconds, waited))
 
 
 def _profile_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:

@@ -143,3 +143,14 @@ def test_few_decodes_are_split_and_many_are_not() -> None:
     assert choose_shape(256, 256, 4, 8, 128).segments == 1
     assert choose_shape(1, 1, 4, 8, 128, is_float32=True).segments == 32
     assert choose_shape(256, 4, 4, 8, 128, is_float32=True).segments == 1
+
+
+def test_what_no_launch_can_take_is_refused() -> None:
+    arguments = make(4, 1, 16, 8, [(1, 9)], torch.float32)
+    out = torch.empty_like(arguments[0])
+    fewer_rows = AttentionShape(block_m=2, tile=16, segments=1, num_warps=4, num_stages=1)
+    with pytest.raises(ValueError, match="4 query heads, expected at most 2"):
+        paged_attention(*arguments[:3], None, None, *arguments[3:], 0.3, 0, 0.0, out, fewer_rows)
+    wide = arguments[2].repeat(1, 2, 1, 1)[:, :1]  # as v_cache, with other strides
+    with pytest.raises(ValueError, match="v_cache has strides"):
+        paged_attention(*arguments[:2], wide, None, None, *arguments[3:], 0.3, 0, 0.0, out)

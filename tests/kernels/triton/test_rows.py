@@ -150,6 +150,13 @@ def test_rope_and_cache(shape: tuple[int, int, int, int, int, bool], dtype: torc
         assert torch.equal(inputs[name], expected[name]), name
 
 
+def test_caches_with_different_strides_are_refused() -> None:
+    inputs = rope_inputs(ROPE_SHAPES[0], torch.float32)
+    inputs["v_cache_BGPE"] = inputs["v_cache_BGPE"].repeat(1, 2, 1, 1)[:, :2]
+    with pytest.raises(ValueError, match="v_cache has strides"):
+        rope_and_cache(*inputs.values())
+
+
 def special_rows(E: int) -> Tensor:
     """float32 rows with every code's neighbours: ties and both sides of them, zeros, what is too large, not finite."""
     halves = [torch.arange(0x7F, dtype=torch.uint8).view(dtype).float() for dtype in kv_codes.CODE_DTYPES[:2]]

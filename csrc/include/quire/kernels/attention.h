@@ -19,11 +19,12 @@ struct AttentionArgs {
   const void* v_cache;  // [B, G, P, E]
   int64_t v_block_stride, v_head_stride;
   const float *k_scales, *v_scales;  // [B, G, P] contiguous, a factor for each row of E codes; only of int8
+  int64_t num_blocks;                // B
   const int32_t* block_tables;       // [S, M]
-  int64_t block_table_stride;
+  int64_t block_table_stride, blocks_per_table;
   const int32_t* seq_lens;      // [S] positions in the cache, this call's tokens included
   const int32_t* cu_seqlens_q;  // [S + 1] the tokens cu[s] to cu[s + 1] are the last positions of sequence s
-  int num_seqs, num_q_heads, num_kv_heads, head_dim, block_size;
+  int num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim, block_size;
   float scale;
   int sliding_window;  // attends to positions > pos - sliding_window; 0 = all
   float soft_cap;      // scores become soft_cap * tanh(score / soft_cap); 0 = off

@@ -33,15 +33,15 @@ struct RopeCacheArgs {
   const void* v;  // [T, G, E]
   int64_t v_token_stride, v_head_stride;
   const int64_t* positions;  // [T]
-  const float* cos_sin;      // [max position, R]: R / 2 cosines, then R / 2 sines; null = no rotation
-  int64_t rotary_dim;
+  const float* cos_sin;      // [num_positions, R]: R / 2 cosines, then R / 2 sines; null = no rotation
+  int64_t rotary_dim, num_positions;
   const int64_t* slot_mapping;  // [T] block * P + offset; negative = do not write
   void* k_cache;                // [B, G, P, E], P and E contiguous
   int64_t k_block_stride, k_cache_head_stride;
   void* v_cache;
   int64_t v_block_stride, v_cache_head_stride;
   float *k_scales, *v_scales;  // [B, G, P] contiguous; only of int8
-  int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, block_size;
+  int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, block_size, num_blocks;
   const void* q_norm_weight;  // [E] or null, dtype norm_weight_dtype (dtype or f32)
   const void* k_norm_weight;
   DType norm_weight_dtype;

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels import gpu
+from quire.kernels.guards import check_alike
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2
 
@@ -441,11 +442,14 @@ def paged_attention(
     out_THE: Tensor,
     shape: AttentionShape | None = None,
 ) -> None:
-    """See ops.paged_attention. `shape`: other tiles than those of `choose_shape`."""
+    """See ops.paged_attention. `shape`: other tiles than those of `choose_shape`.
+
+    What tables, lengths and sums hold is not checked: the host does not know it without waiting for the device.
+    """
     T, H, E = q_THE.shape
     G, P = k_cache_BGPE.shape[1:3]
     S, group = seq_lens_S.shape[0], H // G
-    assert k_cache_BGPE.stride() == v_cache_BGPE.stride(), "the caches of K and V differ in strides"
+    check_alike(k_cache_BGPE, v_cache_BGPE)
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
@@ -454,7 +458,8 @@ def paged_attention(
     if shape is None and gpu.is_deterministic():
         shape = choose_fixed_shape(T, S, group, G, E, block_tables_SM.shape[1] * P, is_wgmma, is_float32)
     shape = shape or choose_shape(T, S, group, G, E, name != "none", is_wgmma, is_float32)
-    assert group <= shape.block_m, f"{group} query heads per KV head do not fit {shape.block_m} rows"
+    if group > shape.block_m:
+        raise ValueError(f"a KV head has {group} query heads, expected at most {shape.block_m}, the rows of a tile")
     block_q = shape.block_m // group
     if shape.segments > 1:
         stats_THK = torch.empty((2, T, H, shape.segments), dtype=torch.float32, device=q_THE.device)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.guards import check_alike
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import next_power_of_2
 
@@ -153,10 +154,13 @@ def rope_and_cache(
     k_scales_BGP: Tensor | None = None,
     v_scales_BGP: Tensor | None = None,
 ) -> None:
-    """See ops.rope_and_cache."""
+    """See ops.rope_and_cache.
+
+    Positions and slots are not checked: the host does not know them without waiting for the device.
+    """
     T, H, E = q_THE.shape
     G, P = k_cache_BGPE.shape[1:3]
-    assert k_cache_BGPE.stride() == v_cache_BGPE.stride(), "the caches of K and V differ in strides"
+    check_alike(k_cache_BGPE, v_cache_BGPE)
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)

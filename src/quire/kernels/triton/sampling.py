@@ -331,7 +331,7 @@ def sample(
     token_ids_R: Tensor,
     slice_size: int = SLICE,
 ) -> None:
-    """See ops.sample. Nothing is read back to the host."""
+    """See ops.sample. Nothing is read back to the host, so the parameters of rows are not checked."""
     R, V = logits_RV.shape
     B, device = ceil_div(V, slice_size), logits_RV.device
     greedy_R = torch.empty_like(token_ids_R)

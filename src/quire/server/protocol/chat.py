@@ -28,10 +28,20 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     documents: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_DOCUMENTS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables for the chat template. reasoning_effort is one and decides enable_thinking, as in vLLM."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
+            kwargs["reasoning_effort"] = self.reasoning_effort
+        return kwargs
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -50,9 +60,15 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
+    """The keys after `content` are there because clients read them; a text model never fills them."""
+
     role: str
     content: str
-    refusal: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -61,20 +77,26 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    routed_experts: None = None
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
+    """The whole answer, with every key that vLLM's has: null for what was not asked for or does not exist here."""
+
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    service_tier: None = None
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
-    metrics: RequestTimings | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    metrics: RequestTimings | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_text: None = None
+    kv_transfer_params: None = None
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -88,10 +110,12 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
+    """An event of a streamed answer. As in vLLM, the first one of a choice has the keys of the prompt."""
+
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
@@ -100,5 +124,6 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     metrics: RequestTimings | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_text: UnsetType | None = UNSET

@@ -26,25 +26,45 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(msgspec.Struct, kw_only=True):
+class CompletionChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
-class CompletionResponse(msgspec.Struct, kw_only=True):
-    """The whole answer; a streamed chunk has the same shape with usage only where it was asked for."""
+class CompletionChunk(msgspec.Struct, kw_only=True):
+    """An event of a streamed answer, with usage only where it was asked for."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     system_fingerprint: str
-    choices: list[CompletionChoice]
+    choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     metrics: RequestTimings | UnsetType = UNSET
+
+
+class CompletionChoice(CompletionChunkChoice, kw_only=True):
+    prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: None = None
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """The whole answer, with every key that vLLM's has: null for what was not asked for or does not exist here."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    service_tier: None = None
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    metrics: RequestTimings | None = None
+    kv_transfer_params: None = None

@@ -66,6 +66,7 @@ _REFUSED_EVERYWHERE: dict[str, Refusal] = {
     "repetition_detection": Refusal("Use repetition_penalty or frequency_penalty"),
     "watermarking": Refusal("Watermarks are not supported: remove the field"),
     "guide": Refusal("Remove the field"),
+    "best_of": Refusal("Use n, and choose among the answers by their logprobs", (1,)),
     "kv_transfer_params": Refusal("KV transfer is not supported yet: remove the field"),
     "vllm_xargs": Refusal("Put what you need into fields of their own"),
     "return_prompt_text": Refusal("Use echo, or return_token_ids", (False,)),
@@ -79,7 +80,6 @@ _REFUSED_EVERYWHERE: dict[str, Refusal] = {
 }
 REFUSED_IN_CHAT: dict[str, Refusal] = {
     **_REFUSED_EVERYWHERE,
-    "best_of": Refusal("Use n", (1,)),
     "functions": Refusal(_TOOLS, ([],)),
     "function_call": Refusal(_TOOLS, ("none", "auto")),
     "modalities": Refusal(_TEXT_ONLY, (["text"],)),
@@ -87,9 +87,6 @@ REFUSED_IN_CHAT: dict[str, Refusal] = {
     "mm_processor_kwargs": Refusal(_TEXT_ONLY, ({},)),
     "media_io_kwargs": Refusal(_TEXT_ONLY, ({},)),
     "web_search_options": Refusal("There is no web search: remove the field"),
-    "reasoning_effort": Refusal(
-        'Use "chat_template_kwargs": {"reasoning_effort": ...} if the model\'s template knows it'
-    ),
     "enable_thinking": Refusal('Use "chat_template_kwargs": {"enable_thinking": ...}'),
     "verbosity": Refusal("Say it in the system message"),
     "chat_template": Refusal("Templates in requests are not accepted: start the server with --chat-template"),
@@ -105,6 +102,7 @@ REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     "top_logprobs": Refusal("Use logprobs with a number"),
     "tools": Refusal("Use POST /v1/chat/completions", ([],)),
     "chat_template_kwargs": Refusal("Use POST /v1/chat/completions", ({},)),
+    "reasoning_effort": Refusal("Use POST /v1/chat/completions"),
 }
 _TEMPLATE = Refusal("Templates in requests are not accepted: start the server with --chat-template")
 REFUSED_IN_TOKENIZE: dict[str, Refusal] = {
@@ -121,6 +119,7 @@ REFUSED_IN_DETOKENIZE: dict[str, Refusal] = {
 }
 # A neutral value is never longer than this, so a longer one need not be decoded.
 _MAX_NEUTRAL_BYTES = 64
+_MAX_TYPE_ERROR_CHARS = 200
 
 
 class BodyDecoder(Generic[T]):
@@ -179,4 +178,6 @@ def _wrong_type(message: str) -> InvalidRequestError:
     what, _, place = message.partition(" - at `")
     param = place.rstrip("`").removeprefix("$").removeprefix(".") or None
     what = what.replace("`", "")
+    if len(what) > _MAX_TYPE_ERROR_CHARS:  # it names the value of an enumeration, however long that is
+        what = what[:_MAX_TYPE_ERROR_CHARS] + "..."
     return InvalidRequestError(f"{param}: {what}" if param else f"The body has a wrong shape: {what}", param=param)

@@ -9,6 +9,8 @@ import msgspec
 from quire.server.protocol.chat import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TOOLS
 
 MAX_TOKENS = 1_048_576
+# Fields that say nothing about a prompt.
+OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "documents")
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -1,0 +1,228 @@
+"""Answers per second with ten times the users that a server takes, of which nobody waits before asking again.
+
+`quire serve` on the demo model runs 8 requests and lets 16 wait. 24 users, each of whom asks, reads the answer or the
+refusal and asks again at once, keep it saturated and are never refused; 240 users are refused ten to a hundred times as
+often as they are answered. Rounds take turns. The claims: 240 users get at least 0.9 of the answers of 24, and /health
+answers within 0.3 s (P99).
+
+The users are one process of plain sockets, which parses no more than status and length; it has a lower priority than
+the server, with which it shares the cores.
+
+    python benchmarks/overload_users.py [--seconds 20] [--rounds 3] [--save HARDWARE]
+
+--save writes benchmarks/overload_users_HARDWARE_DATE.md and .json. Takes about three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from quire.bench import report
+
+MAX_NUM_SEQS, MAX_QUEUED = 8, 16
+FEW, MANY = 24, 240
+PROMPT_TOKENS, MAX_TOKENS = 32, 64
+NUM_BODIES = 4096  # different ones, so that no prompt is in the prefix cache when it comes again
+WARM_UP_SECONDS = 3.0
+HEALTH_SECONDS = 0.05  # between two questions about health
+NICENESS = 10
+LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n")
+
+
+class Connection(asyncio.Protocol):
+    """One connection: sends a request, and the next when the answer is complete."""
+
+    def __init__(self, load: Load, head: bytes = b"") -> None:
+        self._load, self._head = load, head
+        self._answer = b""
+        self.sent_at = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        self.ask()
+
+    def ask(self) -> None:
+        if self.transport.is_closing():
+            return
+        self._answer = b""
+        self.sent_at = time.perf_counter()
+        self.transport.write(self._head or next(self._load))
+
+    def data_received(self, data: bytes) -> None:
+        self._answer += data
+        head, separator, body = self._answer.partition(b"\r\n\r\n")
+        if separator and (found := LENGTH.search(head + b"\r\n")) and len(body) >= int(found[1]):
+            self.on_answer(head[9:12].decode())
+
+    def on_answer(self, status: str) -> None:
+        self._load.seen[status] += 1
+        self.ask()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._load.on_lost()
+
+
+class Probe(Connection):
+    """Asks for /health at intervals."""
+
+    def on_answer(self, status: str) -> None:
+        self._load.health.append(time.perf_counter() - self.sent_at)
+        asyncio.get_running_loop().call_later(HEALTH_SECONDS, self.ask)
+
+
+class Load:
+    """What the users send and have seen."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.seen: Counter[str] = Counter()
+        self.health: list[float] = []
+        self._is_over = False
+        draws = random.Random(0)
+        self._requests = [self._request(draws) for _ in range(NUM_BODIES)]
+        self._next = 0
+
+    @staticmethod
+    def _request(draws: random.Random) -> bytes:
+        prompt = [draws.randrange(1000, 4000) for _ in range(PROMPT_TOKENS)]
+        body = json.dumps({"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+    def __next__(self) -> bytes:
+        self._next = (self._next + 1) % NUM_BODIES
+        return self._requests[self._next]
+
+    def on_lost(self) -> None:
+        if not self._is_over:
+            self.seen["lost"] += 1
+
+    async def round(self, num_users: int, seconds: float, server: psutil.Process) -> dict[str, Any]:
+        """Rates over `seconds` after a time to warm up."""
+        loop, self._is_over = asyncio.get_running_loop(), False
+        users = [Connection(self) for _ in range(num_users)]
+        probe = Probe(self, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        for connection in (*users, probe):
+            await loop.create_connection(lambda connection=connection: connection, "127.0.0.1", self.port)
+        await asyncio.sleep(WARM_UP_SECONDS)
+        self.seen.clear()
+        self.health.clear()
+        processes = {"client": psutil.Process(), "api": server}
+        (processes["engine"],) = (each for each in server.children() if "quire.engine" in str(each.cmdline()))
+        start, cpu = time.perf_counter(), {name: sum(each.cpu_times()[:2]) for name, each in processes.items()}
+        await asyncio.sleep(seconds)
+        duration = time.perf_counter() - start
+        used = {
+            f"{name}_cpu_percent": 100 * (sum(p.cpu_times()[:2]) - cpu[name]) / duration
+            for name, p in processes.items()
+        }
+        seen, health = self.seen.copy(), sorted(self.health)
+        self._is_over = True
+        for connection in (*users, probe):
+            connection.transport.abort()
+        await asyncio.sleep(1.0)  # until nothing of them is left in the engine
+        return {
+            "answers": seen.pop("200", 0) / duration,
+            "refusals": seen.pop("429", 0) / duration,
+            "otherwise_failed": sum(seen.values()),
+            "p50_health_ms": 1000 * health[len(health) // 2],
+            "p99_health_ms": 1000 * health[int(len(health) * 0.99)],
+            **used,
+        }
+
+
+def start_server() -> tuple[subprocess.Popen[str], int]:
+    """The server, ready, and its port."""
+    flags = ("--max-num-seqs", MAX_NUM_SEQS, "--max-num-queued-reqs", MAX_QUEUED, "--port", 0)
+    command = [sys.executable, "-m", "quire", "serve", *map(str, flags), "--kv-cache-memory-bytes", "256M"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    for line in server.stderr:
+        if found := re.search(r"ready     http://127.0.0.1:(\d+)", line):
+            return server, int(found[1])
+    raise SystemExit("the server did not start")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result file for people."""
+    lines = [
+        f"# Answers per second with {FEW} and {MANY} users in a loop",
+        "",
+        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        f"- `quire serve` on the demo model, --max-num-seqs {MAX_NUM_SEQS}, --max-num-queued-reqs {MAX_QUEUED};",
+        f"  {PROMPT_TOKENS} tokens in, {MAX_TOKENS} out, not streamed. Users ask again at once, refused or not; they",
+        f"  are one process at nice {NICENESS}, on the server's cores. Rounds of {result['seconds']:g} s, in turns.",
+        f"- **Answers with {MANY} users over those with {FEW}: {result['ratio']:.2f}** (median of the rounds' ratios:",
+        f"  {', '.join(f'{ratio:.2f}' for ratio in result['ratios'])}).",
+        "",
+        "| users | round | answers/s | refusals/s | other failures | /health P50 ms | P99 ms "
+        "| API CPU % | engine CPU % | client CPU % |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for users, rounds in result["rounds"].items():
+        for i, each in enumerate(rounds, 1):
+            times = f"{each['p50_health_ms']:.0f} | {each['p99_health_ms']:.0f}"
+            cpu = " | ".join(f"{each[f'{name}_cpu_percent']:.0f}" for name in ("api", "engine", "client"))
+            rates = f"{each['answers']:.1f} | {each['refusals']:.0f} | {each['otherwise_failed']}"
+            lines.append(f"| {users} | {i} | {rates} | {times} | {cpu} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of each round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds with each number of users")
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
+    arguments = parser.parse_args()
+    environment = report.environment("python", "benchmarks/overload_users.py")
+    server, port = start_server()
+    os.nice(NICENESS)
+    rounds: dict[str, list[dict[str, Any]]] = {str(FEW): [], str(MANY): []}
+    try:
+        load = Load(port)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            for _ in range(arguments.rounds):
+                for users in (FEW, MANY):
+                    found = runner.run(load.round(users, arguments.seconds, psutil.Process(server.pid)))
+                    rounds[str(users)].append(found)
+                    print(
+                        f"{users} users: " + "  ".join(f"{key} {value:.1f}" for key, value in found.items()), flush=True
+                    )
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
+            assert answer.status == 200, "the server is not well after the last round"
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+    pairs = zip(rounds[str(FEW)], rounds[str(MANY)], strict=True)
+    ratios = [many["answers"] / few["answers"] for few, many in pairs]
+    print(f"answers with {MANY} users over answers with {FEW}: {statistics.median(ratios):.2f}")
+    if arguments.save:
+        result = {
+            **environment,
+            "seconds": arguments.seconds,
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+            "rounds": rounds,
+        }
+        report.save_published(Path(__file__).parent, "overload_users", arguments.save, result, markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+// What the bindings ask of numbers in tensors: those that lead to memory, or decide how long a loop runs. Shapes,
+// dtypes and strides are checked in Python (kernels/ops.py); numbers are checked here, at every call, recorded ones
+// included.
+//
+// std::out_of_range becomes IndexError, std::invalid_argument ValueError.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+namespace quire {
+
+// Whose numbers they are: a tensor's, or those of one row of it.
+struct NumbersOf {
+  const char* tensor;
+  int64_t row = -1;
+};
+
+// Throws an Error about the first of `values` that is not legal: tensor[row, i] is v, expected expected(). All are
+// looked at first, without a branch for each: the compiler vectorises that.
+template <class Error, class T, class Legal, class Expected>
+void check_each(NumbersOf of, const T* values, int64_t count, const Legal& legal, const Expected& expected) {
+  bool all_are_legal = true;
+  for (int64_t i = 0; i < count; ++i) all_are_legal &= legal(values[i]);
+  if (all_are_legal) return;
+  const int64_t i = std::find_if_not(values, values + count, legal) - values;
+  std::ostringstream message;
+  message << of.tensor << '[';
+  if (of.row >= 0) message << of.row << ", ";
+  message << i << "] is " << values[i] << ", expected " << expected();
+  throw Error(message.str());
+}
+
+// IndexError for a value that is not in [0, end).
+template <class T>
+void check_indices(NumbersOf of, const T* values, int64_t count, int64_t end) {
+  using Unsigned = std::make_unsigned_t<T>;
+  constexpr auto kAll = static_cast<Unsigned>(std::numeric_limits<T>::max()) + Unsigned{1};
+  const auto limit = static_cast<Unsigned>(std::min<uint64_t>(std::max<int64_t>(end, 0), kAll));
+  check_each<std::out_of_range>(
+      of, values, count, [limit](T value) { return static_cast<Unsigned>(value) < limit; },
+      [end] { return "0 or more, and less than " + std::to_string(end); });
+}
+
+}  // namespace quire

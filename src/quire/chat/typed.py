@@ -1,0 +1,91 @@
+"""What a person types: lines with editing and history, several lines as one message, and what is a command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire import envs, logs
+
+logger = logs.get_logger(__name__)
+
+PROMPT, MORE = ">>> ", "... "
+QUOTES = '"""'
+MAX_HISTORY_LINES = 1000
+
+ReadLine = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Typed:
+    """One message, or one command if it begins with a slash outside of quotes."""
+
+    text: str
+    is_command: bool = False
+
+
+def read_typed(read_line: ReadLine) -> Typed:
+    """What is typed next: a line, lines between three quotes, or lines that a backslash at their ends joins.
+
+    The argument of a command may stand between three quotes too, as in `/set system`.
+
+    Args:
+        read_line: shows its argument before the line. What it raises (EOFError, KeyboardInterrupt) ends the message.
+    """
+    line = read_line(PROMPT)
+    is_command = line.startswith("/")
+    start = line.find(QUOTES) if is_command or line.lstrip().startswith(QUOTES) else -1
+    if start >= 0:
+        lines = [line[start + len(QUOTES) :]]
+        while not lines[-1].rstrip().endswith(QUOTES):
+            lines.append(read_line(MORE))
+        return Typed(line[:start] * is_command + "\n".join(lines).rstrip().removesuffix(QUOTES), is_command)
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1].removesuffix("\\")
+        lines.append(read_line(MORE))
+    return Typed("\n".join(lines), is_command)
+
+
+def line_reader() -> ReadLine:
+    """`input`, where Python has readline with its keys and the lines of earlier chats."""
+    try:
+        import readline
+    except ImportError:
+        return input
+    readline.parse_and_bind("set enable-bracketed-paste on")  # several pasted lines are one message
+    readline.set_auto_history(False)
+    readline.set_history_length(MAX_HISTORY_LINES)
+    path = _history_file()
+    if path is not None:
+        with suppress(OSError):  # libedit's own form of the file, or none yet
+            readline.read_history_file(path)
+    last = ""
+
+    def read_line(prompt: str) -> str:
+        nonlocal last
+        line = input(prompt)
+        if line.strip() and line != last:
+            last = line
+            readline.add_history(line)
+            if path is not None:
+                with suppress(OSError):  # a full disk stops no chat
+                    readline.append_history_file(1, path)
+        return line
+
+    return read_line
+
+
+def _history_file() -> Path | None:
+    """A file that only its owner can read; None where there is no place for it."""
+    try:
+        path = Path(envs.XDG_STATE_HOME.get() or Path.home() / ".local" / "state") / "quire" / "chat_history"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
+    except (OSError, RuntimeError) as error:
+        logger.debug("the history of lines is not kept: %s", error)
+        return None
+    return path

@@ -1,0 +1,91 @@
+"""The life of the HTTP server: uvicorn's, with an end that resets no connection.
+
+While requests run the port stays open, so that whoever comes is told that the server is shutting down. Only then nobody
+new is let in, those who were are answered, and the port is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from quire.server.http_protocol import GuardedProtocol
+
+POLL_SECONDS = 0.05
+HANDSHAKE_SECONDS = 0.1  # in which a connection that a client has begun to open gets here
+LAST_REQUEST_SECONDS = 0.5  # for a client that has just connected to say what it wants
+GOOD_BYE_SECONDS = 0.25  # for clients to close idle connections after us
+
+
+def http_config(app: ASGIApp, protocol: type[GuardedProtocol] = GuardedProtocol, **options: Any) -> uvicorn.Config:
+    """What every HttpServer needs, and uvicorn's other `options`. Answers do not say what they were made with."""
+    return uvicorn.Config(app, http=protocol, ws="none", server_header=False, **options)
+
+
+class HttpServer(uvicorn.Server):
+    """One server. `should_exit` starts its end, `force_exit` makes that short."""
+
+    def __init__(
+        self, config: uvicorn.Config, drain_seconds: float, turn_away: Callable[[], None] = lambda: None
+    ) -> None:
+        """Serve what `config` says.
+
+        Args:
+            drain_seconds: at most for requests that run when the end starts; then their connections are cut.
+            turn_away: makes new connections fail before they are made, while those that were made can be accepted.
+        """
+        super().__init__(config)
+        self._drain_seconds, self._turn_away = drain_seconds, turn_away
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the caller's: uvicorn would end the process before it has cleaned up."""
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain and close. Requests that come meanwhile are answered: that they are refused is up to the app."""
+        running = set(self.server_state.tasks)
+        busy = [each for each in self._connections() if not each.is_idle]
+        await self._wait_until(lambda: all(task.done() for task in running), self._drain_seconds)
+        if not all(task.done() for task in running):
+            self._cut(busy)
+        listeners = sockets or []
+        self._turn_away()
+        if not self.force_exit:
+            await asyncio.sleep(HANDSHAKE_SECONDS)
+        await self._wait_until(lambda: not select.select(listeners, [], [], 0)[0], LAST_REQUEST_SECONDS)
+        for server in self.servers:
+            server.close()
+        for listener in listeners:
+            listener.close()
+        await self._wait_until(lambda: all(each.is_idle for each in self._connections()), LAST_REQUEST_SECONDS)
+        for connection in self._connections():
+            connection.shutdown()
+        await self._wait_until(lambda: not self.server_state.connections, GOOD_BYE_SECONDS)
+        self._cut(self._connections())
+        await self.lifespan.shutdown()
+
+    @staticmethod
+    def _cut(connections: list[GuardedProtocol]) -> None:
+        for connection in connections:
+            connection.transport.abort()
+
+    def _connections(self) -> list[GuardedProtocol]:
+        return [each for each in self.server_state.connections if isinstance(each, GuardedProtocol)]
+
+    async def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for tick in count():
+            if condition() or self.force_exit or time.monotonic() >= deadline:
+                return
+            await self.on_tick(tick)  # so that answers have the right date
+            await asyncio.sleep(POLL_SECONDS)

@@ -1,0 +1,56 @@
+// The fields of the settings: what a request carries besides its messages. They are kept in the browser.
+
+import { $, storage } from "./dom.js";
+
+const fields = $("fields");
+const numbers = [...fields.querySelectorAll("input")]; // the ids are the request's field names
+const local = storage("local");
+
+// What is sent. Fields that are empty are left out: the server's defaults count.
+export function settings() {
+  const chosen = {};
+  for (const { id, value } of numbers) if (value !== "") chosen[id] = Number(value);
+  const stop = $("stop").value.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
+  if (stop.length) chosen.stop = stop;
+  return chosen;
+}
+
+export const systemPrompt = () => $("system").value.trim();
+
+// The first field whose number the browser could not read, or that JavaScript would round; everything else is for the
+// server to judge.
+export const mistyped = () =>
+  numbers.find(({ id, validity }) => validity.badInput || (id === "seed" && !validity.valid));
+
+export const accept = () => [...fields.elements].forEach((field) => field.removeAttribute("aria-invalid"));
+export const refuse = (name) => fields.elements[name]?.setAttribute("aria-invalid", "true");
+
+// What stands in the fields, and the model's name, as text by id.
+export function written() {
+  const values = [...fields.elements, $("model")].map(({ id, value }) => [id, value]);
+  return Object.fromEntries(values.filter(([, value]) => value));
+}
+
+export function write(values) {
+  for (const field of fields.elements) {
+    const value = values[field.id] ?? "";
+    field.value = field.type === "number" && Number.isNaN(Number(value)) ? "" : value; // a file may say anything
+  }
+  chooseModel(values.model);
+  accept();
+}
+
+// A model that is not served any more is left where it is.
+export function chooseModel(name) {
+  if ([...$("model").options].some(({ value }) => value === name)) $("model").value = name;
+}
+
+export const keep = () => local.setItem("quire.settings", JSON.stringify(written()));
+
+export function kept() {
+  try {
+    return JSON.parse(local.getItem("quire.settings")) ?? {};
+  } catch {
+    return {}; // not ours
+  }
+}

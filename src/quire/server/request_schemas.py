@@ -1,0 +1,291 @@
+"""What a request body may hold beyond its types, as JSON schema: each field's bounds, and the rules between fields.
+
+The types come from the structs of the bodies; this is what is checked after decoding. What depends on more (how many
+tokens a prompt has, what a chat template accepts) is not said here. A test sends what the schemas accept and refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.field_checks import ABOVE_ZERO
+from quire.frontend.chat_messages import TEXT_PART_TYPES
+from quire.frontend.chat_template import RESERVED_KWARGS
+from quire.frontend.input_processor import MAX_PRIORITY, ModelLimits
+from quire.frontend.live_limits import LEAST, MOST
+from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
+from quire.messages import SetLimits
+from quire.sampling_params import (
+    FLOAT_RANGES,
+    INT_RANGES,
+    MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIAS,
+    MAX_VOCAB_SIZE,
+    STRING_LIMITS,
+    TOKEN_ID_LIMITS,
+)
+from quire.server.generation import NOT_WITH_BEAMS
+from quire.server.limits import Limits
+from quire.server.protocol.chat import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.fields import (
+    IGNORED_FIELDS,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_DETOKENIZE,
+    REFUSED_IN_TOKENIZE,
+    Refusal,
+)
+from quire.server.protocol.tokenize import MAX_TOKENS, OF_MESSAGES, DetokenizeRequest, TokenizeRequest
+from quire.server.state import SANE_ID
+
+Schema = dict[str, Any]
+
+_REFUSED: dict[type[msgspec.Struct], Mapping[str, Refusal]] = {
+    ChatRequest: REFUSED_IN_CHAT,
+    CompletionRequest: REFUSED_IN_COMPLETIONS,
+    TokenizeRequest: REFUSED_IN_TOKENIZE,
+    DetokenizeRequest: REFUSED_IN_DETOKENIZE,
+}
+_NULL: Schema = {"type": "null"}
+_TRUE: Schema = {"const": True}
+_EMPTY: Schema = {"enum": [None, False, [], {}]}
+_NOT_TRUE: Schema = {"enum": [None, False]}
+
+
+@dataclass(frozen=True)
+class SchemaBounds:
+    """What the schemas depend on.
+
+    Args:
+        has_start_token: the tokenizer begins every text with a token of its own, so that an empty prompt has one too.
+    """
+
+    model: ModelLimits
+    request: Limits = Limits()
+    has_start_token: bool = False
+
+
+def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
+    """Complete the schemas of the request bodies, which hold only types so far, in place."""
+    fields: dict[type[msgspec.Struct], dict[str, Schema]] = {
+        ChatRequest: {**_generation_fields(bounds), **_chat_fields(bounds)},
+        CompletionRequest: {**_generation_fields(bounds), **_completion_fields(bounds)},
+        TokenizeRequest: _template_fields(),
+        DetokenizeRequest: {"tokens": _token_ids(bounds, MAX_TOKENS)},
+    }
+    rules = {
+        ChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _CONTINUES_OR_BEGINS],
+        CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES],
+        TokenizeRequest: [_ONE_OF_TWO, _CONTINUES_OR_BEGINS],
+        DetokenizeRequest: [],
+    }
+    for kind, refused in _REFUSED.items():
+        schema = components[kind.__name__]
+        properties = schema["properties"]
+        for name, field in fields[kind].items():
+            properties[name] = field if name in schema["required"] else {"anyOf": [field, _NULL], "default": None}
+        for name, refusal in refused.items():
+            properties[name] = {"enum": [None, *refusal.neutral], "description": f"Not supported. {refusal.fix}"}
+        for name in sorted(IGNORED_FIELDS):
+            properties[name] = {"description": "Accepted without effect, and named in x-quire-ignored-fields"}
+        schema["additionalProperties"] = False
+        if rules[kind]:
+            schema["allOf"] = rules[kind]
+    components["ResponseFormat"]["properties"]["type"] = {"const": "text"}
+
+
+def config_body() -> Schema:
+    """Of POST /v1/config; the bounds of the day are in what GET answers."""
+    limits = {name: _integer(LEAST.get(name, 1), MOST) for name in SetLimits.__struct_fields__}
+    return {"type": "object", "properties": limits, "minProperties": 1, "additionalProperties": False}
+
+
+def _integer(low: int, high: int | None = None) -> Schema:
+    return {"type": "integer", "minimum": low, **({} if high is None else {"maximum": high})}
+
+
+def _number(low: float, high: float) -> Schema:
+    lowest = {"exclusiveMinimum": 0} if low == ABOVE_ZERO else {"minimum": low}
+    return {"type": "number", **lowest, "maximum": high}
+
+
+def _list(items: Schema, most: int | None = None, least: int = 0) -> Schema:
+    return {
+        "type": "array",
+        "items": items,
+        **({"minItems": least} if least else {}),
+        **({} if most is None else {"maxItems": most}),
+    }
+
+
+def _token_ids(bounds: SchemaBounds, most: int | None = None, least: int = 0) -> Schema:
+    return _list(_integer(0, bounds.model.vocab_size - 1), most, least)
+
+
+def _num_logprobs(bounds: SchemaBounds) -> Schema:
+    most, vocab_size = bounds.model.max_logprobs, bounds.model.vocab_size
+    if most == -1:
+        return _integer(-1, MAX_VOCAB_SIZE)
+    return _integer(-1 if vocab_size <= most else 0, most)
+
+
+def _generation_fields(bounds: SchemaBounds) -> dict[str, Schema]:
+    """Fields that chat and plain completions have in common."""
+    # Of strings the limit is one of bytes, which a schema cannot say.
+    strings = {
+        name: _list({"type": "string", "minLength": 1, "maxLength": longest}, most)
+        for name, (most, longest) in STRING_LIMITS.items()
+    }
+    word = {**strings["bad_words"]["items"], "pattern": r"\S"}
+    one_stop = strings["stop"]["items"]
+    return {
+        **{name: _integer(low, high) for name, (low, high) in INT_RANGES.items()},
+        **{name: _number(low, high) for name, (low, high) in FLOAT_RANGES.items()},
+        **{
+            name: _token_ids(bounds, most, least=int(name == "allowed_token_ids"))
+            for name, most in TOKEN_ID_LIMITS.items()
+        },
+        "stop": {"anyOf": [one_stop, strings["stop"]]},
+        "bad_words": {**strings["bad_words"], "items": word},
+        "logit_bias": {
+            "type": "object",
+            "propertyNames": {"pattern": f"^({decimals_below(bounds.model.vocab_size)})$"},
+            "additionalProperties": _number(-100, 100),
+            "maxProperties": MAX_LOGIT_BIAS,
+        },
+        "prompt_logprobs": _num_logprobs(bounds),
+        "length_penalty": _number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+        "priority": _integer(-MAX_PRIORITY, MAX_PRIORITY),
+        "cache_salt": {"type": "string", "minLength": 1, "maxLength": MAX_CACHE_SALT_CHARS},
+        "request_id": {"type": "string", "pattern": f"^{SANE_ID.pattern}$"},
+        "truncate_prompt_tokens": {**_integer(-1), "not": {"const": 0}},
+    }
+
+
+def _completion_fields(bounds: SchemaBounds) -> dict[str, Schema]:
+    text = {"type": "string", "minLength": int(not bounds.has_start_token)}
+    ids = _token_ids(bounds, least=1)
+    return {
+        "prompt": {"anyOf": [text, ids, _list({"anyOf": [text, ids]}, bounds.request.max_prompts, 1)]},
+        "max_tokens": _integer(0, INT_RANGES["max_tokens"][1]),
+        "logprobs": _num_logprobs(bounds),
+    }
+
+
+def _chat_fields(bounds: SchemaBounds) -> dict[str, Schema]:
+    return {
+        **_template_fields(),
+        "max_completion_tokens": _integer(*INT_RANGES["max_tokens"]),
+        "top_logprobs": _num_logprobs(bounds),
+        "tool_choice": {"enum": ["none", "auto"]},
+    }
+
+
+def _template_fields() -> dict[str, Schema]:
+    """What goes to the chat template."""
+    part = {
+        "type": "object",
+        "properties": {"type": {"enum": list(TEXT_PART_TYPES)}, "text": {"type": "string"}},
+        "required": ["text"],
+    }
+    content = {"anyOf": [{"type": "string"}, _list({"anyOf": [{"type": "string"}, part]})]}
+    call = {"type": "object", "properties": {"function": {"type": "object"}}}
+    message = {
+        "type": "object",
+        "properties": {
+            "role": {"type": "string", "minLength": 1},
+            "content": {"anyOf": [content, _NULL]},
+            "tool_calls": {"anyOf": [_list(call), _NULL]},
+        },
+        "required": ["role"],
+        "anyOf": [
+            {"properties": {"content": content}, "required": ["content"]},
+            {"properties": {"role": {"const": "assistant"}}},
+        ],
+    }
+    reserved = [{"enum": sorted(RESERVED_KWARGS)}, {"pattern": "^_"}, {"pattern": "_token$"}]
+    return {
+        "messages": _list(message, MAX_MESSAGES, 1),
+        "tools": _list({"type": "object"}, MAX_TOOLS),
+        "documents": _list({"type": "object"}, MAX_DOCUMENTS),
+        "chat_template_kwargs": {"type": "object", "propertyNames": {"not": {"anyOf": reserved}}},
+    }
+
+
+def _rule(description: str, *cases: dict[str, Schema]) -> Schema:
+    """At least one of the cases: schemas of fields. A case with a field that must be there may not accept null."""
+    return {"description": description, "anyOf": [_case(case) for case in cases]}
+
+
+def _case(fields: dict[str, Schema]) -> Schema:
+    """A field that is left out counts as null."""
+    required = [name for name, schema in fields.items() if not _accepts_null(schema)]
+    return {"properties": fields, **({"required": required} if required else {})}
+
+
+def _accepts_null(schema: Schema) -> bool:
+    if "enum" in schema:
+        return None in schema["enum"]
+    return schema == _NULL or "not" in schema or schema.keys() <= {"maximum"}
+
+
+def _generation_rules(bounds: SchemaBounds) -> Iterable[Schema]:
+    yield _rule("stream_options needs stream", {"stream_options": _NULL}, {"stream": _TRUE})
+    yield _rule(
+        "truncation_side needs truncate_prompt_tokens",
+        {"truncation_side": _NULL},
+        {"truncate_prompt_tokens": {"type": "integer"}},
+    )
+    neutral: dict[str, Schema] = {name: {"enum": [None, *values]} for name, values in NOT_WITH_BEAMS.items()}
+    if bounds.model.max_logprobs >= 0:
+        neutral["n"] = {"maximum": bounds.model.max_logprobs // 2}
+    yield _rule(
+        "Fields that beam search does not follow, and its own without it",
+        {"use_beam_search": _NOT_TRUE, "length_penalty": {"enum": [None, 1]}},
+        {"use_beam_search": _TRUE, "prompt_logprobs": _NULL, **neutral},
+    )
+
+
+_CONTINUES_OR_BEGINS = _rule(
+    "continue_final_message and add_generation_prompt exclude each other",
+    {"continue_final_message": _NOT_TRUE},
+    {"add_generation_prompt": _NOT_TRUE},
+)
+_CHAT_RULES = (
+    _rule("top_logprobs needs logprobs", {"top_logprobs": {"enum": [None, 0]}}, {"logprobs": _TRUE}),
+    _rule("logprob_token_ids needs logprobs", {"logprob_token_ids": {"enum": [None, []]}}, {"logprobs": _TRUE}),
+    _rule("No tool is called", {"tools": {"enum": [None, []]}}, {"tool_choice": {"const": "none"}}),
+)
+_COMPLETION_RULES = (
+    _rule("max_tokens 0 needs echo", {"max_tokens": {"not": {"const": 0}}}, {"echo": _TRUE}),
+    _rule(
+        "Beam search knows no logprobs of the prompt",
+        {"use_beam_search": _NOT_TRUE},
+        {"echo": _NOT_TRUE},
+        {"logprobs": _NULL},
+    ),
+)
+_ONE_OF_TWO = _rule(
+    "Exactly one of prompt and messages; the fields that belong to messages come with them only",
+    {"prompt": {"type": "string"}, "messages": _NULL, **dict.fromkeys(OF_MESSAGES, _EMPTY)},
+    {"messages": {"type": "array"}, "prompt": _NULL},
+)
+
+
+def decimals_below(limit: int) -> str:
+    """A regular expression for 0 to limit - 1, as they are written without leading zeros."""
+    last = str(limit - 1)
+    patterns = ["0"] if limit > 0 else []
+    if len(last) > 1:
+        patterns.append("[1-9]" + (f"[0-9]{{0,{len(last) - 2}}}" if len(last) > 2 else ""))
+    for place, digit in enumerate(last):
+        least, most = int(place == 0), int(digit) - (place < len(last) - 1)
+        if least <= most:
+            rest = len(last) - place - 1
+            patterns.append(last[:place] + f"[{least}-{most}]" + (f"[0-9]{{{rest}}}" if rest else ""))
+    return "|".join(patterns)

@@ -1,0 +1,127 @@
+"""Short steps on a CPU from recorded kernel calls: see kernels/recording.py.
+
+Dimensions: T tokens, S sequences, M blocks in the longest table, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.forward_batch import ForwardBatch, LayerCache
+from quire.kernels import cpu
+from quire.kernels.recording import Arena, record
+from quire.logs import get_logger
+from quire.models.decoder import Decoder
+from quire.worker.input_batch import InputBatch, Padding, StagedStep, StepRows
+
+logger = get_logger(__name__)
+
+MAX_TOKENS = 32  # with more, what Python costs is lost in the kernels' time
+_MIN_TABLE_WIDTH = 64
+# Fields of ForwardBatch that must be the object that was there when the calls were recorded. All others are copied.
+_FIXED_FIELDS = frozenset({"caches", "host"})
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """Calls on fixed memory: the residual stream and the batch they read, the result they write."""
+
+    residual_TD: Tensor
+    batch: ForwardBatch
+    result_TD: Tensor
+    calls: list[Callable[[], Any]]
+
+
+class RecordedSteps:
+    """The steps of one model on one KV cache, by their number of tokens.
+
+    A step is padded with sequences of no tokens to as many sequences as tokens. So one recording serves the decodes of
+    T sequences and every other step of T tokens.
+    """
+
+    def __init__(self, model: Decoder, inputs: InputBatch, caches: list[LayerCache]) -> None:
+        self._model, self._inputs, self._caches = model, inputs, caches
+        self._arena = Arena()
+        self._recordings: dict[int, _Recording] = {}
+        self._is_possible = cpu.available()
+
+    def size_for(self, step: StepRows) -> Padding | None:
+        """See CapturedSteps."""
+        num_tokens = int(step.lens_S.sum())
+        return Padding(num_tokens, num_tokens) if self._is_possible and num_tokens <= MAX_TOKENS else None
+
+    def run(self, size: Padding, staged: StagedStep) -> Tensor:
+        """See CapturedSteps."""
+        return self.forward(self._inputs.forward_batch(staged, self._caches))
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """hidden_TD of a step with as many sequences as tokens."""
+        recording = self._recordings.get(batch.num_tokens)
+        if recording is None or not _copy_inputs(batch, recording.batch):
+            return self._record(batch)
+        recording.residual_TD.copy_(self._model.embed(batch.token_ids_T))
+        for call in recording.calls:
+            call()
+        return recording.result_TD
+
+    def _record(self, batch: ForwardBatch) -> Tensor:
+        own = _with_own_inputs(batch)
+        if own is None or not _copy_inputs(batch, own):
+            return self._model.forward(batch)
+        residual_TD = self._model.embed(batch.token_ids_T)
+        with torch.inference_mode(False):  # it is written to whatever the mode of a later caller
+            residual_TD = residual_TD.clone()
+        result_TD, calls = record(lambda: self._model.run_blocks(residual_TD, own), self._arena)
+        if calls is None:
+            logger.debug("steps are not recorded: the model does more than kernel calls")
+            self._is_possible = False
+        else:
+            self._recordings[batch.num_tokens] = _Recording(residual_TD, own, result_TD, calls)
+        return result_TD
+
+
+def _with_own_inputs(batch: ForwardBatch) -> ForwardBatch | None:
+    """The batch with tensors of its own, which stay where they are; None: it has something that is no tensor."""
+    own: dict[str, Any] = {}
+    for name, value in _inputs_of(batch):
+        if name in _FIXED_FIELDS:
+            continue
+        if not isinstance(value, Tensor):
+            logger.debug("steps are not recorded: ForwardBatch.%s is no tensor", name)
+            return None
+        shape = list(value.shape)
+        if name == "block_tables_SM":
+            shape[1] = max(_MIN_TABLE_WIDTH, 1 << (shape[1] - 1).bit_length())
+        with torch.inference_mode(False):
+            own[name] = torch.zeros(shape, dtype=value.dtype)
+    return replace(batch, **own)
+
+
+def _copy_inputs(batch: ForwardBatch, to: ForwardBatch) -> bool:
+    """Copy all that a layer may read and that changes from step to step; False: something does not fit.
+
+    A tensor may be smaller than the place that it has: tables have the width of the longest one.
+    """
+    for name, value in _inputs_of(batch):
+        target = getattr(to, name)
+        if name in _FIXED_FIELDS:
+            if value is not target:
+                return False
+            continue
+        if not isinstance(value, Tensor) or value.dim() != target.dim():
+            return False
+        if value.shape != target.shape:
+            if any(size > room for size, room in zip(value.shape, target.shape, strict=True)):
+                return False
+            target = target[tuple(slice(size) for size in value.shape)]
+        target.copy_(value)
+    return True
+
+
+def _inputs_of(batch: ForwardBatch) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(batch, field.name)) for field in fields(batch)]

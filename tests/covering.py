@@ -1,0 +1,57 @@
+"""Covering designs: of a product of axes, the cases in which every pair of values meets. The others are slow tests.
+
+Most defects show with one value (a format, an awkward size) or with two that meet (Kuhn, Wallace and Gallo, "Software
+Fault Interactions and Implications for Software Testing", IEEE TSE 30(6), 2004). `make test` runs the cover, and
+`make test-full` the whole product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+
+def covering(*axes: Sequence[Any]) -> list[ParameterSet]:
+    """Every case of the product, in its order; those that a cover of all pairs does not need are marked slow."""
+    cover = all_pairs([len(axis) for axis in axes])
+    return [
+        pytest.param(
+            *(axis[at] for axis, at in zip(axes, case, strict=True)), marks=() if case in cover else pytest.mark.slow
+        )
+        for case in product(*(range(len(axis)) for axis in axes))
+    ]
+
+
+def all_pairs(sizes: Sequence[int]) -> set[tuple[int, ...]]:
+    """Cases, as an index into each axis, so that every two values of different axes meet in one.
+
+    Greedy: of the pairs that are left, the first one is completed by the values that meet most others for the first
+    time. The same sizes give the same cases.
+    """
+    axes = range(len(sizes))
+    if len(sizes) < 2:
+        return set(product(*map(range, sizes)))
+    left = {(a, i, b, j): None for a, b in combinations(axes, 2) for i, j in product(range(sizes[a]), range(sizes[b]))}
+    cases: set[tuple[int, ...]] = set()
+    while left:
+        a, i, b, j = next(iter(left))
+        chosen = {a: i, b: j}
+        for axis in axes:
+            if axis not in chosen:
+                chosen[axis] = max(range(sizes[axis]), key=lambda value: _num_new(left, chosen, axis, value))
+        case = tuple(chosen[axis] for axis in axes)
+        for first, second in combinations(axes, 2):
+            left.pop((first, case[first], second, case[second]), None)
+        cases.add(case)
+    return cases
+
+
+def _num_new(left: dict[tuple[int, int, int, int], None], chosen: dict[int, int], axis: int, value: int) -> int:
+    """Pairs that are left and that this value of an axis would make with the chosen ones."""
+    return sum(
+        ((axis, value, other, at) if axis < other else (other, at, axis, value)) in left for other, at in chosen.items()
+    )

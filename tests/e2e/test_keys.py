@@ -1,0 +1,103 @@
+"""Where keys come from, and where they do not stay: arguments and environments that others can read."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quire import spawn
+from quire.compat.environment import check_environment
+from quire.config import ServerConfig
+from quire.errors import ConfigError
+from quire.frontend.render_pool import RenderPool
+from quire.serve import _api_keys
+
+HIDE = """import sys
+from quire.argument_list import hide_secrets
+hide_secrets(["sesame"])
+print(open("/proc/self/cmdline").read().split("\\0")[3:-1], sys.argv[1:])"""
+
+
+def test_keys_leave_the_list_of_processes() -> None:
+    given = ["--api-key", "sesame", "--api-key=sesame", '["sesame", "b"]', "--model", "sesame-street", "x"]
+    result = subprocess.run([sys.executable, "-c", HIDE, *given], check=True, capture_output=True, text=True)
+    shown = ["--api-key", "******", "--api-key=******", '["******", "b"]', "--model", "sesame-street", "x"]
+    assert result.stdout.strip() == f"{shown} {given}"
+
+
+# Reads a command line as `quire` does, and shows what others see of it.
+READ = """import sys
+from quire.cli.main import build_parser
+build_parser().parse_args()
+print(open("/proc/self/cmdline").read().split("\\0")[3:-1])"""
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["serve", "--api-key", "xyz", "b", "--hf_token=s"], ["serve", "--api-key", "***", "*", "--hf_token=*"]),
+        (["chat", "--api-key", "xyz", "--hf-token", "s"], ["chat", "--api-key", "***", "--hf-token", "*"]),
+        (["complete", "--api-key=sesame"], ["complete", "--api-key=******"]),
+        (["bench", "serve", "--header", "A=b", "C=d"], ["bench", "serve", "--header", "***", "***"]),
+        (["bench", "serve", "--header=A=b"], ["bench", "serve", "--header=***"]),
+        (["bench", "latency", "--hf-token", "s"], ["bench", "latency", "--hf-token", "*"]),
+        (["plan", "--hf-token", "s"], ["plan", "--hf-token", "*"]),
+        (["explain", "--api-key", "s"], ["explain", "--api-key", "*"]),
+    ],
+)  # fmt: skip
+def test_every_command_hides_what_it_was_given(words: list[str], shown: list[str]) -> None:
+    result = subprocess.run([sys.executable, "-c", READ, *words], check=True, capture_output=True, text=True)
+    assert result.stdout.strip() == str(shown)
+
+
+def test_children_do_not_get_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    monkeypatch.setenv("SEEN", "yes")
+    pool = RenderPool({"default": "x"}, {})
+    try:
+        with spawn.spawned_engine() as engine:
+            processes = [engine.pid, pool._idle._queue[0]._process.pid]
+            environments = [psutil.Process(pid).environ() for pid in processes]
+    finally:
+        pool.close()
+    for environment in environments:
+        assert environment["SEEN"] == "yes"
+        assert "sesame" not in environment.values()
+
+
+def test_key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "from-the-environment")
+    path = tmp_path / "keys"
+    path.write_text("# alice\nkey-a\n\n  key-b  \n")
+    path.chmod(0o600)
+    file = str(path)
+    assert _api_keys(ServerConfig()) == ("from-the-environment",)
+    assert _api_keys(ServerConfig(api_key_file=file)) == ("key-a", "key-b")
+    assert _api_keys(ServerConfig(api_key=("key-c",), api_key_file=file)) == ("key-c", "key-a", "key-b")
+    assert not caplog.records
+    path.chmod(0o644)
+    with caplog.at_level(logging.WARNING):
+        _api_keys(ServerConfig(api_key_file=file))
+    assert "chmod 600" in caplog.text
+    assert "key-a" not in caplog.text
+
+
+def test_a_key_file_that_gives_none(tmp_path: Path) -> None:
+    """Never a server that is open by mistake."""
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        _api_keys(ServerConfig(api_key_file=str(tmp_path / "none")))
+    (tmp_path / "empty").write_text("# nobody\n")
+    with pytest.raises(ConfigError, match="has none"):
+        _api_keys(ServerConfig(api_key_file=str(tmp_path / "empty")))
+
+
+def test_a_variable_that_looks_like_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "sesame")
+    with pytest.raises(ConfigError, match="VLLM_API_KEY") as error:
+        check_environment()
+    assert "sesame" not in error.value.message

@@ -1,0 +1,271 @@
+"""Recorded steps: the bits of the blocks run anew, inputs that are all copied, and what is not recorded."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quire.demo
+from quire.forward_batch import ForwardBatch
+from quire.kernels import cpu
+from quire.kernels.recording import Arena, record
+from quire.loader.load import load_model
+from quire.model_config import load_model_config
+from quire.models.decoder import Decoder
+from quire.worker import recorded_steps
+from quire.worker.input_batch import InputBatch, StepRows
+from quire.worker.recorded_steps import RecordedSteps
+from tests.gguf.writing import write_gguf
+from tests.models.paged_run import PagedRun
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="only compiled kernels are recorded")
+
+STEPS: list[dict[int, list[int]]] = [
+    {0: [5, 6, 7], 1: [9]},  # recorded: prompts, four tokens
+    {0: [8], 1: [10]},  # recorded: two tokens
+    {1: [11], 0: [9]},  # repeated, rows in another order
+    {0: [12]},
+    {0: [13], 1: [14], 2: [15]},
+    {2: [16], 0: [17], 1: [18]},
+    {0: [19]},
+    {1: [20, 21, 22, 23]},  # repeated, one row in place of two
+    {2: [24, 25], 0: [26]},  # repeated, two rows in place of three
+]
+NUM_RECORDINGS = 4  # for 4, 2, 1 and 3 tokens
+
+
+class RecordedRun(PagedRun):
+    """Steps through RecordedSteps, padded as the runner does."""
+
+    def __init__(self, model: Decoder, num_blocks: int = 64) -> None:
+        super().__init__(model, torch.bfloat16, num_blocks=num_blocks)
+        self.recorded = RecordedSteps(model, InputBatch(1, 1, 8, model.config.vocab_size), self.caches)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        num_tokens, num_rows = batch.num_tokens, len(batch.seq_lens_S)
+        lens = np.diff(batch.cu_seqlens_q_S1.numpy())
+        size = self.recorded.size_for(StepRows(np.arange(num_rows), lens > 0, batch.seq_lens_S.numpy() - lens, lens))
+        if size is None:
+            return self.model.forward(batch)
+        assert (size.tokens, size.rows) == (num_tokens, num_tokens)
+        more = num_tokens - num_rows
+        padded = replace(
+            batch,
+            cu_seqlens_q_S1=functional.pad(batch.cu_seqlens_q_S1, (0, more), value=num_tokens),
+            seq_lens_S=functional.pad(batch.seq_lens_S, (0, more)),
+            block_tables_SM=functional.pad(batch.block_tables_SM, (0, 0, 0, more)),
+        )
+        return self.recorded.forward(padded).clone()  # the next step writes to it
+
+
+@pytest.fixture(params=[None, "int4", "fp8"])
+def model(request: pytest.FixtureRequest) -> Decoder:
+    model = load_model(load_model_config(quire.demo.path()), torch.bfloat16, quantization=request.param)
+    assert isinstance(model, Decoder)
+    return model
+
+
+@pytest.fixture
+def num_recorded(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Appended to at each recording: its number of calls."""
+    numbers: list[int | None] = []
+
+    def counted(run, arena):
+        result, calls = record(run, arena)
+        numbers.append(None if calls is None else len(calls))
+        return result, calls
+
+    monkeypatch.setattr(recorded_steps, "record", counted)
+    return numbers
+
+
+def steps(run: PagedRun) -> list[Tensor]:
+    return [logits for step in STEPS for logits in run.step(step).values()]
+
+
+def test_the_same_bits(model: Decoder, num_recorded: list[int | None]) -> None:
+    replayed = steps(RecordedRun(model))
+    assert num_recorded == [1 + 9 * model.config.num_layers] * NUM_RECORDINGS, "nine kernels a layer"
+    anew = steps(PagedRun(model, torch.bfloat16))
+    assert all(torch.equal(a, b) for a, b in zip(replayed, anew, strict=True))
+
+
+def test_shards_in_several_formats(tmp_path: Path, num_recorded: list[int | None]) -> None:
+    """As in files of mixed types: q and k, and v, are two products into one result."""
+    write_gguf(tmp_path / "m.gguf", quire.demo.path(), "Q4_0", overrides={"attn_v": "Q8_0"})
+    model = load_model(load_model_config(tmp_path / "m.gguf"), torch.bfloat16)
+    assert isinstance(model, Decoder)
+    replayed = steps(RecordedRun(model))
+    assert num_recorded == [1 + 10 * model.config.num_layers] * NUM_RECORDINGS
+    anew = steps(PagedRun(model, torch.bfloat16))
+    assert all(torch.equal(a, b) for a, b in zip(replayed, anew, strict=True))
+
+
+class TorchCalls(TorchDispatchMode):
+    """Notes what goes through torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
+def test_what_a_repeated_step_asks_of_torch(quantization: str | None) -> None:
+    """Copies of the step's inputs, and memory for embeddings: nothing that grows with the layers."""
+    asked: dict[int, list[str]] = {}
+    for num_layers in (2, 6):
+        config = replace(load_model_config(quire.demo.path()), num_layers=num_layers)
+        model = load_model(config, torch.bfloat16, "dummy", quantization=quantization)
+        assert isinstance(model, Decoder)
+        run, calls = RecordedRun(model), TorchCalls()
+        forward = run.recorded.forward
+
+        def noted(batch: ForwardBatch, forward: Any = forward, calls: TorchCalls = calls) -> Tensor:
+            with calls:
+                return forward(batch)  # type: ignore[no-any-return]
+
+        run.step({0: [1, 2, 3], 1: [4]})
+        run.step({0: [5], 1: [6]})
+        run.recorded.forward = noted  # type: ignore[method-assign]
+        run.step({0: [7], 1: [8]})
+        asked[num_layers] = calls.names
+    assert asked[2] == asked[6]
+    inputs, embeddings = ["copy_"] * 5 + ["slice", "copy_"], ["empty", "copy_"]
+    assert asked[6] == inputs + embeddings
+
+
+def test_every_field_is_copied_or_the_step_is_not_recorded(model: Decoder, num_recorded: list[int | None]) -> None:
+    """A new field of ForwardBatch is one of what a layer may read."""
+
+    @dataclass(slots=True)
+    class WithMask(ForwardBatch):
+        mask_T: Tensor | None = None
+        adapters: list[str] | None = None
+
+    def run(**values: Any) -> tuple[RecordedRun, list[ForwardBatch]]:
+        """A run whose batches have the fields; what the blocks were given when they were recorded."""
+        run, given, run_blocks = RecordedRun(model), [], model.run_blocks
+        forward = run.recorded.forward
+
+        def extended(batch: ForwardBatch) -> Tensor:
+            fields = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
+            return forward(WithMask(**fields, **{name: value() for name, value in values.items()}))
+
+        def noted(residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+            given.append(batch)
+            return run_blocks(residual_TD, batch)
+
+        run.recorded.forward = extended  # type: ignore[method-assign]
+        model.run_blocks = noted  # type: ignore[method-assign]
+        return run, given
+
+    numbers = iter(range(1, 9))
+    masked, given = run(mask_T=lambda: torch.tensor([next(numbers)]), adapters=lambda: torch.tensor([0]))
+    for token in range(3):
+        masked.step({0: [token]})
+    assert len(num_recorded) == 1
+    assert given[0].mask_T.tolist() == [3], "the recorded calls read the third step's"  # type: ignore[attr-defined]
+    num_recorded.clear()
+    for values in ({"adapters": lambda: ["a"]}, {"mask_T": lambda: None}):
+        refused, given = run(mask_T=lambda: torch.tensor([0]), **values) if "adapters" in values else run(**values)
+        for token in range(3):
+            refused.step({0: [token]})
+        assert not num_recorded
+        assert len(given) == 3, "each step runs anew"
+
+
+def test_other_caches_are_not_those_that_were_recorded(model: Decoder, num_recorded: list[int | None]) -> None:
+    run, other = RecordedRun(model), RecordedRun(model)
+    expected = [run.step({0: [token]})[0] for token in (1, 2)]
+    other.recorded = run.recorded
+    assert all(torch.equal(other.step({0: [token]})[0], x) for token, x in zip((1, 2), expected, strict=True))
+    assert len(num_recorded) == 2
+
+
+def test_longer_tables_are_recorded_anew(
+    model: Decoder, num_recorded: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_steps, "_MIN_TABLE_WIDTH", 1)
+    first, again = RecordedRun(model), PagedRun(model, torch.bfloat16)
+    logits = [first.step({0: [token]})[0] for token in range(20)]  # blocks of 8: tables of 1, 2 and 3
+    assert len(num_recorded) == 3
+    assert all(torch.equal(again.step({0: [token]})[0], logits[token]) for token in range(20))
+
+
+def test_more_than_kernels_is_not_recorded(model: Decoder, num_recorded: list[int | None]) -> None:
+    expected = steps(PagedRun(model, torch.bfloat16))
+    block = model._blocks[0]
+    model._blocks[0] = lambda *args: block(*args) * 2 / 2  # type: ignore[call-overload]
+    assert all(torch.equal(a, b) for a, b in zip(steps(RecordedRun(model)), expected, strict=True))
+    assert num_recorded == [None], "it is tried once"
+
+
+def test_what_reads_or_makes_numbers_is_seen() -> None:
+    x, index, arena = torch.ones(4), torch.tensor([0]), Arena()
+    for harmless in (lambda: x.view(2, 2), lambda: torch.empty((2,), dtype=x.dtype, device=x.device)):
+        assert record(harmless, arena)[1] == []
+    foreign_work = (lambda: x + 1, lambda: x.view(x.sum().int().item()), lambda: x[index], x.zero_)
+    for foreign in (*foreign_work, lambda: torch.empty(2)):
+        assert record(foreign, arena)[1] is None
+
+
+def test_a_recording_that_fails_leaves_nothing(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, block = cpu._C, model._blocks[-1]
+
+    def fails(*_: Any) -> Tensor:
+        raise MemoryError
+
+    run = RecordedRun(model)
+    run.step({0: [1, 2]})
+    model._blocks[-1] = fails  # type: ignore[call-overload]
+    with pytest.raises(MemoryError):
+        run.step({0: [3]})
+    assert cpu._C is kernels
+    assert list(run.recorded._recordings) == [2]
+    model._blocks[-1] = block
+    run.lengths[0] -= 1
+    assert torch.equal(run.step({0: [3]})[0], PagedRun(model, torch.bfloat16).step({0: [1, 2, 3]})[0][-1:])
+
+
+def test_calls_of_other_threads_are_made_and_not_recorded() -> None:
+    logits, tokens = torch.tensor([[0.0, 2.0, 1.0]]), torch.empty(1, dtype=torch.int64)
+    with cpu.recorded_calls() as calls:
+        other = threading.Thread(target=cpu.greedy, args=(logits, tokens))
+        other.start()
+        other.join()
+        assert (tokens.item(), calls) == (1, [])
+        cpu.greedy(logits, tokens)
+    assert len(calls) == 1
+
+
+def test_up_to_so_many_tokens(model: Decoder, num_recorded: list[int | None]) -> None:
+    run = RecordedRun(model)
+    for num_rows in (recorded_steps.MAX_TOKENS + 1, recorded_steps.MAX_TOKENS):
+        run.step({row: [row] for row in range(num_rows)})
+    assert len(num_recorded) == 1
+
+
+def test_memory_is_taken_again_when_it_is_free() -> None:
+    arena = Arena()
+    first = arena.empty((8, 4), torch.float32)
+    view = first[2:].view(-1)
+    address = first.data_ptr()
+    del first
+    assert address % 64 == 0
+    assert arena.empty((8, 4), torch.float32).data_ptr() != address, "a view is in it"
+    del view
+    assert arena.empty((16, 4), torch.bfloat16).data_ptr() == address
+    assert arena.empty((2,), torch.float32).data_ptr() != address, "far too large"
