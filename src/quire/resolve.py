@@ -6,7 +6,7 @@ Everything but the number of KV blocks: memory is only known after the weights a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 from quire import envs
 from quire.config import EngineConfig, ServerConfig
@@ -17,7 +17,7 @@ from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
-from quire.settings import DeviceSettings, ModelSettings, Record, Resolved, SchedulerSettings, Setting
+from quire.settings import DeviceSettings, ModelSettings, Record, Resolved, SchedulerSettings, SchedulingPolicy, Setting
 from quire.weight_format import ON_LOAD
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             max_num_queued_reqs=queued,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             enable_chunked_prefill=config.enable_chunked_prefill,
-            scheduling_policy=config.scheduling_policy,
+            scheduling_policy=cast(SchedulingPolicy, config.scheduling_policy),  # one of its choices
             async_scheduling=is_async,
             enable_prefix_caching=config.enable_prefix_caching,
             watermark=config.watermark,

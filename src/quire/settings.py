@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from quire.config import EngineConfig, ServerConfig
 from quire.option import Source, options
+
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Resolved")
@@ -108,12 +110,17 @@ class SchedulerSettings:
     max_num_queued_reqs: int | None
     long_prefill_token_threshold: int
     enable_chunked_prefill: bool
-    scheduling_policy: str
+    scheduling_policy: SchedulingPolicy
     async_scheduling: bool
     enable_prefix_caching: bool
     watermark: float
     kv_cache_metrics: bool
     kv_cache_metrics_sample: float
+
+    @property
+    def depth(self) -> int:
+        """Batches in flight."""
+        return 2 if self.async_scheduling else 1
 
 
 @dataclass(frozen=True)
