@@ -4,6 +4,7 @@ changes."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import cpu, dense, ops
+from quire.kernels.layer_rules import AttentionRule, HeadRotation
 from quire.kernels.recording import Arena, record
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the compiled kernels")
@@ -162,3 +165,18 @@ def test_a_recorded_call_has_copies_of_what_it_was_made_of() -> None:
     for call in calls:
         call()
     assert torch.equal(out, dense.linear(x, own))
+
+
+def test_what_a_layer_keeps_is_made_once_and_cannot_be_changed() -> None:
+    cache, rule, rotation = LayerCache(KEYS, VALUES), AttentionRule(0.5), HeadRotation(torch.ones(P, E))
+    made = []
+    for _ in range(2):
+        q_THE, k_TGE = torch.ones(1, H, E), torch.ones(1, G, E)
+        ops.rope_and_cache(q_THE, k_TGE, k_TGE, torch.arange(1), torch.arange(1), cache, rotation)
+        ops.paged_attention(q_THE, cache, ints(0)[None], ints(1), ints(0, 1), rule)
+        made.append((cache.compiled, rule.compiled, rotation.compiled))
+    assert all(first is second for first, second in zip(*made, strict=True))
+    assert replace(cache, k_BGPE=VALUES).compiled is None
+    for kept, field in ((cache, "k_BGPE"), (rule, "scale"), (rotation, "cos_sin_PR")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(kept, field, None)

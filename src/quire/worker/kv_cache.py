@@ -33,10 +33,8 @@ def allocate(
         return tensor
 
     def layer() -> LayerCache:
-        cache = LayerCache(empty(shape, dtype), empty(shape, dtype))
-        if dtype == torch.int8:
-            cache.k_scales_BGP, cache.v_scales_BGP = (empty(shape[:3], torch.float32) for _ in "kv")
-        return cache
+        scales = [empty(shape[:3], torch.float32) for _ in "kv"] if dtype == torch.int8 else []
+        return LayerCache(empty(shape, dtype), empty(shape, dtype), *scales)
 
     return [layer() for _ in range(num_layers)]
 
