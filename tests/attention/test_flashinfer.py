@@ -363,8 +363,8 @@ def test_a_model_knows_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
         build_model(MODEL, torch.bfloat16, None, CPU, "FLASHINFER", torch.int8)
 
-    def load_model(*arguments: Any) -> Any:
-        raise InterruptedError(arguments[-1])
+    def load_model(*arguments: Any, cache_dtype: torch.dtype, **named: Any) -> Any:
+        raise InterruptedError(cache_dtype)
 
     monkeypatch.setattr(worker, "load_model", load_model)
     for name, dtype in (("auto", torch.bfloat16), ("fp8_e5m2", torch.float8_e5m2), ("int8", torch.int8)):

@@ -57,7 +57,7 @@ class GpuWorker(DeviceWorker):
 
 @pytest.fixture(autouse=True)
 def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "load_model", lambda *arguments: demo_model("bfloat16", None)[1])
+    monkeypatch.setattr(worker_module, "load_model", lambda *arguments, **named: demo_model("bfloat16", None)[1])
 
 
 def bring_up(accelerator: FakeAccelerator, **arguments: Any) -> tuple[DeviceWorker, RunningWorkers]:

@@ -85,12 +85,12 @@ class DeviceWorker:
             getattr(torch, form.dtype),
             form.load_format,
             self._progress,
-            form.model_impl,
-            form.quantization,
-            form.packed_weights_cache,
-            torch.device(device.device),
-            device.attention_backend,
-            kv_cache.cache_dtype(form),
+            model_impl=form.model_impl,
+            quantization=form.quantization,
+            packed_weights_cache=form.packed_weights_cache,
+            device=torch.device(device.device),
+            attention_backend=device.attention_backend,
+            cache_dtype=kv_cache.cache_dtype(form),
         )
         self.settings, self.model = settings, model
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost()
