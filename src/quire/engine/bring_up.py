@@ -60,10 +60,8 @@ def bring_up(
             shown_bytes(memory.free_bytes),
         )
     progress("warm up", 1 / 3, "allocating the KV cache")
-    memory_settings = planned.memory
-    executor.allocate(
-        CacheSize(memory_settings.num_blocks, memory_settings.kv_cache_bytes, planned.model.max_model_len)
-    )
+    num_blocks, num_bytes = planned.memory.num_blocks, planned.memory.kv_cache_bytes
+    executor.allocate(CacheSize(num_blocks, num_bytes, planned.model.max_model_len))
     executor.capture()
     return RunningWorkers(executor, planned, max(measured, key=lambda each: each.step.seconds))
 
@@ -78,15 +76,12 @@ def least_facts(facts: Sequence[DeviceFacts]) -> DeviceFacts:
             value=sorted(" and ".join(filter(None, kind)) for kind in kinds),
             fix="Run an engine on devices of one kind",
         )
-    if first.gpu is None:
-        gpu = None
-    else:
-        gpus = [each.gpu for each in facts if each.gpu is not None]
-        gpu = replace(
-            first.gpu,
-            total_memory_bytes=min(each.total_memory_bytes for each in gpus),
-            free_memory_bytes=min(each.free_memory_bytes for each in gpus),
-        )
+    gpus = [each.gpu for each in facts if each.gpu is not None]
+    gpu = first.gpu and replace(
+        first.gpu,
+        total_memory_bytes=min(each.total_memory_bytes for each in gpus),
+        free_memory_bytes=min(each.free_memory_bytes for each in gpus),
+    )
     return replace(
         first,
         gpu=gpu,
