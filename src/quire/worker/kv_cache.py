@@ -11,6 +11,9 @@ import torch
 
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu, gpu
+from quire.kv_format import kv_format
+from quire.model_config import ModelConfig
+from quire.settings import ModelSettings
 
 
 def allocate(
@@ -37,6 +40,19 @@ def allocate(
         return LayerCache(empty(shape, dtype), empty(shape, dtype), *scales)
 
     return [layer() for _ in range(num_layers)]
+
+
+def allocate_for(model: ModelConfig, form: ModelSettings, num_blocks: int, device: torch.device) -> list[LayerCache]:
+    """The caches of a model in the form that was settled."""
+    spec = model.kv_specs()[0]
+    shape = (model.num_layers, num_blocks, spec.num_kv_heads, form.block_size, spec.head_dim_k)
+    return allocate(*shape, cache_dtype(form), device)
+
+
+def cache_dtype(form: ModelSettings) -> torch.dtype:
+    """Of the elements of K and V."""
+    dtype: torch.dtype = getattr(torch, kv_format(form.kv_cache_dtype, form.dtype).torch_dtype)
+    return dtype
 
 
 def num_bytes(caches: Sequence[LayerCache]) -> int:
