@@ -32,6 +32,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.replica import Replica
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.app import create_app
@@ -61,7 +62,7 @@ def serve(listener: socket.socket, core: int) -> None:
     metrics = PrometheusMetrics("echo", MAX_MODEL_LEN)
     inputs = InputProcessor(tokenizer, ModelLimits(MAX_MODEL_LEN, tokenizer.vocab_size))
     client = EchoClient(max_model_len=MAX_MODEL_LEN, max_num_seqs=1024)
-    engine = AsyncEngine(client, inputs, OutputProcessor(tokenizer, metrics))
+    engine = AsyncEngine([Replica(client, OutputProcessor(tokenizer, metrics.engines[0]))], inputs)
     app = create_app(engine, tokenizer, ServerSettings(("echo",), log_stats_interval=0.0), metrics)
     config = uvicorn.Config(app, http="httptools", ws="none", log_level="warning", access_log=False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -28,8 +28,9 @@ _HEAD = """\
 dashboards and alerts work; those that begin with `quire_` it does not have. This page is generated from
 `src/quire/metrics/registry.py` by `python -m quire.metrics.document > docs/metrics.md`.
 
-- Every series of the engine has the labels `model_name` (the first served name) and `engine` (0); others are in the
-  table, with all the values they can have. No label holds anything a client sent: the number of series does not grow.
+- Every series of an engine has the labels `model_name` (the first served name) and `engine` (its index, from 0).
+  Other labels are in the table, with all the values they can have. No label holds anything a client sent: the number of
+  series does not grow.
 - A request with `n` above 1 has as many continuations. vLLM counts each of them as a request, and so do these metrics
   where the table says "per continuation".
 - Histograms of continuations and requests hold those that ended by themselves (`stop`, `length`); the times to first
