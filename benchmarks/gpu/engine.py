@@ -137,7 +137,11 @@ class Engine:
                 yield self.core.last_record
 
     def kv_bytes(self, num_tokens: float) -> float:
-        return num_tokens * self.resolved.kv_cache_bytes / (self.resolved.num_blocks * self.resolved.block_size)
+        return (
+            num_tokens
+            * self.resolved.memory.kv_cache_bytes
+            / (self.resolved.memory.num_blocks * self.resolved.model.block_size)
+        )
 
 
 def decode(engine: Engine, batch: int) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def decode(engine: Engine, batch: int) -> dict[str, Any]:
     seconds = statistics.median(record.step_seconds for record in found)
     busy = statistics.median(record.forward_seconds + record.sample_seconds for record in found)
     kv_tokens = statistics.mean(record.num_kv_tokens_read for record in found)
-    weights = engine.model.read_bytes_per_step("bfloat16", engine.resolved.quantization)
+    weights = engine.model.read_bytes_per_step("bfloat16", engine.resolved.model.quantization)
     num_bytes = weights + engine.kv_bytes(kv_tokens)
     return {
         "batch": batch,
@@ -176,7 +180,7 @@ def prefill(engine: Engine) -> dict[str, Any]:
         found.append(sum(record.step_seconds for record in engine.steps()))
     seconds = statistics.median(found[1:])
     model = engine.model
-    attention = 2 * model.num_layers * model.num_q_heads * model.head_dim * PREFILL_TOKENS**2
+    attention = model.attention_flops() * PREFILL_TOKENS**2 // 2
     flops = 2 * model.num_block_parameters() * PREFILL_TOKENS + attention
     return {"tokens": PREFILL_TOKENS, "ms": 1e3 * seconds, "flop_per_s": flops / seconds}
 
@@ -281,7 +285,8 @@ def run_model(name: str, device: str, limit: Machine | None) -> dict[str, Any]:
 
 def why_not(model: ModelConfig) -> str | None:
     """Why FlashInfer cannot be compared, or None."""
-    return why_not_flashinfer(model.head_dim, "bfloat16", "bfloat16", is_deterministic=False)
+    head_dims = {spec.head_dim_k for spec in model.kv_specs()}
+    return why_not_flashinfer(head_dims, "bfloat16", "bfloat16", is_deterministic=False)
 
 
 def bytes_before(device: str) -> int:
