@@ -125,9 +125,7 @@ def rates(load: Load, seconds: float) -> dict[str, float]:
 def markdown(result: dict[str, Any]) -> str:
     """The result file for people."""
     lines = [
-        "# Front-end capacity over HTTP, on one core",
-        "",
-        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        *report.heading("Front-end capacity over HTTP, on one core", result),
         "- The server is pinned to one core, the clients to the others. The engine is EchoClient, which costs next to",
         "  nothing, so that the front end is what is measured: tokenizer, text pipeline, chat protocol, SSE, HTTP.",
         f"- {result['streams']} connections, {result['max_tokens']} tokens a stream; short requests have 8 tokens.",
