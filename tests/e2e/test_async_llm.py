@@ -157,7 +157,7 @@ async def test_a_message_the_engine_cannot_read_concerns_nobody_else(
 
 async def test_limits_move_while_serving(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[StepRecord] = []
-    monkeypatch.setattr(engine._engine.output_processor.metrics, "on_step", records.append)
+    monkeypatch.setattr(engine._engine.replicas[0].output_processor.metrics, "on_step", records.append)
 
     async def most_running(name: str) -> int:
         records.clear()

@@ -96,7 +96,7 @@ def test_rows_of_products_are_those_of_the_row_alone(kind: str, monkeypatch: pyt
 
     all_MN = product(x_MK)
     for is_split in (True, False):
-        monkeypatch.setattr(f"quire.kernels.triton.{kind}.is_split", lambda *_, is_split=is_split: is_split)
+        monkeypatch.setattr("quire.kernels.triton.parts.is_split", lambda *_, is_split=is_split: is_split)
         for begin, end in BATCHES:
             assert torch.equal(product(x_MK[begin:end]), all_MN[begin:end]), f"{begin} to {end}, split: {is_split}"
 
@@ -222,4 +222,4 @@ def test_tiles_of_products_have_one_instruction() -> None:
     tiles = [choose_tile(M, 4096, torch.bfloat16, is_wgmma=True) for M in (1, 16, 64, 65, 2048)]
     assert {tile.block_m for tile in tiles} == {64, 128}
     assert {tile.block_k for tile in tiles} == {64}
-    assert {dense.num_warps(tile) for tile in tiles} == {8}
+    assert {dense.for_dense(tile).num_warps for tile in tiles} == {8}
