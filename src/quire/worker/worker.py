@@ -191,9 +191,9 @@ def _allocate_planned(
 def _allocate_caches(
     model_config: ModelConfig, resolved: Resolved, num_blocks: int, device: torch.device = CPU
 ) -> list[LayerCache]:
-    spec = model_config.kv_specs()[0]
+    spec, *others = model_config.kv_specs()
     return kv_cache.allocate(
-        model_config.num_layers,
+        1 + len(others),
         num_blocks,
         spec.num_kv_heads,
         resolved.model.block_size,
