@@ -106,7 +106,7 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
     dtype: torch.dtype = getattr(
         torch, kv_format(schedule.kv_cache_dtype, str(dtype_of(precision)).removeprefix("torch.")).torch_dtype
     )
-    caches = kv_cache.allocate(config.num_layers, schedule.num_blocks, *shape, dtype, torch.device("cpu"))
+    caches = kv_cache.allocate(len(config.kv_specs()), schedule.num_blocks, *shape, dtype, torch.device("cpu"))
     for tensor in (tensor for layer in caches for tensor in layer.tensors()):
         if tensor.dtype != torch.int8:
             tensor.copy_(torch.tensor(float("nan")))  # a slot read before it is written must show

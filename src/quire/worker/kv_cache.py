@@ -44,8 +44,8 @@ def allocate(
 
 def allocate_for(model: ModelConfig, form: ModelSettings, num_blocks: int, device: torch.device) -> list[LayerCache]:
     """The caches of a model in the form that was settled."""
-    spec = model.kv_specs()[0]
-    shape = (model.num_layers, num_blocks, spec.num_kv_heads, form.block_size, spec.head_dim_k)
+    spec, *others = model.kv_specs()
+    shape = (1 + len(others), num_blocks, spec.num_kv_heads, form.block_size, spec.head_dim_k)
     return allocate(*shape, cache_dtype(form), device)
 
 
