@@ -29,8 +29,9 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [1, 7, 16, 33, 111, 1024, 2560])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "D"), covering(cpu.isas(), DTYPES, [1, 7, 16, 33, 111, 1024, 2560]), indirect=["isa"]
+)
 def test_rms_norm(isa: str, dtype: torch.dtype, D: int) -> None:
     x = randn(19, D + 5, dtype=dtype)[:, :D]
     for weight_dtype, offset in ((dtype, 0.0), (torch.float32, 1.0)):
@@ -38,8 +39,7 @@ def test_rms_norm(isa: str, dtype: torch.dtype, D: int) -> None:
         assert_close(ops.rms_norm(x, weight, 1e-5, offset), reference.rms_norm(x, weight, 1e-5, offset))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [1, 7, 33, 111, 1024])
+@pytest.mark.parametrize(("isa", "dtype", "D"), covering(cpu.isas(), DTYPES, [1, 7, 33, 111, 1024]), indirect=["isa"])
 def test_add_rms_norm(isa: str, dtype: torch.dtype, D: int) -> None:
     x, residual, weight = (randn(19, D, dtype=dtype, seed=i) for i in range(3))
     weight = weight[0].clone()
@@ -125,8 +125,7 @@ def clone(inputs: dict[str, Tensor | float | None]) -> dict[str, Tensor | float 
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ROPE_SHAPES)
+@pytest.mark.parametrize(("isa", "dtype", "shape"), covering(cpu.isas(), DTYPES, ROPE_SHAPES), indirect=["isa"])
 def test_rope_and_cache(isa: str, dtype: torch.dtype, shape: tuple) -> None:
     inputs = rope_inputs(shape, dtype)
     expected = clone(inputs)
