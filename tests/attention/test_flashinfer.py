@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quire import demo, flashinfer_facts
-from quire.attention import flashinfer
+from quire.attention import flashinfer, select
 from quire.attention.backend import AttentionSpec
 from quire.attention.flashinfer import FlashInferAttention
 from quire.attention.reference import ReferenceAttention
@@ -26,7 +26,8 @@ from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels import cpu, gpu
 from quire.model_config import load_model_config
 from quire.models.registry import build_model
-from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
+from quire.resolve import DeviceFacts, GpuFacts, resolve
+from quire.settings import Resolved
 from quire.worker import worker
 from quire.worker.accelerator import Graph
 from quire.worker.model_runner import ModelRunner
@@ -237,7 +238,7 @@ def test_the_engine_gives_the_cpu_s_tokens(monkeypatch: pytest.MonkeyPatch) -> N
         patch.setattr(
             FlashInferAttention, "forward", lambda self, *a: (kinds.add(type(self._planned)), forward(self, *a))[1]
         )
-        patch.setenv("QUIRE_ATTENTION_BACKEND", "flashinfer")
+        patch.setitem(select._BACKENDS, "auto", FlashInferAttention)
         harness.demo_model.cache_clear()  # it is loaded for another backend
         accelerator = FakeAccelerator()
         schedule = Schedule(chunk=17, depth=2, accelerator=accelerator, graph_sizes=(1, 2, 4, 8))
@@ -281,7 +282,7 @@ def test_it_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert why in plain.detail
         with pytest.raises(ConfigError, match=f"FlashInfer cannot be used: .*{why}"):
             settings(attention_backend="flashinfer", **arguments)
-    assert settings(kv_cache_dtype="fp8", attention_backend="FLASHINFER").attention_backend == "FLASHINFER"
+    assert settings(kv_cache_dtype="fp8", attention_backend="FLASHINFER").device.attention_backend == "FLASHINFER"
     mode = settings(attention_backend="FLASHINFER").settings["cudagraph_mode"]
     assert mode.value == "FULL_DECODE_ONLY"
     assert "FlashInfer's kernels for mixed steps are not captured" in mode.detail
@@ -301,12 +302,27 @@ def test_the_environment_names_it(name: str, monkeypatch: pytest.MonkeyPatch) ->
     resolved = settings()
     chosen = resolved.settings["attention_backend"]
     assert (chosen.value, chosen.source) == ("FLASHINFER", "environment")
-    assert resolved.cudagraph_mode == "FULL_DECODE_ONLY"
+    assert resolved.device.cudagraph_mode == "FULL_DECODE_ONLY"
     with pytest.raises(ConfigError, match=r"does not read a KV cache of int8.*Unset QUIRE_ATTENTION_BACKEND"):
         settings(kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match=r"the model on the CPU.*Unset QUIRE_ATTENTION_BACKEND"):
         settings(replace(WITH_GPU, gpu=None))
-    assert settings(attention_backend="TRITON_ATTN", kv_cache_dtype="int8").attention_backend == "TRITON_ATTN"
+    assert settings(attention_backend="TRITON_ATTN", kv_cache_dtype="int8").device.attention_backend == "TRITON_ATTN"
+
+
+def test_other_names_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = replace(WITH_GPU, gpu=None)
+    for name, device, value in (
+        ("triton", WITH_GPU, "TRITON_ATTN"),
+        ("CPU_ATTN", on_cpu, "CPU_ATTN"),
+        ("cpu", on_cpu, "CPU_ATTN"),
+    ):
+        monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", name)
+        chosen = settings(device).settings["attention_backend"]
+        assert (chosen.value, chosen.source) == (value, "environment")
+    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", "flash")
+    with pytest.raises(ConfigError, match=r"'flash'.*one of auto, flashinfer, triton_attn, cpu_attn, triton, cpu, ref"):
+        settings()
 
 
 def test_the_reference_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,9 +374,9 @@ def test_a_model_knows_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names() -> None:
     on_cpu = replace(WITH_GPU, gpu=None)
-    assert settings(attention_backend="triton_attn").attention_backend == "TRITON_ATTN"
-    assert settings(on_cpu).attention_backend == "auto"
-    assert settings(on_cpu, attention_backend="CPU_ATTN").attention_backend == "CPU_ATTN"
+    assert settings(attention_backend="triton_attn").device.attention_backend == "TRITON_ATTN"
+    assert settings(on_cpu).device.attention_backend == "auto"
+    assert settings(on_cpu, attention_backend="CPU_ATTN").device.attention_backend == "CPU_ATTN"
     with pytest.raises(ConfigError, match="TRITON_ATTN does not run on cpu"):
         settings(on_cpu, attention_backend="TRITON_ATTN")
     with pytest.raises(ConfigError, match="it runs on CUDA, and the model on the CPU"):
@@ -375,15 +391,13 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its names only; the reasons are those of the settings."""
     spec = AttentionSpec(8, 2, 128, 0.1, 0, 0.0, torch.bfloat16)
     cuda = torch.device("cuda")
-    assert select_backend(spec, cuda, "FLASHINFER").name == "flashinfer"
-    assert select_backend(spec, cuda, "flashinfer").name == "flashinfer"
-    assert select_backend(spec, cuda).name == "triton"
-    assert select_backend(spec, cuda, "TRITON_ATTN").name == "triton"
+    for name in ("FLASHINFER", "TRITON_ATTN", "auto", "reference"):
+        assert select_backend(spec, cuda, name).name == name
     with pytest.raises(ConfigError, match="it runs on CUDA, not on cpu"):
         select_backend(spec, CPU, "FLASHINFER")
     with pytest.raises(ConfigError, match="heads of 64, 128, 256 dimensions, not 80"):
         select_backend(replace(spec, head_dim=80), cuda, "FLASHINFER")
-    assert select_backend(replace(spec, cache_dtype=torch.float8_e5m2), cuda, "FLASHINFER").name == "flashinfer"
+    assert select_backend(replace(spec, cache_dtype=torch.float8_e5m2), cuda, "FLASHINFER").name == "FLASHINFER"
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
         select_backend(replace(spec, cache_dtype=torch.int8), cuda, "FLASHINFER")
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
@@ -392,4 +406,4 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--deterministic is set"):
         select_backend(spec, cuda, "FLASHINFER")
     monkeypatch.setattr(cpu, "_available", True)
-    assert select_backend(spec, CPU, "CPU_ATTN").name == "cpu"
+    assert select_backend(spec, CPU, "CPU_ATTN").name == "CPU_ATTN"

@@ -20,8 +20,9 @@ from quire.kernels import extension
 from quire.memory_plan import plan_kv_cache, predict_memory
 from quire.messages import Progress
 from quire.model_config import ModelConfig
-from quire.resolve import Resolved, resolve, shown_bytes
+from quire.resolve import resolve, shown_bytes
 from quire.schedule import Pending, ScheduledBatch, StepResult
+from quire.settings import Planned
 
 STEP_SECONDS = 0.003  # so that answers are seen on their way
 
@@ -51,7 +52,7 @@ class Worker:
     """See quire.worker.worker."""
 
     runner: Runner
-    resolved: Resolved
+    resolved: Planned
     measured_step: tuple[int, Lap]
     prefault: NoPages
 
@@ -64,9 +65,10 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     memory = predict_memory(resolved, model_config, device)
     progress("load", 1.0, f"{shown_bytes(memory.weight_bytes)} of nothing")
     progress("warm up", 0.0, "measuring nothing")
-    plan_kv_cache(config, model_config, resolved, memory)
-    runner = Runner(resolved.num_blocks, resolved.block_size, vocab_size=min(1000, model_config.vocab_size))
-    return Worker(runner, resolved, (256, Lap(0.01, 0.0)), NoPages())
+    planned = plan_kv_cache(config, model_config, resolved, memory)
+    sizes = (planned.memory.num_blocks, planned.model.block_size)
+    runner = Runner(*sizes, vocab_size=min(1000, model_config.vocab_size))
+    return Worker(runner, planned, (256, Lap(0.01, 0.0)), NoPages())
 
 
 def without_torch() -> None:

@@ -76,7 +76,6 @@ def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest
         patch.setattr(gpu, "kernels", Kernels)
         patch.setattr(gpu, "_is_deterministic", is_deterministic)
         patch.setattr(cpu, "_available", False)
-        patch.setenv("QUIRE_ATTENTION_BACKEND", "triton")
         accelerator = FakeAccelerator()
         schedule = Schedule(
             chunk=16, max_num_seqs=4, num_blocks=16, depth=2, accelerator=accelerator, graph_sizes=(1, 2, 4)
