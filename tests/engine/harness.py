@@ -101,7 +101,8 @@ def build_core(schedule: Schedule, precision: str) -> EngineCore:
 
 def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precision: str) -> EngineCore:
     """A core over any model with an empty cache."""
-    shape = (config.num_kv_heads, schedule.block_size, config.head_dim)
+    spec = config.kv_specs()[0]
+    shape = (spec.num_kv_heads, schedule.block_size, spec.head_dim_k)
     dtype: torch.dtype = getattr(
         torch, kv_format(schedule.kv_cache_dtype, str(dtype_of(precision)).removeprefix("torch.")).torch_dtype
     )

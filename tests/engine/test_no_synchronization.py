@@ -108,7 +108,8 @@ def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> ModelRunner:
     config = load_model_config(quire.demo.path("target"))
     model = load_model(config, torch.bfloat16, quantization=quantization, device=META)
     accelerator = MetaAccelerator()
-    shape = (32, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    spec = config.kv_specs()[0]
+    shape = (32, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim_k)
     dtype = getattr(torch, kv_format(cache_dtype, "bfloat16").torch_dtype)
     caches = kv_cache.allocate(config.num_layers, *shape, dtype, META)
     inputs = DeviceInputBatch(

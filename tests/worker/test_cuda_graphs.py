@@ -202,7 +202,8 @@ class Setup:
     def __init__(self, num_rows: int = 8, sizes: list[Padding] = SIZES) -> None:
         config, self.model = demo_model("float32", None)
         self.accelerator = FakeAccelerator()
-        shape = (config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        spec = config.kv_specs()[0]
+        shape = (spec.num_kv_heads, BLOCK_SIZE, spec.head_dim_k)
         self.caches = kv_cache.allocate(config.num_layers, 64, *shape, torch.float32, torch.device("cpu"))
         for tensor in (tensor for cache in self.caches for tensor in cache.tensors()):
             tensor.fill_(float("nan"))

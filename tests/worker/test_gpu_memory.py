@@ -71,7 +71,8 @@ def test_what_is_measured() -> None:
     accelerator = FakeAccelerator(free_bytes=[1000 * MIB, 900 * MIB, 890 * MIB], peak_bytes=77 * MIB)
     _, model_config, resolved = resolved_for()
     _, model = demo_model("bfloat16", None)
-    shape = (1, model_config.num_kv_heads, resolved.model.block_size, model_config.head_dim)
+    spec = model_config.kv_specs()[0]
+    shape = (1, spec.num_kv_heads, resolved.model.block_size, spec.head_dim_k)
     cache = kv_cache.allocate(model_config.num_layers, *shape, torch.bfloat16, accelerator.device)
     work = gpu_memory.measure(model, cache, resolved, accelerator)
     assert work.step_bytes == 77 * MIB

@@ -107,9 +107,9 @@ class Layerwise:
         """One window, all of it; every layer has the same cache, because only one runs."""
         config, num_tokens = self.config, self.num_tokens
         num_blocks = -(-num_tokens // BLOCK_SIZE)
-        (cache,) = kv_cache.allocate(
-            1, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim, self.dtype, torch.device("cpu")
-        )
+        spec = config.kv_specs()[0]
+        heads = (spec.num_kv_heads, BLOCK_SIZE, spec.head_dim_k)
+        (cache,) = kv_cache.allocate(1, num_blocks, *heads, self.dtype, torch.device("cpu"))
         inputs = InputBatch(1, num_tokens, BLOCK_SIZE, config.vocab_size)
         params = SamplingParams(temperature=0.0, max_tokens=1)
         offset = config.rope.row_offset(num_tokens, config.max_model_len)

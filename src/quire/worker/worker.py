@@ -191,12 +191,13 @@ def _allocate_planned(
 def _allocate_caches(
     model_config: ModelConfig, resolved: Resolved, num_blocks: int, device: torch.device = CPU
 ) -> list[LayerCache]:
+    spec = model_config.kv_specs()[0]
     return kv_cache.allocate(
         model_config.num_layers,
         num_blocks,
-        model_config.num_kv_heads,
+        spec.num_kv_heads,
         resolved.model.block_size,
-        model_config.head_dim,
+        spec.head_dim_k,
         _cache_dtype(resolved),
         device,
     )
