@@ -102,7 +102,7 @@ def rope_inputs(shape: tuple, dtype: torch.dtype, T: int = 37) -> dict[str, Tens
         "positions_T": torch.randint(0, 50, (T,), generator=generator),
         "cos_sin_PR": torch.cat((angles.cos(), angles.sin()), dim=1) if R else None,
         "slot_mapping_T": slots,
-        "k_cache_BGPE": randn(2, B, G, P, E, dtype=dtype, seed=3).transpose(0, 1)[:, 1],
+        "k_cache_BGPE": randn(B, 2, G, P, E, dtype=dtype, seed=3)[:, 1],  # its blocks lie further apart
         "v_cache_BGPE": randn(B, G, P, E, dtype=dtype, seed=4),
         "q_norm_weight_E": randn(E, dtype=dtype, seed=5) if has_norm else None,
         "k_norm_weight_E": randn(E, dtype=dtype, seed=6) if has_norm else None,
