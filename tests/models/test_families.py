@@ -25,6 +25,7 @@ from quire.kernels import cpu, gpu, reference
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM, build_model
 from quire.weight_format import ON_LOAD, Fp8Format
+from tests.covering import covering
 from tests.models.paged_run import PagedRun
 from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, SIZES, hf_logits
 
@@ -219,7 +220,10 @@ def round_weight(name: str, weight_NK: Tensor, config: ModelConfig, quantization
     return reference.dequantize_grouped(reference.quantize_grouped(weight_NK, weight_format.bits, size))
 
 
-@pytest.fixture(params=["reference", "cpu"])
+PATHS = ("reference", "cpu")
+
+
+@pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The plain-torch path (ops and attention), the compiled kernels or, where asked for, Triton's interpreter."""
     if request.param == "cpu" and not cpu.available():
@@ -306,8 +310,9 @@ def test_half_precision_stays_close(name, dtype, path, expected):
     assert error < BF16_TOLERANCE, f"mean error is {error:.3f} of the mean logit"
 
 
-@pytest.mark.parametrize("quantization", ON_LOAD)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "quantization", "path"), covering(list(CASES), list(ON_LOAD), PATHS), indirect=["path"]
+)
 def test_quantized_logits_are_those_of_the_rounded_weights(name, quantization, path, expected):
     """What is left is the rounding of activations to 8 bits: well under the error of the weights themselves."""
     case, want = CASES[name], expected(name)
