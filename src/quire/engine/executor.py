@@ -100,13 +100,13 @@ def _results(pending: Sequence[Pending[T]]) -> list[T]:
             errors.append((rank, error))
     if not errors:
         return results
-    rank, error = min(errors, key=lambda failed: _weight(failed[1]))
+    rank, worst = min(errors, key=lambda failed: _weight(failed[1]))
     for other, less in errors:
         if other != rank:
             logger.error("worker %d of %d failed too: %s", other + 1, len(pending), less)
-    if len(pending) == 1 or _weight(error) < 2:
-        raise error
-    raise RuntimeError(f"Worker {rank + 1} of {len(pending)} failed: {type(error).__name__}: {error}") from error
+    if len(pending) == 1 or _weight(worst) < 2:
+        raise worst
+    raise RuntimeError(f"Worker {rank + 1} of {len(pending)} failed: {type(worst).__name__}: {worst}") from worst
 
 
 def _weight(error: Exception) -> int:
