@@ -69,11 +69,11 @@ def bring_up(
 def least_facts(facts: Sequence[DeviceFacts]) -> DeviceFacts:
     """What every rank has. Raises ConfigError for ranks whose kernels are not the same."""
     first = facts[0]
-    kinds = {(each.isa, each.gpu and each.gpu.isa) for each in facts}
+    kinds = {each.isa if each.gpu is None else f"{each.isa} and {each.gpu.isa}" for each in facts}
     if len(kinds) > 1:
         raise ConfigError(
             "The devices of one engine are not alike",
-            value=sorted(" and ".join(filter(None, kind)) for kind in kinds),
+            value=sorted(kinds),
             fix="Run an engine on devices of one kind",
         )
     gpus = [each.gpu for each in facts if each.gpu is not None]
