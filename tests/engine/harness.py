@@ -25,6 +25,7 @@ from quire.schedule import Executor
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.proposer import Proposer
 from quire.scheduler.scheduler import Scheduler
 from quire.weight_format import ON_LOAD
 from quire.worker import kv_cache
@@ -92,6 +93,7 @@ class Schedule:
     accelerator: FakeAccelerator | None = None  # run as on a GPU
     graph_sizes: tuple[int, ...] = ()  # of decode batches, there
     mixed_sizes: tuple[int, ...] = ()  # tokens of mixed steps that are captured
+    proposer: Proposer | None = None
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
@@ -106,7 +108,7 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
     dtype: torch.dtype = getattr(
         torch, kv_format(schedule.kv_cache_dtype, str(dtype_of(precision)).removeprefix("torch.")).torch_dtype
     )
-    caches = kv_cache.allocate(config.num_layers, schedule.num_blocks, *shape, dtype, torch.device("cpu"))
+    caches = kv_cache.allocate(len(config.kv_specs()), schedule.num_blocks, *shape, dtype, torch.device("cpu"))
     for tensor in (tensor for layer in caches for tensor in layer.tensors()):
         if tensor.dtype != torch.int8:
             tensor.copy_(torch.tensor(float("nan")))  # a slot read before it is written must show
@@ -117,7 +119,12 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
         max_num_seqs=schedule.max_num_seqs, max_num_batched_tokens=schedule.chunk, max_model_len=config.max_model_len
     )
     executor = _executor(schedule, config, model, caches)
-    scheduler = Scheduler(limits, kv, rope_switches_after=config.rope.switches_after(config.max_model_len))
+    scheduler = Scheduler(
+        limits,
+        kv,
+        rope_switches_after=config.rope.switches_after(config.max_model_len),
+        proposer=schedule.proposer,
+    )
     return EngineCore(scheduler, executor, depth=schedule.depth)
 
 

@@ -8,7 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from quire.messages import SetLimits
 from quire.schedule import RowsFailedError, ScheduledBatch
-from tests.scheduler.driver import Driver, expected, request
+from tests.examples import examples
+from tests.guesser import Guesser
+from tests.scheduler.driver import Compilation, Driver, expected, request
 
 # Few different tokens and lengths, so that prefixes collide.
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -28,8 +30,9 @@ class Histories(RuleBasedStateMachine):
         caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.3, 0.9]),
         shared=st.sampled_from([0, 1, 2, 5, 16]),
+        right=st.sampled_from([None, 0.0, 0.7, 1.0]),
     )
-    def start(self, block_size, spare_blocks, depth, policy, chunked, caching, watermark, shared) -> None:  # type: ignore[no-untyped-def]
+    def start(self, block_size, spare_blocks, depth, policy, chunked, caching, watermark, shared, right) -> None:  # type: ignore[no-untyped-def]
         self.next_failure: Exception | None = None
         self.is_failure_late = False
         self.bad_rows: set[str] = set()
@@ -46,6 +49,7 @@ class Histories(RuleBasedStateMachine):
             watermark=watermark,
             max_shared_prefill_tokens=shared,
             depth=depth,
+            proposer=None if right is None else Guesser(right),
             failure=self.take_failure,
             row_failure=lambda request_id: "bad row" if request_id in self.bad_rows else None,
         )
@@ -71,8 +75,9 @@ class Histories(RuleBasedStateMachine):
         stop=st.booleans(),
         logprobs=st.booleans(),
         num_forks=st.integers(0, 3),
+        delay=st.sampled_from([0, 0, 0, 2, 9]),
     )
-    def add(self, prompt, max_tokens, seed, priority, salt, lora, stop, logprobs, num_forks) -> None:  # type: ignore[no-untyped-def]
+    def add(self, prompt, max_tokens, seed, priority, salt, lora, stop, logprobs, num_forks, delay) -> None:  # type: ignore[no-untyped-def]
         parent = f"r{len(self.driver.messages)}"
         for i in range(num_forks + 1):
             self.driver.add(
@@ -87,7 +92,8 @@ class Histories(RuleBasedStateMachine):
                     stop_token_ids=list(range(20)) if stop else [],
                     prompt_logprobs=1 if logprobs else None,
                     fork_of=parent if i else None,
-                )
+                ),
+                Compilation(delay).is_ready if delay else None,
             )
 
     @rule(count=st.integers(1, 6))
@@ -160,6 +166,6 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=30, suppress_health_check=list(HealthCheck)
+    max_examples=examples(300), stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
 TestHistories = Histories.TestCase

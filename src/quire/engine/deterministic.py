@@ -166,25 +166,30 @@ class DeterministicExecutor:
             return
         start = batch.num_computed_tokens[index]
         end = start + batch.num_scheduled_tokens[index]
-        assert start < end <= len(row.token_ids), f"{new.request_id}: tokens {start} .. {end} of {len(row.token_ids)}"
+        drafts, num_logits = batch.draft_token_ids[index], batch.num_logits[index]
+        token_ids = [*row.token_ids, *drafts]
+        assert start < end <= len(token_ids), f"{new.request_id}: tokens {start} .. {end} of {len(token_ids)}"
+        assert num_logits == (len(drafts) + 1 if end == len(token_ids) else 0), f"{new.request_id}: {num_logits} logits"
         num_prompt_logprobs = params.prompt_logprobs if len(new.token_ids) == new.num_prompt_tokens else None
         state = zlib.crc32((new.lora_name or "").encode())
         for position in range(start):
             state = _mix(state, self._slots[self._slot(row, position)])
         for position in range(start, end):
             slot = self._slot(row, position)
-            self._slots[slot] = _mix(row.token_ids[position], position, state)
+            self._slots[slot] = _mix(token_ids[position], position, state)
             state = _mix(state, self._slots[slot])
             if num_prompt_logprobs is not None and position + 1 < new.num_prompt_tokens:
-                logprobs = _logprobs(row.token_ids[position + 1], state, num_prompt_logprobs)
+                logprobs = _logprobs(token_ids[position + 1], state, num_prompt_logprobs)
                 result.prompt_logprobs.setdefault(index, []).append(logprobs)
-        if end == len(row.token_ids):
-            num_output = end - new.num_prompt_tokens
-            token = _next_token(state, num_output, params, new.stop_token_ids, self.vocab_size)
-            row.token_ids.append(token)
-            result.token_ids[index] = [token]
-            if params.logprobs is not None:
-                result.logprobs[index] = [_logprobs(token, state, params.logprobs)]
+            if new.wants_vector and position >= end - num_logits:
+                result.vectors[index] = [state / _MASK]
+            elif position >= end - num_logits and row.token_ids == token_ids[: position + 1]:  # the drafts so far hold
+                num_output = position + 1 - new.num_prompt_tokens
+                token = _next_token(state, num_output, params, new.stop_token_ids, self.vocab_size)
+                row.token_ids.append(token)
+                result.token_ids[index].append(token)
+                if params.logprobs is not None:
+                    result.logprobs.setdefault(index, []).append(_logprobs(token, state, params.logprobs))
 
     def _slot(self, row: _Row, position: int) -> int:
         return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size

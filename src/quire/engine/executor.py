@@ -100,13 +100,13 @@ def _results(pending: Sequence[Pending[T]]) -> list[T]:
             errors.append((rank, error))
     if not errors:
         return results
-    worst_rank, worst = min(errors, key=lambda failed: _weight(failed[1]))
-    for rank, other in errors:
-        if rank != worst_rank:
-            logger.error("worker %d of %d failed too: %s", rank + 1, len(pending), other)
+    rank, worst = min(errors, key=lambda failed: _weight(failed[1]))
+    for other, less in errors:
+        if other != rank:
+            logger.error("worker %d of %d failed too: %s", other + 1, len(pending), less)
     if len(pending) == 1 or _weight(worst) < 2:
         raise worst
-    raise RuntimeError(f"Worker {worst_rank + 1} of {len(pending)} failed: {type(worst).__name__}: {worst}") from worst
+    raise RuntimeError(f"Worker {rank + 1} of {len(pending)} failed: {type(worst).__name__}: {worst}") from worst
 
 
 def _weight(error: Exception) -> int:

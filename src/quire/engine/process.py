@@ -164,6 +164,7 @@ class EngineProcess:
         return handle
 
     def _send(self, message: EngineMessage) -> None:
+        message.engine_index = self._launch.engine_index
         self._outputs.send(self._encoder.encode(message))
 
     def _send_progress(self, phase: str, fraction: float, detail: str) -> None:
@@ -181,7 +182,8 @@ class EngineProcess:
             while True:
                 predicted = 0.0 if self._core is None else self._core.predicted_seconds
                 with suppress(zmq.Again):  # the front end has not read a thousand of them: it is stopped
-                    socket.send(encoder.encode(EngineBeat(predicted)), zmq.NOBLOCK)
+                    beat = EngineBeat(predicted, engine_index=self._launch.engine_index)
+                    socket.send(encoder.encode(beat), zmq.NOBLOCK)
                 if self._closing.wait(BEAT_SECONDS):
                     return
 

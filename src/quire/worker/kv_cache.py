@@ -36,18 +36,16 @@ def allocate(
         return tensor
 
     def layer() -> LayerCache:
-        cache = LayerCache(empty(shape, dtype), empty(shape, dtype))
-        if dtype == torch.int8:
-            cache.k_scales_BGP, cache.v_scales_BGP = (empty(shape[:3], torch.float32) for _ in "kv")
-        return cache
+        scales = [empty(shape[:3], torch.float32) for _ in "kv"] if dtype == torch.int8 else []
+        return LayerCache(empty(shape, dtype), empty(shape, dtype), *scales)
 
     return [layer() for _ in range(num_layers)]
 
 
 def allocate_for(model: ModelConfig, form: ModelSettings, num_blocks: int, device: torch.device) -> list[LayerCache]:
     """The caches of a model in the form that was settled."""
-    spec = model.kv_specs()[0]
-    shape = (model.num_layers, num_blocks, spec.num_kv_heads, form.block_size, spec.head_dim_k)
+    spec, *others = model.kv_specs()
+    shape = (1 + len(others), num_blocks, spec.num_kv_heads, form.block_size, spec.head_dim_k)
     return allocate(*shape, cache_dtype(form), device)
 
 

@@ -24,8 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import gpu
-from quire.kernels.guards import check_alike
+from quire.kernels.guards import check_alike, check_contiguous
+from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2
 
@@ -429,16 +431,11 @@ def choose_fixed_shape(
 
 def paged_attention(
     q_THE: Tensor,
-    k_cache_BGPE: Tensor,
-    v_cache_BGPE: Tensor,
-    k_scales_BGP: Tensor | None,
-    v_scales_BGP: Tensor | None,
+    cache: LayerCache,
     block_tables_SM: Tensor,
     seq_lens_S: Tensor,
     cu_seqlens_q_S1: Tensor,
-    scale: float,
-    sliding_window: int,
-    soft_cap: float,
+    rule: AttentionRule,
     out_THE: Tensor,
     shape: AttentionShape | None = None,
 ) -> None:
@@ -447,8 +444,10 @@ def paged_attention(
     What tables, lengths and sums hold is not checked: the host does not know it without waiting for the device.
     """
     T, H, E = q_THE.shape
+    k_cache_BGPE, v_cache_BGPE = cache.k_BGPE, cache.v_BGPE
     G, P = k_cache_BGPE.shape[1:3]
     S, group = seq_lens_S.shape[0], H // G
+    check_contiguous(k_scales=cache.k_scales_BGP, v_scales=cache.v_scales_BGP)
     check_alike(k_cache_BGPE, v_cache_BGPE)
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
@@ -479,11 +478,11 @@ def paged_attention(
         partial,
         maxima_THK,
         sums_THK,
-        k_scales_BGP,
-        v_scales_BGP,
+        cache.k_scales_BGP,
+        cache.v_scales_BGP,
         S,
-        scale,
-        soft_cap,
+        rule.scale,
+        rule.soft_cap,
         *q_THE.stride()[:2],
         *out_THE.stride()[:2],
         *k_cache_BGPE.stride()[:2],
@@ -495,8 +494,8 @@ def paged_attention(
         BLOCK_M=shape.block_m,
         BLOCK_Q=block_q,
         TILE=shape.tile,
-        WINDOW=sliding_window,
-        HAS_SOFT_CAP=soft_cap > 0,
+        WINDOW=rule.sliding_window,
+        HAS_SOFT_CAP=rule.soft_cap > 0,
         SEGMENTS=shape.segments,
         RANGE=shape.range_len,
         CODES=name,
