@@ -51,9 +51,9 @@ void bind_norm_rope(nb::module_& m) {
          uintptr_t positions, uintptr_t cos_sin, int64_t rotary_dim, int64_t num_positions, uintptr_t slot_mapping,
          uintptr_t k_cache, int64_t k_block_stride, int64_t k_cache_head_stride, uintptr_t v_cache,
          int64_t v_block_stride, int64_t v_cache_head_stride, uintptr_t k_scales, uintptr_t v_scales,
-         int64_t num_tokens, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-         int64_t num_blocks, uintptr_t q_norm_weight, uintptr_t k_norm_weight, int norm_weight_dtype, float norm_eps,
-         float norm_weight_offset) {
+         int64_t scales_block_stride, int64_t num_tokens, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim,
+         int64_t block_size, int64_t num_blocks, uintptr_t q_norm_weight, uintptr_t k_norm_weight,
+         int norm_weight_dtype, float norm_eps, float norm_weight_offset) {
         const RopeCacheArgs args = {.dtype = static_cast<DType>(dtype),
                                     .cache_type = static_cast<CacheType>(cache_type),
                                     .q = pointer<void>(q),
@@ -78,6 +78,7 @@ void bind_norm_rope(nb::module_& m) {
                                     .v_cache_head_stride = v_cache_head_stride,
                                     .k_scales = pointer<float>(k_scales),
                                     .v_scales = pointer<float>(v_scales),
+                                    .scales_block_stride = scales_block_stride,
                                     .num_tokens = num_tokens,
                                     .num_q_heads = num_q_heads,
                                     .num_kv_heads = num_kv_heads,
@@ -97,10 +98,10 @@ void bind_norm_rope(nb::module_& m) {
       nb::arg("v_head_stride"), nb::arg("positions"), nb::arg("cos_sin"), nb::arg("rotary_dim"),
       nb::arg("num_positions"), nb::arg("slot_mapping"), nb::arg("k_cache"), nb::arg("k_block_stride"),
       nb::arg("k_cache_head_stride"), nb::arg("v_cache"), nb::arg("v_block_stride"), nb::arg("v_cache_head_stride"),
-      nb::arg("k_scales"), nb::arg("v_scales"), nb::arg("num_tokens"), nb::arg("num_q_heads"), nb::arg("num_kv_heads"),
-      nb::arg("head_dim"), nb::arg("block_size"), nb::arg("num_blocks"), nb::arg("q_norm_weight"),
-      nb::arg("k_norm_weight"), nb::arg("norm_weight_dtype"), nb::arg("norm_eps"), nb::arg("norm_weight_offset"),
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("k_scales"), nb::arg("v_scales"), nb::arg("scales_block_stride"), nb::arg("num_tokens"),
+      nb::arg("num_q_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("block_size"),
+      nb::arg("num_blocks"), nb::arg("q_norm_weight"), nb::arg("k_norm_weight"), nb::arg("norm_weight_dtype"),
+      nb::arg("norm_eps"), nb::arg("norm_weight_offset"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire

@@ -39,18 +39,22 @@ class Piece {
     int64_t block_stride, head_stride;
   };
 
-  // What lies behind the sequence reads as zeros, since its slots may hold anything.
+  // What lies before the first position that the rows see, or behind the sequence, reads as zeros: such slots may hold
+  // anything, and the table may name no block there.
   void fill(const AttentionArgs& a, const Source& source, const Item& item, int64_t kv_head, int start) {
     alignas(64) static const C zeros[kMaxHeadDim] = {};
     const C* head = static_cast<const C*>(source.codes) + kv_head * source.head_stride;
     const int end = std::min(range.end, a.seq_lens[item.sequence] - start);
-    const int32_t* block = a.block_tables + item.sequence * a.block_table_stride + (start + range.begin) / a.block_size;
-    int p = range.begin, offset = (start + p) % a.block_size;
+    const int begin = std::max(range.begin, item.first_position - start);
+    for (int p = range.begin; p < begin; ++p) rows_[p] = zeros;
+    if constexpr (Rows<C>::kHasScales) std::fill(scales_ + range.begin, scales_ + begin, 0.0f);
+    const int32_t* block = a.block_tables + item.sequence * a.block_table_stride + (start + begin) / a.block_size;
+    int p = begin, offset = (start + p) % a.block_size;
     for (; p < end; ++block, offset = 0) {
       const int run_end = std::min(p + a.block_size - offset, end);
       const C* row = head + *block * source.block_stride + static_cast<int64_t>(offset) * a.head_dim;
       if constexpr (Rows<C>::kHasScales) {
-        const float* scales = source.scales + (int64_t{*block} * a.num_kv_heads + kv_head) * a.block_size + offset;
+        const float* scales = source.scales + *block * a.scales_block_stride + kv_head * a.block_size + offset;
         std::copy_n(scales, run_end - p, scales_ + p);
       }
       for (; p < run_end; ++p, row += a.head_dim) rows_[p] = row;

@@ -175,7 +175,7 @@ void rope_and_cache_token(const RopeCacheArgs& a, int64_t token) {
                             [&](int64_t i, F32 x, int64_t left) { store_part(k_to + i, x, left); });
                 std::copy_n(v, a.head_dim, v_to);
               } else {
-                const int64_t row = (block * a.num_kv_heads + g) * a.block_size + offset;
+                const int64_t row = block * a.scales_block_stride + g * a.block_size + offset;
                 encode_head(a, k, k_weight, inverse, cos_sin, k_to, a.k_scales, row);
                 encode_head<T, W>(a, v, nullptr, 0.0f, nullptr, v_to, a.v_scales, row);
               }

@@ -15,10 +15,11 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class LayerCache:
-    """KV cache of one layer: both tensors [num_blocks, num_kv_heads, block_size, head_dim].
+    """KV cache of one layer: both tensors [num_blocks, num_kv_heads, block_size, head_dim], contiguous in a block.
 
     They hold the model's dtype or codes of 8 bits (float8_e4m3fn, float8_e5m2, int8). int8 codes have a float32 scale
-    per token and KV head beside them, in the same blocks: [num_blocks, num_kv_heads, block_size], contiguous.
+    per token and KV head beside them, in the same blocks: [num_blocks, num_kv_heads, block_size]. Between two blocks of
+    a layer lie those of other layers.
     """
 
     k_BGPE: Tensor

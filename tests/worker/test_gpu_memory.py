@@ -14,6 +14,7 @@ from quire import demo
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import MemoryPlanError
+from quire.kv_groups import kv_groups
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
 from quire.resolve import DeviceFacts, GpuFacts, Resolved, kv_bytes_per_token, resolve
@@ -70,8 +71,7 @@ def test_what_is_measured() -> None:
     accelerator = FakeAccelerator(free_bytes=[1000 * MIB, 900 * MIB, 890 * MIB], peak_bytes=77 * MIB)
     _, model_config, resolved = resolved_for()
     _, model = demo_model("bfloat16", None)
-    shape = (1, model_config.num_kv_heads, resolved.block_size, model_config.head_dim)
-    cache = kv_cache.allocate(model_config.num_layers, *shape, torch.bfloat16, accelerator.device)
+    cache = kv_cache.allocate(kv_groups(model_config), 1, resolved.block_size, torch.bfloat16, accelerator.device)
     work = gpu_memory.measure(model, cache, resolved, accelerator)
     assert work.step_bytes == 77 * MIB
     assert work.graph_bytes == 100 * MIB + 10 * MIB * (len(paddings(resolved)) - 1)
@@ -91,7 +91,7 @@ def test_what_is_measured_is_not_given_to_the_cache() -> None:
     weights = worker.runner.model.weight_bytes()
     assert resolved.num_blocks == (int(0.25 * GIB) - weights - work) // block
     assert resolved.unplanned_bytes == 480 * MIB - resolved.kv_cache_bytes - work
-    assert kv_cache.num_bytes(worker.runner.caches) == resolved.kv_cache_bytes
+    assert worker.runner.cache.num_bytes == resolved.kv_cache_bytes
 
 
 def test_too_little_memory() -> None:
@@ -104,10 +104,10 @@ def test_too_little_memory() -> None:
 def test_a_refused_cache_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = kv_cache.allocate
 
-    def refuse(num_layers: int, num_blocks: int, *rest: Any) -> Any:
-        if num_blocks > 1:
+    def refuse(groups: Any, num_pages: int, *rest: Any) -> Any:
+        if num_pages > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 70.00 GiB")
-        return allocate(num_layers, num_blocks, *rest)
+        return allocate(groups, num_pages, *rest)
 
     monkeypatch.setattr(kv_cache, "allocate", refuse)
     with pytest.raises(MemoryPlanError, match=r"refuses .* Lower .*--gpu-memory-utilization"):
@@ -155,7 +155,7 @@ def test_an_engine_that_nobody_holds_gives_its_memory_back(monkeypatch: pytest.M
     core.add(AddRequest("r", [5, 7, 9], SamplingParams(temperature=0.0, max_tokens=9), 9))
     while core.has_work():
         core.step()
-    owners = (core, worker, runner, runner.captured, runner.model, runner.caches[0].k_BGPE)
+    owners = (core, worker, runner, runner.captured, runner.model, runner.cache.pages)
     alive = [weakref.ref(each) for each in owners]
     del accelerator, worker, runner, core, owners
     gc.collect()

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.forward_batch import LayerCache
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, RowsFailedError, ScheduledBatch
 from quire.worker.input_batch import InputBatch
-from quire.worker.kv_cache import allocate, copy_blocks, num_bytes
 
 BLOCK_SIZE = 8
 MAX_MODEL_LEN = 64
@@ -116,19 +114,3 @@ def test_prompt_logprobs_are_not_computed_again_for_a_resumed_request() -> None:
     rows = [NewRow("new", [1, 2], 2, params, [0]), NewRow("resumed", [1, 2, 3], 2, params, [1])]
     inputs.apply(_batch(0, [("new", 0, 2), ("resumed", 0, 3)], new_rows=rows))
     assert inputs.num_prompt_logprobs == {inputs.row_of["new"]: 3}
-
-
-def test_block_copies_read_before_they_write() -> None:
-    caches = allocate(2, 4, 1, BLOCK_SIZE, 2, torch.float32, torch.device("cpu"))
-    for cache in caches:
-        for tensor in (cache.k_BGPE, cache.v_BGPE):
-            tensor.copy_(torch.arange(4.0).view(4, 1, 1, 1).expand_as(tensor))
-    copy_blocks(caches, [(0, 1), (1, 2)])
-    for cache in caches:
-        for tensor in (cache.k_BGPE, cache.v_BGPE):
-            assert tensor[:, 0, 0, 0].tolist() == [0.0, 0.0, 1.0, 3.0]
-
-
-def test_num_bytes() -> None:
-    caches: list[LayerCache] = allocate(3, 5, 2, BLOCK_SIZE, 16, torch.bfloat16, torch.device("cpu"))
-    assert num_bytes(caches) == 3 * 2 * 5 * 2 * BLOCK_SIZE * 16 * 2

@@ -53,12 +53,11 @@ def check_dtype(name: str, x: Tensor, *legal: torch.dtype) -> None:
         raise TypeError(f"{name} is {x.dtype}, expected {' or '.join(map(str, legal))}")
 
 
-def check_alike(k_cache_BGPE: Tensor, v_cache_BGPE: Tensor) -> None:
-    """The caches of K and V have the same strides: a kernel takes one set for both."""
-    if k_cache_BGPE.stride() != v_cache_BGPE.stride():
-        raise ValueError(
-            f"v_cache has strides {v_cache_BGPE.stride()}, expected {k_cache_BGPE.stride()}, those of k_cache"
-        )
+def check_alike(**tensors: Tensor) -> None:
+    """Two tensors have the same strides: a kernel takes one set for both."""
+    (first, x), (second, y) = tensors.items()
+    if x.stride() != y.stride():
+        raise ValueError(f"{second} has strides {y.stride()}, expected {x.stride()}, those of {first}")
 
 
 def check_last_stride(**tensors: Tensor | None) -> None:

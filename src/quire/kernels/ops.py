@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, gpu, reference
 from quire.kernels.guards import (
+    check_alike,
     check_contiguous,
     check_dtype,
     check_filled,
@@ -208,8 +209,9 @@ def paged_attention(
     With a sliding window w a token sees the positions above its own minus w (0: all). With a soft cap c scores become
     c * tanh(score / c). Softmax in float32; a token's result does not depend on the other tokens of the call, bit for
     bit. q may be strided (last dimension contiguous); the caches have its dtype or hold codes (see kv_codes),
-    int8 with scales; seq_lens are below 2^24. What else the cache holds is never used. Tokens of q that belong to no
-    sequence, behind the last one, have no result.
+    int8 with scales; seq_lens are below 2^24. What else the cache holds is never used, and entries of the tables before
+    the first position that a sequence sees may be any numbers. Tokens of q that belong to no sequence, behind the last
+    one, have no result.
     """
     _check_caches(q_THE, k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
     check_places(q=q_THE, block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1, out=out_THE)
@@ -271,7 +273,12 @@ def _check_caches(
         if scales_BGP is not None:
             check_shape(name, scales_BGP, *k_cache_BGPE.shape[:3])
             check_dtype(name, scales_BGP, torch.float32)
-            check_contiguous(**{name: scales_BGP})
+            if scales_BGP.stride()[1:] != (scales_BGP.shape[2], 1):
+                raise ValueError(
+                    f"{name} has strides {scales_BGP.stride()}, expected the last two to be {scales_BGP.shape[2]} and 1"
+                )
+    if k_scales_BGP is not None and v_scales_BGP is not None:
+        check_alike(k_scales=k_scales_BGP, v_scales=v_scales_BGP)
 
 
 def greedy(logits_RV: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from quire.forward_batch import LayerCache
 from quire.models.registry import CausalLM
 from quire.resolve import Resolved
 from quire.sampling_params import SamplingParams
@@ -18,6 +17,7 @@ from quire.schedule import NewRow, ScheduledBatch
 from quire.worker.accelerator import Accelerator
 from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
@@ -51,11 +51,11 @@ def make_inputs(
     )
 
 
-def measure(model: CausalLM, cache: list[LayerCache], resolved: Resolved, accelerator: Accelerator) -> GpuWork:
+def measure(model: CausalLM, cache: PagedCache, resolved: Resolved, accelerator: Accelerator) -> GpuWork:
     """Load all kernels, run the largest step, twice, and capture the two largest graphs.
 
     Args:
-        cache: of one block.
+        cache: of one page.
     """
     inputs = make_inputs(resolved, model.config.vocab_size, accelerator, 1)
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator)
@@ -101,14 +101,14 @@ def _run(runner: ModelRunner, batch: ScheduledBatch) -> None:
 
 
 def _measure_graphs(
-    model: CausalLM, cache: list[LayerCache], inputs: DeviceInputBatch, resolved: Resolved, accelerator: Accelerator
+    model: CausalLM, cache: PagedCache, inputs: DeviceInputBatch, resolved: Resolved, accelerator: Accelerator
 ) -> int:
     """Bytes of all graphs: the largest one brings the scratch memory, each further one what the second one takes."""
     sizes = paddings(resolved)
     if not sizes:
         return 0
     free = []
-    graphs = StepGraphs(model, cache, inputs, accelerator, sizes[:2])
+    graphs = StepGraphs(model, cache.layers, inputs, accelerator, sizes[:2])
 
     def note(done: int = 0, total: int = 0) -> None:
         accelerator.release()

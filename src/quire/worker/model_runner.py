@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.forward_batch import LayerCache
 from quire.kernels import gpu
 from quire.models.registry import CausalLM
 from quire.sampling.logprobs import entries, scores
@@ -28,7 +27,7 @@ from quire.schedule import NewRow, ScheduledBatch, StepResult
 from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.input_batch import ExpectedTokens, InputBatch, StepRows
-from quire.worker.kv_cache import copy_blocks
+from quire.worker.kv_cache import PagedCache
 
 # Prompt positions turned into logits at once: bounds the [X, V] float32 scratch (64 x 152k x 4 bytes = 39 MB).
 PROMPT_LOGPROBS_CHUNK = 64
@@ -95,14 +94,14 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        caches: list[LayerCache],
+        cache: PagedCache,
         input_batch: InputBatch,
         logprobs_mode: str,
         device: Device,
         captured: CapturedSteps | None = None,
     ) -> None:
         self.model = model
-        self.caches = caches
+        self.cache = cache
         self.input_batch = input_batch
         self.sampler = Sampler(input_batch.sampling, logprobs_mode=logprobs_mode)
         self.device = device
@@ -135,7 +134,7 @@ class ModelRunner:
         started = time.perf_counter()
         inputs, device, captured = self.input_batch, self.device, self.captured
         inputs.apply(batch)
-        copy_blocks(self.caches, batch.block_copies)
+        self.cache.copy_pages(batch.block_copies)
         step = inputs.step_rows(batch)
         sampling = np.flatnonzero(step.samples_S)
         rows = step.rows_S[sampling]
@@ -147,7 +146,7 @@ class ModelRunner:
         if captured is not None and size is not None:
             hidden_TD = captured.run(size, staged)[: int(step.lens_S.sum())]
         else:
-            hidden_TD = self.model.forward(inputs.forward_batch(staged, self.caches))
+            hidden_TD = self.model.forward(inputs.forward_batch(staged, self.cache.layers))
         launched = _Launched(sampling.tolist())
         if len(sampling):
             everything = len(sampling) == len(hidden_TD)
@@ -188,7 +187,7 @@ class ModelRunner:
                 batch = ScheduledBatch(0, [row.request_id], [start], [length], [[]], new_rows)
                 inputs.apply(batch)
                 staged = inputs.stage(inputs.step_rows(batch))
-                hidden_TD = self.model.forward(inputs.forward_batch(staged, self.caches))
+                hidden_TD = self.model.forward(inputs.forward_batch(staged, self.cache.layers))
                 for hidden_XD in torch.split(hidden_TD, PROMPT_LOGPROBS_CHUNK):
                     yield self.model.compute_logits(hidden_XD)
         finally:

@@ -13,9 +13,9 @@ from quire.config import EngineConfig
 from quire.cost import devices
 from quire.cost.stopwatch import Lap, Stopwatch
 from quire.errors import MemoryPlanError
-from quire.forward_batch import LayerCache
 from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.kv_format import kv_format
+from quire.kv_groups import kv_groups
 from quire.loader.load import load_model
 from quire.logs import get_logger
 from quire.memory_plan import (
@@ -37,6 +37,7 @@ from quire.worker import gpu_memory, kv_cache
 from quire.worker.accelerator import Accelerator, Cuda, Host
 from quire.worker.cuda_graphs import StepGraphs, paddings, warn_about_dropped_sizes
 from quire.worker.input_batch import InputBatch
+from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 from quire.worker.prefault import Prefault
 from quire.worker.recorded_steps import RecordedSteps
@@ -125,11 +126,11 @@ def _bring_up_cpu(
             shown_bytes(memory.free_bytes),
         )
     progress("warm up", 1 / 3, "allocating the KV cache")
-    caches = _allocate_planned(model_config, resolved, memory, "VLLM_CPU_KVCACHE_SPACE")
+    cache = _allocate_planned(model_config, resolved, memory, "VLLM_CPU_KVCACHE_SPACE")
     inputs = InputBatch(resolved.max_num_seqs, resolved.max_model_len, resolved.block_size, model_config.vocab_size)
-    recorded = RecordedSteps(model, inputs, caches) if isinstance(model, Decoder) else None
-    runner = ModelRunner(model, caches, inputs, config.logprobs_mode, Host(), recorded)
-    return Worker(runner, resolved, measured_step, Prefault(caches))
+    recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
+    runner = ModelRunner(model, cache, inputs, config.logprobs_mode, Host(), recorded)
+    return Worker(runner, resolved, measured_step, Prefault(cache.pages))
 
 
 def bring_up_gpu(
@@ -142,8 +143,7 @@ def bring_up_gpu(
 ) -> Worker:
     """The rest of a start once the model's weights are on the GPU."""
     gc.collect()  # what loading has left of tensors
-    cache = _allocate_caches(model_config, resolved, 1, accelerator.device)
-    work = gpu_memory.measure(model, cache, resolved, accelerator)
+    work = gpu_memory.measure(model, _allocate(model_config, resolved, 1, accelerator.device), resolved, accelerator)
     gc.collect()
     accelerator.release()
     free_bytes, total_bytes = accelerator.memory()
@@ -157,25 +157,25 @@ def bring_up_gpu(
     )
     plan_kv_cache(config, model_config, resolved, memory)
     progress("warm up", 1 / 3, "allocating the KV cache")
-    caches = _allocate_planned(model_config, resolved, memory, "--gpu-memory-utilization", accelerator.device)
+    cache = _allocate_planned(model_config, resolved, memory, "--gpu-memory-utilization", accelerator.device)
     depth = 2 if resolved.async_scheduling else 1
     inputs = gpu_memory.make_inputs(resolved, model_config.vocab_size, accelerator, depth)
     graphs = None
     warn_about_dropped_sizes(resolved)
     if sizes := paddings(resolved):
-        graphs = StepGraphs(model, caches, inputs, accelerator, sizes)
+        graphs = StepGraphs(model, cache.layers, inputs, accelerator, sizes)
         graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
-    runner = ModelRunner(model, caches, inputs, config.logprobs_mode, accelerator, graphs)
+    runner = ModelRunner(model, cache, inputs, config.logprobs_mode, accelerator, graphs)
     num_tokens, seconds = work.largest_step
-    return Worker(runner, resolved, (num_tokens, Lap(seconds)), Prefault(caches))
+    return Worker(runner, resolved, (num_tokens, Lap(seconds)), Prefault(cache.pages))
 
 
 def _allocate_planned(
     model_config: ModelConfig, resolved: Resolved, memory: MemoryFacts, knob: str, device: torch.device = CPU
-) -> list[LayerCache]:
+) -> PagedCache:
     """The KV cache; `knob` is what sets its size on this device, beside the exact numbers."""
     try:
-        return _allocate_caches(model_config, resolved, resolved.num_blocks, device)
+        return _allocate(model_config, resolved, resolved.num_blocks, device)
     except RuntimeError as error:  # torch's allocator: more than the system promises to anybody
         raise MemoryPlanError(
             f"The system refuses {shown_bytes(resolved.kv_cache_bytes)} for the KV cache",
@@ -185,18 +185,9 @@ def _allocate_planned(
         ) from error
 
 
-def _allocate_caches(
-    model_config: ModelConfig, resolved: Resolved, num_blocks: int, device: torch.device = CPU
-) -> list[LayerCache]:
-    return kv_cache.allocate(
-        model_config.num_layers,
-        num_blocks,
-        model_config.num_kv_heads,
-        resolved.block_size,
-        model_config.head_dim,
-        _cache_dtype(resolved),
-        device,
-    )
+def _allocate(model_config: ModelConfig, resolved: Resolved, num_pages: int, device: torch.device = CPU) -> PagedCache:
+    groups = kv_groups(model_config)
+    return kv_cache.allocate(groups, num_pages, resolved.block_size, _cache_dtype(resolved), device)
 
 
 def _cache_dtype(resolved: Resolved) -> torch.dtype:
@@ -219,16 +210,16 @@ def _measure(model: CausalLM, model_config: ModelConfig, resolved: Resolved) -> 
     """
     num_tokens = min(PROFILE_TOKENS, resolved.max_num_batched_tokens, resolved.max_model_len)
     num_blocks = -(-num_tokens // resolved.block_size)
-    caches = _allocate_caches(model_config, resolved, num_blocks)
+    cache = _allocate(model_config, resolved, num_blocks)
     inputs = InputBatch(1, num_tokens, resolved.block_size, model_config.vocab_size)
-    runner = ModelRunner(model, caches, inputs, "raw_logprobs", Host())
+    runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host())
     before = devices.resident_memory_bytes()
     peak_before = _peak_resident_bytes()
     watch = Stopwatch()
     result = runner.execute(_profile_batch(num_tokens, num_blocks))
     waited = watch.lap().waited
-    held = kv_cache.num_bytes(caches)
-    growth = max(_peak_resident_bytes() - max(before, peak_before), devices.resident_memory_bytes() - before) - held
+    growth = max(_peak_resident_bytes() - max(before, peak_before), devices.resident_memory_bytes() - before)
+    growth -= cache.num_bytes
     floor = least_work_bytes(model_config, num_tokens, resolved.dtype)  # the peak may hide under that of loading
     scale: float = resolved.max_num_batched_tokens / num_tokens
     seconds = result.prepare_seconds + result.forward_seconds + result.sample_seconds

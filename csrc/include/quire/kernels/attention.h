@@ -18,9 +18,10 @@ struct AttentionArgs {
   int64_t k_block_stride, k_head_stride;
   const void* v_cache;  // [B, G, P, E]
   int64_t v_block_stride, v_head_stride;
-  const float *k_scales, *v_scales;  // [B, G, P] contiguous, a factor for each row of E codes; only of int8
+  const float *k_scales, *v_scales;  // [B, G, P], G and P contiguous, a factor for each row of E codes; only of int8
+  int64_t scales_block_stride;       // of both
   int64_t num_blocks;                // B
-  const int32_t* block_tables;       // [S, M]
+  const int32_t* block_tables;       // [S, M] read where a query token of the sequence sees the block
   int64_t block_table_stride, blocks_per_table;
   const int32_t* seq_lens;      // [S] positions in the cache, this call's tokens included
   const int32_t* cu_seqlens_q;  // [S + 1] the tokens cu[s] to cu[s + 1] are the last positions of sequence s

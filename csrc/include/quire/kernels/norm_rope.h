@@ -40,7 +40,8 @@ struct RopeCacheArgs {
   int64_t k_block_stride, k_cache_head_stride;
   void* v_cache;
   int64_t v_block_stride, v_cache_head_stride;
-  float *k_scales, *v_scales;  // [B, G, P] contiguous; only of int8
+  float *k_scales, *v_scales;   // [B, G, P], G and P contiguous; only of int8
+  int64_t scales_block_stride;  // of both
   int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, block_size, num_blocks;
   const void* q_norm_weight;  // [E] or null, dtype norm_weight_dtype (dtype or f32)
   const void* k_norm_weight;

@@ -90,6 +90,7 @@ def _rope_and_cache_kernel(
     v_stride_g,
     cache_stride_b,
     cache_stride_g,
+    scales_stride_b,
     eps,
     weight_offset,
     H: tl.constexpr,
@@ -120,7 +121,7 @@ def _rope_and_cache_kernel(
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             at = (slot // P) * cache_stride_b + group * cache_stride_g + (slot % P) * E
-            scale_at = ((slot // P) * G + group) * P + slot % P
+            scale_at = (slot // P) * scales_stride_b + group * P + slot % P
             k = _normed_and_rotated(
                 k_ptr + token * k_stride_t + group * k_stride_g,
                 k_weight_ptr,
@@ -160,7 +161,7 @@ def rope_and_cache(
     """
     T, H, E = q_THE.shape
     G, P = k_cache_BGPE.shape[1:3]
-    check_alike(k_cache_BGPE, v_cache_BGPE)
+    check_alike(k_cache=k_cache_BGPE, v_cache=v_cache_BGPE)
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
@@ -182,6 +183,7 @@ def rope_and_cache(
         *k_TGE.stride()[:2],
         *v_TGE.stride()[:2],
         *k_cache_BGPE.stride()[:2],
+        0 if k_scales_BGP is None else k_scales_BGP.stride(0),
         norm_eps,
         norm_weight_offset,
         H=H,
