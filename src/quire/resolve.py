@@ -49,6 +49,8 @@ _FURTHER_LIMITS = {
     "kv_cache_bytes": "context held for all requests together",
     "unplanned_bytes": "what other programs may take",
     "num_blocks": "context held for all requests together",
+    "kv_cache_tokens": "context held for all requests together",
+    "kv_cache_chats": "chats that need not wait for each other",
     "expected_tokens_per_second": "what one request can get",
     "expected_total_tokens_per_second": "what max_num_seqs requests can get together",
     "expectation_waited_share": "how much the two expectations are worth",
@@ -475,11 +477,6 @@ def _kv_detail(config: EngineConfig, resolved: Resolved, model: ModelConfig) -> 
         return detail
     times = model.kv_bytes_per_token(own) / model.kv_bytes_per_token(kv)
     return f"{detail}, {times:.2f}x the tokens of {own.name} in the same bytes"
-
-
-def kv_bytes_per_token(resolved: Resolved, model: ModelConfig) -> int:
-    """Bytes of K and V of one token over all layers, scales included."""
-    return model.kv_bytes_per_token(kv_format(resolved.kv_cache_dtype, resolved.dtype))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> tuple[int, Source, str]:

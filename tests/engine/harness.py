@@ -14,7 +14,7 @@ import quire.demo
 from quire.engine.core import EngineCore
 from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.kv_format import kv_format
-from quire.kv_groups import kv_groups
+from quire.kv_groups import kv_groups, num_tables
 from quire.loader.load import load_model
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
@@ -110,7 +110,10 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
         if tensor.dtype != torch.int8:
             tensor.copy_(torch.tensor(float("nan")))  # a slot read before it is written must show
     kv = KVCacheManager(
-        BlockPool(schedule.num_blocks, schedule.block_size), enable_prefix_caching=schedule.prefix_caching
+        BlockPool(schedule.num_blocks, schedule.block_size),
+        kv_groups(config),
+        step_tokens=schedule.chunk,
+        enable_prefix_caching=schedule.prefix_caching,
     )
     limits = SchedulerLimits(
         max_num_seqs=schedule.max_num_seqs, max_num_batched_tokens=schedule.chunk, max_model_len=config.max_model_len
@@ -121,7 +124,8 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
 
 
 def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache) -> Executor:
-    sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size)
+    tables = num_tables(kv_groups(config))
+    sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size, tables)
     if (accelerator := schedule.accelerator) is None:
         inputs = InputBatch(*sizes)
         recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None

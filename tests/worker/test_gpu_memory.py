@@ -15,9 +15,10 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import MemoryPlanError
 from quire.kv_groups import kv_groups
+from quire.memory_plan import KvPages
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
-from quire.resolve import DeviceFacts, GpuFacts, Resolved, kv_bytes_per_token, resolve
+from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
 from quire.sampling_params import SamplingParams
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
@@ -60,7 +61,7 @@ def bring_up(accelerator: FakeAccelerator, **arguments: Any) -> Worker:
 def test_the_largest_step(arguments: dict[str, Any], lens: list[int]) -> None:
     """The whole budget where the rows can use it, over as many rows as may run, all of which sample."""
     _, _, resolved = resolved_for(**arguments)
-    batch = gpu_memory.largest_batch(resolved)
+    batch = gpu_memory.largest_batch(resolved, 1)
     assert batch.num_scheduled_tokens == lens
     assert [len(row.token_ids) for row in batch.new_rows] == lens
     assert all(set(row.block_ids) == {0} for row in batch.new_rows), "the cache has one block"
@@ -87,7 +88,7 @@ def test_what_is_measured_is_not_given_to_the_cache() -> None:
     work = 60 * MIB + 100 * MIB + 10 * MIB * (len(paddings(resolved)) - 1)
     assert resolved.work_bytes == work
     assert "in a step of 96 tokens" in resolved.settings["work_bytes"].detail
-    block = resolved.block_size * kv_bytes_per_token(resolved, load_model_config(demo.path()))
+    block = KvPages.of(resolved, load_model_config(demo.path())).page_bytes
     weights = worker.runner.model.weight_bytes()
     assert resolved.num_blocks == (int(0.25 * GIB) - weights - work) // block
     assert resolved.unplanned_bytes == 480 * MIB - resolved.kv_cache_bytes - work

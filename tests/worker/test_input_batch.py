@@ -60,11 +60,12 @@ def test_forward_batch_is_what_the_schedule_says(seed: int) -> None:
         for name, computed, count in rows
         for p in range(computed, computed + count)
     ]
-    actual = zip(packed.token_ids_T.tolist(), packed.positions_T.tolist(), packed.slot_mapping_T.tolist(), strict=True)
+    (places,) = packed.tables
+    actual = zip(packed.token_ids_T.tolist(), packed.positions_T.tolist(), places.slot_mapping_T.tolist(), strict=True)
     assert list(actual) == expected
     assert packed.seq_lens_S.tolist() == [computed + count for _, computed, count in rows]
     assert packed.cu_seqlens_q_S1.tolist() == [sum(r[2] for r in rows[:i]) for i in range(len(rows) + 1)]
-    for (name, computed, count), table in zip(rows, packed.block_tables_SM.tolist(), strict=True):
+    for (name, computed, count), table in zip(rows, places.block_tables_SM.tolist(), strict=True):
         used = -(-(computed + count) // BLOCK_SIZE)
         assert table[:used] == tables[name][:used]
     assert step.samples_S.tolist() == [computed + count == len(tokens[name]) for name, computed, count in rows]
@@ -82,7 +83,7 @@ def test_a_sampled_token_is_the_next_steps_input() -> None:
     batch = _batch(1, [("a", 3, 1)])
     inputs.apply(batch)
     packed = inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [])
-    assert (packed.token_ids_T.tolist(), packed.slot_mapping_T.tolist()) == ([55], [4 * BLOCK_SIZE + 3])
+    assert (packed.token_ids_T.tolist(), packed.tables[0].slot_mapping_T.tolist()) == ([55], [4 * BLOCK_SIZE + 3])
 
 
 def test_removed_rows_are_reused_and_unknown_ids_ignored() -> None:
@@ -91,7 +92,7 @@ def test_removed_rows_are_reused_and_unknown_ids_ignored() -> None:
     row = inputs.row_of["a"]
     inputs.apply(_batch(1, [("b", 0, 1)], removed_request_ids=["a", "never"], new_rows=[_row("b", [2], 1, [3])]))
     assert inputs.row_of == {"b": row}
-    assert inputs.block_tables[row, 0] == 3
+    assert inputs.block_tables_NCM[0, row, 0] == 3
 
 
 def test_a_row_that_cannot_be_added_is_named_and_can_be_removed() -> None:

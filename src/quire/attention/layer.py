@@ -48,7 +48,7 @@ class Attention:
             v_TGE,
             batch.positions_T,
             self._cos_sin_LR,
-            batch.slot_mapping_T,
+            batch.tables[cache.table].slot_mapping_T,
             cache.k_BGPE,
             cache.v_BGPE,
             None if q_norm is None else q_norm.weight_D,

@@ -30,7 +30,7 @@ class PagedAttention:
             q_THE,
             cache.k_BGPE,
             cache.v_BGPE,
-            batch.block_tables_SM,
+            batch.tables[cache.table].block_tables_SM,
             batch.seq_lens_S,
             batch.cu_seqlens_q_S1,
             self._scale,

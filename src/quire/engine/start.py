@@ -10,6 +10,7 @@ from quire.engine.core import EngineCore
 from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.engine.expectation import put_expectation
 from quire.engine.warm_up import produce_tokens
+from quire.kv_groups import kv_groups
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.resolve import Resolved
@@ -56,6 +57,8 @@ def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, p
             resolved.block_size,
             BlockResidency(resolved.kv_cache_metrics_sample) if resolved.kv_cache_metrics else None,
         ),
+        kv_groups(model_config),
+        step_tokens=resolved.max_num_batched_tokens,
         enable_prefix_caching=resolved.enable_prefix_caching,
         watermark=resolved.watermark,
     )

@@ -6,6 +6,7 @@ Dimensions: T tokens, R rows whose logits are wanted, D hidden, V vocabulary, L 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.attention.select import SharedBackends
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.hf_config.rope import RopeConfig
 from quire.kernels.fp8 import Rows
+from quire.kv_groups import kv_groups, table_of_layer
 from quire.layers.embedding import Embedding, OutputProjection, PackedEmbedding
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
@@ -54,7 +56,7 @@ class Decoder:
         self.device = device
         self.mapped_bytes = 0
         self._parts: list[tuple[str, Weighted]] = []
-        self._backends = SharedBackends(device, attention_backend, cache_dtype)
+        self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
         self._embed = self._make_embeddings(quantization)
         self._blocks = [family.block(build) for build in self._layer_builders(family, quantization)]
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset, dtype)
@@ -97,7 +99,7 @@ class Decoder:
                 quantization=quantization,
                 norm_offset=family.norm_offset,
                 rope_table=None if rope is None else tables[rope],
-                backend=self._backends.get,
+                backend=partial(self._backends.get, layer),
             )
             yield build
             self._parts += [(f"model.layers.{layer}.{prefix}", part) for prefix, part in build.parts]
@@ -143,7 +145,7 @@ class Decoder:
 
     def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
         """Host work of a step, which cannot be captured."""
-        self._backends.prepare(step, caches[0])
+        self._backends.prepare(step, caches)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""

@@ -6,7 +6,7 @@ import heapq
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from quire.errors import InvalidRequestError
@@ -124,7 +124,7 @@ class Scheduler:
             check_queue(self.num_waiting, self.limits)
         if request.request_id in self._requests:
             raise InvalidRequestError("The request id is in use", value=request.request_id, param="request_id")
-        check_request(request, self.limits, self.kv.pool.num_blocks, self.kv.block_size)
+        check_request(request, self.limits, self.kv.longest_request)
         self._choose_rope(request)
         self.kv.hash_prompt(request)
         request.received_time = self._clock()
@@ -170,12 +170,13 @@ class Scheduler:
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
             count = self._num_schedulable(request)
             if count > 1:
+                if not self._extend_or_preempt(request, count):
+                    break
                 prompts.append(request)
             elif count == 1 and budget > 0:
-                new_blocks = self._extend_or_preempt(request)
-                if new_blocks is None:
+                if not self._extend_or_preempt(request, 1):
                     break
-                budget -= self._add_row(step, request, 1, new_blocks)
+                budget -= self._add_row(step, request, 1)
 
         if self._is_shared():
             self._share(step, prompts, min(budget, self.limits.max_shared_prefill_tokens))
@@ -309,13 +310,15 @@ class Scheduler:
         is_too_long = count > self.limits.max_num_batched_tokens
         return min(count, budget) if count <= budget or is_too_long else 0
 
-    def _add_row(self, step: _Step, request: Request, count: int, new_blocks: Sequence[int] = ()) -> int:
-        """Put `count` tokens of a running request into the step; answers `count`."""
+    def _add_row(self, step: _Step, request: Request, count: int) -> int:
+        """Put `count` tokens of a running request into the step, or as many as it has slots for; answers how many."""
         batch, start, num_prompt = step.batch, request.num_computed_tokens, len(request.prompt_token_ids)
+        table = self.kv.table(request)
+        count = min(count, table.num_tokens - start)
         batch.request_ids.append(request.request_id)
         batch.num_computed_tokens.append(start)
         batch.num_scheduled_tokens.append(count)
-        batch.new_block_ids.append(list(new_blocks))
+        batch.new_block_ids.append(table.take_new())
         step.rows.append(request)
         end = request.num_computed_tokens = start + count
         request.num_in_flight_steps += 1
@@ -324,15 +327,21 @@ class Scheduler:
             self._stats.num_decode_tokens += end > num_prompt
         return count
 
-    def _extend_or_preempt(self, request: Request) -> list[int] | None:
-        """New blocks for one more token. None: the request itself was the last running one, and is preempted."""
-        while (new_blocks := self.kv.extend(request, request.num_computed_tokens + 1)) is None:
+    def _extend_or_preempt(self, request: Request, count: int) -> bool:
+        """Slots for up to `count` more tokens, for one at least.
+
+        False: the request itself was the last running one, and is preempted.
+        """
+        start = request.num_computed_tokens
+        if self.kv.extend(request, start + count):
+            return True
+        while not self.kv.extend(request, start + 1):
             victim = self._running[-1]
             self._warn_of_preemption(victim)
             self.preempt_last()
             if victim is request:
-                return None
-        return new_blocks
+                return False
+        return True
 
     def _candidate(self, first: Callable[[], tuple[Key, Request] | None], step: _Step) -> tuple[Request, Prefix] | None:
         """The waiting request that is `first`, and its prefix, if it may run now. Forks on the way wait elsewhere.
@@ -358,7 +367,10 @@ class Scheduler:
         parent = self._requests.get(request.fork_of) if request.fork_of is not None else None
         if parent is not None and parent.status is RUNNING and share_prompt(parent, request):
             is_computed = self._num_certain_tokens(parent, current) >= parent.num_prompt_tokens
-            return self.kv.fork_prefix(parent) if is_computed else None
+            if not is_computed:
+                return None
+            if (prefix := self.kv.fork_prefix(parent)) is not None:
+                return prefix
         return self._cached_prefix(request)
 
     def _cached_prefix(self, request: Request) -> Prefix:
@@ -396,7 +408,7 @@ class Scheduler:
                 token_ids=request.token_ids(),
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling_params=request.sampling_params,
-                block_ids=list(self.kv.block_table(request)),
+                block_ids=self.kv.table(request).take_new(),
                 stop_token_ids=request.stop_token_ids,
                 lora_name=request.lora_name,
                 rope_offset=request.rope_offset,

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
+from quire.kv_groups import kv_groups, num_tables
+from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
 from quire.resolve import Resolved
 from quire.sampling_params import SamplingParams
@@ -37,14 +39,15 @@ class GpuWork:
 
 
 def make_inputs(
-    resolved: Resolved, vocab_size: int, accelerator: Accelerator, steps_in_flight: int
+    resolved: Resolved, model: ModelConfig, accelerator: Accelerator, steps_in_flight: int
 ) -> DeviceInputBatch:
     """Rows for all requests that may run, and staging for the largest step."""
     return DeviceInputBatch(
         resolved.max_num_seqs,
         resolved.max_model_len,
         resolved.block_size,
-        vocab_size,
+        model.vocab_size,
+        num_tables(kv_groups(model)),
         max_tokens=max(resolved.max_num_batched_tokens, resolved.max_num_seqs),
         accelerator=accelerator,
         steps_in_flight=steps_in_flight,
@@ -57,17 +60,18 @@ def measure(model: CausalLM, cache: PagedCache, resolved: Resolved, accelerator:
     Args:
         cache: of one page.
     """
-    inputs = make_inputs(resolved, model.config.vocab_size, accelerator, 1)
+    inputs = make_inputs(resolved, model.config, accelerator, 1)
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator)
     before = accelerator.release()
+    tables = inputs.num_tables
     for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
         for params in (GREEDY, RANDOM):
             if num_rows <= resolved.max_num_seqs and length * num_rows <= resolved.max_num_batched_tokens:
-                _run(runner, prompts(resolved, [length] * num_rows, params))
+                _run(runner, prompts(resolved, [length] * num_rows, params, tables))
     accelerator.release()  # what stays is scratch of kernels, and counts
-    _run(runner, largest_batch(resolved))
+    _run(runner, largest_batch(resolved, tables))
     step_bytes = accelerator.reserved_peak() - before
-    batch = largest_batch(resolved)
+    batch = largest_batch(resolved, tables)
     started = time.perf_counter()
     _run(runner, batch)
     largest_step = batch.num_tokens, time.perf_counter() - started
@@ -75,18 +79,18 @@ def measure(model: CausalLM, cache: PagedCache, resolved: Resolved, accelerator:
     return GpuWork(step_bytes, graph_bytes, largest_step)
 
 
-def largest_batch(resolved: Resolved) -> ScheduledBatch:
+def largest_batch(resolved: Resolved, num_tables: int) -> ScheduledBatch:
     """Prompts of all requests that may run at once, together of the whole token budget; all of them sample."""
     num_rows = min(resolved.max_num_seqs, resolved.max_num_batched_tokens)
     num_tokens = min(resolved.max_num_batched_tokens, num_rows * resolved.max_model_len)
-    return prompts(resolved, [(num_tokens + row) // num_rows for row in range(num_rows)], RANDOM)
+    return prompts(resolved, [(num_tokens + row) // num_rows for row in range(num_rows)], RANDOM, num_tables)
 
 
-def prompts(resolved: Resolved, lens: Sequence[int], params: SamplingParams) -> ScheduledBatch:
+def prompts(resolved: Resolved, lens: Sequence[int], params: SamplingParams, num_tables: int) -> ScheduledBatch:
     """New rows with prompts of these lengths, computed in one step."""
     batch = ScheduledBatch(step_id=0)
     for row, length in enumerate(lens):
-        blocks = [0] * -(-length // resolved.block_size)
+        blocks = [0] * -(-length // resolved.block_size) * num_tables
         batch.request_ids.append(f"profile {row}")
         batch.num_computed_tokens.append(0)
         batch.num_scheduled_tokens.append(length)

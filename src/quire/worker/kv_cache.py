@@ -55,11 +55,12 @@ def allocate(
     if pages.device.type == "cpu":
         cpu.advise_huge_pages(pages)
     layers: dict[int, LayerCache] = {}
-    for group in groups:
+    tables = [(group, of_table) for group in groups for of_table in group.tables()]
+    for table, (group, of_table) in enumerate(tables):
         layer_bytes = block_size * group.spec.bytes_per_token(kv)
-        for of_table in group.tables():
-            for at, layer in enumerate(of_table):
-                layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype)
+        for at, layer in enumerate(of_table):
+            layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype)
+            layers[layer].table = table
     return PagedCache(pages, [layers[layer] for layer in range(len(layers))])
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import gpu
+from quire.kv_groups import kv_groups, pages_alone
 from quire.models.registry import CausalLM
 from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens, Sampler
@@ -175,9 +176,9 @@ class ModelRunner:
             step_tokens: most tokens of one forward pass.
         """
         inputs = self.input_batch
-        block_ids = list(range(-(-len(token_ids) // inputs.block_size)))
         params = SamplingParams(temperature=0.0, max_tokens=1)
         config = self.model.config
+        block_ids = pages_alone(kv_groups(config), len(token_ids), inputs.block_size, step_tokens)
         offset = config.rope.row_offset(len(token_ids), config.max_model_len)
         row = NewRow("sequence", token_ids, len(token_ids), params, block_ids, rope_offset=offset)
         try:

@@ -15,7 +15,7 @@ from quire.cost.stopwatch import Lap, Stopwatch
 from quire.errors import MemoryPlanError
 from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.kv_format import kv_format
-from quire.kv_groups import kv_groups
+from quire.kv_groups import kv_groups, num_tables, pages_alone
 from quire.loader.load import load_model
 from quire.logs import get_logger
 from quire.memory_plan import (
@@ -127,7 +127,13 @@ def _bring_up_cpu(
         )
     progress("warm up", 1 / 3, "allocating the KV cache")
     cache = _allocate_planned(model_config, resolved, memory, "VLLM_CPU_KVCACHE_SPACE")
-    inputs = InputBatch(resolved.max_num_seqs, resolved.max_model_len, resolved.block_size, model_config.vocab_size)
+    inputs = InputBatch(
+        resolved.max_num_seqs,
+        resolved.max_model_len,
+        resolved.block_size,
+        model_config.vocab_size,
+        num_tables(kv_groups(model_config)),
+    )
     recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
     runner = ModelRunner(model, cache, inputs, config.logprobs_mode, Host(), recorded)
     return Worker(runner, resolved, measured_step, Prefault(cache.pages))
@@ -159,7 +165,7 @@ def bring_up_gpu(
     progress("warm up", 1 / 3, "allocating the KV cache")
     cache = _allocate_planned(model_config, resolved, memory, "--gpu-memory-utilization", accelerator.device)
     depth = 2 if resolved.async_scheduling else 1
-    inputs = gpu_memory.make_inputs(resolved, model_config.vocab_size, accelerator, depth)
+    inputs = gpu_memory.make_inputs(resolved, model_config, accelerator, depth)
     graphs = None
     warn_about_dropped_sizes(resolved)
     if sizes := paddings(resolved):
@@ -209,14 +215,15 @@ def _measure(model: CausalLM, model_config: ModelConfig, resolved: Resolved) -> 
     The run also warms the kernels: the first request does not pay for thread start and page faults.
     """
     num_tokens = min(PROFILE_TOKENS, resolved.max_num_batched_tokens, resolved.max_model_len)
-    num_blocks = -(-num_tokens // resolved.block_size)
-    cache = _allocate(model_config, resolved, num_blocks)
-    inputs = InputBatch(1, num_tokens, resolved.block_size, model_config.vocab_size)
+    groups = kv_groups(model_config)
+    pages = pages_alone(groups, num_tokens, resolved.block_size, num_tokens)
+    cache = _allocate(model_config, resolved, len(pages))
+    inputs = InputBatch(1, num_tokens, resolved.block_size, model_config.vocab_size, num_tables(groups))
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host())
     before = devices.resident_memory_bytes()
     peak_before = _peak_resident_bytes()
     watch = Stopwatch()
-    result = runner.execute(_profile_batch(num_tokens, num_blocks))
+    result = runner.execute(_profile_batch(num_tokens, pages))
     waited = watch.lap().waited
     growth = max(_peak_resident_bytes() - max(before, peak_before), devices.resident_memory_bytes() - before)
     growth -= cache.num_bytes
@@ -226,9 +233,9 @@ def _measure(model: CausalLM, model_config: ModelConfig, resolved: Resolved) -> 
     return int(max(growth, floor) * scale), (num_tokens, Lap(seconds, waited))
 
 
-def _profile_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:
+def _profile_batch(num_tokens: int, pages: list[int]) -> ScheduledBatch:
     params = SamplingParams(temperature=0.0, max_tokens=1)
-    row = NewRow("profile", [0] * num_tokens, num_tokens, params, list(range(num_blocks)))
+    row = NewRow("profile", [0] * num_tokens, num_tokens, params, pages)
     return ScheduledBatch(
         step_id=0,
         request_ids=["profile"],
