@@ -60,8 +60,10 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
 
+FRONT_END_BENCHMARKS := $(addprefix benchmarks/,detokenizer.py frontend_capacity.py scheduler.py)
+
 bench: $(VENV)/.installed-dev  ## microbenchmarks of the kernels and the front end, against the limits of this machine
-	for file in benchmarks/kernels/*.py benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	for file in benchmarks/kernels/*.py $(FRONT_END_BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # GPU_PYTHON=python3: with that interpreter's own torch and Triton, and nothing is installed. It needs msgspec, jinja2, tokenizers
 # and tqdm beside them, and pytest, hypothesis and safetensors for the tests.

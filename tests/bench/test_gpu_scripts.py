@@ -72,7 +72,8 @@ def run_main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str, *
 
 def saved(folder: Path, what: str) -> tuple[dict[str, Any], str]:
     """The result for programs and the one for people."""
-    (data,), (text,) = folder.glob(f"{what}_test-machine_*.json"), folder.glob(f"{what}_test-machine_*.md")
+    found = folder / "results" / "test-machine"
+    (data,), (text,) = found.glob(f"{what}_*.json"), found.glob(f"{what}_*.md")
     return json.loads(data.read_text()), text.read_text()
 
 

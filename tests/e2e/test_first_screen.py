@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from quire import demo
+from quire import demo, first_screen
 from quire.memory_summary import MemorySummary
 from quire.resolve import shown_bytes
 from tests.e2e.serving import SMALL, Serve, quire
@@ -192,7 +192,9 @@ def test_json() -> None:
     assert (start["model"], start["machine"]["num_cores"] > 0) == ("quire-demo", True)
     for name in ("weight_bytes", "kv_cache_bytes", "work_bytes", "unplanned_bytes", "num_blocks"):
         assert ready["memory"][name] == config[name]["value"], name
-    assert min(ready["expected"].values()) > 0
+    one, together, waited_share = (ready["expected"][name] for name in first_screen.EXPECTED)
+    assert min(one, together) > 0
+    assert 0 <= waited_share <= 1, "it is 0 on an idle machine"
     assert ready["chosen"]["num_threads"] == {"value": 1, "source": "flag"}
     (drain,) = (record for record in records if record["message"].startswith("finishing "))
     assert (drain["num_requests"], drain["seconds"]) == (1, 30.0)

@@ -1,6 +1,6 @@
 """Checkpoints of `quire quantize` in the eyes of others: transformers reads them, and vLLM's tensors are those written.
 
-What vLLM does with them is in benchmarks/checkpoints_epyc-zen5-2core_2026-11-22.md.
+What vLLM does with them is in benchmarks/results/epyc-zen5-2core/checkpoints_2026-11-22.md.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from datetime import date, datetime
 from pathlib import Path
@@ -42,10 +44,27 @@ def environment(*command: str) -> dict[str, Any]:
 
 
 def save_published(folder: Path, what: str, hardware: str, result: dict[str, Any], markdown: str) -> None:
-    """Write WHAT_HARDWARE_DATE.json for programs and .md for people into the folder of results."""
-    name = f"{what}_{hardware}_{date.today().isoformat()}"
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    (folder / f"{name}.md").write_text(markdown, encoding="utf-8")
+    """Write results/HARDWARE/WHAT_DATE.json for programs and .md for people into the folder of benchmarks."""
+    path = folder / "results" / hardware / f"{what}_{date.today().isoformat()}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(path.name + ".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    path.with_name(path.name + ".md").write_text(wrapped(markdown), encoding="utf-8")
+
+
+def wrapped(markdown: str) -> str:
+    """Markdown whose lines of text have at most 120 columns. Tables, titles and code blocks stay as they are."""
+    lines, in_code = [], False
+    for line in markdown.split("\n"):
+        in_code ^= line.startswith("```")
+        if len(line) <= 120 or in_code or line.startswith(("|", "#")):
+            lines.append(line)
+        else:
+            # A line that begins with such a mark would begin a list, a title or a table.
+            glued = re.sub(r" (?=(?:[-+*>#|]+|\d+[.)]) )", "\0", line)
+            indent = "  " if line.startswith("- ") else ""
+            filled = textwrap.fill(glued, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            lines.append(filled.replace("\0", " "))
+    return "\n".join(lines)
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,18 +17,20 @@ from quire.compat.values import FOREIGN_VALUES
 from quire.config import EngineConfig, ServerConfig
 from quire.option import options
 
+CELL_WIDTH = 300  # longer lists of flags stand below the table
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 _HEAD = """# Flags
 
-Every setting, made from the definitions by `python -m quire.cli.flags_page`; do not edit. A flag `--max-num-seqs` is
-the argument `max_num_seqs` of `LLM(...)` and the key `max-num-seqs` of a config file. `no` before the name turns a
-switch off: `--no-enable-prefix-caching`. Numbers of tokens and bytes take the suffixes k, m, g (powers of 1000) and K,
-M, G (of 1024).
+This page lists every setting. `python -m quire.cli.flags_page` makes it from the definitions; do not edit it. A flag
+`--max-num-seqs` is the argument `max_num_seqs` of `LLM(...)` and the key `max-num-seqs` of a config file. `no` before
+the name turns a switch off: `--no-enable-prefix-caching`. Numbers of tokens and bytes take the suffixes k, m, g (powers
+of 1000) and K, M, G (powers of 1024).
 
-`quire explain [MODEL] [flags]` prints what each setting would be on this machine, where that comes from, and what it
-limits; `GET /v1/config` does it for a running server. Settings marked *live* move while serving: `POST /v1/config`
-with `{"max_num_seqs": 8}`.
+`quire explain [MODEL] [flags]` prints the value that each setting would have on this machine, its source, and what it
+limits. `GET /v1/config` prints the same for a running server. Settings marked *live* move while serving:
+`POST /v1/config` with `{"max_num_seqs": 8}`.
 
-What settings do on a GPU is tested without one only: nothing of Quire has run on a GPU yet
+Settings for GPUs are tested only without a GPU: no part of Quire has run on a GPU yet
 ([architecture.md](architecture.md#the-engine-on-a-gpu)).
 
 `--config FILE` reads settings from a YAML file; the command line wins. An unknown key is an error that names its line:
@@ -61,9 +64,11 @@ def _lines() -> Iterator[str]:
         ("Refused, unless the value asks for nothing", "refused"),
     ):
         yield from ("", f"### {title}", "")
-        yield from _table(
-            ("flags", "why", "instead"), _foreign(entry for entry in FOREIGN.values() if entry.kind == kind)
-        )
+        rows = _foreign(entry for entry in FOREIGN.values() if entry.kind == kind)
+        yield from _table(("flags", "why", "instead"), ((_cell(flags), why, instead) for flags, why, instead in rows))
+        for flags, why, _ in rows:
+            if _cell(flags) != ", ".join(flags):
+                yield from ("", *textwrap.wrap(f"{len(flags)} flags ({why}): {', '.join(flags)}.", 120, **_WHOLE_WORDS))
     yield from ("", "### Values of settings that exist here", "")
     yield from _table(("flag", "values", "why", "instead"), _values())
     yield from ("", "### Environment variables", "")
@@ -99,14 +104,18 @@ def _environment() -> Iterator[tuple[str, ...]]:
         yield f"`{variable.name}`", default, variable.help
 
 
-def _foreign(entries: Iterable[Foreign]) -> Iterator[tuple[str, ...]]:
-    """One row for all names with the same answer."""
+def _foreign(entries: Iterable[Foreign]) -> list[tuple[list[str], str, str]]:
+    """(flags, why, instead) of all names with the same answer."""
     rows: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
-        spelled = ", ".join(f"`{flag}`" for flag in (as_flag(entry.name), *SHORT_FLAGS.get(entry.name, ())))
-        rows.setdefault((entry.text, entry.instead), []).append(spelled)
-    for (text, instead), names in rows.items():
-        yield ", ".join(names), text, instead
+        spelled = (f"`{flag}`" for flag in (as_flag(entry.name), *SHORT_FLAGS.get(entry.name, ())))
+        rows.setdefault((entry.text, entry.instead), []).extend(spelled)
+    return [(flags, text, instead) for (text, instead), flags in rows.items()]
+
+
+def _cell(flags: list[str]) -> str:
+    whole = ", ".join(flags)
+    return whole if len(whole) <= CELL_WIDTH else f"{flags[0]}, {flags[1]}, ... ({len(flags)} flags, all of them below)"
 
 
 def _values() -> Iterator[tuple[str, ...]]:

@@ -22,7 +22,7 @@ from quire.schedule import StepRecord
 SERVICES_REMEMBERED = 64
 FIRST_SERVICE_SECONDS = 1.0  # assumed until the first request has ended
 MAX_RETRY_SECONDS = 600
-# benchmarks/overload_users_epyc-zen3-2core_2026-11-22.md
+# benchmarks/results/epyc-zen3-2core/overload_users_2026-11-22.md
 REFUSALS_PER_SECOND = 100
 FREE_REFUSALS = 100
 REFUSAL_TURN_SECONDS = 0.1

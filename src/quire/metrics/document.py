@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 from quire.metrics.legacy import LEGACY_METRICS, LegacyMetric
@@ -24,21 +25,22 @@ from quire.metrics.registry import (
 _HEAD = """\
 # Metrics
 
-`GET /metrics` answers in Prometheus' text format. Names, types and labels are those of vLLM 0.32, so that its
-dashboards and alerts work; those that begin with `quire_` it does not have. This page is generated from
+`GET /metrics` answers in Prometheus' text format. The metrics have the names, types and labels of vLLM 0.32, so that
+its dashboards and alerts work. vLLM does not have the metrics that begin with `quire_`. This page is generated from
 `src/quire/metrics/registry.py` by `python -m quire.metrics.document > docs/metrics.md`.
 
-- Every series of the engine has the labels `model_name` (the first served name) and `engine` (0); others are in the
-  table, with all the values they can have. No label holds anything a client sent: the number of series does not grow.
-- A request with `n` above 1 has as many continuations. vLLM counts each of them as a request, and so do these metrics
+- Every series of the engine has the labels `model_name` (the first served name) and `engine` (0). The table has the
+  other labels, with all values that they can have. No label holds a text that a client sent, so the number of series
+  does not grow.
+- A request with `n` above 1 has `n` continuations. vLLM counts each of them as a request. These metrics do the same
   where the table says "per continuation".
-- Histograms of continuations and requests hold those that ended by themselves (`stop`, `length`); the times to first
-  token and between tokens hold all, as they come. Aborts and errors are counted by `vllm:request_success_total`.
-- `vllm:prompt_tokens_total` and `vllm:generation_tokens_total` are the sums of `usage` over all answers; tokens that
-  went to a client that left or whose engine failed are counted too, those computed again after a failure once.
-- The `vllm:kv_block_*` are there with `--kv-cache-metrics` only; `--kv-cache-metrics-sample` is the share of the
-  blocks they follow.
-- Besides these there are the usual `process_*` and `python_*` of the API process.
+- Histograms of continuations and requests hold only those that ended by themselves (`stop`, `length`). The times to
+  first token and between tokens hold all, as they come. `vllm:request_success_total` counts aborts and errors.
+- `vllm:prompt_tokens_total` and `vllm:generation_tokens_total` are the sums of `usage` over all answers. Tokens count
+  also if the client left or the engine failed. Tokens that are computed again after a failure count once.
+- The metrics `vllm:kv_block_*` are there only with `--kv-cache-metrics`. They follow a share of the blocks:
+  `--kv-cache-metrics-sample`.
+- There are also the usual `process_*` and `python_*` metrics of the API process.
 - `promtool check metrics` has two complaints, both about vLLM's names: the colon, and `_total` at a histogram.
 """
 _LEGACY_HEAD = """\
@@ -49,15 +51,16 @@ _LEGACY_HEAD = """\
 _BUCKETS_HEAD = """\
 ## Buckets
 
-Upper bounds. vLLM's are all there; the finer ones at the low end are Quire's, since a small model on a CPU is faster.
+The table has the upper bounds. vLLM's bounds are all there. Quire adds finer ones at the low end, because a small model
+on a CPU is faster.
 """
 
 
 def markdown() -> str:
     """The whole page."""
-    cache = ", ".join(f"`{label}`" for label in CACHE_CONFIG_LABELS)
+    cache = f"Labels of `{CACHE_CONFIG_INFO.name}`: {', '.join(f'`{label}`' for label in CACHE_CONFIG_LABELS)}."
     rows = [_row(metric, _label(metric)) for metric in (*METRICS, *KV_BLOCK_METRICS)]
-    rows.append(_row(CACHE_CONFIG_INFO, f"{cache}; `None`: not set, or not in this version"))
+    rows.append(_row(CACHE_CONFIG_INFO, "see below; `None`: not set, or not in this version"))
     methods, statuses = (", ".join(f"`{value}`" for value in values) for values in (HTTP_METHODS, HTTP_STATUSES))
     handler = f"`handler`: a route as declared, or `{OTHER}`"
     rows.append(_row(HTTP_REQUESTS, f"none of the two, but `method`: {methods}; `status`: {statuses}; {handler}"))
@@ -69,6 +72,8 @@ def markdown() -> str:
     parts = [
         _HEAD,
         *_table(("name", "type", "unit", "labels besides `model_name` and `engine`", "meaning"), rows),
+        "",
+        *textwrap.wrap(cache, 120, break_long_words=False, break_on_hyphens=False),
         "",
         _BUCKETS_HEAD,
         *_table(("bounds", "metrics"), _bucket_rows(histograms)),

@@ -1,0 +1,40 @@
+"""Documents are read in terminals and in diffs: no line of text is longer than 120 columns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = 120
+UNBREAKABLE = re.compile(r"\s*(?:[-*] )?(?:!?\[[^\]]*\]\(\S*\)[.,;:]?|\S+)")  # a link, a word
+OTHERS = {"build", "node_modules"}  # folders that hold no documents of ours
+
+
+def _documents() -> list[Path]:
+    found = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
+    return sorted(path for path in found if not any(part in OTHERS or part.startswith(".") for part in path.parts))
+
+
+def long_lines(text: str) -> list[int]:
+    """Numbers of lines that are too long. Tables, code, and lines of one link or one word may be of any length."""
+    found, in_code = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        in_code ^= line.lstrip().startswith("```")
+        is_text = not in_code and not line.startswith("|") and not UNBREAKABLE.fullmatch(line)
+        if is_text and len(line) > COLUMNS:
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("path", _documents(), ids=str)
+def test_lines_of_text_are_short(path: Path) -> None:
+    assert not long_lines((ROOT / path).read_text(encoding="utf-8")), f"{path}: wrap these lines at {COLUMNS} columns"
+
+
+def test_what_counts() -> None:
+    long = "x " * 61
+    text = f"{long}\n| {long} |\n```\n{long}\n```\n- {long}\n![{long}](image.png)\n# {long}\n{long[:120]}"
+    assert long_lines(text) == [1, 6, 8]
