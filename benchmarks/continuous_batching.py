@@ -116,7 +116,7 @@ def main() -> None:
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
-    torch.set_num_threads(llm.resolved.num_threads)
+    torch.set_num_threads(llm.resolved.device.num_threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         arguments.model, dtype=torch.bfloat16, attn_implementation="sdpa"
     )

@@ -43,9 +43,10 @@ llm = LLM(
     enable_prefix_caching=False,
 )
 plan = llm.resolved
-prompts = [{"prompt_token_ids": [1] * 1000} for _ in range(plan.num_blocks * plan.block_size // 1024)]
+prompts = [{"prompt_token_ids": [1] * 1000} for _ in range(plan.memory.num_blocks * plan.model.block_size // 1024)]
 llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
-found = {"interpreter": interpreter, "weights": plan.weight_bytes, "kv": plan.kv_cache_bytes, "peak": resident("VmHWM")}
+planned = {"weights": plan.memory.weight_bytes, "kv": plan.memory.kv_cache_bytes}
+found = {"interpreter": interpreter, **planned, "peak": resident("VmHWM")}
 print(json.dumps(found))
 """
 

@@ -20,7 +20,8 @@ from quire.explain import explain
 from quire.kernels import gpu, gpu_facts
 from quire.memory_plan import MemoryFacts, plan_kv_cache
 from quire.model_config import load_model_config
-from quire.resolve import NEVER_RUN, DeviceFacts, GpuFacts, Resolved, resolve
+from quire.resolve import NEVER_RUN, DeviceFacts, GpuFacts, resolve
+from quire.settings import Planned, Resolved
 
 GIB = 1 << 30
 MODEL = load_model_config(demo.path())
@@ -35,7 +36,7 @@ def settings(device: DeviceFacts = WITH_H100, is_server: bool = True, model: Any
 
 
 def test_auto_is_the_gpu_if_there_is_one() -> None:
-    assert (settings().device, settings(CPU).device) == ("cuda", "cpu")
+    assert (settings().device.device, settings(CPU).device.device) == ("cuda", "cpu")
     assert settings().settings["device"].detail == f"{H100.name}; {NEVER_RUN}"
     assert settings(CPU).settings["device"].detail == "torch finds no GPU of NVIDIA"
     assert settings(CPU).settings["device"].source == "device"
@@ -65,16 +66,20 @@ def test_the_cpu_beside_a_gpu_is_the_cpu_without_one() -> None:
 )
 def test_limits_are_those_of_vllm(gpu: GpuFacts, is_server: bool, limits: tuple[int, int]) -> None:
     resolved = settings(replace(CPU, gpu=gpu), is_server)
-    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == limits
+    assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == limits
 
 
 def test_what_a_gpu_is_good_at() -> None:
     resolved = settings()
-    assert (resolved.isa, resolved.async_scheduling, resolved.gpu_memory_utilization) == ("sm_90", True, 0.9)
-    assert settings(model=replace(MODEL, dtype="float32")).dtype == "bfloat16"
-    assert settings(CPU, model=replace(MODEL, dtype="float32")).dtype == "float32"
-    assert settings(model=replace(MODEL, dtype="float16")).dtype == "float16"
-    assert settings(dtype="float32").dtype == "float32"
+    assert (resolved.device.isa, resolved.scheduler.async_scheduling, resolved.device.gpu_memory_utilization) == (
+        "sm_90",
+        True,
+        0.9,
+    )
+    assert settings(model=replace(MODEL, dtype="float32")).model.dtype == "bfloat16"
+    assert settings(CPU, model=replace(MODEL, dtype="float32")).model.dtype == "float32"
+    assert settings(model=replace(MODEL, dtype="float16")).model.dtype == "float16"
+    assert settings(dtype="float32").model.dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -85,8 +90,8 @@ def test_what_a_gpu_is_good_at() -> None:
     ],
 )
 def test_what_is_not_captured_in_graphs(arguments: dict[str, Any], why: str) -> None:
-    assert settings().enforce_eager is False
-    assert settings(quantization="int8", kv_cache_dtype="fp8").enforce_eager is False
+    assert settings().settings["enforce_eager"].value is False
+    assert settings(quantization="int8", kv_cache_dtype="fp8").settings["enforce_eager"].value is False
     setting = settings(**arguments).settings["enforce_eager"]
     assert setting.value is True
     assert why in setting.detail
@@ -102,7 +107,7 @@ def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "on CPU every path is" in settings(CPU, deterministic=True).settings["deterministic"].detail
     with pytest.raises(ConfigError, match="modelling code is not deterministic on a GPU"):
         settings(deterministic=True, model_impl="transformers")
-    assert settings(CPU, deterministic=True, model_impl="transformers").deterministic
+    assert settings(CPU, deterministic=True, model_impl="transformers").device.deterministic
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     from_variable = settings().settings["deterministic"]
     assert (from_variable.value, from_variable.source) == (True, "environment")
@@ -121,11 +126,9 @@ def test_an_engine_on_the_cpu_leaves_the_process_as_it_is(monkeypatch: pytest.Mo
     assert not gpu.is_deterministic()
 
 
-def planned(memory: MemoryFacts, **arguments: Any) -> Resolved:
+def planned(memory: MemoryFacts, **arguments: Any) -> Planned:
     config = EngineConfig.from_kwargs(**arguments)
-    resolved = resolve(config, MODEL, WITH_H100, is_server=True)
-    plan_kv_cache(config, MODEL, resolved, memory)
-    return resolved
+    return plan_kv_cache(config, MODEL, resolve(config, MODEL, WITH_H100, is_server=True), memory)
 
 
 # 80 GiB, of which CUDA itself and another process hold 1.
@@ -136,22 +139,22 @@ MEMORY = MemoryFacts(total_bytes=80 * GIB, free_bytes=64 * GIB, weight_bytes=15 
 def test_utilization(share: float) -> None:
     """The share is of all memory, for weights, work and cache together, as vLLM's; 0.9 is taken if none is given."""
     resolved = planned(MEMORY, gpu_memory_utilization=share)
-    taken = MEMORY.weight_bytes + MEMORY.work_bytes + resolved.kv_cache_bytes
-    block = resolved.kv_cache_bytes // resolved.num_blocks
+    taken = MEMORY.weight_bytes + MEMORY.work_bytes + resolved.memory.kv_cache_bytes
+    block = resolved.memory.kv_cache_bytes // resolved.memory.num_blocks
     assert share * 80 * GIB - block < taken <= share * 80 * GIB
     if share == 0.9:
-        assert planned(MEMORY).num_blocks == resolved.num_blocks
+        assert planned(MEMORY).memory.num_blocks == resolved.memory.num_blocks
 
 
 def test_the_rest_of_the_machine_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    assert planned(MEMORY).kv_cache_bytes > 40 * GIB
+    assert planned(MEMORY).memory.kv_cache_bytes > 40 * GIB
 
 
 def test_what_other_processes_hold_is_not_taken() -> None:
     busy = replace(MEMORY, free_bytes=20 * GIB)
     resolved = planned(busy, gpu_memory_utilization=0.95)
-    assert resolved.kv_cache_bytes <= (20 - 2 - 0.02 * 80) * GIB
+    assert resolved.memory.kv_cache_bytes <= (20 - 2 - 0.02 * 80) * GIB
     assert "less than --gpu-memory-utilization allows" in resolved.settings["num_blocks"].detail
     with pytest.raises(MemoryPlanError, match="does not fit"):
         planned(replace(MEMORY, free_bytes=GIB))

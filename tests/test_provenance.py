@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields, replace
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +12,8 @@ from quire.config import EngineConfig, ServerConfig
 from quire.memory_plan import MemoryFacts, plan_kv_cache
 from quire.model_config import load_model_config
 from quire.option import Source, options
-from quire.resolve import DeviceFacts, Resolved, resolve, resolve_server
+from quire.resolve import DeviceFacts, GpuFacts, resolve, resolve_server
+from quire.settings import Planned
 
 GIB = 1 << 30
 MODEL = load_model_config(demo.path())
@@ -27,27 +29,40 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def _resolve(is_server: bool = True, **arguments: Any) -> Resolved:
+def _resolve(is_server: bool = True, **arguments: Any) -> Planned:
     config = EngineConfig.from_kwargs(**arguments)
-    resolved = resolve(config, MODEL, DEVICE, is_server=is_server)
-    plan_kv_cache(config, MODEL, resolved, MEMORY)
-    return resolved
+    return plan_kv_cache(config, MODEL, resolve(config, MODEL, DEVICE, is_server=is_server), MEMORY)
 
 
 def test_every_config_field_has_provenance() -> None:
-    for config, record in ((EngineConfig, _resolve()), (ServerConfig, resolve_server(ServerConfig()))):
+    for config, record in ((EngineConfig, _resolve().settings), (ServerConfig, resolve_server(ServerConfig()))):
         for f in options(config):
-            setting = record.settings[f.name]
+            setting = record[f.name]
             assert setting.source in get_args(Source), f.name
             assert setting.is_live == f.metadata["live"]
             assert setting.limits == f.metadata["limits"]
     assert all(setting.source for setting in _resolve().settings.values())
 
 
+@pytest.mark.parametrize("gpu", [None, GpuFacts("H100", 90, 80 << 30, 79 << 30)], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("arguments", [{}, {"max_model_len": -1, "num_gpu_blocks_override": 10}], ids=str)
+def test_what_is_computed_with_is_what_is_shown(gpu: GpuFacts | None, arguments: dict[str, Any]) -> None:
+    """Every field of the owners' dataclasses has the value that its setting shows, also where memory cut it."""
+    config = EngineConfig.from_kwargs(**arguments)
+    before = resolve(config, MODEL, replace(DEVICE, gpu=gpu), is_server=True)
+    was = replace(before, settings=dict(before.settings))
+    after = plan_kv_cache(config, MODEL, before, MEMORY)
+    assert before == was, "what was resolved is overwritten"
+    for resolved in (before, after):
+        for owner in (f.name for f in fields(resolved) if f.name != "settings"):
+            for name, value in asdict(getattr(resolved, owner)).items():
+                assert resolved.settings[name].value == value, (owner, name)
+
+
 def test_the_plan_adds_up() -> None:
     """What was free after the weights is KV cache, work, and what is left for others."""
     resolved = _resolve()
-    planned = (resolved.kv_cache_bytes, resolved.work_bytes, resolved.unplanned_bytes)
+    planned = (resolved.memory.kv_cache_bytes, resolved.memory.work_bytes, resolved.memory.unplanned_bytes)
     assert sum(planned) == MEMORY.free_bytes
     assert min(planned) > 0
 
@@ -146,7 +161,7 @@ def test_memory_settings_know_their_reason() -> None:
 def test_batch_limits(is_server: bool, arguments: dict[str, Any], limits: tuple[int, int], source: str) -> None:
     """vLLM's table for CPU; twice for throughput if neither limit is set; a quarter of the tokens for interactivity."""
     resolved = _resolve(is_server, **arguments)
-    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == limits
+    assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == limits
     assert resolved.settings["max_num_batched_tokens"].source == source
 
 
@@ -162,9 +177,9 @@ def test_the_mode_explains_itself() -> None:
 def test_server_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "do-not-show")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "debug")
-    settings = resolve_server(ServerConfig(port=1)).settings
+    settings = resolve_server(ServerConfig(port=1))
     assert (settings["port"].value, settings["port"].source) == (1, "argument")
     assert (settings["api_key"].value, settings["api_key"].source) == ("set", "environment")
     assert (settings["log_level"].value, settings["log_level"].source) == ("debug", "environment")
-    given = resolve_server(ServerConfig(api_key=("do-not-show",))).settings["api_key"]
+    given = resolve_server(ServerConfig(api_key=("do-not-show",)))["api_key"]
     assert (given.value, given.source) == ("set", "argument")

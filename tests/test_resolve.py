@@ -16,7 +16,8 @@ from quire.errors import ConfigError, MemoryPlanError
 from quire.kv_format import KV_FORMATS, kv_format
 from quire.memory_plan import MemoryFacts, plan_kv_cache, weights_do_not_fit
 from quire.model_config import ModelConfig, load_model_config
-from quire.resolve import DeviceFacts, Resolved, resolve, shown_bytes
+from quire.resolve import DeviceFacts, resolve, shown_bytes
+from quire.settings import Planned
 
 MIB, GIB = 1 << 20, 1 << 30
 MODEL = load_model_config(demo.path())
@@ -36,12 +37,14 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def _plan(memory: MemoryFacts = MEMORY, model: ModelConfig = MODEL, **arguments: Any) -> Resolved:
+def _plan(memory: MemoryFacts = MEMORY, model: ModelConfig = MODEL, **arguments: Any) -> Planned:
     config = EngineConfig.from_kwargs(**arguments)
-    resolved = resolve(config, model, DEVICE, is_server=True)
-    plan_kv_cache(config, model, resolved, memory)
-    assert resolved.kv_cache_bytes == resolved.num_blocks * resolved.block_size * model.kv_bytes_per_token(
-        kv_format(resolved.kv_cache_dtype, resolved.dtype)
+    resolved = plan_kv_cache(config, model, resolve(config, model, DEVICE, is_server=True), memory)
+    assert (
+        resolved.memory.kv_cache_bytes
+        == resolved.memory.num_blocks
+        * resolved.model.block_size
+        * model.kv_bytes_per_token(kv_format(resolved.model.kv_cache_dtype, resolved.model.dtype))
     )
     return resolved
 
@@ -53,7 +56,7 @@ def test_block_bytes() -> None:
 def test_codes_hold_more_tokens_in_the_same_bytes() -> None:
     """float8: exactly twice those of bfloat16; int8: less by its scales, 4 bytes per row of head_dim codes."""
     tokens = {
-        kv: _plan(kv_cache_memory_bytes=1000 * BLOCK, kv_cache_dtype=kv).num_blocks * 16
+        kv: _plan(kv_cache_memory_bytes=1000 * BLOCK, kv_cache_dtype=kv).memory.num_blocks * 16
         for kv in ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
     }
     assert tokens["auto"] == tokens["bfloat16"] == 16_000
@@ -68,31 +71,31 @@ def test_kv_cache_in_another_dtype_than_the_models() -> None:
         _plan(kv_cache_dtype="float16")
     assert "runs in bfloat16" in caught.value.message
     assert "auto, fp8, fp8_e4m3, fp8_e5m2, int8" in caught.value.message
-    assert _plan(kv_cache_dtype="float16", dtype="float16").kv_cache_dtype == "float16"
+    assert _plan(kv_cache_dtype="float16", dtype="float16").model.kv_cache_dtype == "float16"
 
 
 def test_number_of_blocks() -> None:
     """--num-gpu-blocks-override is taken as it is, above everything else."""
     resolved = _plan(num_gpu_blocks_override=300, kv_cache_memory_bytes=GIB, gpu_memory_utilization=0.5)
-    assert resolved.num_blocks == 300
+    assert resolved.memory.num_blocks == 300
 
 
 def test_exact_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """--kv-cache-memory-bytes: whole blocks of it, above environment and utilization."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     resolved = _plan(kv_cache_memory_bytes=200 * BLOCK + 5, gpu_memory_utilization=0.5)
-    assert resolved.num_blocks == 200
-    assert _plan(kv_cache_memory_bytes="64M").num_blocks == 64 * MIB // BLOCK
+    assert resolved.memory.num_blocks == 200
+    assert _plan(kv_cache_memory_bytes="64M").memory.num_blocks == 64 * MIB // BLOCK
 
 
 def test_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM_CPU_KVCACHE_SPACE is in GiB, above the utilization, and 0 leaves the choice to us."""
-    default = _plan().num_blocks
+    default = _plan().memory.num_blocks
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1.5")
-    assert _plan(gpu_memory_utilization=0.5).num_blocks == 3 * GIB // 2 // BLOCK
+    assert _plan(gpu_memory_utilization=0.5).memory.num_blocks == 3 * GIB // 2 // BLOCK
     assert _plan().settings["num_blocks"].source == "environment"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
-    assert _plan().num_blocks == default
+    assert _plan().memory.num_blocks == default
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
     with pytest.raises(ConfigError, match="VLLM_CPU_KVCACHE_SPACE"):
         _plan()
@@ -102,13 +105,13 @@ def test_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_utilization_is_a_share_of_total_memory(share: float) -> None:
     """Weights, work and KV cache together take it."""
     resolved = _plan(gpu_memory_utilization=share)
-    taken = MEMORY.weight_bytes + MEMORY.work_bytes + resolved.kv_cache_bytes
+    taken = MEMORY.weight_bytes + MEMORY.work_bytes + resolved.memory.kv_cache_bytes
     assert share * MEMORY.total_bytes - BLOCK < taken <= share * MEMORY.total_bytes
 
 
 def test_utilization_does_not_take_what_is_not_free() -> None:
     resolved = _plan(gpu_memory_utilization=0.95)
-    assert resolved.kv_cache_bytes + MEMORY.work_bytes <= MEMORY.free_bytes - 0.05 * MEMORY.total_bytes
+    assert resolved.memory.kv_cache_bytes + MEMORY.work_bytes <= MEMORY.free_bytes - 0.05 * MEMORY.total_bytes
     setting = resolved.settings["num_blocks"]
     assert setting.source == "measured"
     assert "less than --gpu-memory-utilization allows" in setting.detail
@@ -116,29 +119,29 @@ def test_utilization_does_not_take_what_is_not_free() -> None:
 
 def test_default_takes_what_is_useful() -> None:
     """Two full contexts per running request, if that much is free beside the reserve."""
-    assert _plan().num_blocks == 2 * 128 * NEEDED
-    assert _plan(max_num_seqs=4).num_blocks == 2 * 4 * NEEDED
+    assert _plan().memory.num_blocks == 2 * 128 * NEEDED
+    assert _plan(max_num_seqs=4).memory.num_blocks == 2 * 4 * NEEDED
 
 
 def test_default_leaves_a_reserve() -> None:
     memory = replace(MEMORY, free_bytes=GIB)
     reserve = MEMORY.work_bytes + int(0.05 * MEMORY.total_bytes)
-    assert _plan(memory).num_blocks == (GIB - reserve) // BLOCK
+    assert _plan(memory).memory.num_blocks == (GIB - reserve) // BLOCK
 
 
 def test_longest_context_that_fits() -> None:
     """max_model_len -1 is cut to the cache, never to nothing, and not touched where all fits."""
-    assert _plan(max_model_len=-1, num_gpu_blocks_override=10).max_model_len == 160
-    assert _plan(max_model_len=-1).max_model_len == 2048
+    assert _plan(max_model_len=-1, num_gpu_blocks_override=10).model.max_model_len == 160
+    assert _plan(max_model_len=-1).model.max_model_len == 2048
     with pytest.raises(MemoryPlanError):
         _plan(max_model_len=-1, kv_cache_memory_bytes=BLOCK - 1)
 
 
 def test_one_request_fits_exactly() -> None:
-    assert _plan(num_gpu_blocks_override=NEEDED).num_blocks == NEEDED
+    assert _plan(num_gpu_blocks_override=NEEDED).memory.num_blocks == NEEDED
     with pytest.raises(MemoryPlanError):
         _plan(num_gpu_blocks_override=NEEDED - 1)
-    assert _plan(num_gpu_blocks_override=NEEDED - 1, max_model_len=2032).num_blocks == NEEDED - 1
+    assert _plan(num_gpu_blocks_override=NEEDED - 1, max_model_len=2032).memory.num_blocks == NEEDED - 1
 
 
 def test_the_error_has_the_numbers() -> None:
@@ -199,7 +202,7 @@ def test_every_advice_works(free: int, weights: int, activations: int, logits: i
         for change in _advice(error):
             tokens = resolve(
                 EngineConfig.from_kwargs(**arguments), MODEL, DEVICE, is_server=True
-            ).max_num_batched_tokens
+            ).scheduler.max_num_batched_tokens
             _plan(_after(change, memory, tokens), **arguments | change)
 
 
@@ -235,9 +238,9 @@ def test_weights_that_do_not_fit() -> None:
 @pytest.mark.parametrize(("is_server", "limits"), [(True, (128, 2048)), (False, (256, 2048))])
 def test_batch_limits(is_server: bool, limits: tuple[int, int]) -> None:
     resolved = resolve(EngineConfig(), MODEL, DEVICE, is_server=is_server)
-    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == limits
+    assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == limits
     assert resolved.settings["max_num_seqs"].is_live
-    assert resolved.num_threads == 4
+    assert resolved.device.num_threads == 4
 
 
 @pytest.mark.parametrize(
@@ -257,7 +260,7 @@ def test_settings_that_contradict_each_other(arguments: dict[str, Any], param: s
 
 def test_long_context_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    assert resolve(EngineConfig(max_model_len=4096), MODEL, DEVICE, is_server=True).max_model_len == 4096
+    assert resolve(EngineConfig(max_model_len=4096), MODEL, DEVICE, is_server=True).model.max_model_len == 4096
 
 
 def test_shown_bytes() -> None:

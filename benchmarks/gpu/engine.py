@@ -137,7 +137,11 @@ class Engine:
                 yield self.core.last_record
 
     def kv_bytes(self, num_tokens: float) -> float:
-        return num_tokens * self.resolved.kv_cache_bytes / (self.resolved.num_blocks * self.resolved.block_size)
+        return (
+            num_tokens
+            * self.resolved.memory.kv_cache_bytes
+            / (self.resolved.memory.num_blocks * self.resolved.model.block_size)
+        )
 
 
 def decode(engine: Engine, batch: int) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def decode(engine: Engine, batch: int) -> dict[str, Any]:
     seconds = statistics.median(record.step_seconds for record in found)
     busy = statistics.median(record.forward_seconds + record.sample_seconds for record in found)
     kv_tokens = statistics.mean(record.num_kv_tokens_read for record in found)
-    weights = engine.model.read_bytes_per_step("bfloat16", engine.resolved.quantization)
+    weights = engine.model.read_bytes_per_step("bfloat16", engine.resolved.model.quantization)
     num_bytes = weights + engine.kv_bytes(kv_tokens)
     return {
         "batch": batch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,10 +12,18 @@ from quire.cost.stopwatch import busy_machine
 from quire.errors import MemoryPlanError
 from quire.kv_format import KvFormat, kv_format
 from quire.layer_kernels import LayerKernel, layer_kernels
-from quire.memory_plan import KvPages, least_work_bytes, logits_bytes, plan_kv_cache, predict_memory
+from quire.memory_plan import (
+    KvPages,
+    least_work_bytes,
+    logits_bytes,
+    memory_settings,
+    plan_kv_cache,
+    predict_memory,
+)
 from quire.memory_summary import MemorySummary
 from quire.model_config import DTYPE_BYTES, ModelConfig
-from quire.resolve import GIB, DeviceFacts, Resolved, Setting, resolve, resolve_server, shown_bytes
+from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
+from quire.settings import Record, Resolved, Setting
 from quire.weight_format import packs_floats
 
 NAME_COLUMN = 34  # the longest name of a setting fits
@@ -167,21 +175,23 @@ def explain(
     memory = predict_memory(resolved, model, device)
     error = None
     try:
-        plan_kv_cache(engine, model, resolved, memory)
+        resolved = plan_kv_cache(engine, model, resolved, memory)
     except MemoryPlanError as failure:
-        error = failure
-    if read_bandwidth is not None and resolved.device == "cpu":
-        _put_expectation(resolved, model, read_bandwidth, waited)
-    settings = resolved.settings | resolve_server(server).settings
-    layers = layer_kernels(model, resolved.dtype, resolved.quantization, resolved.isa, resolved.deterministic)
+        error, resolved = failure, resolved.noting(memory_settings(model, resolved, memory))
+    if read_bandwidth is not None and resolved.device.device == "cpu":
+        resolved = resolved.noting(_expectation(resolved, model, read_bandwidth, waited))
+    settings = {**resolved.settings, **resolve_server(server)}
+    form, device_settings = resolved.model, resolved.device
+    layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
     pages = KvPages.of(resolved, model)
     return Explanation(model_name, model, device, settings, layers, pages, _next_costs(resolved, model, pages), error)
 
 
-def _put_expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: float, waited: float) -> None:
+def _expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: float, waited: float) -> Mapping[str, Setting]:
     """A bound, if nobody else computed: a start measures steps, and says what it found under the same name."""
-    num_bytes = model.read_bytes_per_step(resolved.dtype, resolved.quantization)
-    resolved.put(
+    num_bytes = model.read_bytes_per_step(resolved.model.dtype, resolved.model.quantization)
+    record = Record()
+    record.put(
         "expected_tokens_per_second",
         float(f"{read_bandwidth / num_bytes:.3g}"),
         "formula",
@@ -189,23 +199,26 @@ def _put_expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: flo
         f"{num_bytes / 1e9:.3f} GB of weights, which every token reads from memory (faster if the processor's cache "
         "holds them); a start measures steps",
     )
+    return record
 
 
 def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages) -> dict[str, str]:
+    form, schedule = resolved.model, resolved.scheduler
+
     def shown_request(num_tokens: int) -> str:
         return shown_bytes(pages.for_request(num_tokens) * pages.page_bytes)
 
     def kv_in(dtype: str) -> int:
-        own = resolved.kv_cache_dtype in DTYPE_BYTES
-        return model.kv_bytes_per_token(kv_format("auto" if own else resolved.kv_cache_dtype, dtype))
+        own = form.kv_cache_dtype in DTYPE_BYTES
+        return model.kv_bytes_per_token(kv_format("auto" if own else form.kv_cache_dtype, dtype))
 
     def weights_in(dtype: str, quantization: str | None) -> str:
-        return shown_bytes(model.weight_bytes(dtype, quantization, is_packed=packs_floats(resolved.isa)))
+        return shown_bytes(model.weight_bytes(dtype, quantization, is_packed=packs_floats(resolved.device.isa)))
 
-    seqs, budget, length = resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.max_model_len
-    block = resolved.block_size
+    seqs, budget, length = schedule.max_num_seqs, schedule.max_num_batched_tokens, form.max_model_len
+    block = form.block_size
     logits = shown_bytes(logits_bytes(model, seqs))
-    work = shown_bytes(least_work_bytes(model, budget, resolved.dtype))
+    work = shown_bytes(least_work_bytes(model, budget, form.dtype))
     costs = {
         "max_num_seqs": f"{2 * seqs}: {logits} more work memory, and each of more running requests gets fewer tokens/s",
         "max_num_batched_tokens": f"{2 * budget}: at least {work} more work memory, and steps up to twice as long",
@@ -217,13 +230,13 @@ def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages) -> dict[
     if "num_blocks" in resolved.settings:
         more = pages.num_tokens(GIB // pages.page_bytes, length)
         costs["num_blocks"] = f"each GiB more holds {more:,} tokens"
-    if model.quantized is None and resolved.quantization is not None:
-        costs["quantization"] = f"none: weights of {weights_in(resolved.dtype, None)}"
-    elif resolved.dtype == "float32":
-        weights = weights_in("bfloat16", resolved.quantization)
+    if model.quantized is None and form.quantization is not None:
+        costs["quantization"] = f"none: weights of {weights_in(form.dtype, None)}"
+    elif form.dtype == "float32":
+        weights = weights_in("bfloat16", form.quantization)
         costs["dtype"] = f"bfloat16: weights of {weights}, KV of {kv_in('bfloat16'):,} bytes"
     else:
-        weights = weights_in("float32", resolved.quantization)
+        weights = weights_in("float32", form.quantization)
         costs["dtype"] = f"float32: weights of {weights}, KV of {kv_in('float32'):,} bytes"
     return costs
 

@@ -67,7 +67,7 @@ class LLM:
         self._chat_template = chat_template
         self._renderer: BlockingRenderer | None = None  # for the template and the content format that were asked last
         self._rendered_form: tuple[str | None, str] | None = None
-        self._inputs: InputProcessor = parts.input_processor.with_max_model_len(self.resolved.max_model_len)
+        self._inputs: InputProcessor = parts.input_processor.with_max_model_len(self.resolved.model.max_model_len)
         self._metrics = engine_metrics(self.config, engine) if kwargs.get("disable_log_stats") is False else None
         self._runner = OfflineRunner(self._core, OutputProcessor(self._tokenizer, self._metrics))
         self._counter = itertools.count()

@@ -5,8 +5,8 @@ The bytes planned here are the bytes the allocator takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from quire import envs
 from quire.config import EngineConfig
@@ -15,7 +15,8 @@ from quire.kv_format import KvFormat, kv_format
 from quire.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for, tokens_that_fit
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
-from quire.resolve import GIB, DeviceFacts, Resolved, shown_bytes
+from quire.resolve import GIB, DeviceFacts, shown_bytes
+from quire.settings import MemorySettings, Planned, Record, Resolved, Setting
 from quire.weight_format import packs_floats
 
 # Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
@@ -54,19 +55,21 @@ def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
 
 def planned_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
     """Bytes that the weights will take in memory once they are loaded."""
-    return model.weight_bytes(resolved.dtype, resolved.quantization, is_packed=packs_floats(resolved.isa))
+    return model.weight_bytes(
+        resolved.model.dtype, resolved.model.quantization, is_packed=packs_floats(resolved.device.isa)
+    )
 
 
 def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> MemoryFacts:
     """Memory as it will be after loading: weights from config.json, and the least a step can take."""
     weights = planned_weight_bytes(resolved, model)
-    logits = logits_bytes(model, resolved.max_num_seqs)
-    total, free = device.memory_of(resolved.device)
+    logits = logits_bytes(model, resolved.scheduler.max_num_seqs)
+    total, free = device.memory_of(resolved.device.device)
     return MemoryFacts(
         total_bytes=total,
         free_bytes=free - weights,
         weight_bytes=weights,
-        work_bytes=least_work_bytes(model, resolved.max_num_batched_tokens, resolved.dtype) + logits,
+        work_bytes=least_work_bytes(model, resolved.scheduler.max_num_batched_tokens, resolved.model.dtype) + logits,
         logits_bytes=logits,
         is_predicted=True,
     )
@@ -89,9 +92,9 @@ class KvPages:
     @classmethod
     def of(cls, resolved: Resolved, model: ModelConfig, kv: KvFormat | None = None) -> KvPages:
         """With the KV cache in the format of the settings, or in another one."""
-        groups, kv = kv_groups(model), kv or kv_format(resolved.kv_cache_dtype, resolved.dtype)
-        size = resolved.block_size
-        return cls(groups, size, resolved.max_num_batched_tokens, page_bytes(groups, kv, size))
+        groups, kv = kv_groups(model), kv or kv_format(resolved.model.kv_cache_dtype, resolved.model.dtype)
+        size = resolved.model.block_size
+        return cls(groups, size, resolved.scheduler.max_num_batched_tokens, page_bytes(groups, kv, size))
 
     def for_request(self, num_tokens: int) -> int:
         """Pages of one request, at most."""
@@ -135,35 +138,43 @@ class _Offer:
     is_all_that_is_free: bool = False  # because nothing was said of it
 
 
-def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> None:
-    """Adds num_blocks and kv_cache_bytes; with max_model_len -1 cuts it to what fits.
+def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> Planned:
+    """The settings with those of memory; max_model_len -1 is cut to what fits.
 
     Raises MemoryPlanError naming the missing bytes and the changes that would fit.
     """
-    _put_memory(resolved, model, memory)
+    record = Record(resolved.settings)
+    record.update(memory_settings(model, resolved, memory))
     pages = KvPages.of(resolved, model)
     offer = _useful(_offer(config, resolved, memory, pages.page_bytes), resolved, pages)
     num_blocks = max(offer.num_bytes, 0) // pages.page_bytes
     length = length_that_starts(config, resolved, pages, num_blocks)
-    if length < resolved.max_model_len:
+    if length < resolved.model.max_model_len:
         detail = f"{num_blocks} blocks of {pages.page_bytes:,} bytes fit; the model allows {model.max_model_len}"
-        resolved.put("max_model_len", length, "formula", detail)
+        record.put("max_model_len", length, "formula", detail)
     if num_blocks < pages.for_request(length):
         raise _Shortage(config, model, resolved, memory, offer, pages, pages.for_request(length)).error()
-    resolved.put("num_blocks", num_blocks, offer.source, offer.detail)
+    record.put("num_blocks", num_blocks, offer.source, offer.detail)
     kv_bytes = num_blocks * pages.page_bytes
-    resolved.put("kv_cache_bytes", kv_bytes, "formula", f"{num_blocks} blocks x {pages.page_bytes:,} bytes")
+    record.put("kv_cache_bytes", kv_bytes, "formula", f"{num_blocks} blocks x {pages.page_bytes:,} bytes")
     num_tokens, chat = pages.num_tokens(num_blocks, length), min(CHAT_TOKENS, length)
-    resolved.put("kv_cache_tokens", num_tokens, "formula", f"in requests of {length:,} tokens that decode")
+    record.put("kv_cache_tokens", num_tokens, "formula", f"in requests of {length:,} tokens that decode")
     chats = pages.num_requests(num_blocks, chat)
-    resolved.put("kv_cache_chats", chats, "formula", f"requests of {chat:,} tokens that decode")
+    record.put("kv_cache_chats", chats, "formula", f"requests of {chat:,} tokens that decode")
     detail = f"{memory.free_bytes:,} free after the weights - {kv_bytes:,} KV cache - {memory.work_bytes:,} work"
-    resolved.put("unplanned_bytes", memory.free_bytes - kv_bytes - memory.work_bytes, "measured", detail)
+    unplanned = record.put("unplanned_bytes", memory.free_bytes - kv_bytes - memory.work_bytes, "measured", detail)
+    return Planned(
+        replace(resolved.model, max_model_len=length),
+        resolved.device,
+        resolved.scheduler,
+        record,
+        MemorySettings(memory.weight_bytes, memory.work_bytes, num_blocks, kv_bytes, unplanned),
+    )
 
 
 def length_that_starts(config: EngineConfig, resolved: Resolved, pages: KvPages, num_blocks: int) -> int:
     """max_model_len, which -1 lets a start cut to the blocks there are."""
-    most, wanted = pages.longest(num_blocks), int(resolved.max_model_len)
+    most, wanted = pages.longest(num_blocks), resolved.model.max_model_len
     return most if config.max_model_len == -1 and 0 < most < wanted else wanted
 
 
@@ -178,19 +189,22 @@ def bytes_for_kv_cache(
     return offer.num_bytes, offer.detail
 
 
-def _put_memory(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> None:
+def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> Mapping[str, Setting]:
+    """What weights and work take, by name: known whether a KV cache fits or not."""
+    record, quantization = Record(), resolved.model.quantization
+    max_num_seqs, budget = resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens
     weights = f"{model.num_parameters():,} parameters"
-    weights += f" x {DTYPE_BYTES[resolved.dtype]} bytes" if resolved.quantization is None else ", scales included"
-    logits = f"{memory.logits_bytes:,} for the logits of {resolved.max_num_seqs} requests"
+    weights += f" x {DTYPE_BYTES[resolved.model.dtype]} bytes" if quantization is None else ", scales included"
+    logits = f"{memory.logits_bytes:,} for the logits of {max_num_seqs} requests"
     if memory.is_predicted:
-        resolved.put("weight_bytes", memory.weight_bytes, "formula", weights)
-        detail = f"at least: the widest layer of {resolved.max_num_batched_tokens} tokens, and {logits}"
-        resolved.put("work_bytes", memory.work_bytes, "formula", detail)
+        record.put("weight_bytes", memory.weight_bytes, "formula", weights)
+        detail = f"at least: the widest layer of {budget} tokens, and {logits}"
+        record.put("work_bytes", memory.work_bytes, "formula", detail)
     else:
-        resolved.put("weight_bytes", memory.weight_bytes, "measured", weights)
-        detail = f"a short step, scaled to {resolved.max_num_batched_tokens} tokens, and {logits}"
-        detail = memory.work_detail or detail
-        resolved.put("work_bytes", memory.work_bytes, "measured", detail)
+        record.put("weight_bytes", memory.weight_bytes, "measured", weights)
+        detail = memory.work_detail or f"a short step, scaled to {budget} tokens, and {logits}"
+        record.put("work_bytes", memory.work_bytes, "measured", detail)
+    return record
 
 
 def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int) -> _Offer:
@@ -202,17 +216,17 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
     if config.kv_cache_memory_bytes is not None:
         source = config.sources["kv_cache_memory_bytes"]
         return _Offer(config.kv_cache_memory_bytes, source, f"kv_cache_memory_bytes / {per_block}", False)
-    if resolved.device == "cpu" and (gib := envs.CPU_KVCACHE_SPACE.get()) > 0:
+    if resolved.device.device == "cpu" and (gib := envs.CPU_KVCACHE_SPACE.get()) > 0:
         detail = f"VLLM_CPU_KVCACHE_SPACE = {gib} GiB / {per_block}"
         return _Offer(int(gib * GIB), "environment", detail, False)
-    reserve_share = RESERVE_SHARE if resolved.device == "cpu" else GPU_RESERVE_SHARE
+    reserve_share = RESERVE_SHARE if resolved.device.device == "cpu" else GPU_RESERVE_SHARE
     reserve = memory.work_bytes + int(memory.total_bytes * reserve_share)
     free = memory.free_bytes - reserve
     free_detail = (
         f"{memory.free_bytes:,} free after the weights - {reserve:,} reserve "
         f"(work {memory.work_bytes:,} + {reserve_share:.0%} of {memory.total_bytes:,}), / {per_block}"
     )
-    if (share := resolved.gpu_memory_utilization) is not None:
+    if (share := resolved.device.gpu_memory_utilization) is not None:
         allowed = int(memory.total_bytes * share) - memory.weight_bytes - memory.work_bytes
         detail = (
             f"{share} x {memory.total_bytes:,} total - {memory.weight_bytes:,} weights - {memory.work_bytes:,} work, "
@@ -226,7 +240,7 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
 
 def _useful(offer: _Offer, resolved: Resolved, pages: KvPages) -> _Offer:
     """Not all that is free, if nobody has said so: what running requests can use."""
-    useful = pages.for_request(resolved.max_model_len) * resolved.max_num_seqs * MAX_USEFUL_CONTEXTS
+    useful = pages.for_request(resolved.model.max_model_len) * resolved.scheduler.max_num_seqs * MAX_USEFUL_CONTEXTS
     if not offer.is_all_that_is_free or useful * pages.page_bytes >= offer.num_bytes:
         return offer
     detail = f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; more would fit: {offer.detail}"
@@ -250,7 +264,7 @@ class _Shortage:
         needed, offered, memory = self.blocks_needed * self.pages.page_bytes, self.offer.num_bytes, self.memory
         fixes = self._fixes()
         return MemoryPlanError(
-            f"The KV cache for one request of {self.resolved.max_model_len} tokens does not fit: "
+            f"The KV cache for one request of {self.resolved.model.max_model_len} tokens does not fit: "
             f"{shown_bytes(needed)} needed, {shown_bytes(max(offered, 0))} available, "
             f"{shown_bytes(needed - offered)} missing "
             f"(weights {shown_bytes(memory.weight_bytes)}, work {shown_bytes(memory.work_bytes)}, "
@@ -274,14 +288,17 @@ class _Shortage:
         elif needed <= memory.free_bytes - memory.work_bytes:
             fixes.append(f"--kv-cache-memory-bytes {needed}")
         with_half_weights = offer.num_bytes + (memory.weight_bytes // 2 if offer.is_measured else 0)
-        halved = self._needed_in(kv_format(resolved.kv_cache_dtype, "bfloat16"))
-        if resolved.dtype == "float32" and config.num_gpu_blocks_override is None and with_half_weights >= halved:
+        halved = self._needed_in(kv_format(resolved.model.kv_cache_dtype, "bfloat16"))
+        if resolved.model.dtype == "float32" and config.num_gpu_blocks_override is None and with_half_weights >= halved:
             what = "weights and KV cache" if halved < needed else "the weights"
             fixes.append(f"--dtype bfloat16 (halves {what})")
-        codes = self._needed_in(kv_format("fp8", resolved.dtype))
+        codes = self._needed_in(kv_format("fp8", resolved.model.dtype))
         if config.num_gpu_blocks_override is None and codes < needed and codes <= available:
             fixes.append("--kv-cache-dtype fp8 (shrinks the KV cache, at a cost in quality)")
-        budget, lowest = resolved.max_num_batched_tokens, max(resolved.max_num_seqs, MIN_SUGGESTED_BUDGET)
+        budget, lowest = (
+            resolved.scheduler.max_num_batched_tokens,
+            max(resolved.scheduler.max_num_seqs, MIN_SUGGESTED_BUDGET),
+        )
         if offer.is_measured and config.enable_chunked_prefill and budget > lowest:
             saved = (memory.work_bytes - memory.logits_bytes) * (budget - lowest) // budget
             if saved >= missing:
@@ -296,13 +313,13 @@ class _Shortage:
 def weights_do_not_fit(resolved: Resolved, weight_bytes: int, total_bytes: int) -> MemoryPlanError:
     """The error for a model whose weights alone are more than the machine has."""
     fix = "Use a smaller model, or a machine with more memory"
-    if resolved.quantization is None and weight_bytes // 4 < total_bytes:
+    if resolved.model.quantization is None and weight_bytes // 4 < total_bytes:
         fix = "Use --quantization int8, fp8 or int4 (a half or a quarter of bfloat16), or a smaller model"
-    if resolved.dtype == "float32" and resolved.quantization is None and weight_bytes // 2 < total_bytes:
+    if resolved.model.dtype == "float32" and resolved.model.quantization is None and weight_bytes // 2 < total_bytes:
         fix = "Use --dtype bfloat16 (halves the weights), or a smaller model"
     return MemoryPlanError(
         f"The weights do not fit into memory: they take {shown_bytes(weight_bytes)} in "
-        f"{resolved.quantization or resolved.dtype}, "
+        f"{resolved.model.quantization or resolved.model.dtype}, "
         f"and there are {shown_bytes(total_bytes)}",
         fix=fix,
         param="model",

@@ -32,7 +32,7 @@ def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMet
 
     name = config.served_model_name[0] if config.served_model_name else config.model or DEMO_MODEL_NAME
     metrics = PrometheusMetrics(
-        name, engine.resolved.max_model_len, model=engine.model_config, kv_blocks=config.kv_cache_metrics
+        name, engine.resolved.model.max_model_len, model=engine.model_config, kv_blocks=config.kv_cache_metrics
     )
     metrics.on_ready(engine.ready_message())
     return metrics

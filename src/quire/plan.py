@@ -15,7 +15,8 @@ from quire.errors import ConfigError
 from quire.kv_format import kv_format
 from quire.memory_plan import KvPages, MemoryFacts, bytes_for_kv_cache, length_that_starts, predict_memory
 from quire.model_config import ModelConfig, WeightBytes
-from quire.resolve import DeviceFacts, Resolved, resolve, shown_bytes
+from quire.resolve import DeviceFacts, resolve, shown_bytes
+from quire.settings import Resolved
 from quire.weight_format import packs_floats
 
 # Mean KL divergence from the original in nats, of the demo model: docs/quantization.md. They order what fits: which
@@ -140,9 +141,9 @@ class ModelPlan:
             "architecture": self.model.architecture,
             "num_parameters": self.model.num_parameters(),
             "is_exact": self.model.is_native,
-            "max_model_len": self.resolved.max_model_len,
-            "block_size": self.resolved.block_size,
-            "device": self.resolved.device,
+            "max_model_len": self.resolved.model.max_model_len,
+            "block_size": self.resolved.model.block_size,
+            "device": self.resolved.device.device,
             "total_memory_bytes": memory.total_bytes,
             "work_bytes": memory.work_bytes,
             "weights": [
@@ -170,9 +171,9 @@ class ModelPlan:
         about = "" if model.is_native else "about "
         parameters = f"{about}{model.num_parameters() / 1e6:,.1f} M parameters"
         yield f"model    {self.model_name}: {model.architecture}, {parameters}, checkpoint in {self._checkpoint()}"
-        work, budget = shown_bytes(self.fits[0].memory.work_bytes), self.resolved.max_num_batched_tokens
-        requests = f"{self.resolved.max_num_seqs:,} requests"
-        share = self.resolved.gpu_memory_utilization
+        work, budget = shown_bytes(self.fits[0].memory.work_bytes), self.resolved.scheduler.max_num_batched_tokens
+        requests = f"{self.resolved.scheduler.max_num_seqs:,} requests"
+        share = self.resolved.device.gpu_memory_utilization
         yield f"memory   {self.memory_name}" + ("" if share is None else f", {share} of it in use")
         yield f"work     at least {work}: a step of {budget:,} tokens, logits of {requests}"
         yield ""
@@ -202,13 +203,13 @@ class ModelPlan:
         first = self.fits[0]
         kv = kv_format(first.kv_cache_dtype, first.weights.dtype)
         yield f"Layers that keep the same, in {kv.name}:"
-        yield from (f"  {line}" for line in first.pages.lines(self.resolved.max_model_len, kv))
+        yield from (f"  {line}" for line in first.pages.lines(self.resolved.model.max_model_len, kv))
         names = list(dict.fromkeys(fit.kv_cache_dtype for fit in self.fits))
         cells = {
             (fit.weights.name, fit.kv_cache_dtype): f"{fit.num_tokens:,} = {fit.num_sequences:,}" for fit in self.fits
         }
-        is_cut = any(fit.max_model_len < self.resolved.max_model_len for fit in self.fits)
-        longest = f"{'up to ' * is_cut}{self.resolved.max_model_len:,} tokens"
+        is_cut = any(fit.max_model_len < self.resolved.model.max_model_len for fit in self.fits)
+        longest = f"{'up to ' * is_cut}{self.resolved.model.max_model_len:,} tokens"
         yield f"Tokens that fit, and requests of {longest}{', cut to what fits' * is_cut}:"
         yield from _table(
             ["weights", *(f"KV {name}" for name in names)],
@@ -219,7 +220,7 @@ class ModelPlan:
         return self.model.dtype if self.model.quantized is None else self.model.quantized.describe()
 
     def _advice(self) -> Iterator[str]:
-        longest, best = self.resolved.max_model_len, self.best
+        longest, best = self.resolved.model.max_model_len, self.best
         if best is None:
             most = max(self.fits, key=lambda fit: (fit.num_tokens, -fit.missing_bytes))
             if not most.num_tokens:
@@ -272,22 +273,22 @@ def plan(
     refused: dict[str, str] = {}
     for dtype, quantization, weights_loss in _weight_formats(engine, model, own):
         chosen = replace(engine, dtype=dtype, quantization=quantization)
-        is_own = (dtype, quantization) == (own.dtype, engine.quantization)
+        is_own = (dtype, quantization) == (own.model.dtype, engine.quantization)
         try:
             resolved = resolve(chosen, model, device, is_server=True)
-            packed = packs_floats(resolved.isa)
-            num_bytes = model.weight_bytes_by_kind(dtype, resolved.quantization, is_packed=packed)
+            packed = packs_floats(resolved.device.isa)
+            num_bytes = model.weight_bytes_by_kind(dtype, resolved.model.quantization, is_packed=packed)
         except ConfigError as error:
             if is_own:
                 raise
             refused[quantization or dtype] = error.message
             continue
         flags: tuple[str, ...] = () if is_own or quantization is None else ("--quantization", quantization)
-        flags += () if dtype == own.dtype else ("--dtype", dtype)
+        flags += () if dtype == own.model.dtype else ("--dtype", dtype)
         speed = None
         if read_bandwidth is not None:
-            speed = read_bandwidth / model.read_bytes_per_step(dtype, resolved.quantization)
-        row = WeightsRow(dtype, resolved.quantization, num_bytes, flags, speed)
+            speed = read_bandwidth / model.read_bytes_per_step(dtype, resolved.model.quantization)
+        row = WeightsRow(dtype, resolved.model.quantization, num_bytes, flags, speed)
         rows.append(row)
         for kv_cache_dtype, kv_loss in _kv_formats(engine):
             paired = replace(chosen, kv_cache_dtype=kv_cache_dtype)
@@ -308,7 +309,7 @@ def plan(
                 num_bytes=kv_cache_bytes,
                 why=why,
                 pages=KvPages.of(resolved, model),
-                max_model_len=resolved.max_model_len,
+                max_model_len=resolved.model.max_model_len,
                 memory=memory,
                 flags=flags + (() if kv_is_own else ("--kv-cache-dtype", kv_cache_dtype)),
                 expected_loss=weights_loss + kv_loss,
@@ -319,10 +320,10 @@ def plan(
 
 def _weight_formats(engine: EngineConfig, model: ModelConfig, own: Resolved) -> Iterator[tuple[str, str | None, float]]:
     """dtype, --quantization, and what orders them by loss: that of `engine` first."""
-    yield own.dtype, engine.quantization, 0.0
+    yield own.model.dtype, engine.quantization, 0.0
     if engine.quantization is not None or model.quantized is not None or not model.is_native:
         return
-    dtype, loss = own.dtype, 0.0
+    dtype, loss = own.model.dtype, 0.0
     if dtype == "float32" and engine.dtype == "auto":
         dtype, loss = "bfloat16", _REDUCED_DTYPE_KL
         yield dtype, None, loss

@@ -5,8 +5,8 @@ Everything but the number of KV blocks: memory is only known after the weights a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, TypeVar, cast
 
 from quire import envs
 from quire.config import EngineConfig, ServerConfig
@@ -17,7 +17,11 @@ from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
+from quire.settings import DeviceSettings, ModelSettings, Record, Resolved, SchedulerSettings, SchedulingPolicy, Setting
 from quire.weight_format import ON_LOAD
+
+T = TypeVar("T")
+Choice = tuple[T, Source, str]  # a value, its source, and why
 
 GIB = 1 << 30
 NO_DRIVER = "no driver of a GPU is loaded"
@@ -33,32 +37,13 @@ LARGE_GPU_SERVER_LIMITS, LARGE_GPU_OFFLINE_LIMITS = (1024, 8192), (1024, 16384)
 LARGE_GPU_BYTES = 70 * GIB
 # Prompt tokens of a step that several requests share, on CPU servers: a short prompt waits for almost two such steps,
 # and prompts take no longer than in whole budgets while products of so many rows are bound by arithmetic. The least
-# was measured on AVX2 (benchmarks/results/epyc-zen3-2core/short_beside_long_2026-11-22.md); the others follow from
-# faster arithmetic over equal memory.
+# was measured on AVX2 (benchmarks/short_beside_long_*.md); the others follow from faster arithmetic over equal memory.
 SHARED_PREFILL_TOKENS = {"avx512_bf16": 128, "amx": 256}
 LEAST_SHARED_PREFILL_TOKENS = 64
 GPU_MEMORY_UTILIZATION = 0.9  # where none is given
 THROUGHPUT_FACTOR = 2  # on both limits, as vLLM's performance mode
 # On the token budget: a long prompt then holds up the others' next token for a quarter of the time.
 INTERACTIVITY_DIVISOR = 4
-
-# What the settings limit that are no fields of EngineConfig.
-_FURTHER_LIMITS = {
-    "isa": "which kernels run",
-    "weight_bytes": "memory left for the KV cache",
-    "work_bytes": "memory left for the KV cache",
-    "kv_cache_bytes": "context held for all requests together",
-    "unplanned_bytes": "what other programs may take",
-    "num_blocks": "context held for all requests together",
-    "kv_cache_tokens": "context held for all requests together",
-    "kv_cache_chats": "chats that need not wait for each other",
-    "expected_tokens_per_second": "what one request can get",
-    "expected_total_tokens_per_second": "what max_num_seqs requests can get together",
-    "expectation_waited_share": "how much the two expectations are worth",
-}
-_FIELDS = {f.name: f for config in (EngineConfig, ServerConfig) for f in options(config)}
-# Memory is planned for their first values, so they may only be moved below these.
-_PLANNED_FOR = ("max_num_seqs", "max_num_batched_tokens")
 
 
 @dataclass(frozen=True)
@@ -95,152 +80,132 @@ class DeviceFacts:
         return facts.total_memory_bytes, facts.free_memory_bytes
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A value, where it came from, and for a formula its numbers."""
-
-    value: Any
-    source: Source
-    detail: str = ""
-    limits: str = ""  # what it bounds
-    is_live: bool = False  # may change while serving
-    maximum: int | None = None  # of a live one: what memory was planned for
-
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        shown: dict[str, object] = {
-            "value": self.value,
-            "source": self.source,
-            "detail": self.detail,
-            "limits": self.limits,
-            "live": self.is_live,
-        }
-        return shown | ({"max": self.maximum} if self.maximum is not None else {})
-
-
-@dataclass
-class Resolved:
-    """All settings by name; attribute access gives the value."""
-
-    settings: dict[str, Setting] = field(default_factory=dict)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.settings[name].value
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def put(self, name: str, value: Any, source: Source, detail: str = "") -> None:
-        """Record a value, with what its field says of it."""
-        f = _FIELDS.get(name)
-        is_live = f is not None and f.metadata["live"]
-        limits = _FURTHER_LIMITS[name] if f is None else f.metadata["limits"]
-        maximum = value if name in _PLANNED_FOR else None
-        self.settings[name] = Setting(value, source, detail, limits, is_live, maximum)
-
-    def as_dict(self) -> dict[str, object]:
-        """For JSON: {name: Setting.as_dict()}."""
-        return {name: setting.as_dict() for name, setting in self.settings.items()}
-
-
 def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is_server: bool) -> Resolved:
     """Every setting except those of memory. Raises ConfigError when a value does not fit the model."""
-    resolved = Resolved()
-    put = resolved.put
+    record = Record()
+    put = record.put
 
-    def put_or(name: str, default: Any, source: Source, detail: str) -> None:
+    def put_or(name: str, chosen: T | None, default: T, source: Source, detail: str) -> T:
         """The user's value if given, else the default with its reason."""
-        chosen = getattr(config, name)
         if chosen is None:
-            put(name, default, source, detail)
-        else:
-            put(name, chosen, config.sources[name], f"default would be {default}: {detail}")
+            return put(name, default, source, detail)
+        return put(name, chosen, config.sources[name], f"default would be {default}: {detail}")
 
-    put("device", *_device(config, device))
-    gpu = device.gpu if resolved.device == "cuda" else None
+    kind = put("device", *_device(config, device))
+    gpu = device.gpu if kind == "cuda" else None
     if gpu is not None:
-        put("isa", gpu.isa, "device", gpu.name)
+        isa = put("isa", gpu.isa, "device", gpu.name)
     else:
-        put("isa", device.isa, "environment" if envs.ISA.get() else "device", device.name)
+        isa = put("isa", device.isa, "environment" if envs.ISA.get() else "device", device.name)
     if config.dtype == "auto":
-        put("dtype", *_auto_dtype(model, gpu))
+        dtype = put("dtype", *_auto_dtype(model, gpu))
     else:
         given = DTYPE_ALIASES.get(config.dtype, config.dtype)
-        put("dtype", given, config.sources["dtype"], f"checkpoint is {model.dtype}")
-    put("quantization", *_quantization(config, model))
-    put("kv_cache_dtype", config.kv_cache_dtype, config.sources["kv_cache_dtype"], _kv_detail(config, resolved, model))
-    put_or("block_size", 16, "default", "tokens per KV block; waste is under one block per sequence")
-    if envs.NUM_THREADS.get():
-        put_or("num_threads", envs.NUM_THREADS.get(), "environment", envs.NUM_THREADS.name)
+        dtype = put("dtype", given, config.sources["dtype"], f"checkpoint is {model.dtype}")
+    quantization = put("quantization", *_quantization(config, model))
+    put("kv_cache_dtype", config.kv_cache_dtype, config.sources["kv_cache_dtype"], _kv_detail(config, dtype, model))
+    why = "tokens per KV block; waste is under one block per sequence"
+    block_size = put_or("block_size", config.block_size, 16, "default", why)
+    if threads := envs.NUM_THREADS.get():
+        num_threads = put_or("num_threads", config.num_threads, threads, "environment", envs.NUM_THREADS.name)
     else:
-        put_or("num_threads", device.num_cores, "device", "physical cores allowed by affinity and cgroup quota")
-    put("max_model_len", *_max_model_len(config, model))
+        why = "physical cores allowed by affinity and cgroup quota"
+        num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)
+    max_model_len = put("max_model_len", *_max_model_len(config, model))
 
-    seqs, tokens, source, why = _batch_limits(config, gpu, is_server)
-    put_or("max_num_seqs", seqs, source, why)
-    most = resolved.max_num_seqs * resolved.max_model_len
-    if tokens > most:
-        tokens, source, why = most, "formula", f"max_num_seqs {resolved.max_num_seqs} x {resolved.max_model_len} tokens"
-    budget_floor = 0 if config.enable_chunked_prefill else resolved.max_model_len
-    tokens = max(tokens, resolved.max_num_seqs, budget_floor)
-    put_or("max_num_batched_tokens", tokens, source, f"{why}; at least one token per running request")
-    if resolved.max_num_batched_tokens < resolved.max_num_seqs:
-        raise ConfigError(
-            "The token budget is smaller than the number of running requests",
-            value=resolved.max_num_batched_tokens,
-            expected=f"max_num_batched_tokens of at least max_num_seqs = {resolved.max_num_seqs}",
-            fix="Raise --max-num-batched-tokens or lower --max-num-seqs",
-            param="max_num_batched_tokens",
-        )
-    if not config.enable_chunked_prefill and resolved.max_num_batched_tokens < resolved.max_model_len:
-        raise ConfigError(
-            "Without chunked prefill the longest prompt must fit into one step",
-            value=resolved.max_num_batched_tokens,
-            expected=f"max_num_batched_tokens of at least max_model_len = {resolved.max_model_len}",
-            fix="Leave --no-enable-chunked-prefill out, or lower --max-model-len",
-            param="max_num_batched_tokens",
-        )
-    put_or("max_shared_prefill_tokens", *_shared_prefill(config, resolved, gpu, is_server))
-    put_or("max_num_queued_reqs", 1024 if is_server else None, "default", "bounded in the server, unbounded offline")
+    seqs, budget, source, why = _batch_limits(config, gpu, is_server)
+    max_num_seqs = put_or("max_num_seqs", config.max_num_seqs, seqs, source, why)
+    if budget > (most := max_num_seqs * max_model_len):
+        budget, source, why = most, "formula", f"max_num_seqs {max_num_seqs} x {max_model_len} tokens"
+    budget = max(budget, max_num_seqs, 0 if config.enable_chunked_prefill else max_model_len)
+    why = f"{why}; at least one token per running request"
+    budget = put_or("max_num_batched_tokens", config.max_num_batched_tokens, budget, source, why)
+    _check_budget(config, budget, max_num_seqs, max_model_len)
+    shared, source, why = _shared_prefill(config, budget, isa, gpu, is_server)
+    shared = put_or("max_shared_prefill_tokens", config.max_shared_prefill_tokens, shared, source, why)
+    why = "bounded in the server, unbounded offline"
+    queued = put_or("max_num_queued_reqs", config.max_num_queued_reqs, 1024 if is_server else None, "default", why)
+    memory_share = config.gpu_memory_utilization
     if gpu is None:
         why = "on CPU the kernels use every core, so there is nothing to hide behind"
-        put_or("async_scheduling", False, "default", why)
+        is_async = put_or("async_scheduling", config.async_scheduling, False, "default", why)
     else:
-        put_or("async_scheduling", True, "default", "the GPU computes a step while the next one is scheduled")
+        why = "the GPU computes a step while the next one is scheduled"
+        is_async = put_or("async_scheduling", config.async_scheduling, True, "default", why)
         why = "of all memory: weights, work, graphs and KV cache together; vLLM's default"
-        put_or("gpu_memory_utilization", GPU_MEMORY_UTILIZATION, "default", why)
+        memory_share = put_or("gpu_memory_utilization", memory_share, GPU_MEMORY_UTILIZATION, "default", why)
         put("enforce_eager", *_enforce_eager(config, model))
-    put("deterministic", *_deterministic(config, model, gpu))
-    put("attention_backend", *_attention_backend(config, model, resolved, gpu))
+    is_deterministic = put("deterministic", *_deterministic(config, model, gpu))
+    backend = _attention_backend(config, model, gpu, dtype, is_deterministic)
+    put("attention_backend", *backend)
+    mode, largest = config.cudagraph_mode, config.max_cudagraph_capture_size
     if gpu is not None:
-        put("cudagraph_mode", *_cudagraph_mode(config, resolved))
-        _put_graph_sizes(resolved, config)
-    _put_rest(resolved, config)
-    return resolved
+        mode = put("cudagraph_mode", *_cudagraph_mode(config, _enforce_eager(config, model), backend))
+        largest = _put_graph_sizes(record, config, mode, max_num_seqs, budget)
+    _put_rest(record, config)
+    return Resolved(
+        ModelSettings(
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            load_format=config.load_format,
+            model_impl=config.model_impl,
+            packed_weights_cache=config.packed_weights_cache,
+            logprobs_mode=config.logprobs_mode,
+        ),
+        DeviceSettings(
+            device=kind,
+            isa=isa,
+            num_threads=num_threads,
+            deterministic=is_deterministic,
+            attention_backend=backend[0],
+            cudagraph_mode=mode,
+            cudagraph_capture_sizes=config.cudagraph_capture_sizes,
+            max_cudagraph_capture_size=largest,
+            gpu_memory_utilization=memory_share,
+        ),
+        SchedulerSettings(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_shared_prefill_tokens=shared,
+            max_num_queued_reqs=queued,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            scheduling_policy=cast(SchedulingPolicy, config.scheduling_policy),  # one of its choices
+            async_scheduling=is_async,
+            enable_prefix_caching=config.enable_prefix_caching,
+            watermark=config.watermark,
+            kv_cache_metrics=config.kv_cache_metrics,
+            kv_cache_metrics_sample=config.kv_cache_metrics_sample,
+        ),
+        record,
+    )
 
 
-def resolve_server(config: ServerConfig) -> Resolved:
-    """Every setting of the HTTP side."""
-    resolved = Resolved()
+def resolve_server(config: ServerConfig) -> dict[str, Setting]:
+    """Every setting of the HTTP side, by name."""
+    record = Record()
     if not config.api_key and envs.API_KEY.get():
-        resolved.put("api_key", "set", "environment", envs.API_KEY.name)
+        record.put("api_key", "set", "environment", envs.API_KEY.name)
     for name, variable in (("log_level", envs.LOGGING_LEVEL), ("log_format", envs.LOG_FORMAT)):
         if getattr(config, name) is None:
             value = variable.get()
             source: Source = "default" if value == variable.default else "environment"
-            resolved.put(name, value.lower(), source, variable.name)
-    _put_rest(resolved, config)
-    return resolved
+            record.put(name, value.lower(), source, variable.name)
+    _put_rest(record, config)
+    return record
 
 
-def _put_rest(resolved: Resolved, config: EngineConfig | ServerConfig) -> None:
+def _put_rest(record: Record, config: EngineConfig | ServerConfig) -> None:
     """The settings that are what the user said, or their default."""
     for f in options(config):
-        if f.name not in resolved.settings:
+        if f.name not in record:
             value = getattr(config, f.name)
             shown = ("set" if value else None) if f.metadata["secret"] else value
             detail = _UNSET.get(f.name, "") if value is None else ""
-            resolved.put(f.name, shown, config.sources[f.name], detail)
+            record.put(f.name, shown, config.sources[f.name], detail)
 
 
 # Why nothing needs to be said for a setting that is None.
@@ -256,7 +221,27 @@ _UNSET = {
 }
 
 
-def _device(config: EngineConfig, device: DeviceFacts) -> tuple[str, Source, str]:
+def _check_budget(config: EngineConfig, budget: int, max_num_seqs: int, max_model_len: int) -> None:
+    """ConfigError for a step that is too short for what it must hold."""
+    if budget < max_num_seqs:
+        raise ConfigError(
+            "The token budget is smaller than the number of running requests",
+            value=budget,
+            expected=f"max_num_batched_tokens of at least max_num_seqs = {max_num_seqs}",
+            fix="Raise --max-num-batched-tokens or lower --max-num-seqs",
+            param="max_num_batched_tokens",
+        )
+    if not config.enable_chunked_prefill and budget < max_model_len:
+        raise ConfigError(
+            "Without chunked prefill the longest prompt must fit into one step",
+            value=budget,
+            expected=f"max_num_batched_tokens of at least max_model_len = {max_model_len}",
+            fix="Leave --no-enable-chunked-prefill out, or lower --max-model-len",
+            param="max_num_batched_tokens",
+        )
+
+
+def _device(config: EngineConfig, device: DeviceFacts) -> Choice[str]:
     if config.device == "auto":
         if device.gpu is None:
             return "cpu", "device", device.no_gpu
@@ -272,7 +257,7 @@ def _device(config: EngineConfig, device: DeviceFacts) -> tuple[str, Source, str
     return config.device, config.sources["device"], f"{detail}; {NEVER_RUN}" if config.device == "cuda" else detail
 
 
-def _enforce_eager(config: EngineConfig, model: ModelConfig) -> tuple[bool, Source, str]:
+def _enforce_eager(config: EngineConfig, model: ModelConfig) -> Choice[bool]:
     """Whether decoding is not captured: it must be nothing but launches, without a look at a result on the way."""
     if config.enforce_eager:
         return True, config.sources["enforce_eager"], "no CUDA graphs"
@@ -281,29 +266,26 @@ def _enforce_eager(config: EngineConfig, model: ModelConfig) -> tuple[bool, Sour
     return False, config.sources["enforce_eager"], "decoding is captured in CUDA graphs"
 
 
-def _cudagraph_mode(config: EngineConfig, resolved: Resolved) -> tuple[str, Source, str]:
+def _cudagraph_mode(config: EngineConfig, eager: Choice[bool], backend: Choice[str]) -> Choice[str]:
     """NONE, FULL_DECODE_ONLY or FULL: graphs hold whole forward passes, attention included."""
     chosen, source = config.cudagraph_mode, config.sources["cudagraph_mode"]
-    eager = resolved.settings["enforce_eager"]
-    if eager.value:
-        return "NONE", eager.source, eager.detail
-    backend = resolved.settings["attention_backend"]
-    if backend.value == "reference":
-        return "NONE", backend.source, "the reference attention waits for the device, which a graph cannot hold"
+    if eager[0]:
+        return "NONE", *eager[1:]
+    if backend[0] == "reference":
+        return "NONE", backend[1], "the reference attention waits for the device, which a graph cannot hold"
     if chosen in ("NONE", "FULL_DECODE_ONLY"):
         return chosen, source, ""
-    if resolved.attention_backend == "FLASHINFER":
+    if backend[0] == "FLASHINFER":
         return "FULL_DECODE_ONLY", "device", "FlashInfer's kernels for mixed steps are not captured"
     return "FULL", source, "decodes by number of rows; mixed steps of few tokens, whose launches take longest"
 
 
-def _put_graph_sizes(resolved: Resolved, config: EngineConfig) -> None:
-    """The sizes and their bound, which is settled as in vLLM: it is the largest size that is captured.
+def _put_graph_sizes(record: Record, config: EngineConfig, mode: str, max_num_seqs: int, num_tokens: int) -> int:
+    """The sizes and their bound, which is settled as in vLLM: it is the largest size that is captured, and the answer.
 
     Raises ConfigError for a bound that nothing fits under or that contradicts the sizes.
     """
     wished, bound = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
-    mode, num_tokens = resolved.cudagraph_mode, resolved.max_num_batched_tokens
     if mode != "NONE" and bound is not None:
         if bound < 1:
             raise ConfigError(
@@ -323,14 +305,14 @@ def _put_graph_sizes(resolved: Resolved, config: EngineConfig) -> None:
                 fix="Leave one of the two out",
                 param="max_cudagraph_capture_size",
             )
-    sizes = graph_sizes(mode, resolved.max_num_seqs, num_tokens, wished, bound)
-    resolved.put("cudagraph_capture_sizes", wished, config.sources["cudagraph_capture_sizes"], sizes.describe())
+    sizes = graph_sizes(mode, max_num_seqs, num_tokens, wished, bound)
+    record.put("cudagraph_capture_sizes", wished, config.sources["cudagraph_capture_sizes"], sizes.describe())
     detail = "" if bound in (None, sizes.largest) else f"{bound} was asked for; {sizes.describe()}"
     source = config.sources["max_cudagraph_capture_size"]
-    resolved.put("max_cudagraph_capture_size", sizes.largest, source, detail)
+    return record.put("max_cudagraph_capture_size", sizes.largest, source, detail)
 
 
-def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None) -> tuple[bool, Source, str]:
+def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None) -> Choice[bool]:
     """Whether kernels are chosen that give a row the same bits in every batch."""
     chosen, source = config.deterministic, config.sources["deterministic"]
     if not chosen and envs.BATCH_INVARIANT.get():
@@ -349,8 +331,8 @@ def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | Non
 
 
 def _attention_backend(
-    config: EngineConfig, model: ModelConfig, resolved: Resolved, gpu: GpuFacts | None
-) -> tuple[str, Source, str]:
+    config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None, dtype: str, is_deterministic: bool
+) -> Choice[str]:
     """By vLLM's names. Raises ConfigError for FlashInfer where it cannot be used."""
     chosen, source = config.attention_backend, config.sources["attention_backend"]
     fix = "Leave --attention-backend out"
@@ -358,13 +340,13 @@ def _attention_backend(
         if named.upper() != "FLASHINFER":
             return named, "environment", envs.ATTENTION_BACKEND.name
         chosen, source, fix = "FLASHINFER", "environment", f"Unset {envs.ATTENTION_BACKEND.name}"
-    cache_dtype = kv_format(resolved.kv_cache_dtype, resolved.dtype).torch_dtype
+    cache_dtype = kv_format(config.kv_cache_dtype, dtype).torch_dtype
     if gpu is None:
         problem: str | None = "it runs on CUDA, and the model on the CPU"
     elif not model.is_native or config.model_impl == "transformers":
         problem = "transformers' modelling code runs"
     else:
-        problem = why_not_flashinfer(model.head_dim, resolved.dtype, cache_dtype, resolved.deterministic)
+        problem = why_not_flashinfer(model.head_dim, dtype, cache_dtype, is_deterministic)
     if chosen == "FLASHINFER" and problem is not None:
         raise ConfigError(
             f"FlashInfer cannot be used: {problem}",
@@ -374,7 +356,7 @@ def _attention_backend(
         )
     if chosen in ("TRITON_ATTN", "CPU_ATTN") and (chosen == "CPU_ATTN") != (gpu is None):
         raise ConfigError(
-            f"{chosen} does not run on {resolved.device}",
+            f"{chosen} does not run on {'cpu' if gpu is None else 'cuda'}",
             value=chosen,
             fix=fix,
             param="attention_backend",
@@ -414,9 +396,7 @@ def _batch_limits(config: EngineConfig, gpu: GpuFacts | None, is_server: bool) -
     return seqs, tokens, "default", why
 
 
-def _shared_prefill(
-    config: EngineConfig, resolved: Resolved, gpu: GpuFacts | None, is_server: bool
-) -> tuple[int, Source, str]:
+def _shared_prefill(config: EngineConfig, budget: int, isa: str, gpu: GpuFacts | None, is_server: bool) -> Choice[int]:
     """Default max_shared_prefill_tokens, its source, and why."""
     if not config.enable_chunked_prefill:
         return 0, "default", "prompts are not split"
@@ -424,17 +404,16 @@ def _shared_prefill(
         return 0, "default", "prompts go in order, each within the long_prefill_token_threshold that was given"
     if not is_server:
         return 0, "default", "nobody waits for the first token of an offline batch: prompts go in order"
-    budget = int(resolved.max_num_batched_tokens)
     if gpu is not None:
         return budget, "default", "prompts share the whole budget: a GPU computes it in a short step"
-    tokens = min(SHARED_PREFILL_TOKENS.get(resolved.isa, LEAST_SHARED_PREFILL_TOKENS), budget)
+    tokens = min(SHARED_PREFILL_TOKENS.get(isa, LEAST_SHARED_PREFILL_TOKENS), budget)
     why = (
         f"smaller steps let short prompts pass long ones at hardly a cost in tokens/s; a prompt alone has all {budget}"
     )
-    return tokens, "default", f"{why} (for {resolved.isa})"
+    return tokens, "default", f"{why} (for {isa})"
 
 
-def _auto_dtype(model: ModelConfig, gpu: GpuFacts | None) -> tuple[str, Source, str]:
+def _auto_dtype(model: ModelConfig, gpu: GpuFacts | None) -> Choice[str]:
     if gpu is not None and model.dtype == "float32":
         return "bfloat16", "device", "the checkpoint is float32, which a GPU multiplies at a fraction of its rate"
     if model.dtype in DTYPE_BYTES:
@@ -442,7 +421,7 @@ def _auto_dtype(model: ModelConfig, gpu: GpuFacts | None) -> tuple[str, Source, 
     return "bfloat16", "default", f"the checkpoint's dtype is {model.dtype}"
 
 
-def _quantization(config: EngineConfig, model: ModelConfig) -> tuple[str | None, Source, str]:
+def _quantization(config: EngineConfig, model: ModelConfig) -> Choice[str | None]:
     """The method of a quantized checkpoint, or what the user makes of one in floating point."""
     given, found = config.quantization, model.quantized
     if found is None and (given is None or given in ON_LOAD):
@@ -461,18 +440,18 @@ def _quantization(config: EngineConfig, model: ModelConfig) -> tuple[str | None,
     )
 
 
-def _kv_detail(config: EngineConfig, resolved: Resolved, model: ModelConfig) -> str:
+def _kv_detail(config: EngineConfig, dtype: str, model: ModelConfig) -> str:
     """What the KV cache stores. Raises ConfigError for a dtype that is neither the model's nor of codes."""
-    kv = kv_format(config.kv_cache_dtype, resolved.dtype)
-    if kv.name in DTYPE_BYTES and kv.name != resolved.dtype:
+    kv = kv_format(config.kv_cache_dtype, dtype)
+    if kv.name in DTYPE_BYTES and kv.name != dtype:
         raise ConfigError(
-            f"A model that runs in {resolved.dtype} has no KV cache in {kv.name}",
+            f"A model that runs in {dtype} has no KV cache in {kv.name}",
             value=config.kv_cache_dtype,
             expected="one of " + ", ".join(each for each in KV_CACHE_DTYPES if each not in DTYPE_BYTES),
             fix=f"Use --dtype {kv.name} for the model too, or one of these",
             param="kv_cache_dtype",
         )
-    own = kv_format("auto", resolved.dtype)
+    own = kv_format("auto", dtype)
     detail = f"{kv.name}: {model.kv_bytes_per_token(kv):,} bytes per token"
     if kv == own:
         return detail
@@ -480,7 +459,7 @@ def _kv_detail(config: EngineConfig, resolved: Resolved, model: ModelConfig) -> 
     return f"{detail}, {times:.2f}x the tokens of {own.name} in the same bytes"
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> tuple[int, Source, str]:
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> Choice[int]:
     """-1 is replaced by the longest that fits once memory is known."""
     wanted = config.max_model_len
     border = model.rope.switches_after(model.max_model_len if wanted in (None, -1) else wanted)

@@ -39,6 +39,7 @@ from quire.server.app import create_app
 from quire.server.cors import CorsRules
 from quire.server.http_server import HttpServer, http_config
 from quire.server.state import ServerSettings
+from quire.settings import as_dict
 from quire.spawn import EngineInterpreter
 from quire.start_display import StartDisplay
 from quire.terminal import CLEAR_LINE, is_terminal
@@ -96,7 +97,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
                 server_config.allow_credentials,
             ),
             log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
-            resolved=resolve_server(server_config).as_dict(),
+            resolved=as_dict(resolve_server(server_config)),
         )
         listener.listen()
         process = ServingProcess(engine_config, server_config, settings, parts, listener, display, interpreter)

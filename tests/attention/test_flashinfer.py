@@ -26,7 +26,8 @@ from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
 from quire.kernels import cpu, gpu
 from quire.model_config import load_model_config
 from quire.models.registry import build_model
-from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
+from quire.resolve import DeviceFacts, GpuFacts, resolve
+from quire.settings import Resolved
 from quire.worker import worker
 from quire.worker.accelerator import Graph
 from quire.worker.model_runner import ModelRunner
@@ -281,7 +282,7 @@ def test_it_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert why in plain.detail
         with pytest.raises(ConfigError, match=f"FlashInfer cannot be used: .*{why}"):
             settings(attention_backend="flashinfer", **arguments)
-    assert settings(kv_cache_dtype="fp8", attention_backend="FLASHINFER").attention_backend == "FLASHINFER"
+    assert settings(kv_cache_dtype="fp8", attention_backend="FLASHINFER").device.attention_backend == "FLASHINFER"
     mode = settings(attention_backend="FLASHINFER").settings["cudagraph_mode"]
     assert mode.value == "FULL_DECODE_ONLY"
     assert "FlashInfer's kernels for mixed steps are not captured" in mode.detail
@@ -301,12 +302,12 @@ def test_the_environment_names_it(name: str, monkeypatch: pytest.MonkeyPatch) ->
     resolved = settings()
     chosen = resolved.settings["attention_backend"]
     assert (chosen.value, chosen.source) == ("FLASHINFER", "environment")
-    assert resolved.cudagraph_mode == "FULL_DECODE_ONLY"
+    assert resolved.device.cudagraph_mode == "FULL_DECODE_ONLY"
     with pytest.raises(ConfigError, match=r"does not read a KV cache of int8.*Unset QUIRE_ATTENTION_BACKEND"):
         settings(kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match=r"the model on the CPU.*Unset QUIRE_ATTENTION_BACKEND"):
         settings(replace(WITH_GPU, gpu=None))
-    assert settings(attention_backend="TRITON_ATTN", kv_cache_dtype="int8").attention_backend == "TRITON_ATTN"
+    assert settings(attention_backend="TRITON_ATTN", kv_cache_dtype="int8").device.attention_backend == "TRITON_ATTN"
 
 
 def test_the_reference_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,9 +359,9 @@ def test_a_model_knows_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names() -> None:
     on_cpu = replace(WITH_GPU, gpu=None)
-    assert settings(attention_backend="triton_attn").attention_backend == "TRITON_ATTN"
-    assert settings(on_cpu).attention_backend == "auto"
-    assert settings(on_cpu, attention_backend="CPU_ATTN").attention_backend == "CPU_ATTN"
+    assert settings(attention_backend="triton_attn").device.attention_backend == "TRITON_ATTN"
+    assert settings(on_cpu).device.attention_backend == "auto"
+    assert settings(on_cpu, attention_backend="CPU_ATTN").device.attention_backend == "CPU_ATTN"
     with pytest.raises(ConfigError, match="TRITON_ATTN does not run on cpu"):
         settings(on_cpu, attention_backend="TRITON_ATTN")
     with pytest.raises(ConfigError, match="it runs on CUDA, and the model on the CPU"):

@@ -78,8 +78,8 @@ def test_answers_are_those_of_the_weights_in_the_file(
 def test_as_it_is_by_default(kind: str, files: dict[str, tuple[Path, dict[str, Tensor]]]) -> None:
     """Dtype by the file; the answer is still the demo model's."""
     llm = LLM(model=str(files[kind][0]), **OPTIONS)
-    assert llm.resolved.dtype == ("float16" if kind == "F16" else "bfloat16")
-    assert llm.resolved.quantization == "gguf"
+    assert llm.resolved.model.dtype == ("float16" if kind == "F16" else "bfloat16")
+    assert llm.resolved.model.quantization == "gguf"
     assert kind in llm.resolved.settings["quantization"].detail
     text = llm.chat(MESSAGES[0], GREEDY, use_tqdm=False)[0].outputs[0].text
     assert text.startswith("`os.path.join(")
@@ -128,6 +128,6 @@ def test_explain_plans_the_bytes_that_are_held(kind: str, files: dict[str, tuple
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     explained = json.loads(done.stdout)
     llm = LLM(model=str(path), **OPTIONS)
-    assert explained["model"]["weight_bytes"] == llm.resolved.weight_bytes
+    assert explained["model"]["weight_bytes"] == llm.resolved.memory.weight_bytes
     assert explained["model"]["architecture"] == "LlamaForCausalLM"
     assert explained["settings"]["quantization"]["value"] == "gguf"

@@ -55,7 +55,9 @@ def test_through_transformers(kv_cache_dtype: str) -> None:
 def test_the_same_bytes_hold_twice_the_tokens() -> None:
     """As much of the cache as was planned is there, and serves."""
     blocks = {
-        kv: LLM(kv_cache_dtype=kv, kv_cache_memory_bytes=1 << 22, num_threads=1, max_model_len=256).resolved.num_blocks
+        kv: LLM(
+            kv_cache_dtype=kv, kv_cache_memory_bytes=1 << 22, num_threads=1, max_model_len=256
+        ).resolved.memory.num_blocks
         for kv in ("auto", "fp8")
     }
     assert blocks["fp8"] == 2 * blocks["auto"]

@@ -248,7 +248,7 @@ def test_parameters_stay_as_they_were(llm: LLM) -> None:
 
 def test_max_tokens_is_cut_to_the_context(llm: LLM) -> None:
     ids = reference.tokenizer().encode(QUESTION) * 140
-    longest = llm.resolved.max_model_len
+    longest = llm.resolved.model.max_model_len
     params = SamplingParams(temperature=0.0, max_tokens=10_000, ignore_eos=True)
     (output,) = llm.generate({"prompt_token_ids": ids[: longest - 3]}, params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 3

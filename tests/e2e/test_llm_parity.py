@@ -43,7 +43,7 @@ def test_chat_is_generate_on_the_rendered_template(llm: LLM) -> None:
 def test_bfloat16_tokens_are_the_best_within_rounding() -> None:
     """The checkpoint's own dtype: every token is the best one of float32, or as good within bfloat16's precision."""
     llm = LLM(kv_cache_memory_bytes=1 << 24, num_threads=1)
-    assert llm.resolved.dtype == "bfloat16"
+    assert llm.resolved.model.dtype == "bfloat16"
     for output in llm.generate(list(reference.prompts()), GREEDY, use_tqdm=False):
         tokens = list(output.outputs[0].token_ids)
         scores = reference.logprobs(output.prompt_token_ids + tokens)[len(output.prompt_token_ids) - 1 : -1]

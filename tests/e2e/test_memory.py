@@ -41,13 +41,13 @@ def test_planned_kv_cache_is_allocated(dtype: str, kv_cache_dtype: str, block_si
     settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
     llm = LLM(**settings, kv_cache_memory_bytes=wanted, max_model_len=256, num_threads=1)
     cache = _cache(llm)
-    assert cache.num_bytes == llm.resolved.kv_cache_bytes
+    assert cache.num_bytes == llm.resolved.memory.kv_cache_bytes
     (storage,) = {t.untyped_storage().nbytes() for layer in cache.layers for t in layer.tensors()}
     assert storage == sum(t.nbytes for layer in cache.layers for t in layer.tensors()), "all of it is used"
-    assert storage == llm.resolved.kv_cache_bytes
+    assert storage == llm.resolved.memory.kv_cache_bytes
     block_bytes = block_size * llm.model_config.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype))
     assert wanted - block_bytes < storage <= wanted
-    assert llm._core.scheduler.kv.pool.num_blocks == llm.resolved.num_blocks == storage // block_bytes
+    assert llm._core.scheduler.kv.pool.num_blocks == llm.resolved.memory.num_blocks == storage // block_bytes
 
 
 def test_weight_bytes_are_the_checkpoints() -> None:
@@ -63,7 +63,7 @@ def test_weight_bytes_are_what_is_held(dtype: str) -> None:
     held = llm._core.executor._runner.model.weight_bytes()  # type: ignore[attr-defined]
     planned = llm.model_config.weight_bytes(dtype)
     assert planned <= held <= 1.05 * planned
-    assert llm.resolved.weight_bytes == held, "the plan counts something else"
+    assert llm.resolved.memory.weight_bytes == held, "the plan counts something else"
 
 
 def test_utilization_is_planned_on_this_machine() -> None:
@@ -71,7 +71,7 @@ def test_utilization_is_planned_on_this_machine() -> None:
     llm = LLM(gpu_memory_utilization=0.2, num_threads=1)
     setting = llm.resolved.settings["num_blocks"]
     assert setting.source in ("formula", "measured")
-    assert _cache(llm).num_bytes == llm.resolved.kv_cache_bytes
+    assert _cache(llm).num_bytes == llm.resolved.memory.kv_cache_bytes
 
 
 def test_more_than_the_system_promises() -> None:

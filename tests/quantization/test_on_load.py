@@ -123,9 +123,9 @@ def test_rows_too_long_for_one_scale_are_refused_by_the_plan() -> None:
 @pytest.mark.parametrize("quantization", ON_LOAD)
 def test_the_engine_plans_and_says_it(quantization: str) -> None:
     llm = LLM(quantization=quantization, **OPTIONS)
-    assert llm.resolved.quantization == quantization
+    assert llm.resolved.model.quantization == quantization
     assert llm.resolved.settings["quantization"].detail == ON_LOAD[quantization].description
-    assert llm.resolved.weight_bytes == llm._core.executor._runner.model.weight_bytes()  # type: ignore[attr-defined]
+    assert llm.resolved.memory.weight_bytes == llm._core.executor._runner.model.weight_bytes()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("quantization", ON_LOAD)

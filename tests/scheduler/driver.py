@@ -14,9 +14,9 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import NO_PAGE, BlockTable, KVCacheManager
-from quire.scheduler.queue import SchedulingPolicy
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.settings import SchedulingPolicy
 
 VOCAB_SIZE = 50
 MAX_STEPS = 5000

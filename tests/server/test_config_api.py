@@ -15,6 +15,7 @@ from quire.messages import EngineReady, SetLimits
 from quire.model_config import load_model_config
 from quire.option import options
 from quire.resolve import DeviceFacts, resolve, resolve_server
+from quire.settings import as_dict
 from tests.server.serving import MAX_MODEL_LEN, MODEL, RunningServer
 
 GIB = 1 << 30
@@ -28,10 +29,14 @@ def demo_ready(**arguments: Any) -> EngineReady:
     """What an engine with the demo model would say of itself."""
     config = EngineConfig.from_kwargs(**arguments)
     model = load_model_config(demo.path())
-    resolved = resolve(config, model, DEVICE, is_server=True)
-    plan_kv_cache(config, model, resolved, MEMORY)
-    numbers = (resolved.num_blocks, resolved.block_size, resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    return EngineReady(MAX_MODEL_LEN, *numbers, resolved=resolved.as_dict())
+    resolved = plan_kv_cache(config, model, resolve(config, model, DEVICE, is_server=True), MEMORY)
+    numbers = (
+        resolved.memory.num_blocks,
+        resolved.model.block_size,
+        resolved.scheduler.max_num_seqs,
+        resolved.scheduler.max_num_batched_tokens,
+    )
+    return EngineReady(MAX_MODEL_LEN, *numbers, resolved=as_dict(resolved.settings))
 
 
 def _server(ready: EngineReady, **settings: Any) -> RunningServer:
@@ -43,7 +48,7 @@ def _server(ready: EngineReady, **settings: Any) -> RunningServer:
 def _configured() -> RunningServer:
     server_record = resolve_server(ServerConfig(port=0, api_key=("do-not-show",), chat_template="/a/b/c.jinja"))
     ready = demo_ready(download_dir="/home/somebody/models", hf_token="do-not-show")
-    return _server(ready, resolved=server_record.as_dict())
+    return _server(ready, resolved=as_dict(server_record))
 
 
 @pytest.fixture

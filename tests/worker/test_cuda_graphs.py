@@ -21,9 +21,10 @@ from quire.forward_batch import ForwardBatch
 from quire.graph_sizes import LARGEST_BATCH, capture_sizes, mixed_sizes
 from quire.kv_groups import kv_groups
 from quire.model_config import load_model_config
-from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
+from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
+from quire.settings import Resolved
 from quire.worker import kv_cache
 from quire.worker.cuda_graphs import StepGraphs, in_order, paddings, warn_about_dropped_sizes
 from quire.worker.device_inputs import DeviceInputBatch
@@ -92,7 +93,7 @@ def settings(**arguments: Any) -> Resolved:
 def test_what_is_captured(arguments: dict[str, Any], mode: str, sizes: list[tuple[int, int]]) -> None:
     """By vLLM's names; the largest first."""
     resolved = settings(**arguments)
-    assert resolved.cudagraph_mode == mode
+    assert resolved.device.cudagraph_mode == mode
     assert paddings(resolved) == [Padding(*size) for size in sizes]
 
 
@@ -160,7 +161,7 @@ def test_the_bound_is_the_largest_size_that_is_captured(
         warn_about_dropped_sizes(resolved)
     told = f"--max-cudagraph-capture-size is taken as {largest}: {detail}"
     is_told = told in [record.getMessage() for record in caplog.records]
-    assert is_told == (bool(detail) and resolved.cudagraph_mode != "NONE")
+    assert is_told == (bool(detail) and resolved.device.cudagraph_mode != "NONE")
 
 
 @pytest.mark.parametrize("explained", [{}, {"max_cudagraph_capture_size": 40}])

@@ -18,12 +18,13 @@ from quire.kv_groups import kv_groups
 from quire.memory_plan import KvPages
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
-from quire.resolve import DeviceFacts, GpuFacts, Resolved, resolve
+from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.sampling_params import SamplingParams
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
+from quire.settings import Resolved
 from quire.worker import gpu_memory, kv_cache
 from quire.worker.cuda_graphs import paddings
 from quire.worker.model_runner import ModelRunner
@@ -40,7 +41,7 @@ def resolved_for(**arguments: Any) -> tuple[EngineConfig, ModelConfig, Resolved]
     model = load_model_config(demo.path())
     config = EngineConfig.from_kwargs(**{"max_num_seqs": 24, "max_num_batched_tokens": 96} | arguments)
     resolved = resolve(config, model, FACTS, is_server=True)
-    return config, replace(model, max_model_len=resolved.max_model_len), resolved
+    return config, replace(model, max_model_len=resolved.model.max_model_len), resolved
 
 
 def bring_up(accelerator: FakeAccelerator, **arguments: Any) -> Worker:
@@ -72,7 +73,7 @@ def test_what_is_measured() -> None:
     accelerator = FakeAccelerator(free_bytes=[1000 * MIB, 900 * MIB, 890 * MIB], peak_bytes=77 * MIB)
     _, model_config, resolved = resolved_for()
     _, model = demo_model("bfloat16", None)
-    cache = kv_cache.allocate(kv_groups(model_config), 1, resolved.block_size, torch.bfloat16, accelerator.device)
+    cache = kv_cache.allocate(kv_groups(model_config), 1, resolved.model.block_size, torch.bfloat16, accelerator.device)
     work = gpu_memory.measure(model, cache, resolved, accelerator)
     assert work.step_bytes == 77 * MIB
     assert work.graph_bytes == 100 * MIB + 10 * MIB * (len(paddings(resolved)) - 1)
@@ -86,13 +87,13 @@ def test_what_is_measured_is_not_given_to_the_cache() -> None:
     worker = bring_up(accelerator, gpu_memory_utilization=0.25)
     resolved = worker.resolved
     work = 60 * MIB + 100 * MIB + 10 * MIB * (len(paddings(resolved)) - 1)
-    assert resolved.work_bytes == work
+    assert resolved.memory.work_bytes == work
     assert "in a step of 96 tokens" in resolved.settings["work_bytes"].detail
     block = KvPages.of(resolved, load_model_config(demo.path())).page_bytes
     weights = worker.runner.model.weight_bytes()
-    assert resolved.num_blocks == (int(0.25 * GIB) - weights - work) // block
-    assert resolved.unplanned_bytes == 480 * MIB - resolved.kv_cache_bytes - work
-    assert worker.runner.cache.num_bytes == resolved.kv_cache_bytes
+    assert resolved.memory.num_blocks == (int(0.25 * GIB) - weights - work) // block
+    assert resolved.memory.unplanned_bytes == 480 * MIB - resolved.memory.kv_cache_bytes - work
+    assert worker.runner.cache.num_bytes == resolved.memory.kv_cache_bytes
 
 
 def test_too_little_memory() -> None:
@@ -123,7 +124,7 @@ def test_what_comes_up_serves(arguments: dict[str, Any]) -> None:
     worker = bring_up(accelerator, num_gpu_blocks_override=200, **arguments)
     runner, resolved = worker.runner, worker.resolved
     assert isinstance(runner, ModelRunner)
-    assert (runner.captured is None) == resolved.enforce_eager
+    assert (runner.captured is None) == (resolved.device.cudagraph_mode == "NONE")
     core = core_of(worker)
     for index in range(30):
         params = SamplingParams(temperature=0.0, max_tokens=9)
@@ -139,10 +140,10 @@ def test_what_comes_up_serves(arguments: dict[str, Any]) -> None:
 
 def core_of(worker: Worker) -> EngineCore:
     resolved = worker.resolved
-    kv = KVCacheManager(BlockPool(resolved.num_blocks, resolved.block_size), enable_prefix_caching=True)
-    budget = resolved.max_num_batched_tokens
-    limits = SchedulerLimits(max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=resolved.max_model_len)
-    return EngineCore(Scheduler(limits, kv), worker.runner, depth=2 if resolved.async_scheduling else 1)
+    kv = KVCacheManager(BlockPool(resolved.memory.num_blocks, resolved.model.block_size), enable_prefix_caching=True)
+    budget = resolved.scheduler.max_num_batched_tokens
+    limits = SchedulerLimits(max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=resolved.model.max_model_len)
+    return EngineCore(Scheduler(limits, kv), worker.runner, depth=2 if resolved.scheduler.async_scheduling else 1)
 
 
 def test_an_engine_that_nobody_holds_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def measure() -> dict[str, Any]:
     mark("tokenizer")
     engine = start_engine(config, parts.model_folder, is_server=False, progress=progress)
     mark(current)
-    inputs = parts.input_processor.with_max_model_len(engine.resolved.max_model_len)
+    inputs = parts.input_processor.with_max_model_len(engine.resolved.model.max_model_len)
     request = inputs.process("first", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1, ignore_eos=True))
     OfflineRunner(engine.core, OutputProcessor(parts.tokenizer)).run([request])
     mark("first token")

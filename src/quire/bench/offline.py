@@ -51,15 +51,15 @@ class Engine:
     def hardware_limit(self, rounds: Sequence[Sequence[RequestOutput]], seconds: float) -> dict[str, Any] | None:
         """None where the limit cannot be counted: no compiled kernels to measure it with, or a GPU."""
         resolved = self.llm.resolved
-        if resolved.device != "cpu":
+        if resolved.device.device != "cpu":
             return None
-        machine = measure_machine(resolved.dtype, resolved.num_threads)
+        machine = measure_machine(resolved.model.dtype, resolved.device.num_threads)
         if machine is None:
             return None
         floors = [
             floor(
-                *(self.llm.model_config, resolved.dtype, _work(outputs), machine),
-                *(resolved.max_num_seqs, resolved.kv_cache_dtype, resolved.quantization),
+                *(self.llm.model_config, resolved.model.dtype, _work(outputs), machine),
+                *(resolved.scheduler.max_num_seqs, resolved.model.kv_cache_dtype, resolved.model.quantization),
             )
             for outputs in rounds
         ]
@@ -160,7 +160,7 @@ def latency(
     if min(input_len, output_len, batch_size, num_iters) < 1:
         raise ConfigError("Lengths, batch and iterations are 1 or more", value=(input_len, output_len, batch_size))
     engine = Engine(LLM.from_engine_args(config), n, detokenize)
-    longest = engine.llm.resolved.max_model_len
+    longest = engine.llm.resolved.model.max_model_len
     if input_len + output_len > longest:
         raise ConfigError(
             "The context is too short", value=input_len + output_len, expected=f"at most {longest} tokens in all"

@@ -15,7 +15,7 @@ _HEAD = ("", "weights", "perplexity", "ratio", "KL mean (nats)", "KL 99 %", "sam
 
 def base_name(name: str | None, base: Worker) -> str:
     """The base and its dtype."""
-    return f"{name or DEMO_MODEL_NAME}, {base.resolved.dtype}"
+    return f"{name or DEMO_MODEL_NAME}, {base.resolved.model.dtype}"
 
 
 def text(text: Text, base: str, file: str, rows: Sequence[Row]) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Literal
 
 from quire.request import Request
+from quire.settings import SchedulingPolicy
 
-SchedulingPolicy = Literal["fcfs", "priority"]
 Key = tuple[float, ...]
 OrderKey = Callable[[Request], Key]
 TurnKey = Callable[[Request, int], Key]

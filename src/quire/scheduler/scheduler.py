@@ -18,8 +18,9 @@ from quire.schedule import NewRow, ScheduledBatch, StepResult
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
 from quire.scheduler.limits import SchedulerLimits, check_queue, check_request
-from quire.scheduler.queue import ORDER_KEYS, TURN_KEYS, Key, SchedulingPolicy, WaitingQueue
+from quire.scheduler.queue import ORDER_KEYS, TURN_KEYS, Key, WaitingQueue
 from quire.scheduler.results import PromptLogprobs, append_tokens, delta_of
+from quire.settings import SchedulingPolicy
 
 logger = get_logger(__name__)
 

@@ -24,7 +24,7 @@ from quire.forward_batch import LayerCache
 from quire.graph_sizes import GraphSizes, graph_sizes
 from quire.logs import get_logger
 from quire.models.registry import CausalLM
-from quire.resolve import Resolved
+from quire.settings import Resolved
 from quire.worker.accelerator import Accelerator, Graph
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.input_batch import Padding, StagedStep, StepRows
@@ -37,7 +37,7 @@ def paddings(resolved: Resolved) -> list[Padding]:
     sizes = _sizes(resolved)
     found = [Padding(size, size) for size in sizes.decodes]
     # one row at least computes several tokens
-    found += [Padding(size, min(resolved.max_num_seqs, size - 1)) for size in sizes.mixed]
+    found += [Padding(size, min(resolved.scheduler.max_num_seqs, size - 1)) for size in sizes.mixed]
     return in_order(found)
 
 
@@ -47,17 +47,17 @@ def warn_about_dropped_sizes(resolved: Resolved) -> None:
     if sizes.dropped:
         logger.warning("not every size of --cudagraph-capture-sizes is captured: %s", sizes.describe())
     bound = resolved.settings["max_cudagraph_capture_size"]
-    if resolved.cudagraph_mode != "NONE" and bound.detail:
+    if resolved.device.cudagraph_mode != "NONE" and bound.detail:
         logger.warning("--max-cudagraph-capture-size is taken as %d: %s", bound.value, bound.detail)
 
 
 def _sizes(resolved: Resolved) -> GraphSizes:
     return graph_sizes(
-        resolved.cudagraph_mode,
-        resolved.max_num_seqs,
-        resolved.max_num_batched_tokens,
-        resolved.cudagraph_capture_sizes,
-        resolved.max_cudagraph_capture_size,
+        resolved.device.cudagraph_mode,
+        resolved.scheduler.max_num_seqs,
+        resolved.scheduler.max_num_batched_tokens,
+        resolved.device.cudagraph_capture_sizes,
+        resolved.device.max_cudagraph_capture_size,
     )
 
 

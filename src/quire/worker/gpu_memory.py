@@ -13,9 +13,9 @@ from itertools import pairwise, product
 from quire.kv_groups import kv_groups, num_tables
 from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
-from quire.resolve import Resolved
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
+from quire.settings import Resolved
 from quire.worker.accelerator import Accelerator
 from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_inputs import DeviceInputBatch
@@ -43,12 +43,12 @@ def make_inputs(
 ) -> DeviceInputBatch:
     """Rows for all requests that may run, and staging for the largest step."""
     return DeviceInputBatch(
-        resolved.max_num_seqs,
-        resolved.max_model_len,
-        resolved.block_size,
+        resolved.scheduler.max_num_seqs,
+        resolved.model.max_model_len,
+        resolved.model.block_size,
         model.vocab_size,
         num_tables(kv_groups(model)),
-        max_tokens=max(resolved.max_num_batched_tokens, resolved.max_num_seqs),
+        max_tokens=max(resolved.scheduler.max_num_batched_tokens, resolved.scheduler.max_num_seqs),
         accelerator=accelerator,
         steps_in_flight=steps_in_flight,
     )
@@ -63,10 +63,10 @@ def measure(model: CausalLM, cache: PagedCache, resolved: Resolved, accelerator:
     inputs = make_inputs(resolved, model.config, accelerator, 1)
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator)
     before = accelerator.release()
-    tables = inputs.num_tables
+    tables, limits = inputs.num_tables, resolved.scheduler
     for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
         for params in (GREEDY, RANDOM):
-            if num_rows <= resolved.max_num_seqs and length * num_rows <= resolved.max_num_batched_tokens:
+            if num_rows <= limits.max_num_seqs and length * num_rows <= limits.max_num_batched_tokens:
                 _run(runner, prompts(resolved, [length] * num_rows, params, tables))
     accelerator.release()  # what stays is scratch of kernels, and counts
     _run(runner, largest_batch(resolved, tables))
@@ -81,8 +81,8 @@ def measure(model: CausalLM, cache: PagedCache, resolved: Resolved, accelerator:
 
 def largest_batch(resolved: Resolved, num_tables: int) -> ScheduledBatch:
     """Prompts of all requests that may run at once, together of the whole token budget; all of them sample."""
-    num_rows = min(resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    num_tokens = min(resolved.max_num_batched_tokens, num_rows * resolved.max_model_len)
+    num_rows = min(resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens)
+    num_tokens = min(resolved.scheduler.max_num_batched_tokens, num_rows * resolved.model.max_model_len)
     return prompts(resolved, [(num_tokens + row) // num_rows for row in range(num_rows)], RANDOM, num_tables)
 
 
@@ -90,7 +90,7 @@ def prompts(resolved: Resolved, lens: Sequence[int], params: SamplingParams, num
     """New rows with prompts of these lengths, computed in one step."""
     batch = ScheduledBatch(step_id=0)
     for row, length in enumerate(lens):
-        blocks = [0] * -(-length // resolved.block_size) * num_tables
+        blocks = [0] * -(-length // resolved.model.block_size) * num_tables
         batch.request_ids.append(f"profile {row}")
         batch.num_computed_tokens.append(0)
         batch.num_scheduled_tokens.append(length)

@@ -30,9 +30,10 @@ from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import CPU, CausalLM
-from quire.resolve import DeviceFacts, Resolved, resolve, shown_bytes
+from quire.resolve import DeviceFacts, resolve, shown_bytes
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
+from quire.settings import Planned, Resolved
 from quire.worker import gpu_memory, kv_cache
 from quire.worker.accelerator import Accelerator, Cuda, Host
 from quire.worker.cuda_graphs import StepGraphs, paddings, warn_about_dropped_sizes
@@ -53,7 +54,7 @@ class Worker:
     """A device that is ready to run batches."""
 
     runner: ModelRunner
-    resolved: Resolved
+    resolved: Planned
     measured_step: tuple[int, Lap]  # tokens and time of the run that measured working memory
     prefault: Prefault
 
@@ -66,18 +67,18 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
     found = "none was looked for" if config.device == "cpu" else gpu_facts.detect()
     device = devices.detect(isa, found)
     resolved = resolve(config, model_config, device, is_server=is_server)
-    total_bytes, _ = device.memory_of(resolved.device)
+    total_bytes, _ = device.memory_of(resolved.device.device)
     # Refused before minutes are spent on reading them.
     planned = planned_weight_bytes(resolved, model_config)
     if planned >= total_bytes:
         raise weights_do_not_fit(resolved, planned, total_bytes)
     if cpu.available():
-        cpu.set_num_threads(resolved.num_threads)
-    torch.set_num_threads(resolved.num_threads)
-    if resolved.deterministic and resolved.device == "cuda":
+        cpu.set_num_threads(resolved.device.num_threads)
+    torch.set_num_threads(resolved.device.num_threads)
+    if resolved.device.deterministic and resolved.device.device == "cuda":
         gpu.be_deterministic()
-    dtype: torch.dtype = getattr(torch, resolved.dtype)
-    model_config = replace(model_config, max_model_len=resolved.max_model_len)
+    dtype: torch.dtype = getattr(torch, resolved.model.dtype)
+    model_config = replace(model_config, max_model_len=resolved.model.max_model_len)
     progress("load", 0.0, "")
     model = load_model(
         model_config,
@@ -85,17 +86,17 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: 
         config.load_format,
         progress,
         config.model_impl,
-        resolved.quantization,
+        resolved.model.quantization,
         config.packed_weights_cache,
-        torch.device(resolved.device),
-        resolved.attention_backend,
+        torch.device(resolved.device.device),
+        resolved.device.attention_backend,
         _cache_dtype(resolved),
     )
-    form = resolved.quantization or resolved.dtype
-    form = f"packed {form}" if cpu.available() and resolved.device == "cpu" else form
+    form = resolved.model.quantization or resolved.model.dtype
+    form = f"packed {form}" if cpu.available() and resolved.device.device == "cpu" else form
     progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {form}")
     progress("warm up", 0.0, "measuring working memory")
-    if resolved.device == "cuda":
+    if resolved.device.device == "cuda":
         return bring_up_gpu(config, model_config, resolved, model, Cuda(), progress)
     return _bring_up_cpu(config, model_config, resolved, model, device, progress)
 
@@ -108,7 +109,7 @@ def _bring_up_cpu(
     device: DeviceFacts,
     progress: Progress,
 ) -> Worker:
-    logits = logits_bytes(model_config, resolved.max_num_seqs)
+    logits = logits_bytes(model_config, resolved.scheduler.max_num_seqs)
     measured_bytes, measured_step = _measure(model, model_config, resolved)
     work_bytes = measured_bytes + logits
     memory = MemoryFacts(
@@ -118,25 +119,25 @@ def _bring_up_cpu(
         work_bytes=work_bytes,
         logits_bytes=logits,
     )
-    plan_kv_cache(config, model_config, resolved, memory)
-    if resolved.kv_cache_bytes + work_bytes > memory.free_bytes:
+    planned = plan_kv_cache(config, model_config, resolved, memory)
+    if planned.memory.kv_cache_bytes + work_bytes > memory.free_bytes:
         logger.warning(
             "the KV cache may grow to %s, and only %s are free: when it does, the system may end this process",
-            shown_bytes(resolved.kv_cache_bytes),
+            shown_bytes(planned.memory.kv_cache_bytes),
             shown_bytes(memory.free_bytes),
         )
     progress("warm up", 1 / 3, "allocating the KV cache")
-    cache = _allocate_planned(model_config, resolved, memory, "VLLM_CPU_KVCACHE_SPACE")
+    cache = _allocate_planned(model_config, planned, memory, "VLLM_CPU_KVCACHE_SPACE")
     inputs = InputBatch(
-        resolved.max_num_seqs,
-        resolved.max_model_len,
-        resolved.block_size,
+        planned.scheduler.max_num_seqs,
+        planned.model.max_model_len,
+        planned.model.block_size,
         model_config.vocab_size,
         num_tables(kv_groups(model_config)),
     )
     recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
     runner = ModelRunner(model, cache, inputs, config.logprobs_mode, Host(), recorded)
-    return Worker(runner, resolved, measured_step, Prefault(cache.pages))
+    return Worker(runner, planned, measured_step, Prefault(cache.pages))
 
 
 def bring_up_gpu(
@@ -158,33 +159,33 @@ def bring_up_gpu(
         free_bytes=free_bytes,
         weight_bytes=model.weight_bytes(),
         work_bytes=work.step_bytes + work.graph_bytes,
-        logits_bytes=logits_bytes(model_config, resolved.max_num_seqs),
+        logits_bytes=logits_bytes(model_config, resolved.scheduler.max_num_seqs),
         work_detail=f"{work.step_bytes:,} in a step of {work.largest_step[0]} tokens, {work.graph_bytes:,} in graphs",
     )
-    plan_kv_cache(config, model_config, resolved, memory)
+    planned = plan_kv_cache(config, model_config, resolved, memory)
     progress("warm up", 1 / 3, "allocating the KV cache")
-    cache = _allocate_planned(model_config, resolved, memory, "--gpu-memory-utilization", accelerator.device)
-    depth = 2 if resolved.async_scheduling else 1
-    inputs = gpu_memory.make_inputs(resolved, model_config, accelerator, depth)
+    cache = _allocate_planned(model_config, planned, memory, "--gpu-memory-utilization", accelerator.device)
+    depth = 2 if planned.scheduler.async_scheduling else 1
+    inputs = gpu_memory.make_inputs(planned, model_config, accelerator, depth)
     graphs = None
-    warn_about_dropped_sizes(resolved)
-    if sizes := paddings(resolved):
+    warn_about_dropped_sizes(planned)
+    if sizes := paddings(planned):
         graphs = StepGraphs(model, cache.layers, inputs, accelerator, sizes)
         graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
     runner = ModelRunner(model, cache, inputs, config.logprobs_mode, accelerator, graphs)
     num_tokens, seconds = work.largest_step
-    return Worker(runner, resolved, (num_tokens, Lap(seconds)), Prefault(cache.pages))
+    return Worker(runner, planned, (num_tokens, Lap(seconds)), Prefault(cache.pages))
 
 
 def _allocate_planned(
-    model_config: ModelConfig, resolved: Resolved, memory: MemoryFacts, knob: str, device: torch.device = CPU
+    model_config: ModelConfig, resolved: Planned, memory: MemoryFacts, knob: str, device: torch.device = CPU
 ) -> PagedCache:
     """The KV cache; `knob` is what sets its size on this device, beside the exact numbers."""
     try:
-        return _allocate(model_config, resolved, resolved.num_blocks, device)
+        return _allocate(model_config, resolved, resolved.memory.num_blocks, device)
     except RuntimeError as error:  # torch's allocator: more than the system promises to anybody
         raise MemoryPlanError(
-            f"The system refuses {shown_bytes(resolved.kv_cache_bytes)} for the KV cache",
+            f"The system refuses {shown_bytes(resolved.memory.kv_cache_bytes)} for the KV cache",
             expected=f"less than the {shown_bytes(memory.free_bytes)} that are free",
             fix=f"Lower --kv-cache-memory-bytes, {knob} or --num-gpu-blocks-override",
             param="kv_cache_memory_bytes",
@@ -193,11 +194,11 @@ def _allocate_planned(
 
 def _allocate(model_config: ModelConfig, resolved: Resolved, num_pages: int, device: torch.device = CPU) -> PagedCache:
     groups = kv_groups(model_config)
-    return kv_cache.allocate(groups, num_pages, resolved.block_size, _cache_dtype(resolved), device)
+    return kv_cache.allocate(groups, num_pages, resolved.model.block_size, _cache_dtype(resolved), device)
 
 
 def _cache_dtype(resolved: Resolved) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, kv_format(resolved.kv_cache_dtype, resolved.dtype).torch_dtype)
+    dtype: torch.dtype = getattr(torch, kv_format(resolved.model.kv_cache_dtype, resolved.model.dtype).torch_dtype)
     return dtype
 
 
@@ -214,11 +215,11 @@ def _measure(model: CausalLM, model_config: ModelConfig, resolved: Resolved) -> 
 
     The run also warms the kernels: the first request does not pay for thread start and page faults.
     """
-    num_tokens = min(PROFILE_TOKENS, resolved.max_num_batched_tokens, resolved.max_model_len)
+    num_tokens = min(PROFILE_TOKENS, resolved.scheduler.max_num_batched_tokens, resolved.model.max_model_len)
     groups = kv_groups(model_config)
-    pages = pages_alone(groups, num_tokens, resolved.block_size, num_tokens)
+    pages = pages_alone(groups, num_tokens, resolved.model.block_size, num_tokens)
     cache = _allocate(model_config, resolved, len(pages))
-    inputs = InputBatch(1, num_tokens, resolved.block_size, model_config.vocab_size, num_tables(groups))
+    inputs = InputBatch(1, num_tokens, resolved.model.block_size, model_config.vocab_size, num_tables(groups))
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host())
     before = devices.resident_memory_bytes()
     peak_before = _peak_resident_bytes()
@@ -227,8 +228,8 @@ def _measure(model: CausalLM, model_config: ModelConfig, resolved: Resolved) -> 
     waited = watch.lap().waited
     growth = max(_peak_resident_bytes() - max(before, peak_before), devices.resident_memory_bytes() - before)
     growth -= cache.num_bytes
-    floor = least_work_bytes(model_config, num_tokens, resolved.dtype)  # the peak may hide under that of loading
-    scale: float = resolved.max_num_batched_tokens / num_tokens
+    floor = least_work_bytes(model_config, num_tokens, resolved.model.dtype)  # the peak may hide under that of loading
+    scale: float = resolved.scheduler.max_num_batched_tokens / num_tokens
     seconds = result.prepare_seconds + result.forward_seconds + result.sample_seconds
     return int(max(growth, floor) * scale), (num_tokens, Lap(seconds, waited))
 

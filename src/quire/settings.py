@@ -1,0 +1,162 @@
+"""What a start has settled: a frozen dataclass for each owner, and for every setting where its value comes from.
+
+The settings of the HTTP side need no choice, so ServerConfig is their dataclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from quire.config import EngineConfig, ServerConfig
+from quire.option import Source, options
+
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+T = TypeVar("T")
+R = TypeVar("R", bound="Resolved")
+
+# What the settings limit that are no fields of EngineConfig.
+_FURTHER_LIMITS = {
+    "isa": "which kernels run",
+    "weight_bytes": "memory left for the KV cache",
+    "work_bytes": "memory left for the KV cache",
+    "kv_cache_bytes": "context held for all requests together",
+    "unplanned_bytes": "what other programs may take",
+    "num_blocks": "context held for all requests together",
+    "kv_cache_tokens": "context held for all requests together",
+    "kv_cache_chats": "chats that need not wait for each other",
+    "expected_tokens_per_second": "what one request can get",
+    "expected_total_tokens_per_second": "what max_num_seqs requests can get together",
+    "expectation_waited_share": "how much the two expectations are worth",
+}
+_FIELDS = {f.name: f for config in (EngineConfig, ServerConfig) for f in options(config)}
+# Memory is planned for their first values, so they may only be moved below these.
+_PLANNED_FOR = ("max_num_seqs", "max_num_batched_tokens")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, where it came from, and for a formula its numbers."""
+
+    value: Any  # to be shown; whoever computes takes the field of a dataclass below
+    source: Source
+    detail: str = ""
+    limits: str = ""  # what it bounds
+    is_live: bool = False  # may change while serving
+    maximum: int | None = None  # of a live one: what memory was planned for
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        shown: dict[str, object] = {
+            "value": self.value,
+            "source": self.source,
+            "detail": self.detail,
+            "limits": self.limits,
+            "live": self.is_live,
+        }
+        return shown | ({"max": self.maximum} if self.maximum is not None else {})
+
+
+class Record(dict[str, Setting]):
+    """Settings by name while they are being settled."""
+
+    def put(self, name: str, value: T, source: Source, detail: str = "") -> T:
+        """Note a value, with what its field says of it, and answer it."""
+        f = _FIELDS.get(name)
+        is_live = f is not None and f.metadata["live"]
+        limits = _FURTHER_LIMITS[name] if f is None else f.metadata["limits"]
+        maximum = value if name in _PLANNED_FOR and isinstance(value, int) else None
+        self[name] = Setting(value, source, detail, limits, is_live, maximum)
+        return value
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How the model is loaded, and the form of its KV cache."""
+
+    dtype: str
+    quantization: str | None
+    kv_cache_dtype: str
+    block_size: int
+    max_model_len: int
+    load_format: str
+    model_impl: str
+    packed_weights_cache: bool
+    logprobs_mode: str
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """What the model runs on, and with which kernels."""
+
+    device: str
+    isa: str
+    num_threads: int
+    deterministic: bool
+    attention_backend: str
+    cudagraph_mode: str
+    cudagraph_capture_sizes: tuple[int, ...]
+    max_cudagraph_capture_size: int | None
+    gpu_memory_utilization: float | None
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """What a step may hold, in which order requests are served, and what the prefix cache keeps."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_shared_prefill_tokens: int
+    max_num_queued_reqs: int | None
+    long_prefill_token_threshold: int
+    enable_chunked_prefill: bool
+    scheduling_policy: SchedulingPolicy
+    async_scheduling: bool
+    enable_prefix_caching: bool
+    watermark: float
+    kv_cache_metrics: bool
+    kv_cache_metrics_sample: float
+
+    @property
+    def depth(self) -> int:
+        """Batches in flight."""
+        return 2 if self.async_scheduling else 1
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """What memory is spent on. In bytes, but for the number of blocks."""
+
+    weight_bytes: int
+    work_bytes: int
+    num_blocks: int
+    kv_cache_bytes: int
+    unplanned_bytes: int
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """All settings but those of memory."""
+
+    model: ModelSettings
+    device: DeviceSettings
+    scheduler: SchedulerSettings
+    settings: Mapping[str, Setting]  # every setting by name, with where it came from
+
+    def noting(self: R, more: Mapping[str, Setting]) -> R:
+        """The same, with what was found out since."""
+        return replace(self, settings={**self.settings, **more})
+
+
+@dataclass(frozen=True)
+class Planned(Resolved):
+    """All settings, once memory is known: max_model_len may be shorter than before."""
+
+    memory: MemorySettings
+
+
+def as_dict(settings: Mapping[str, Setting]) -> dict[str, object]:
+    """For JSON: {name: Setting.as_dict()}."""
+    return {name: setting.as_dict() for name, setting in settings.items()}
