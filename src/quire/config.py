@@ -34,6 +34,7 @@ from quire.weight_format import ON_LOAD
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
+ATTENTION_BACKENDS = ("auto", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN")
 
 
 def _parse_backend(text: str) -> str:
@@ -127,7 +128,7 @@ class EngineConfig:
         "auto",
         "auto: our own; FLASHINFER: where it is installed and takes the model; TRITON_ATTN: our own on GPUs; "
         "CPU_ATTN: on CPU.",
-        choices=("auto", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN"),
+        choices=ATTENTION_BACKENDS,
         type=_parse_backend,
         limits="which attention kernels run",
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar, cast
 
 from quire import envs
-from quire.config import EngineConfig, ServerConfig
+from quire.config import ATTENTION_BACKENDS, EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.flashinfer_facts import flashinfer_version, why_not_flashinfer
 from quire.graph_sizes import graph_sizes
@@ -40,6 +40,12 @@ LARGE_GPU_BYTES = 70 * GIB
 # was measured on AVX2 (benchmarks/short_beside_long_*.md); the others follow from faster arithmetic over equal memory.
 SHARED_PREFILL_TOKENS = {"avx512_bf16": 128, "amx": 256}
 LEAST_SHARED_PREFILL_TOKENS = 64
+# What QUIRE_ATTENTION_BACKEND takes beside vLLM's names.
+_SHORT_ATTENTION_BACKENDS = {
+    "triton": "TRITON_ATTN",
+    "cpu": "CPU_ATTN",
+    "reference": "reference",
+}
 GPU_MEMORY_UTILIZATION = 0.9  # where none is given
 THROUGHPUT_FACTOR = 2  # on both limits, as vLLM's performance mode
 # On the token budget: a long prompt then holds up the others' next token for a quarter of the time.
@@ -333,13 +339,17 @@ def _deterministic(config: EngineConfig, model: ModelConfig, gpu: GpuFacts | Non
 def _attention_backend(
     config: EngineConfig, model: ModelConfig, gpu: GpuFacts | None, dtype: str, is_deterministic: bool
 ) -> Choice[str]:
-    """By vLLM's names. Raises ConfigError for FlashInfer where it cannot be used."""
+    """By vLLM's names, or "reference". Raises ConfigError for one that does not exist or cannot be used."""
     chosen, source = config.attention_backend, config.sources["attention_backend"]
     fix = "Leave --attention-backend out"
-    if chosen == "auto" and (named := envs.ATTENTION_BACKEND.get()):
-        if named.upper() != "FLASHINFER":
-            return named, "environment", envs.ATTENTION_BACKEND.name
-        chosen, source, fix = "FLASHINFER", "environment", f"Unset {envs.ATTENTION_BACKEND.name}"
+    variable = envs.ATTENTION_BACKEND
+    if chosen == "auto" and (named := variable.get()):
+        known = {backend.lower(): backend for backend in ATTENTION_BACKENDS} | _SHORT_ATTENTION_BACKENDS
+        if named.lower() not in known:
+            raise ConfigError(
+                "Unknown attention backend", value=named, expected="one of " + ", ".join(known), param=variable.name
+            )
+        chosen, source, fix = known[named.lower()], "environment", f"Unset {variable.name}"
     cache_dtype = kv_format(config.kv_cache_dtype, dtype).torch_dtype
     if gpu is None:
         problem: str | None = "it runs on CUDA, and the model on the CPU"
@@ -364,7 +374,7 @@ def _attention_backend(
     if chosen == "FLASHINFER":
         return chosen, source, f"{flashinfer_version()} is installed, and takes this model"
     if chosen != "auto":
-        return chosen, source, ""
+        return chosen, source, variable.name if source == "environment" else ""
     if gpu is None:
         return chosen, source, "the CPU's kernels, or plain torch where they are not built"
     if problem is not None:

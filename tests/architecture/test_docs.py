@@ -18,7 +18,7 @@ ROW_ID = re.compile(r"(S[0-4]-\d+|O\d+)")
 def _features() -> list[str]:
     """The list items: what works, `*Not yet*`, `Tests:`."""
     items = re.split(r"^(?:- |#+ )", FEATURES.read_text(), flags=re.MULTILINE)
-    return [" ".join(item.split()) for item in items if "Tests: " in item]
+    return [item for item in (" ".join(item.split()) for item in items) if "Tests: " in item]
 
 
 def test_the_lists_were_read() -> None:

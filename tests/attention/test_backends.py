@@ -87,9 +87,9 @@ def run(backend: AttentionBackend, batch: ForwardBatch, queries: Tensor) -> Tens
     return backend.forward(queries, queries, queries, batch.caches[0], batch)
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", "CPU_ATTN"])
 def backend_name(request: pytest.FixtureRequest) -> str:
-    if request.param == "cpu" and not cpu.available():
+    if request.param == "CPU_ATTN" and not cpu.available():
         pytest.skip("the compiled kernels are not in use")
     return request.param
 
@@ -142,43 +142,41 @@ def test_rows_do_not_depend_on_their_mates(backend_name):
         start += query_len
 
 
-def test_best_backend_is_the_kernel_where_it_is_built(monkeypatch):
-    monkeypatch.delenv("QUIRE_ATTENTION_BACKEND", raising=False)
-    monkeypatch.setattr(cpu, "_available", True)
-    assert select_backend(SPECS["plain"], CPU).name == "cpu"
-    monkeypatch.setattr(cpu, "_available", False)
-    assert select_backend(SPECS["plain"], CPU).name == "reference"
-
-
-def test_environment_variable_names_the_backend(monkeypatch):
-    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", "reference")
-    assert select_backend(SPECS["plain"], CPU).name == "reference"
-
-
-def test_unknown_backend_is_refused_with_the_known_ones(monkeypatch):
-    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", "flash")
-    with pytest.raises(ConfigError, match=r"'flash'.*one of triton, cpu, reference"):
-        select_backend(SPECS["plain"], CPU)
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_the_op_takes_the_kernels_where_they_are_built(has_kernels, monkeypatch):
+    """The choice of the backend is no second choice of the kernel."""
+    if has_kernels and not cpu.available():
+        pytest.skip("the compiled kernels are not in use")
+    monkeypatch.setattr(cpu, "_available", has_kernels)
+    calls = []
+    real = cpu.paged_attention
+    monkeypatch.setattr(cpu, "paged_attention", lambda *arguments: (calls.append(1), real(*arguments))[1])
+    batch, _, _, queries = make_batch(SPECS["plain"], 8, ROWS)
+    want = run(select_backend(SPECS["plain"], CPU, "reference"), batch, queries)
+    torch.testing.assert_close(run(select_backend(SPECS["plain"], CPU), batch, queries), want)
+    assert len(calls) == has_kernels
 
 
 def test_named_backend_that_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(cpu, "_available", False)
     with pytest.raises(
-        ConfigError, match=r"cpu cannot be used: the compiled kernels are not in use.*Unset QUIRE_ATTENTION_BACKEND"
+        ConfigError,
+        match=r"CPU_ATTN cannot be used: the compiled kernels are not in use.*unset QUIRE_ATTENTION_BACKEND",
     ):
-        select_backend(SPECS["plain"], CPU, "cpu")
+        select_backend(SPECS["plain"], CPU, "CPU_ATTN")
     monkeypatch.setattr(cpu, "_available", True)
     with pytest.raises(ConfigError, match="it runs on CPU, not on cuda"):
-        select_backend(SPECS["plain"], torch.device("cuda"), "cpu")
+        select_backend(SPECS["plain"], torch.device("cuda"), "CPU_ATTN")
 
 
 def test_heads_too_wide_for_the_kernel_run_on_the_reference(monkeypatch):
-    monkeypatch.delenv("QUIRE_ATTENTION_BACKEND", raising=False)
     monkeypatch.setattr(cpu, "_available", True)
     wide = dataclasses.replace(SPECS["plain"], head_dim=cpu.MAX_HEAD_DIM + 8)
-    assert select_backend(wide, CPU).name == "reference"
+    batch, _, _, queries = make_batch(wide, 8, ROWS)
+    want = run(select_backend(wide, CPU, "reference"), batch, queries)
+    assert torch.equal(run(select_backend(wide, CPU), batch, queries), want)
     with pytest.raises(ConfigError, match=f"up to {cpu.MAX_HEAD_DIM} dimensions, not {cpu.MAX_HEAD_DIM + 8}"):
-        select_backend(wide, CPU, "cpu")
+        select_backend(wide, CPU, "CPU_ATTN")
 
 
 def test_layers_of_one_spec_and_one_block_table_share_a_backend():

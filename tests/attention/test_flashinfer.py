@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quire import demo, flashinfer_facts
-from quire.attention import flashinfer
+from quire.attention import flashinfer, select
 from quire.attention.backend import AttentionSpec
 from quire.attention.flashinfer import FlashInferAttention
 from quire.attention.reference import ReferenceAttention
@@ -238,7 +238,7 @@ def test_the_engine_gives_the_cpu_s_tokens(monkeypatch: pytest.MonkeyPatch) -> N
         patch.setattr(
             FlashInferAttention, "forward", lambda self, *a: (kinds.add(type(self._planned)), forward(self, *a))[1]
         )
-        patch.setenv("QUIRE_ATTENTION_BACKEND", "flashinfer")
+        patch.setitem(select._BACKENDS, "auto", FlashInferAttention)
         harness.demo_model.cache_clear()  # it is loaded for another backend
         accelerator = FakeAccelerator()
         schedule = Schedule(chunk=17, depth=2, accelerator=accelerator, graph_sizes=(1, 2, 4, 8))
@@ -310,6 +310,21 @@ def test_the_environment_names_it(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert settings(attention_backend="TRITON_ATTN", kv_cache_dtype="int8").device.attention_backend == "TRITON_ATTN"
 
 
+def test_other_names_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = replace(WITH_GPU, gpu=None)
+    for name, device, value in (
+        ("triton", WITH_GPU, "TRITON_ATTN"),
+        ("CPU_ATTN", on_cpu, "CPU_ATTN"),
+        ("cpu", on_cpu, "CPU_ATTN"),
+    ):
+        monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", name)
+        chosen = settings(device).settings["attention_backend"]
+        assert (chosen.value, chosen.source) == (value, "environment")
+    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", "flash")
+    with pytest.raises(ConfigError, match=r"'flash'.*one of auto, flashinfer, triton_attn, cpu_attn, triton, cpu, ref"):
+        settings()
+
+
 def test_the_reference_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", "reference")
     mode = settings().settings["cudagraph_mode"]
@@ -376,15 +391,13 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its names only; the reasons are those of the settings."""
     spec = AttentionSpec(8, 2, 128, 0.1, 0, 0.0, torch.bfloat16)
     cuda = torch.device("cuda")
-    assert select_backend(spec, cuda, "FLASHINFER").name == "flashinfer"
-    assert select_backend(spec, cuda, "flashinfer").name == "flashinfer"
-    assert select_backend(spec, cuda).name == "triton"
-    assert select_backend(spec, cuda, "TRITON_ATTN").name == "triton"
+    for name in ("FLASHINFER", "TRITON_ATTN", "auto", "reference"):
+        assert select_backend(spec, cuda, name).name == name
     with pytest.raises(ConfigError, match="it runs on CUDA, not on cpu"):
         select_backend(spec, CPU, "FLASHINFER")
     with pytest.raises(ConfigError, match="heads of 64, 128, 256 dimensions, not 80"):
         select_backend(replace(spec, head_dim=80), cuda, "FLASHINFER")
-    assert select_backend(replace(spec, cache_dtype=torch.float8_e5m2), cuda, "FLASHINFER").name == "flashinfer"
+    assert select_backend(replace(spec, cache_dtype=torch.float8_e5m2), cuda, "FLASHINFER").name == "FLASHINFER"
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
         select_backend(replace(spec, cache_dtype=torch.int8), cuda, "FLASHINFER")
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
@@ -393,4 +406,4 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--deterministic is set"):
         select_backend(spec, cuda, "FLASHINFER")
     monkeypatch.setattr(cpu, "_available", True)
-    assert select_backend(spec, CPU, "CPU_ATTN").name == "cpu"
+    assert select_backend(spec, CPU, "CPU_ATTN").name == "CPU_ATTN"

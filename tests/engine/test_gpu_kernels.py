@@ -56,7 +56,6 @@ def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest
         patch.setattr(gpu, "kernels", Kernels)
         patch.setattr(gpu, "_is_deterministic", is_deterministic)
         patch.setattr(cpu, "_available", False)
-        patch.setenv("QUIRE_ATTENTION_BACKEND", "triton")
         harness.demo_model.cache_clear()  # it is loaded for other kernels
         accelerator = FakeAccelerator()
         schedule = Schedule(

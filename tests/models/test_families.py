@@ -227,7 +227,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "triton":
         pytest.importorskip("triton", reason="Triton has wheels for Linux only")
         monkeypatch.setattr(gpu, "serves", lambda device: True)
-    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", request.param)
     monkeypatch.setattr(cpu, "_available", request.param == "cpu")
     return request.param
 

@@ -12,6 +12,5 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """The plain-torch path, and the compiled kernels."""
     if request.param == "cpu" and not cpu.available():
         pytest.skip("the compiled kernels are not in use")
-    monkeypatch.setenv("QUIRE_ATTENTION_BACKEND", request.param)
     monkeypatch.setattr(cpu, "_available", request.param == "cpu")
     return str(request.param)

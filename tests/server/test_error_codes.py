@@ -233,7 +233,7 @@ def test_every_code_has_a_section():
 
 
 def test_http_statuses_are_those_of_the_document():
-    statuses = {section.split("`")[1]: re.search(r"\n\n(\d{3})\. ", section) for section in SECTIONS}
+    statuses = {section.split("`")[1]: re.search(r"\n\n(\d{3}): ", section) for section in SECTIONS}
     for code, status in HTTP_CODES.items():
         assert statuses[code] is not None, code
         assert int(statuses[code][1]) == status, code

@@ -82,7 +82,7 @@ class _Pages:
 class FlashInferAttention:
     """FlashInfer's decode wrapper where each row computes one token, else its prefill wrapper."""
 
-    name = "flashinfer"
+    name = "FLASHINFER"
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec

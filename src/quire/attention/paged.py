@@ -1,4 +1,4 @@
-"""What the backends share whose kernel reads the batch's tensors and the cache as they are.
+"""Attention by Quire's own kernels, which read the batch's tensors and the cache as they are.
 
 Dimensions: T tokens, H query heads, G kv heads, E head dim.
 """
@@ -6,21 +6,30 @@ Dimensions: T tokens, H query heads, G kv heads, E head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.kernels import cpu, gpu
+from quire.kernels.ops import paged_attention
 
 
 class PagedAttention:
-    """One call for any mix of prompts and decodes."""
+    """One call for any mix of prompts and decodes. The op takes the kernels of the device, else plain torch."""
 
-    attend: ClassVar[Callable[..., Tensor]]  # with the arguments of ops.paged_attention
+    name = "auto"
+    attend: ClassVar[Callable[..., Tensor]] = staticmethod(paged_attention)
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._scale, self._window, self._soft_cap = spec.scale, spec.sliding_window, spec.soft_cap
+
+    @staticmethod
+    def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
+        return None
 
     def prepare(self, step: HostStep, cache: LayerCache) -> None:
         """There is nothing to prepare."""
@@ -39,3 +48,31 @@ class PagedAttention:
             k_scales_BGP=cache.k_scales_BGP,
             v_scales_BGP=cache.v_scales_BGP,
         )
+
+
+class CpuAttention(PagedAttention):
+    """The same, refused where the kernels of csrc/kernels/attention* would not run."""
+
+    name = "CPU_ATTN"
+
+    @staticmethod
+    def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"it runs on CPU, not on {device.type}"
+        if not cpu.available():
+            return "the compiled kernels are not in use"
+        if spec.head_dim > cpu.MAX_HEAD_DIM:
+            return f"its kernel takes heads of up to {cpu.MAX_HEAD_DIM} dimensions, not {spec.head_dim}"
+        return None
+
+
+class TritonAttention(PagedAttention):
+    """The same, refused where the kernels of kernels/triton/attention.py would not run."""
+
+    name = "TRITON_ATTN"
+
+    @staticmethod
+    def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
+        if not gpu.serves(device):
+            return f"it runs on CUDA, not on {device.type}"
+        return None if find_spec("triton") else "Triton is not installed"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
-from quire.attention.backend import AttentionSpec
 from quire.attention.paged import PagedAttention
 from quire.kernels.reference import paged_attention
 
@@ -14,7 +11,3 @@ class ReferenceAttention(PagedAttention):
 
     name = "reference"
     attend = staticmethod(paged_attention)
-
-    @staticmethod
-    def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
-        return None

@@ -1,5 +1,4 @@
-"""Which attention backend serves a layer: the one that the settings name (resolve.py, which also knows the
-environment), or where they name none, QUIRE_ATTENTION_BACKEND or the first that supports the layer."""
+"""Which attention backend serves a layer: the one that the settings name (resolve.py)."""
 
 from __future__ import annotations
 
@@ -8,59 +7,33 @@ from dataclasses import replace
 
 import torch
 
-from quire import envs
 from quire.attention.backend import AttentionBackend, AttentionSpec
-from quire.attention.cpu import CpuAttention
 from quire.attention.flashinfer import FlashInferAttention
-from quire.attention.gpu import TritonAttention
+from quire.attention.paged import CpuAttention, PagedAttention, TritonAttention
 from quire.attention.reference import ReferenceAttention
 from quire.errors import ConfigError
 from quire.forward_batch import HostStep, LayerCache
 
-# Best first. The last one supports everything. FlashInfer has to be named.
-_BACKENDS: tuple[type[CpuAttention] | type[TritonAttention] | type[ReferenceAttention], ...] = (
-    TritonAttention,
-    CpuAttention,
-    ReferenceAttention,
-)
-_NAMED = (*_BACKENDS, FlashInferAttention)
-_VLLM_NAMES = {"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton", "CPU_ATTN": "cpu"}
+_BACKENDS: dict[str, type[PagedAttention] | type[FlashInferAttention]] = {
+    backend.name: backend
+    for backend in (PagedAttention, CpuAttention, TritonAttention, FlashInferAttention, ReferenceAttention)
+}
 
 
-def select_backend(spec: AttentionSpec, device: torch.device, name: str | None = None) -> AttentionBackend:
-    """A backend for layers of this spec.
-
-    Args:
-        name: the backend to use, also by vLLM's name; None or auto reads QUIRE_ATTENTION_BACKEND, and empty means the
-            first that supports the spec.
+def select_backend(spec: AttentionSpec, device: torch.device, name: str = "auto") -> AttentionBackend:
+    """The backend of this name for layers of this spec.
 
     Raises:
-        ConfigError: the named backend does not exist or cannot serve the spec, with its reason.
+        ConfigError: it cannot serve the spec, with its reason.
     """
-    name = envs.ATTENTION_BACKEND.get() if name in (None, "auto") else name
-    assert name is not None
-    name = _VLLM_NAMES.get(name, name)
-    names = [backend.name for backend in _NAMED]
-    if name and name not in names:
+    backend = _BACKENDS[name]
+    if (reason := backend.unsupported(spec, device)) is not None:
         raise ConfigError(
-            "Unknown attention backend",
-            value=name,
-            expected="one of " + ", ".join(names),
-            param=envs.ATTENTION_BACKEND.name,
+            f"The attention backend {name} cannot be used: {reason}",
+            fix="Leave --attention-backend out, and unset QUIRE_ATTENTION_BACKEND, to use the best one",
+            param="attention_backend",
         )
-    for backend in _NAMED if name else _BACKENDS:
-        if name and backend.name != name:
-            continue
-        reason = backend.unsupported(spec, device)
-        if reason is None:
-            return backend(spec)
-        if name:
-            raise ConfigError(
-                f"The attention backend {name} cannot be used: {reason}",
-                fix=f"Unset {envs.ATTENTION_BACKEND.name} and leave --attention-backend out to use the best one",
-                param=envs.ATTENTION_BACKEND.name,
-            )
-    raise AssertionError("the reference backend supports every spec")
+    return backend(spec)
 
 
 class SharedBackends:
@@ -77,7 +50,7 @@ class SharedBackends:
         self,
         tables: Sequence[int],
         device: torch.device,
-        name: str | None = None,
+        name: str = "auto",
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self._tables, self._device, self._name, self._cache_dtype = tables, device, name, cache_dtype

@@ -64,9 +64,10 @@ def _lines() -> Iterator[str]:
         ("Refused, unless the value asks for nothing", "refused"),
     ):
         yield from ("", f"### {title}", "")
-        rows = _foreign(entry for entry in FOREIGN.values() if entry.kind == kind)
-        yield from _table(("flags", "why", "instead"), ((_cell(flags), why, instead) for flags, why, instead in rows))
-        for flags, why, _ in rows:
+        answers = _foreign(entry for entry in FOREIGN.values() if entry.kind == kind)
+        cells = ((_cell(flags), why, instead) for flags, why, instead in answers)
+        yield from _table(("flags", "why", "instead"), cells)
+        for flags, why, _ in answers:
             if _cell(flags) != ", ".join(flags):
                 yield from ("", *textwrap.wrap(f"{len(flags)} flags ({why}): {', '.join(flags)}.", 120, **_WHOLE_WORDS))
     yield from ("", "### Values of settings that exist here", "")

@@ -34,7 +34,7 @@ def load_model(
     quantization: str | None = None,
     packed_weights_cache: bool = False,
     device: torch.device = CPU,
-    attention_backend: str | None = None,
+    attention_backend: str = "auto",
     cache_dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
@@ -48,7 +48,7 @@ def load_model(
         quantization: a key of weight_format.ON_LOAD, or None: weights as the checkpoint has them.
         packed_weights_cache: of a native model on the CPU kernels: map what an earlier start has kept, else keep it.
         device: where weights go and the model runs.
-        attention_backend: of a native model: see attention.select.
+        attention_backend: see attention.select.
         cache_dtype: of the KV cache; None: dtype.
 
     Raises:
@@ -80,7 +80,7 @@ def load_model(
             )
         from quire.models.transformers_backend import TransformersModel
 
-        model = TransformersModel(config, dtype, device)
+        model = TransformersModel(config, dtype, device, attention_backend)
     else:
         if checkpoint is None and config.quantized is not None:
             raise ConfigError(

@@ -48,7 +48,7 @@ class Decoder:
         dtype: torch.dtype,
         quantization: str | None,
         device: torch.device,
-        attention_backend: str | None = None,
+        attention_backend: str = "auto",
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config

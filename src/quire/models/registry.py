@@ -64,7 +64,7 @@ def build_model(
     dtype: torch.dtype,
     quantization: str | None = None,
     device: torch.device = CPU,
-    attention_backend: str | None = None,
+    attention_backend: str = "auto",
     cache_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.

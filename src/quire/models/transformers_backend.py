@@ -60,13 +60,16 @@ class TransformersModel:
         config: sizes of the KV cache; the rest is read from config.json with the same overrides.
         dtype: of weights, activations and KV cache.
         device: where the model runs.
+        attention_backend: see attention.select.
 
     Raises:
         ModelConfigError: transformers does not know the architecture, or it cannot run on paged attention.
         ConfigError: transformers is not installed.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, attention_backend: str = "auto"
+    ) -> None:
         self.config = config
         self.device = device
         self.mapped_bytes = 0
@@ -76,7 +79,7 @@ class TransformersModel:
         attention.register()
         groups = kv_groups(config)
         self._windows = {layer: group.spec.window for group in groups for layer in group.layers}
-        self._backends = SharedBackends(table_of_layer(groups), device)
+        self._backends = SharedBackends(table_of_layer(groups), device, attention_backend)
         self._context = attention.StepContext()
         self._model: Any = None  # with weights, from load_weights on
         self._body: Any = None  # embeddings to final norm
