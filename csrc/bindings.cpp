@@ -1,5 +1,6 @@
-// The Python module quire._C. Functions take addresses, sizes and strides, which they believe (kernels/ops.py checks
-// them), check the numbers that lead to memory (checks.h), and release the GIL.
+// The Python module quire._C. Kernels are called by structs whose fields are given by name: tensors, whose sizes and
+// strides are believed (kernels/ops.py checks them), and numbers. What leads to memory is checked (checks.h), and the
+// GIL is released.
 #include "bindings.h"
 
 #include <nanobind/stl/string.h>
@@ -60,6 +61,9 @@ NB_MODULE(_C, m) {
   m.def("num_threads_described_in", &quire::num_threads_described_in, nb::arg("root"));
   m.def("thread_pool_probe", thread_pool_probe, nb::arg("num_tasks"),
         "Thread index that ran each of num_tasks empty tasks");
+  nb::class_<quire::KernelCall>(m, "KernelCall")
+      .def("run", &quire::KernelCall::run, nb::call_guard<nb::gil_scoped_release>());
+  quire::bind_kv_cache(m);
   quire::bind_activation(m);
   quire::bind_attention(m);
   quire::bind_gemm(m);

@@ -1,21 +1,44 @@
-// One bind function per kernel family, each in csrc/bindings_<family>.cpp.
+// What all bindings share, and one bind function per kernel family, each in csrc/bindings_<family>.cpp.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include "tensor_view.h"
+
 namespace quire {
+
+using namespace nanobind::literals;
+
+// One call of a kernel with all that it takes, made from named tensors and numbers. It never changes, and may be run
+// as often as its tensors lie where they lay; numbers in tensors that lead to memory are checked each time.
+class KernelCall {
+ public:
+  virtual ~KernelCall() = default;
+  virtual void run() const = 0;
+};
+
+template <class Args, void (*kRun)(const Args&)>
+class CallOf final : public KernelCall {
+ public:
+  explicit CallOf(const Args& args) : args_(args) {}
+  void run() const override { kRun(args_); }
+
+ private:
+  const Args args_;
+};
+
+// Makes a class of Python out of `construct`, whose arguments after the first are fields that are given by name.
+template <class Class, class... Base, class Construct, class... Fields>
+void bind_struct(nanobind::module_& m, const char* name, const Construct& construct, const Fields&... fields) {
+  nanobind::class_<Class, Base...>(m, name).def("__init__", construct, nanobind::kw_only(), fields...);
+}
 
 void bind_activation(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
+void bind_kv_cache(nanobind::module_& m);
 void bind_limits(nanobind::module_& m);
 void bind_norm_rope(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
-
-// Tensors arrive as the integer value of Tensor.data_ptr().
-template <class T>
-inline T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 }  // namespace quire

@@ -2,26 +2,26 @@
 #include "bindings.h"
 #include "quire/kernels/activation.h"
 
-namespace nb = nanobind;
-
 namespace quire {
+namespace {
 
-void bind_activation(nb::module_& m) {
-  m.def(
-      "gated_activation",
-      [](int dtype, int activation, uintptr_t x, int64_t x_stride, uintptr_t out, int64_t out_stride, int64_t rows,
-         int64_t inner) {
-        activation_kernels().gated({.dtype = static_cast<DType>(dtype),
+void run(const ActivationArgs& args) { activation_kernels().gated(args); }
+using GatedActivation = CallOf<ActivationArgs, run>;
+
+}  // namespace
+
+void bind_activation(nanobind::module_& m) {
+  bind_struct<GatedActivation, KernelCall>(
+      m, "GatedActivation",
+      [](GatedActivation* self, int activation, TensorView x, TensorView out) {
+        new (self) GatedActivation({.dtype = x.dtype(),
                                     .activation = static_cast<Activation>(activation),
-                                    .x = pointer<const void>(x),
-                                    .x_stride = x_stride,
-                                    .out = pointer<void>(out),
-                                    .out_stride = out_stride,
-                                    .rows = rows,
-                                    .inner = inner});
+                                    .x = x.rows<const void>(),
+                                    .out = out.rows<void>(),
+                                    .rows = out.size(0),
+                                    .inner = out.size(1)});
       },
-      nb::arg("dtype"), nb::arg("activation"), nb::arg("x"), nb::arg("x_stride"), nb::arg("out"), nb::arg("out_stride"),
-      nb::arg("rows"), nb::arg("inner"), nb::call_guard<nb::gil_scoped_release>());
+      "activation"_a, "x"_a, "out"_a);
 }
 
 }  // namespace quire

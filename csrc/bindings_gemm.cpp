@@ -1,4 +1,4 @@
-// Python names of the matrix products.
+// Python names of the matrix products, and of what packs their weights.
 #include <stdexcept>
 #include <string>
 
@@ -11,137 +11,148 @@ namespace nb = nanobind;
 namespace quire {
 namespace {
 
-GroupedForm form_of(int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
-  const GroupedForm form{bits, group_size, static_cast<GroupNumbers>(scales), static_cast<GroupNumbers>(offsets),
-                         super_size};
-  if (form.has_factors() && group_size * super_size > kMaxSuperElements)
-    throw std::invalid_argument("a super-group of " + std::to_string(group_size * super_size) + " elements, at most " +
-                                std::to_string(kMaxSuperElements));
-  return form;
+void run(const GemmArgs& args) { gemm(args); }
+using Gemm = CallOf<GemmArgs, run>;
+
+void run(const WeightRowsArgs& args) {
+  check_indices({"rows"}, args.rows, args.count, args.weight.n);
+  if (args.weight.fp8_group_size != 0) return gemm_fp8_rows(args);
+  if (args.weight.form.bits != 0) return gemm_grouped_rows(args);
+  gemm_rows(args);
+}
+using WeightRows = CallOf<WeightRowsArgs, run>;
+
+PlainWeight plain(const TensorView& weight) {
+  return {.rows = weight.rows<const void>(), .dtype = weight.dtype(), .n = weight.size(0), .k = weight.size(1)};
 }
 
-const int64_t* checked_rows(uintptr_t rows, int64_t count, int64_t n) {
-  const auto* const found = pointer<const int64_t>(rows);
-  check_indices({"rows"}, found, count, n);
-  return found;
+void bind_form(nb::module_& m) {
+  bind_struct<GroupedForm>(
+      m, "GroupedForm",
+      [](GroupedForm* self, int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
+        const GroupedForm form{bits, group_size, static_cast<GroupNumbers>(scales), static_cast<GroupNumbers>(offsets),
+                               super_size};
+        if (form.has_factors() && group_size * super_size > kMaxSuperElements)
+          throw std::invalid_argument("a super-group of " + std::to_string(group_size * super_size) +
+                                      " elements, at most " + std::to_string(kMaxSuperElements));
+        new (self) GroupedForm(form);
+      },
+      "bits"_a, "group_size"_a, "scales"_a, "offsets"_a, "super_size"_a);
+}
+
+void bind_weight(nb::module_& m) {
+  bind_struct<PackedWeight>(
+      m, "PackedWeight",
+      [](PackedWeight* self, TensorView data, int64_t n, int64_t k, const GroupedForm* form, TensorView order,
+         int64_t fp8_group_size) {
+        new (self) PackedWeight{.data = data.data<const void>(),
+                                .n = n,
+                                .k = k,
+                                .form = form == nullptr ? GroupedForm{} : *form,
+                                .order = order.data<const int32_t>(),
+                                .fp8_group_size = fp8_group_size};
+      },
+      "data"_a, "n"_a, "k"_a, "form"_a.none() = nb::none(), "order"_a.none() = nb::none(), "fp8_group_size"_a = 0);
+}
+
+void bind_products(nb::module_& m) {
+  bind_struct<Gemm, KernelCall>(
+      m, "Gemm",
+      [](Gemm* self, TensorView x, const PackedWeight& weight, TensorView bias, TensorView out) {
+        new (self) Gemm({.x = x.rows<const void>(),
+                         .dtype = x.dtype(),
+                         .m = x.size(0),
+                         .weight = weight,
+                         .bias = bias.data<const void>(),
+                         .bias_dtype = bias.is_given() ? bias.dtype() : DType::f32,
+                         .out = out.rows<void>(),
+                         .out_dtype = out.dtype()});
+      },
+      "x"_a, "weight"_a, "bias"_a.none(), "out"_a);
+  bind_struct<WeightRows, KernelCall>(
+      m, "WeightRows",
+      [](WeightRows* self, const PackedWeight& weight, TensorView rows, TensorView out) {
+        new (self) WeightRows({.weight = weight,
+                               .rows = rows.data<const int64_t>(),
+                               .count = rows.size(0),
+                               .dtype = out.dtype(),
+                               .out = out.data<void>()});
+      },
+      "weight"_a, "rows"_a, "out"_a);
+}
+
+void bind_packing(nb::module_& m) {
+  m.def(
+      "gemm_packed_bytes",
+      [](int dtype, int64_t n, int64_t k) { return gemm_packed_bytes(static_cast<DType>(dtype), n, k); }, nb::kw_only(),
+      "dtype"_a, "n"_a, "k"_a);
+  m.def(
+      "gemm_pack",
+      [](TensorView weight, TensorView packed) {
+        const PlainWeight from = plain(weight);
+        const nb::gil_scoped_release release;
+        gemm_pack(from, packed.data<void>());
+      },
+      nb::kw_only(), "weight"_a, "packed"_a);
+}
+
+void bind_grouped_packing(nb::module_& m) {
+  m.def("gemm_grouped_packed_bytes", gemm_grouped_packed_bytes, nb::kw_only(), "n"_a, "k"_a, "form"_a);
+  m.def(
+      "gemm_grouped_pack",
+      [](TensorView codes, TensorView scales, TensorView offsets, TensorView super_scales, TensorView super_minima,
+         const GroupedForm& form, TensorView packed) {
+        const GroupedSource source = {.codes = codes.rows<const uint8_t>(),
+                                      .scales = scales.data<const void>(),
+                                      .offsets = offsets.data<const void>(),
+                                      .super_scales = super_scales.data<const void>(),
+                                      .super_minima = super_minima.data<const void>()};
+        const int64_t n = codes.size(0), k = codes.size(1);
+        const nb::gil_scoped_release release;
+        gemm_grouped_pack(source, n, k, form, packed.data<void>());
+      },
+      nb::kw_only(), "codes"_a, "scales"_a, "offsets"_a.none(), "super_scales"_a.none(), "super_minima"_a.none(),
+      "form"_a, "packed"_a);
+  m.def(
+      "gemm_grouped_quantize",
+      [](TensorView weight, int bits, int64_t group_size, TensorView codes, TensorView scales) {
+        const PlainWeight from = plain(weight);
+        const nb::gil_scoped_release release;
+        gemm_grouped_quantize(from, bits, group_size, codes.data<uint8_t>(), scales.data<float>());
+      },
+      nb::kw_only(), "weight"_a, "bits"_a, "group_size"_a, "codes"_a, "scales"_a);
+}
+
+void bind_fp8_packing(nb::module_& m) {
+  m.def("gemm_fp8_packed_bytes", gemm_fp8_packed_bytes, nb::kw_only(), "n"_a, "k"_a, "group_size"_a);
+  m.def(
+      "gemm_fp8_pack",
+      [](TensorView codes, TensorView scales, int64_t group_size, TensorView packed) {
+        const auto rows = codes.rows<const uint8_t>();
+        const int64_t n = codes.size(0), k = codes.size(1);
+        const nb::gil_scoped_release release;
+        gemm_fp8_pack(rows, scales.data<const float>(), n, k, group_size, packed.data<void>());
+      },
+      nb::kw_only(), "codes"_a, "scales"_a, "group_size"_a, "packed"_a);
+  m.def(
+      "gemm_fp8_quantize",
+      [](TensorView weight, TensorView codes, TensorView scales) {
+        const PlainWeight from = plain(weight);
+        const nb::gil_scoped_release release;
+        gemm_fp8_quantize(from, codes.data<uint8_t>(), scales.data<float>());
+      },
+      nb::kw_only(), "weight"_a, "codes"_a, "scales"_a);
 }
 
 }  // namespace
 
 void bind_gemm(nb::module_& m) {
-  m.def(
-      "gemm_packed_bytes",
-      [](int dtype, int64_t n, int64_t k) { return gemm_packed_bytes(static_cast<DType>(dtype), n, k); },
-      nb::arg("dtype"), nb::arg("n"), nb::arg("k"));
-  m.def(
-      "gemm_pack",
-      [](uintptr_t weight, int dtype, int64_t n, int64_t k, int64_t row_stride, uintptr_t packed) {
-        gemm_pack(pointer<const void>(weight), static_cast<DType>(dtype), n, k, row_stride, pointer<void>(packed));
-      },
-      nb::arg("weight"), nb::arg("dtype"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"), nb::arg("packed"),
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "gemm_rows",
-      [](uintptr_t packed, int dtype, int64_t n, int64_t k, uintptr_t rows, int64_t count, uintptr_t out) {
-        gemm_rows(pointer<const void>(packed), static_cast<DType>(dtype), k, checked_rows(rows, count, n), count,
-                  pointer<void>(out));
-      },
-      nb::arg("packed"), nb::arg("dtype"), nb::arg("n"), nb::arg("k"), nb::arg("rows"), nb::arg("count"),
-      nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "gemm_grouped_packed_bytes",
-      [](int64_t n, int64_t k, int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
-        return gemm_grouped_packed_bytes(n, k, form_of(bits, group_size, scales, offsets, super_size));
-      },
-      nb::arg("n"), nb::arg("k"), nb::arg("bits"), nb::arg("group_size"), nb::arg("scales"), nb::arg("offsets"),
-      nb::arg("super_size"));
-  m.def(
-      "gemm_grouped_pack",
-      [](uintptr_t codes, int64_t code_stride, uintptr_t scales, uintptr_t offsets, uintptr_t super_scales,
-         uintptr_t super_minima, int64_t n, int64_t k, uintptr_t packed, int bits, int64_t group_size,
-         int scale_numbers, int offset_numbers, int64_t super_size) {
-        gemm_grouped_pack(
-            {pointer<const uint8_t>(codes), code_stride, pointer<const void>(scales), pointer<const void>(offsets),
-             pointer<const void>(super_scales), pointer<const void>(super_minima)},
-            n, k, form_of(bits, group_size, scale_numbers, offset_numbers, super_size), pointer<void>(packed));
-      },
-      nb::arg("codes"), nb::arg("code_stride"), nb::arg("scales"), nb::arg("offsets"), nb::arg("super_scales"),
-      nb::arg("super_minima"), nb::arg("n"), nb::arg("k"), nb::arg("packed"), nb::arg("bits"), nb::arg("group_size"),
-      nb::arg("scale_numbers"), nb::arg("offset_numbers"), nb::arg("super_size"),
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "gemm_grouped_rows",
-      [](uintptr_t packed, int64_t n, int64_t k, uintptr_t order, uintptr_t rows, int64_t count, int dtype,
-         uintptr_t out, int bits, int64_t group_size, int scales, int offsets, int64_t super_size) {
-        gemm_grouped_rows(pointer<const void>(packed), k, form_of(bits, group_size, scales, offsets, super_size),
-                          pointer<const int32_t>(order), checked_rows(rows, count, n), count, static_cast<DType>(dtype),
-                          pointer<void>(out));
-      },
-      nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("order"), nb::arg("rows"), nb::arg("count"),
-      nb::arg("dtype"), nb::arg("out"), nb::arg("bits"), nb::arg("group_size"), nb::arg("scales"), nb::arg("offsets"),
-      nb::arg("super_size"), nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "gemm_grouped_quantize",
-      [](uintptr_t weight, int dtype, int64_t weight_stride, int64_t n, int64_t k, int bits, int64_t group_size,
-         uintptr_t codes, uintptr_t scales) {
-        gemm_grouped_quantize(pointer<const void>(weight), static_cast<DType>(dtype), weight_stride, n, k, bits,
-                              group_size, pointer<uint8_t>(codes), pointer<float>(scales));
-      },
-      nb::arg("weight"), nb::arg("dtype"), nb::arg("weight_stride"), nb::arg("n"), nb::arg("k"), nb::arg("bits"),
-      nb::arg("group_size"), nb::arg("codes"), nb::arg("scales"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("gemm_fp8_packed_bytes", gemm_fp8_packed_bytes, nb::arg("n"), nb::arg("k"), nb::arg("group_size"));
-  m.def(
-      "gemm_fp8_pack",
-      [](uintptr_t codes, int64_t code_stride, uintptr_t scales, int64_t n, int64_t k, int64_t group_size,
-         uintptr_t packed) {
-        gemm_fp8_pack(pointer<const uint8_t>(codes), code_stride, pointer<const float>(scales), n, k, group_size,
-                      pointer<void>(packed));
-      },
-      nb::arg("codes"), nb::arg("code_stride"), nb::arg("scales"), nb::arg("n"), nb::arg("k"), nb::arg("group_size"),
-      nb::arg("packed"), nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "gemm_fp8_rows",
-      [](uintptr_t packed, int64_t n, int64_t k, int64_t group_size, uintptr_t rows, int64_t count, int dtype,
-         uintptr_t out) {
-        gemm_fp8_rows(pointer<const void>(packed), k, group_size, checked_rows(rows, count, n), count,
-                      static_cast<DType>(dtype), pointer<void>(out));
-      },
-      nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("group_size"), nb::arg("rows"), nb::arg("count"),
-      nb::arg("dtype"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "gemm_fp8_quantize",
-      [](uintptr_t weight, int dtype, int64_t weight_stride, int64_t n, int64_t k, uintptr_t codes, uintptr_t scales) {
-        gemm_fp8_quantize(pointer<const void>(weight), static_cast<DType>(dtype), weight_stride, n, k,
-                          pointer<uint8_t>(codes), pointer<float>(scales));
-      },
-      nb::arg("weight"), nb::arg("dtype"), nb::arg("weight_stride"), nb::arg("n"), nb::arg("k"), nb::arg("codes"),
-      nb::arg("scales"), nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "gemm",
-      [](uintptr_t x, int dtype, int64_t x_stride, uintptr_t packed, int64_t m, int64_t n, int64_t k, uintptr_t bias,
-         int bias_dtype, uintptr_t out, int out_dtype, int64_t out_stride, int bits, int64_t group_size, int scales,
-         int offsets, int64_t super_size, uintptr_t order, int64_t fp8_group_size) {
-        gemm({.x = pointer<const void>(x),
-              .dtype = static_cast<DType>(dtype),
-              .x_stride = x_stride,
-              .packed = pointer<const void>(packed),
-              .m = m,
-              .n = n,
-              .k = k,
-              .bias = pointer<const void>(bias),
-              .bias_dtype = static_cast<DType>(bias_dtype),
-              .out = pointer<void>(out),
-              .out_dtype = static_cast<DType>(out_dtype),
-              .out_stride = out_stride,
-              .form = form_of(bits, group_size, scales, offsets, super_size),
-              .order = pointer<const int32_t>(order),
-              .fp8_group_size = fp8_group_size});
-      },
-      nb::arg("x"), nb::arg("dtype"), nb::arg("x_stride"), nb::arg("packed"), nb::arg("m"), nb::arg("n"), nb::arg("k"),
-      nb::arg("bias"), nb::arg("bias_dtype"), nb::arg("out"), nb::arg("out_dtype"), nb::arg("out_stride"),
-      nb::arg("bits") = 0, nb::arg("group_size") = 0, nb::arg("scales") = 0, nb::arg("offsets") = 0,
-      nb::arg("super_size") = 1, nb::arg("order") = 0, nb::arg("fp8_group_size") = 0,
-      nb::call_guard<nb::gil_scoped_release>());
+  bind_form(m);
+  bind_weight(m);
+  bind_products(m);
+  bind_packing(m);
+  bind_grouped_packing(m);
+  bind_fp8_packing(m);
 }
 
 }  // namespace quire

@@ -67,8 +67,8 @@ void bind_limits(nb::module_& m) {
   m.def("read_bandwidth", read_bandwidth, nb::arg("bytes"), nb::arg("repeats"),
         nb::call_guard<nb::gil_scoped_release>(), "Best bytes per second of reading a buffer, rounded down to 1 MiB");
   m.def(
-      "advise_huge_pages", [](uintptr_t begin, size_t bytes) { advise_huge_pages(pointer<void>(begin), bytes); },
-      nb::arg("begin"), nb::arg("bytes"), "Asks the operating system for huge pages; only a hint");
+      "advise_huge_pages", [](TensorView x) { advise_huge_pages(x.data<void>(), x.bytes()); }, nb::arg("x"),
+      "Asks the operating system for huge pages; only a hint");
   m.def("peak_flops", peak_flops, nb::arg("dtype"), nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>(),
         "Floating point operations per second without memory");
   m.def("peak_int8_ops", peak_int8_ops, nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>(),

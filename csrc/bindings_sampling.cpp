@@ -13,8 +13,8 @@ namespace {
 
 // One number for each row. Comparisons are false for NaN.
 template <class T, class Legal>
-void check_rows(const LogitsArgs& a, const char* what, const T* values, const char* expected, const Legal& legal) {
-  check_each<std::invalid_argument>({what}, values, a.num_rows, legal, [expected] { return expected; });
+void check_rows(const Logits& logits, const char* what, const T* values, const char* expected, const Legal& legal) {
+  check_each<std::invalid_argument>({what}, values, logits.num_rows, legal, [expected] { return expected; });
 }
 
 void check(const SampleArgs& a) {
@@ -28,50 +28,72 @@ void check(const SampleArgs& a) {
              [](double x) { return (x >= 0.0) & (x < 1.0); });
 }
 
+Logits logits_of(const TensorView& logits) {
+  return {.rows = logits.rows<const float>(), .num_rows = logits.size(0), .vocab_size = logits.size(1)};
+}
+
+void run(const GreedyArgs& args) { sampling_kernels().greedy(args); }
+using Greedy = CallOf<GreedyArgs, run>;
+
+void run(const SampleArgs& args) {
+  check(args);
+  sampling_kernels().sample(args);
+}
+using Sample = CallOf<SampleArgs, run>;
+
+void run(const LogprobsArgs& args) {
+  check_indices({"token_ids"}, args.token_ids, args.logits.num_rows, args.logits.vocab_size);
+  sampling_kernels().logprobs(args);
+}
+using Logprobs = CallOf<LogprobsArgs, run>;
+
+void bind_greedy(nb::module_& m) {
+  bind_struct<Greedy, KernelCall>(
+      m, "Greedy",
+      [](Greedy* self, TensorView logits, TensorView token_ids) {
+        new (self) Greedy({.logits = logits_of(logits), .token_ids = token_ids.data<int64_t>()});
+      },
+      "logits"_a, "token_ids"_a);
+}
+
+void bind_sample(nb::module_& m) {
+  bind_struct<Sample, KernelCall>(
+      m, "Sample",
+      [](Sample* self, TensorView logits, TensorView temperature, TensorView top_k, TensorView top_p, TensorView min_p,
+         TensorView uniform, TensorView token_ids) {
+        new (self) Sample({.logits = logits_of(logits),
+                           .temperature = temperature.data<const float>(),
+                           .top_k = top_k.data<const int32_t>(),
+                           .top_p = top_p.data<const float>(),
+                           .min_p = min_p.data<const float>(),
+                           .uniform = uniform.data<const double>(),
+                           .token_ids = token_ids.data<int64_t>()});
+      },
+      "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "uniform"_a, "token_ids"_a);
+}
+
+void bind_logprobs(nb::module_& m) {
+  bind_struct<Logprobs, KernelCall>(
+      m, "Logprobs",
+      [](Logprobs* self, TensorView logits, TensorView token_ids, TensorView token_logprobs, TensorView ranks,
+         TensorView top_ids, TensorView top_logprobs) {
+        new (self) Logprobs({.logits = logits_of(logits),
+                             .token_ids = token_ids.data<const int64_t>(),
+                             .num_top = top_ids.size(1),
+                             .token_logprobs = token_logprobs.data<float>(),
+                             .ranks = ranks.data<int64_t>(),
+                             .top_ids = top_ids.data<int64_t>(),
+                             .top_logprobs = top_logprobs.data<float>()});
+      },
+      "logits"_a, "token_ids"_a, "token_logprobs"_a, "ranks"_a, "top_ids"_a, "top_logprobs"_a);
+}
+
 }  // namespace
 
 void bind_sampling(nb::module_& m) {
-  m.def(
-      "greedy",
-      [](uintptr_t logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size, uintptr_t token_ids) {
-        sampling_kernels().greedy({pointer<const float>(logits), row_stride, num_rows, vocab_size},
-                                  pointer<int64_t>(token_ids));
-      },
-      nb::arg("logits"), nb::arg("row_stride"), nb::arg("num_rows"), nb::arg("vocab_size"), nb::arg("token_ids"),
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "sample",
-      [](uintptr_t logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size, uintptr_t temperature,
-         uintptr_t top_k, uintptr_t top_p, uintptr_t min_p, uintptr_t uniform, uintptr_t token_ids) {
-        const SampleArgs args = {.logits = {pointer<const float>(logits), row_stride, num_rows, vocab_size},
-                                 .temperature = pointer<const float>(temperature),
-                                 .top_k = pointer<const int32_t>(top_k),
-                                 .top_p = pointer<const float>(top_p),
-                                 .min_p = pointer<const float>(min_p),
-                                 .uniform = pointer<const double>(uniform),
-                                 .token_ids = pointer<int64_t>(token_ids)};
-        check(args);
-        sampling_kernels().sample(args);
-      },
-      nb::arg("logits"), nb::arg("row_stride"), nb::arg("num_rows"), nb::arg("vocab_size"), nb::arg("temperature"),
-      nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("uniform"), nb::arg("token_ids"),
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "logprobs",
-      [](uintptr_t logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size, uintptr_t token_ids,
-         int64_t num_top, uintptr_t token_logprobs, uintptr_t ranks, uintptr_t top_ids, uintptr_t top_logprobs) {
-        check_indices({"token_ids"}, pointer<const int64_t>(token_ids), num_rows, vocab_size);
-        sampling_kernels().logprobs({.logits = {pointer<const float>(logits), row_stride, num_rows, vocab_size},
-                                     .token_ids = pointer<const int64_t>(token_ids),
-                                     .num_top = num_top,
-                                     .token_logprobs = pointer<float>(token_logprobs),
-                                     .ranks = pointer<int64_t>(ranks),
-                                     .top_ids = pointer<int64_t>(top_ids),
-                                     .top_logprobs = pointer<float>(top_logprobs)});
-      },
-      nb::arg("logits"), nb::arg("row_stride"), nb::arg("num_rows"), nb::arg("vocab_size"), nb::arg("token_ids"),
-      nb::arg("num_top"), nb::arg("token_logprobs"), nb::arg("ranks"), nb::arg("top_ids"), nb::arg("top_logprobs"),
-      nb::call_guard<nb::gil_scoped_release>());
+  bind_greedy(m);
+  bind_sample(m);
+  bind_logprobs(m);
 }
 
 }  // namespace quire

@@ -95,15 +95,15 @@ int64_t min_amx_rows(const GroupedForm& form) {
 }
 
 const GemmKernels& kernels_for(const GemmArgs& args) {
-  if (args.fp8_group_size != 0) {
+  if (args.weight.fp8_group_size != 0) {
     const GemmKernels& amx = gemm_fp8_amx_kernels();
     return amx.run != nullptr && args.dtype == DType::bf16 ? amx : gemm_fp8_kernels();
   }
-  if (args.form.bits != 0) {
+  if (args.weight.form.bits != 0) {
     const GemmKernels& amx = gemm_grouped_amx_kernels();
-    const int64_t group_size = args.form.group_size;
+    const int64_t group_size = args.weight.form.group_size;
     const bool fits =
-        args.m >= min_amx_rows(args.form) && (group_size <= kAmxSmallGroup || group_size % kAmxKUnit == 0);
+        args.m >= min_amx_rows(args.weight.form) && (group_size <= kAmxSmallGroup || group_size % kAmxKUnit == 0);
     return amx.run != nullptr && fits ? amx : gemm_grouped_kernels();
   }
   if (args.dtype == DType::bf16) {
@@ -115,18 +115,18 @@ const GemmKernels& kernels_for(const GemmArgs& args) {
 
 void run_chunk(const GemmArgs& args, const GemmKernels& kernels) {
   void* input = scratch(Scratch::gemm_input, kernels.input_bytes(args));
-  const int64_t min_elements = args.form.bits != 0 ? kMinQuantizeElements : kMinPrepareElements;
+  const int64_t min_elements = args.weight.form.bits != 0 ? kMinQuantizeElements : kMinPrepareElements;
   const int64_t rows_per_task =
-      std::max(kernels.row_unit, ceil_div(min_elements, args.k) / kernels.row_unit * kernels.row_unit);
+      std::max(kernels.row_unit, ceil_div(min_elements, args.weight.k) / kernels.row_unit * kernels.row_unit);
   parallel_for(static_cast<int>(ceil_div(args.m, rows_per_task)), [&](int task, int) {
     const int64_t begin = task * rows_per_task;
     kernels.prepare(args, begin, std::min(args.m, begin + rows_per_task), input);
   });
 
-  const int64_t panels = ceil_div(args.n, kPanelWidth);
-  const int64_t row_blocks = ceil_div(args.m, kernels.rows_per_block(args.k));
+  const int64_t panels = ceil_div(args.weight.n, kPanelWidth);
+  const int64_t row_blocks = ceil_div(args.m, kernels.rows_per_block(args.weight.k));
   const int64_t rows_per_block = round_up(ceil_div(args.m, row_blocks), kernels.row_unit);
-  const int64_t worth = std::max<int64_t>(1, args.m * args.n * args.k / kMinTaskMacs);
+  const int64_t worth = std::max<int64_t>(1, args.m * args.weight.n * args.weight.k / kMinTaskMacs);
   const int64_t column_blocks = std::min({panels, worth, kTasksPerThread * num_threads()});
   parallel_for(static_cast<int>(row_blocks * column_blocks), [&](int task, int) {
     const int64_t row = task / column_blocks * rows_per_block, column = task % column_blocks;
@@ -141,22 +141,25 @@ int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k) {
   return ceil_div(n, kPanelWidth) * panel_bytes(dtype, k);
 }
 
-void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t row_stride, void* packed) {
-  const int64_t row_bytes = row_stride * static_cast<int64_t>(size_of(dtype));
-  parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
+void gemm_pack(const PlainWeight& weight, void* packed) {
+  const int64_t row_bytes = weight.rows.stride * static_cast<int64_t>(size_of(weight.dtype));
+  parallel_for(static_cast<int>(ceil_div(weight.n, kPanelWidth)), [&](int panel, int) {
     const int64_t first = panel * kPanelWidth;
-    pack_panel(static_cast<const char*>(weight) + first * row_bytes, dtype, row_bytes, std::min(kPanelWidth, n - first),
-               k, static_cast<char*>(packed) + panel * panel_bytes(dtype, k));
+    pack_panel(static_cast<const char*>(weight.rows.data) + first * row_bytes, weight.dtype, row_bytes,
+               std::min(kPanelWidth, weight.n - first), weight.k,
+               static_cast<char*>(packed) + panel * panel_bytes(weight.dtype, weight.k));
   });
 }
 
-void gemm_rows(const void* packed, DType dtype, int64_t k, const int64_t* rows, int64_t count, void* out) {
-  parallel_for(static_cast<int>(ceil_div(count, kUnpackedRowsPerTask)), [&](int task, int) {
+void gemm_rows(const WeightRowsArgs& args) {
+  const int64_t k = args.weight.k, bytes = panel_bytes(args.dtype, k);
+  void* const out = args.out;
+  parallel_for(static_cast<int>(ceil_div(args.count, kUnpackedRowsPerTask)), [&](int task, int) {
     const int64_t first = task * kUnpackedRowsPerTask;
-    for (int64_t i = first; i < std::min(count, first + kUnpackedRowsPerTask); ++i) {
-      const char* const panel = static_cast<const char*>(packed) + rows[i] / kPanelWidth * panel_bytes(dtype, k);
-      const int64_t column = rows[i] % kPanelWidth;
-      switch (dtype) {
+    for (int64_t i = first; i < std::min(args.count, first + kUnpackedRowsPerTask); ++i) {
+      const char* const panel = static_cast<const char*>(args.weight.data) + args.rows[i] / kPanelWidth * bytes;
+      const int64_t column = args.rows[i] % kPanelWidth;
+      switch (args.dtype) {
         case DType::f32:
           unpack_column(reinterpret_cast<const float*>(panel), column, k, static_cast<float*>(out) + i * k);
           break;
@@ -170,15 +173,15 @@ void gemm_rows(const void* packed, DType dtype, int64_t k, const int64_t* rows, 
   });
 }
 
-void gemm_grouped_quantize(const void* weight, DType dtype, int64_t weight_stride, int64_t n, int64_t k, int bits,
-                           int64_t group_size, uint8_t* codes, float* scales) {
-  const int64_t groups = ceil_div(k, group_size), size = static_cast<int64_t>(size_of(dtype));
+void gemm_grouped_quantize(const PlainWeight& weight, int bits, int64_t group_size, uint8_t* codes, float* scales) {
+  const int64_t k = weight.k, groups = ceil_div(k, group_size), size = static_cast<int64_t>(size_of(weight.dtype));
   const QuantizeKernels& kernels = quantize_kernels();
-  parallel_for(static_cast<int>(n), [&](int row, int) {
+  parallel_for(static_cast<int>(weight.n), [&](int row, int) {
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = g * group_size;
-      kernels.group(static_cast<const char*>(weight) + (row * weight_stride + first) * size, dtype,
-                    std::min(group_size, k - first), bits, codes + row * k + first, scales + row * groups + g);
+      kernels.group(static_cast<const char*>(weight.rows.data) + (row * weight.rows.stride + first) * size,
+                    weight.dtype, std::min(group_size, k - first), bits, codes + row * k + first,
+                    scales + row * groups + g);
     }
   });
 }
@@ -188,8 +191,10 @@ void gemm(const GemmArgs& args) {
   for (int64_t row = 0; row < args.m; row += kRowsPerChunk) {
     GemmArgs chunk = args;
     chunk.m = std::min(kRowsPerChunk, args.m - row);
-    chunk.x = static_cast<const char*>(args.x) + row * args.x_stride * static_cast<int64_t>(size_of(args.dtype));
-    chunk.out = static_cast<char*>(args.out) + row * args.out_stride * static_cast<int64_t>(size_of(args.out_dtype));
+    chunk.x.data =
+        static_cast<const char*>(args.x.data) + row * args.x.stride * static_cast<int64_t>(size_of(args.dtype));
+    chunk.out.data =
+        static_cast<char*>(args.out.data) + row * args.out.stride * static_cast<int64_t>(size_of(args.out_dtype));
     run_chunk(chunk, kernels);
   }
 }

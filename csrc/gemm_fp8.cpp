@@ -57,8 +57,8 @@ int64_t gemm_fp8_packed_bytes(int64_t n, int64_t k, int64_t group_size) {
   return ceil_div(n, kPanelWidth) * Fp8Layout(k, group_size).panel_bytes;
 }
 
-void gemm_fp8_pack(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t n, int64_t k,
-                   int64_t group_size, void* packed) {
+void gemm_fp8_pack(StridedRows<const uint8_t> codes, const float* scales, int64_t n, int64_t k, int64_t group_size,
+                   void* packed) {
   const Fp8Layout layout(k, group_size);
   parallel_for(static_cast<int>(ceil_div(n, kPanelWidth)), [&](int panel, int) {
     const int64_t first = panel * kPanelWidth, columns = std::min(kPanelWidth, n - first);
@@ -68,31 +68,32 @@ void gemm_fp8_pack(const uint8_t* codes, int64_t code_stride, const float* scale
     for (int64_t c = 0; c < columns; ++c)
       for (int64_t g = 0; g < layout.num_groups; ++g)
         panel_scales[g * kPanelWidth + c] = scales[(first + c) * layout.num_groups + g];
-    pack_codes(codes + first * code_stride, code_stride, columns, k,
+    pack_codes(codes.data + first * codes.stride, codes.stride, columns, k,
                reinterpret_cast<uint8_t*>(to + layout.scale_bytes));
   });
 }
 
-void gemm_fp8_rows(const void* packed, int64_t k, int64_t group_size, const int64_t* rows, int64_t count, DType dtype,
-                   void* out) {
-  const Fp8Layout layout(k, group_size);
-  parallel_for(static_cast<int>(ceil_div(count, kUnpackedRowsPerTask)), [&](int task, int) {
+void gemm_fp8_rows(const WeightRowsArgs& args) {
+  const PackedWeight& weight = args.weight;
+  const int64_t k = weight.k;
+  const Fp8Layout layout(k, weight.fp8_group_size);
+  parallel_for(static_cast<int>(ceil_div(args.count, kUnpackedRowsPerTask)), [&](int task, int) {
     const int64_t first = task * kUnpackedRowsPerTask;
-    for (int64_t i = first; i < std::min(count, first + kUnpackedRowsPerTask); ++i) {
-      const char* const panel = static_cast<const char*>(packed) + rows[i] / kPanelWidth * layout.panel_bytes;
-      with_type_of(dtype, [&]<class T>(T) {
-        unpack_column(panel, rows[i] % kPanelWidth, k, layout, static_cast<T*>(out) + i * k);
+    for (int64_t i = first; i < std::min(args.count, first + kUnpackedRowsPerTask); ++i) {
+      const char* const panel = static_cast<const char*>(weight.data) + args.rows[i] / kPanelWidth * layout.panel_bytes;
+      with_type_of(args.dtype, [&]<class T>(T) {
+        unpack_column(panel, args.rows[i] % kPanelWidth, k, layout, static_cast<T*>(args.out) + i * k);
       });
     }
   });
 }
 
-void gemm_fp8_quantize(const void* weight, DType dtype, int64_t weight_stride, int64_t n, int64_t k, uint8_t* codes,
-                       float* scales) {
-  const int64_t row_bytes = weight_stride * static_cast<int64_t>(size_of(dtype));
+void gemm_fp8_quantize(const PlainWeight& weight, uint8_t* codes, float* scales) {
+  const int64_t k = weight.k, row_bytes = weight.rows.stride * static_cast<int64_t>(size_of(weight.dtype));
   const Fp8QuantizeKernels& kernels = fp8_quantize_kernels();
-  parallel_for(static_cast<int>(n), [&](int row, int) {
-    kernels.row(static_cast<const char*>(weight) + row * row_bytes, dtype, k, codes + row * k, scales + row);
+  parallel_for(static_cast<int>(weight.n), [&](int row, int) {
+    kernels.row(static_cast<const char*>(weight.rows.data) + row * row_bytes, weight.dtype, k, codes + row * k,
+                scales + row);
   });
 }
 

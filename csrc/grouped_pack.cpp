@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "quire/kernels/grouped_layout.h"
+#include "quire/kernels/gemm.h"
 #include "quire/thread_pool.h"
 
 namespace quire {
@@ -153,20 +153,22 @@ void gemm_grouped_pack(const GroupedSource& source, int64_t n, int64_t k, const 
     pack_part(source.offsets, size_of(form.offsets), layout.num_groups, to + layout.scale_bytes, layout.group_bytes);
     pack_part(source.super_scales, 2, layout.num_supers, supers, layout.super_bytes);
     pack_part(source.super_minima, 2, layout.num_supers, supers + layout.super_scale_bytes, layout.super_bytes);
-    pack_codes(source.codes + first * source.code_stride, source.code_stride, columns, k, form.bits,
+    pack_codes(source.codes.data + first * source.codes.stride, source.codes.stride, columns, k, form.bits,
                reinterpret_cast<uint8_t*>(to + layout.codes_at));
   });
 }
 
-void gemm_grouped_rows(const void* packed, int64_t k, const GroupedForm& form, const int32_t* order,
-                       const int64_t* rows, int64_t count, DType dtype, void* out) {
-  const GroupedLayout layout(form, k);
-  parallel_for(static_cast<int>(ceil_div(count, kUnpackedRowsPerTask)), [&](int task, int) {
+void gemm_grouped_rows(const WeightRowsArgs& args) {
+  const PackedWeight& weight = args.weight;
+  const int64_t k = weight.k;
+  const GroupedLayout layout(weight.form, k);
+  parallel_for(static_cast<int>(ceil_div(args.count, kUnpackedRowsPerTask)), [&](int task, int) {
     const int64_t first = task * kUnpackedRowsPerTask;
-    for (int64_t i = first; i < std::min(count, first + kUnpackedRowsPerTask); ++i) {
-      const char* const panel = static_cast<const char*>(packed) + rows[i] / kPanelWidth * layout.panel_bytes;
-      with_type_of(dtype, [&]<class T>(T) {
-        unpack_row(panel, rows[i] % kPanelWidth, k, form, layout, order, static_cast<T*>(out) + i * k);
+    for (int64_t i = first; i < std::min(args.count, first + kUnpackedRowsPerTask); ++i) {
+      const char* const panel = static_cast<const char*>(weight.data) + args.rows[i] / kPanelWidth * layout.panel_bytes;
+      with_type_of(args.dtype, [&]<class T>(T) {
+        unpack_row(panel, args.rows[i] % kPanelWidth, k, weight.form, layout, weight.order,
+                   static_cast<T*>(args.out) + i * k);
       });
     }
   });

@@ -61,7 +61,8 @@ def test_codes_hold_more_tokens_in_the_same_bytes() -> None:
     }
     assert tokens["auto"] == tokens["bfloat16"] == 16_000
     assert tokens["fp8"] == tokens["fp8_e4m3"] == tokens["fp8_e5m2"] == 32_000
-    assert tokens["int8"] == 32_000 * MODEL.head_dim // (MODEL.head_dim + 4) // 16 * 16
+    head_dim = MODEL.kv_specs()[0].head_dim_k
+    assert tokens["int8"] == 32_000 * head_dim // (head_dim + 4) // 16 * 16
     detail = _plan(kv_cache_dtype="fp8").settings["kv_cache_dtype"].detail
     assert detail == f"fp8_e4m3: {BLOCK // 32:,} bytes per token, 2.00x the tokens of bfloat16 in the same bytes"
 

@@ -180,7 +180,7 @@ def prefill(engine: Engine) -> dict[str, Any]:
         found.append(sum(record.step_seconds for record in engine.steps()))
     seconds = statistics.median(found[1:])
     model = engine.model
-    attention = 2 * model.num_layers * model.num_q_heads * model.head_dim * PREFILL_TOKENS**2
+    attention = model.attention_flops() * PREFILL_TOKENS**2 // 2
     flops = 2 * model.num_block_parameters() * PREFILL_TOKENS + attention
     return {"tokens": PREFILL_TOKENS, "ms": 1e3 * seconds, "flop_per_s": flops / seconds}
 
@@ -285,7 +285,8 @@ def run_model(name: str, device: str, limit: Machine | None) -> dict[str, Any]:
 
 def why_not(model: ModelConfig) -> str | None:
     """Why FlashInfer cannot be compared, or None."""
-    return why_not_flashinfer(model.head_dim, "bfloat16", "bfloat16", is_deterministic=False)
+    head_dims = {spec.head_dim_k for spec in model.kv_specs()}
+    return why_not_flashinfer(head_dims, "bfloat16", "bfloat16", is_deterministic=False)
 
 
 def bytes_before(device: str) -> int:

@@ -29,12 +29,14 @@ DEFAULT_CASES = "1x512@512,1x512@4096,1x2048@2048,1x1@512,1x1@8192,8x1@1024,32x1
 
 
 def load_extension(path: str) -> Any:
-    """Another build of quire._C, with threads of its own."""
+    """Another build of quire._C, with threads of its own, and types: it has been built with another QUIRE_DOMAIN."""
     loader = importlib.machinery.ExtensionFileLoader("_C", path)
     spec = importlib.util.spec_from_file_location("_C", path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
+    if module.KvCache is cpu._C.KvCache:
+        raise SystemExit(f"{path} shares its types with this build: build it with -DQUIRE_DOMAIN=NAME")
     return module
 
 

@@ -53,18 +53,17 @@ def distributions(R: int, V: int) -> dict[str, Tensor]:
 def sampler(build: Any, filters: tuple[float, int, float, float], R: int) -> Callable[[Tensor], Tensor]:
     """A call of the build's kernel."""
     temperature, top_k, top_p, min_p = filters
-    parameters = (
-        torch.full((R,), temperature),
-        torch.full((R,), top_k, dtype=torch.int32),
-        torch.full((R,), top_p),
-        torch.full((R,), min_p),
-        torch.linspace(0, 0.999, R, dtype=torch.float64),
-    )
+    parameters = {
+        "temperature": torch.full((R,), temperature),
+        "top_k": torch.full((R,), top_k, dtype=torch.int32),
+        "top_p": torch.full((R,), top_p),
+        "min_p": torch.full((R,), min_p),
+        "uniform": torch.linspace(0, 0.999, R, dtype=torch.float64),
+    }
 
     def call(logits_RV: Tensor) -> Tensor:
         token_ids_R = torch.empty(R, dtype=torch.int64)
-        pointers = [x.data_ptr() for x in (*parameters, token_ids_R)]
-        build.sample(logits_RV.data_ptr(), logits_RV.stride(0), *logits_RV.shape, *pointers)
+        build.Sample(logits=logits_RV, token_ids=token_ids_R, **parameters).run()
         return token_ids_R
 
     return call

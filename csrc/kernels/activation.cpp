@@ -60,8 +60,9 @@ void gated_rows(const ActivationArgs& a) {
   const auto run = [&](int64_t task) {
     const int64_t first_row = task / per_row * rows_per_task, begin = task % per_row * size;
     for (int64_t row = first_row; row < std::min(a.rows, first_row + rows_per_task); ++row) {
-      gated_range<T, Function>(static_cast<const T*>(a.x) + row * a.x_stride, a.inner,
-                               static_cast<T*>(a.out) + row * a.out_stride, begin, std::min(a.inner, begin + size));
+      gated_range<T, Function>(static_cast<const T*>(a.x.data) + row * a.x.stride, a.inner,
+                               static_cast<T*>(a.out.data) + row * a.out.stride, begin,
+                               std::min(a.inner, begin + size));
     }
   };
   const int64_t tasks = ceil_div(a.rows, rows_per_task) * per_row;

@@ -17,7 +17,7 @@ void run_codes(const AttentionArgs& a) {
 }
 
 void paged_attention(const AttentionArgs& a) {
-  switch (a.cache_type) {
+  switch (a.cache.type) {
     case CacheType::e4m3:
       return run_codes<e4m3>(a);
     case CacheType::e5m2:

@@ -23,39 +23,35 @@ class Piece {
   void fill(const AttentionArgs& a, const Item& item, int split, int head, bool values) {
     const int start = split * kSplit;
     range = range_in_split(item.first_position, item.last_position, start);
+    const KvCache& cache = a.cache;
     if (values) {
-      fill(a, {a.v_cache, a.v_scales, a.v_block_stride, a.v_head_stride}, item, item.kv_head + head, start);
+      fill(a, cache.v, cache.v_scales, item, item.kv_head + head, start);
     } else {
-      fill(a, {a.k_cache, a.k_scales, a.k_block_stride, a.k_head_stride}, item, item.kv_head + head, start);
+      fill(a, cache.k, cache.k_scales, item, item.kv_head + head, start);
     }
   }
   Rows<C> rows() const { return {rows_, scales_}; }
   const void* const* addresses() const { return reinterpret_cast<const void* const*>(rows_); }
 
  private:
-  struct Source {
-    const void* codes;
-    const float* scales;
-    int64_t block_stride, head_stride;
-  };
-
   // What lies before the first position that the rows see, or behind the sequence, reads as zeros: such slots may hold
   // anything, and the table may name no block there.
-  void fill(const AttentionArgs& a, const Source& source, const Item& item, int64_t kv_head, int start) {
+  void fill(const AttentionArgs& a, const StridedBlocks<void>& source, const StridedBlocks<float>& scales,
+            const Item& item, int64_t kv_head, int start) {
     alignas(64) static const C zeros[kMaxHeadDim] = {};
-    const C* head = static_cast<const C*>(source.codes) + kv_head * source.head_stride;
+    const C* head = static_cast<const C*>(source.data) + kv_head * source.head_stride;
     const int end = std::min(range.end, a.seq_lens[item.sequence] - start);
-    const int begin = std::max(range.begin, item.first_position - start);
+    const int begin = std::max(range.begin, item.first_position - start), block_size = a.cache.block_size;
     for (int p = range.begin; p < begin; ++p) rows_[p] = zeros;
     if constexpr (Rows<C>::kHasScales) std::fill(scales_ + range.begin, scales_ + begin, 0.0f);
-    const int32_t* block = a.block_tables + item.sequence * a.block_table_stride + (start + begin) / a.block_size;
-    int p = begin, offset = (start + p) % a.block_size;
+    const int32_t* block = a.block_tables.data + item.sequence * a.block_tables.stride + (start + begin) / block_size;
+    int p = begin, offset = (start + p) % block_size;
     for (; p < end; ++block, offset = 0) {
-      const int run_end = std::min(p + a.block_size - offset, end);
+      const int run_end = std::min(p + block_size - offset, end);
       const C* row = head + *block * source.block_stride + static_cast<int64_t>(offset) * a.head_dim;
       if constexpr (Rows<C>::kHasScales) {
-        const float* scales = source.scales + *block * a.scales_block_stride + kv_head * a.block_size + offset;
-        std::copy_n(scales, run_end - p, scales_ + p);
+        const float* from = scales.data + *block * scales.block_stride + kv_head * scales.head_stride + offset;
+        std::copy_n(from, run_end - p, scales_ + p);
       }
       for (; p < run_end; ++p, row += a.head_dim) rows_[p] = row;
     }

@@ -38,10 +38,10 @@ struct Plan {
 };
 
 inline int first_visible(const AttentionArgs& a, int position) {
-  return a.sliding_window > 0 ? std::max(position - a.sliding_window + 1, 0) : 0;
+  return a.rule.sliding_window > 0 ? std::max(position - a.rule.sliding_window + 1, 0) : 0;
 }
 
-inline int query_group(const AttentionArgs& a) { return a.num_q_heads / a.num_kv_heads; }
+inline int query_group(const AttentionArgs& a) { return a.num_q_heads / a.cache.num_kv_heads; }
 
 inline int first_query_position(const AttentionArgs& a, int sequence) {
   return a.seq_lens[sequence] - (a.cu_seqlens_q[sequence + 1] - a.cu_seqlens_q[sequence]);
@@ -62,14 +62,14 @@ inline int choose_rows(const AttentionArgs& a, int max_rows, int wanted_items) {
     for (int s = 0; s < a.num_seqs; ++s) {
       items += ceil_div(static_cast<int64_t>(a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s]) * group, rows);
     }
-    if (items * a.num_kv_heads >= wanted_items) break;
+    if (items * a.cache.num_kv_heads >= wanted_items) break;
   }
   return rows;
 }
 
 // KV heads per item of a sequence with few query rows: as many as fit into a row tile, but no more than `most`.
 inline int heads_together(const AttentionArgs& a, int head_rows, int most) {
-  return std::clamp(kLanes / head_rows, 1, std::min(most, a.num_kv_heads));
+  return std::clamp(kLanes / head_rows, 1, std::min(most, a.cache.num_kv_heads));
 }
 
 // The most KV heads to take together so that there is work for all threads.
@@ -83,7 +83,7 @@ inline int choose_heads(const AttentionArgs& a, int wanted_units) {
       if (tokens == 0) continue;
       const int heads = heads_together(a, tokens * group, most), offset = first_query_position(a, s);
       const int splits = a.seq_lens[s] / kSplit + 1 - first_visible(a, offset) / kSplit;
-      units += static_cast<int64_t>(splits) * ceil_div(a.num_kv_heads, heads);
+      units += static_cast<int64_t>(splits) * ceil_div(a.cache.num_kv_heads, heads);
     }
     if (units >= wanted_units) break;
   }
@@ -110,12 +110,12 @@ inline void make_plan(const AttentionArgs& a, Plan& plan) {
       const int first_position = first_visible(a, offset + row / group);
       const int last_position = offset + (row + head_rows - 1) / group;
       const int first_split = first_position / kSplit, num_splits = last_position / kSplit + 1 - first_split;
-      for (int g = 0; g < a.num_kv_heads; g += heads) {
+      for (int g = 0; g < a.cache.num_kv_heads; g += heads) {
         total_splits += num_splits;
         plan.items.push_back({.sequence = s,
                               .kv_head = g,
                               .first_row = row,
-                              .num_rows = head_rows * std::min(heads, a.num_kv_heads - g),
+                              .num_rows = head_rows * std::min(heads, a.cache.num_kv_heads - g),
                               .head_rows = head_rows,
                               .first_position = first_position,
                               .last_position = last_position,

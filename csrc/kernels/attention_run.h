@@ -39,8 +39,8 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
   RowCursor cursor(a, item, 0);
   for (int r = 0; r < item.num_rows; ++r, cursor.advance()) {
     const int64_t token = a.cu_seqlens_q[item.sequence] + cursor.token;
-    const int64_t element = token * a.q_token_stride + cursor.head * a.q_head_stride;
-    query_rows[r] = static_cast<const char*>(a.q) + element * element_bytes;
+    const int64_t element = token * a.q.token_stride + cursor.head * a.q.head_stride;
+    query_rows[r] = static_cast<const char*>(a.q.data) + element * element_bytes;
   }
   path.load_queries(query_rows, a.dtype);
   RowLimits limits[kMaxRowTiles];

@@ -75,12 +75,13 @@ struct TileResult {
 // Turns the scores of one row tile into probabilities relative to the tile's own maximum.
 template <class Path>
 TileResult softmax(float* scores, Range range, int start, const RowLimits& limits, const AttentionArgs& a) {
-  const F32 cap = broadcast(a.soft_cap), cap_scale = broadcast(a.soft_cap > 0 ? a.scale / a.soft_cap : 0.0f);
+  const F32 cap = broadcast(a.rule.soft_cap),
+            cap_scale = broadcast(a.rule.soft_cap > 0 ? a.rule.scale / a.rule.soft_cap : 0.0f);
   const F32 first = load(limits.first), last = load(limits.last), minus_infinity = broadcast(-kInfinity);
   F32 max0 = minus_infinity, max1 = minus_infinity;
   for (int p = range.begin; p < range.end; p += kTile) {
     float* block = scores + p * kLanes;
-    if (a.soft_cap > 0) {
+    if (a.rule.soft_cap > 0) {
       for (int i = 0; i < kTile; ++i) store(block + i * kLanes, cap * tanh(load(block + i * kLanes) * cap_scale));
     }
     if (!limits.all_visible(start + p, start + p + kTile)) {
@@ -95,7 +96,7 @@ TileResult softmax(float* scores, Range range, int start, const RowLimits& limit
       max1 = max(max1, load(block + (i + 1) * kLanes));
     }
   }
-  const F32 scale = broadcast(a.soft_cap > 0 ? kLog2E : a.scale * kLog2E);
+  const F32 scale = broadcast(a.rule.soft_cap > 0 ? kLog2E : a.rule.scale * kLog2E);
   const F32 top = max(max0, max1) * scale;
   const F32 base = zero() - select_less(top, broadcast(-FLT_MAX), zero(), top);
   F32 sum = zero();
@@ -138,8 +139,8 @@ inline void write_output(const AttentionArgs& a, const Item& item, int first_row
   RowCursor row(a, item, first_row);
   for (int i = 0; i < num_rows; ++i, row.advance()) {
     const int64_t token = a.cu_seqlens_q[item.sequence] + row.token;
-    const int64_t element = token * a.out_token_stride + row.head * a.out_head_stride;
-    char* out = static_cast<char*>(a.out) + element * static_cast<int64_t>(size_of(a.dtype));
+    const int64_t element = token * a.out.token_stride + row.head * a.out.head_stride;
+    char* out = static_cast<char*>(a.out.data) + element * static_cast<int64_t>(size_of(a.dtype));
     Path::write_row(out, a.dtype, state.values + i * width, broadcast(1.0f / state.sum[i]), a.head_dim);
   }
 }

@@ -11,13 +11,13 @@ constexpr int64_t kStreamDistance = 64 * 1024;  // prefetch distance where weigh
 // At most 16 rows: each weight is used once, straight through the panel.
 void stream_panels(const GemmBlock& block) {
   const GemmArgs& args = *block.args;
-  const int64_t steps = num_k_steps(args.k), num_rows = block.row_end - block.row_begin;
+  const int64_t steps = num_k_steps(args.weight.k), num_rows = block.row_end - block.row_begin;
   const int64_t a_step = tile_rows(args.m) * kRowBytes;
   const char* a = static_cast<const char*>(block.input) + block.row_begin * steps * kRowBytes;
   alignas(64) float sums[kTileRows * kPanelWidth];
   alignas(64) float bias[kPanelWidth];
   for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
-    const char* b = static_cast<const char*>(args.packed) + panel * steps * kStepBytes;
+    const char* b = static_cast<const char*>(args.weight.data) + panel * steps * kStepBytes;
     load_bias(args, panel, bias);
     Prefetch prefetch{b + kStreamDistance, static_cast<int>(kStepBytes / 64)};
     run_1x4(a, a_step, b, steps, sums, true, prefetch);
@@ -29,7 +29,7 @@ void stream_panels(const GemmBlock& block) {
 // in scratch while there are K blocks to come.
 void multiply_panels(const GemmBlock& block) {
   const GemmArgs& args = *block.args;
-  const int64_t num_steps = num_k_steps(args.k), max_steps = steps_per_block(num_steps);
+  const int64_t num_steps = num_k_steps(args.weight.k), max_steps = steps_per_block(num_steps);
   const int64_t num_rows = block.row_end - block.row_begin, num_panels = block.panel_end - block.panel_begin;
   const int64_t rest = num_rows % kGroupRows;
   const bool has_half_group = rest != 0 && rest <= kTileRows;
@@ -47,7 +47,7 @@ void multiply_panels(const GemmBlock& block) {
     const bool is_first = step == 0, is_last = step + steps == num_steps;
     int64_t buffer = 0;
     for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
-      const char* b = static_cast<const char*>(args.packed) + (panel * num_steps + step) * kStepBytes;
+      const char* b = static_cast<const char*>(args.weight.data) + (panel * num_steps + step) * kStepBytes;
       const PrefetchPlan plan{b + num_steps * kStepBytes, static_cast<int>(kStepBytes / 64), steps, num_passes};
       float* bias = biases[panel % 2];
       if (is_last) load_bias(args, panel, bias);

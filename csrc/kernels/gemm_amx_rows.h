@@ -58,10 +58,10 @@ class PendingRows {
   PendingRows(const GemmArgs& args, const float* sums, int64_t row, int64_t num_rows, int64_t column, const float* bias)
       : sums_(sums),
         bias_(bias),
-        out_(static_cast<char*>(args.out) + (row * args.out_stride + column) * size_of(args.out_dtype)),
-        out_stride_bytes_(args.out_stride * size_of(args.out_dtype)),
+        out_(static_cast<char*>(args.out.data) + (row * args.out.stride + column) * size_of(args.out_dtype)),
+        out_stride_bytes_(args.out.stride * size_of(args.out_dtype)),
         rows_left_(num_rows),
-        columns_(static_cast<int>(std::clamp<int64_t>(args.n - column, 0, kHalfColumns))),
+        columns_(static_cast<int>(std::clamp<int64_t>(args.weight.n - column, 0, kHalfColumns))),
         dtype_(args.out_dtype) {}
 
   int64_t rows_left() const { return rows_left_; }
@@ -125,11 +125,11 @@ inline void run_2x2(const char* a, const char* b, int64_t steps, float* sums, in
 
 inline int64_t amx_input_bytes(const GemmArgs& args) {
   const int64_t padded = args.m < kTileRows ? args.m : round_up(args.m, kTileRows);
-  return padded * num_k_steps(args.k) * kRowBytes;
+  return padded * num_k_steps(args.weight.k) * kRowBytes;
 }
 
 inline void amx_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
-  const int64_t steps = num_k_steps(args.k), rows_of_tile = tile_rows(args.m);
+  const int64_t steps = num_k_steps(args.weight.k), rows_of_tile = tile_rows(args.m);
   for (int64_t group = row_begin; group < row_end; group += kGroupRows) {
     const int64_t group_rows = std::min(kGroupRows, args.m - group);
     const int64_t step_rows = group_rows > kTileRows ? kGroupRows : rows_of_tile;
@@ -141,12 +141,12 @@ inline void amx_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end
           _mm512_store_si512(to + step * step_rows * kRowBytes, _mm512_setzero_si512());
         continue;
       }
-      const bf16* from = static_cast<const bf16*>(args.x) + (group + row) * args.x_stride;
-      const int64_t full_steps = args.k / kBf16KUnit;
+      const bf16* from = static_cast<const bf16*>(args.x.data) + (group + row) * args.x.stride;
+      const int64_t full_steps = args.weight.k / kBf16KUnit;
       for (int64_t step = 0; step < full_steps; ++step)
         _mm512_store_si512(to + step * step_rows * kRowBytes, _mm512_loadu_si512(from + step * kBf16KUnit));
       if (full_steps < steps) {
-        const __mmask32 rest = (1u << (args.k % kBf16KUnit)) - 1u;
+        const __mmask32 rest = (1u << (args.weight.k % kBf16KUnit)) - 1u;
         _mm512_store_si512(to + full_steps * step_rows * kRowBytes,
                            _mm512_maskz_loadu_epi16(rest, from + full_steps * kBf16KUnit));
       }

@@ -51,15 +51,15 @@ struct DotTile {
 };
 
 inline int64_t dot_input_bytes(const GemmArgs& args) {
-  return args.m * input_stride<bf16>(args.k) * static_cast<int64_t>(sizeof(bf16));
+  return args.m * input_stride<bf16>(args.weight.k) * static_cast<int64_t>(sizeof(bf16));
 }
 
 inline void dot_prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
-  const int64_t stride = input_stride<bf16>(args.k);
+  const int64_t stride = input_stride<bf16>(args.weight.k);
   for (int64_t row = row_begin; row < row_end; ++row) {
     bf16* to = static_cast<bf16*>(input) + row * stride;
-    std::memcpy(to, static_cast<const bf16*>(args.x) + row * args.x_stride, sizeof(bf16) * args.k);
-    std::memset(to + args.k, 0, sizeof(bf16) * (stride - args.k));
+    std::memcpy(to, static_cast<const bf16*>(args.x.data) + row * args.x.stride, sizeof(bf16) * args.weight.k);
+    std::memset(to + args.weight.k, 0, sizeof(bf16) * (stride - args.weight.k));
   }
 }
 

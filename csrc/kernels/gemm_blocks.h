@@ -52,7 +52,7 @@ struct PrefetchPlan {
 // The 64 bias values of one panel as float, zeros where there is no bias or no column.
 inline void load_bias(const GemmArgs& args, int64_t panel, float* bias_64) {
   const int64_t first = panel * kPanelWidth;
-  const int64_t count = args.bias == nullptr ? 0 : std::min(kPanelWidth, args.n - first);
+  const int64_t count = args.bias == nullptr ? 0 : std::min(kPanelWidth, args.weight.n - first);
   with_type_of(args.bias_dtype, [&]<class T>(T) {
     for (int64_t i = 0; i < count; ++i) bias_64[i] = to_f32(static_cast<const T*>(args.bias)[first + i]);
   });
@@ -70,10 +70,10 @@ struct Finished {
 template <std::invocable<int64_t, int64_t> Sums>
 inline void store_finished(const GemmArgs& args, const Finished& f, const Sums& sums) {
   constexpr int W = F32::kWidth;
-  const int64_t first = f.panel * kPanelWidth, count = std::min(kPanelWidth, args.n - first);
+  const int64_t first = f.panel * kPanelWidth, count = std::min(kPanelWidth, args.weight.n - first);
   with_type_of(args.out_dtype, [&]<class T>(T) {
-    T* out = static_cast<T*>(args.out) + f.row * args.out_stride + first;
-    for (int64_t r = 0; r < f.num_rows; ++r, out += args.out_stride) {
+    T* out = static_cast<T*>(args.out.data) + f.row * args.out.stride + first;
+    for (int64_t r = 0; r < f.num_rows; ++r, out += args.out.stride) {
       int64_t c = 0;
       for (; c + W <= count; c += W) store(out + c, sums(r, c) + load(f.bias + c));
       if (c < count) store_n(out + c, sums(r, c) + load(f.bias + c), static_cast<int>(count - c));

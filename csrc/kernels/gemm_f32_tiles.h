@@ -108,18 +108,18 @@ struct Bf16Tile {
 };
 
 inline int64_t float_input_bytes(const GemmArgs& args) {
-  return args.m * input_stride<float>(args.k) * static_cast<int64_t>(sizeof(float));
+  return args.m * input_stride<float>(args.weight.k) * static_cast<int64_t>(sizeof(float));
 }
 
 template <class T>
 inline void convert_rows(const GemmArgs& args, int64_t row_begin, int64_t row_end, float* input) {
-  const int64_t stride = input_stride<float>(args.k);
+  const int64_t stride = input_stride<float>(args.weight.k);
   for (int64_t row = row_begin; row < row_end; ++row) {
-    const T* from = static_cast<const T*>(args.x) + row * args.x_stride;
+    const T* from = static_cast<const T*>(args.x.data) + row * args.x.stride;
     float* to = input + row * stride;
     int64_t i = 0;
-    for (; i + F32::kWidth <= args.k; i += F32::kWidth) store(to + i, load(from + i));
-    for (; i < args.k; ++i) to[i] = to_f32(from[i]);
+    for (; i + F32::kWidth <= args.weight.k; i += F32::kWidth) store(to + i, load(from + i));
+    for (; i < args.weight.k; ++i) to[i] = to_f32(from[i]);
     for (; i < stride; ++i) to[i] = 0;  // bfloat16 weights come in whole steps of 32 k
   }
 }

@@ -20,7 +20,7 @@ struct VectorRows {
     static constexpr Run kRun[kMaxRows] = {Tile::template run<1, Unpacking>, Tile::template run<2, Unpacking>,
                                            Tile::template run<3, Unpacking>, Tile::template run<4, Unpacking>,
                                            Tile::template run<5, Unpacking>, Tile::template run<6, Unpacking>};
-    const int64_t stride = input_stride<Input>(block.args->k);
+    const int64_t stride = input_stride<Input>(block.args->weight.k);
     const Input* x = static_cast<const Input*>(block.input) + (block.row_begin + row) * stride + step * kBf16KUnit;
     kRun[rows - 1](x, stride, weights, steps, sums, is_first, unpacking);
   }

@@ -18,7 +18,7 @@ struct AmxRows {
   static void run(const GemmBlock& block, int64_t row, int64_t rows, int64_t step, const bf16* weights, int64_t steps,
                   float* sums, bool is_first, Unpacking& unpacking) {
     written_for_tiles();
-    const int64_t num_steps = num_k_steps(block.args->k), first = block.row_begin + row;
+    const int64_t num_steps = num_k_steps(block.args->weight.k), first = block.row_begin + row;
     const int64_t step_rows = rows > kTileRows ? kGroupRows : tile_rows(block.args->m);
     const char* x = static_cast<const char*>(block.input) + (first * num_steps + step * step_rows) * kRowBytes;
     const char* w = reinterpret_cast<const char*>(weights);

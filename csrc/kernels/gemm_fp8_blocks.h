@@ -200,7 +200,7 @@ class Unpacking {
 template <class Rows>
 inline void run_fp8(const GemmBlock& block, Fp8Blocking blocking) {
   const GemmArgs& args = *block.args;
-  const Fp8Layout layout(args.k, args.fp8_group_size);
+  const Fp8Layout layout(args.weight.k, args.weight.fp8_group_size);
   const int64_t num_rows = block.row_end - block.row_begin, num_tiles = Rows::num_tiles(num_rows);
   const int64_t panel_sums = (num_rows + kPaddedSums) * kPanelWidth;
   Fp8Blocks current(block, layout, blocking);
@@ -212,7 +212,7 @@ inline void run_fp8(const GemmBlock& block, Fp8Blocking blocking) {
   bf16* next_weights = weights + max_codes;
   alignas(64) float bias[kPanelWidth];
   const auto scales_of = [&](const Fp8Blocks& b) {
-    return reinterpret_cast<const float*>(static_cast<const char*>(args.packed) + b.panel * layout.panel_bytes);
+    return reinterpret_cast<const float*>(static_cast<const char*>(args.weight.data) + b.panel * layout.panel_bytes);
   };
   const auto codes_of = [&](const Fp8Blocks& b) {
     return reinterpret_cast<const uint8_t*>(scales_of(b) + layout.num_groups * kPanelWidth) + b.begin * kStepCodes;

@@ -106,9 +106,9 @@ void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* inp
 
 void run(const GemmBlock& block) {
   const GemmArgs& args = *block.args;
-  const int64_t group_size = args.form.group_size;
+  const int64_t group_size = args.weight.form.group_size;
   // which is faster, by measurement
-  const int64_t largest_small = args.form.bits != 8 ? kAmxSmallGroup : kAmxKUnit;
+  const int64_t largest_small = args.weight.form.bits != 8 ? kAmxSmallGroup : kAmxKUnit;
   if (group_size > largest_small && group_size % kAmxKUnit == 0) {
     configure_tiles(std::min(args.m, kTileRows), kAmxKUnit);
     run_grouped<AmxTile>(block);

@@ -196,8 +196,8 @@ void run_small_groups(const GemmBlock& block) {
   constexpr bool kUnpacks = kBits != 8, kSigned = kUnpacks && kOffset == Offset::middle;
   constexpr int kShift = kBits == 4 ? 4 : 0;
   const GemmArgs& args = *block.args;
-  const GroupedForm& form = args.form;
-  const GroupedLayout layout(form, args.k);
+  const GroupedForm& form = args.weight.form;
+  const GroupedLayout layout(form, args.weight.k);
   const QuantizedRows input(args, const_cast<void*>(block.input));
   const int64_t group_quads = form.group_size / kQuad, num_quads = layout.num_groups * group_quads;
   const int64_t quad_bytes = kQuadBytes * kBits / 8, step = step_of(form.group_size);
@@ -211,7 +211,7 @@ void run_small_groups(const GemmBlock& block) {
   alignas(64) float bias[kPanelWidth];
 
   for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
-    const char* const packed = static_cast<const char*>(args.packed) + panel * layout.panel_bytes;
+    const char* const packed = static_cast<const char*>(args.weight.data) + panel * layout.panel_bytes;
     const char* const codes = packed + layout.codes_at;
     load_bias(args, panel, bias);
     prefetch_lines(packed + layout.panel_bytes + layout.supers_at, layout.num_supers * layout.super_bytes);
@@ -260,8 +260,8 @@ void run_small_groups(const GemmBlock& block) {
 
 template <int kRows, int kBits>
 void run_small_groups(const GemmBlock& block) {
-  const bool has_factors = block.args->form.has_factors();
-  switch (offset_of(block.args->form)) {
+  const bool has_factors = block.args->weight.form.has_factors();
+  switch (offset_of(block.args->weight.form)) {
     case Offset::middle:
       return has_factors ? run_small_groups<kRows, kBits, Offset::middle, true>(block)
                          : run_small_groups<kRows, kBits, Offset::middle, false>(block);
@@ -275,7 +275,7 @@ void run_small_groups(const GemmBlock& block) {
 
 inline void run_small_groups(const GemmBlock& block) {
   const bool is_half_tile = block.args->m <= kTileRows / 2;
-  switch (block.args->form.bits) {
+  switch (block.args->weight.form.bits) {
     case 2:
       return is_half_tile ? run_small_groups<kTileRows / 2, 2>(block) : run_small_groups<kTileRows, 2>(block);
     case 3:

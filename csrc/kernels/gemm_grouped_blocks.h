@@ -215,10 +215,10 @@ inline void run_form(const GemmBlock& block) {
   // blocks are whole groups, or parts of one
   constexpr int64_t kMaxQuads = kUnpacks ? kUnpackedQuads : Tile::kBlockQuads;
   const GemmArgs& args = *block.args;
-  const GroupedLayout layout(args.form, args.k);
+  const GroupedLayout layout(args.weight.form, args.weight.k);
   const QuantizedRows input(args, const_cast<void*>(block.input));
-  const int64_t group_quads = args.form.group_size / kQuad, num_quads = layout.num_groups * group_quads;
-  const int64_t stored_quad_bytes = kQuadBytes * args.form.bits / 8;
+  const int64_t group_quads = args.weight.form.group_size / kQuad, num_quads = layout.num_groups * group_quads;
+  const int64_t stored_quad_bytes = kQuadBytes * args.weight.form.bits / 8;
   const int64_t num_rows = block.row_end - block.row_begin;
   const int64_t num_tiles = ceil_div(num_rows, Tile::kMaxRows);
   // nearly equal heights: 7 rows are 4 + 3
@@ -236,14 +236,14 @@ inline void run_form(const GemmBlock& block) {
   int32_t* const supers = sums + kPanelWidth * Tile::kMaxRows;
   float* const totals = reinterpret_cast<float*>(sums + kPanelWidth * sums_rows);
   // what a block has whole
-  const int64_t unit_quads = kFactors ? group_quads * args.form.super_size : group_quads;
+  const int64_t unit_quads = kFactors ? group_quads * args.weight.form.super_size : group_quads;
   const int64_t block_quads = unit_quads > kMaxQuads ? kMaxQuads : kMaxQuads / unit_quads * unit_quads;
   const int64_t whole_quads = kFactors ? num_quads / unit_quads * unit_quads : num_quads;
   const int64_t block_groups = std::max<int64_t>(1, block_quads / group_quads);
   alignas(64) float bias[kPanelWidth];
 
   for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
-    const char* const packed = static_cast<const char*>(args.packed) + panel * layout.panel_bytes;
+    const char* const packed = static_cast<const char*>(args.weight.data) + panel * layout.panel_bytes;
     const uint8_t* const codes = reinterpret_cast<const uint8_t*>(packed + layout.codes_at);
     load_bias(args, panel, bias);
     prefetch_lines(packed + layout.panel_bytes + layout.supers_at, layout.num_supers * layout.super_bytes);
@@ -260,20 +260,20 @@ inline void run_form(const GemmBlock& block) {
                               static_cast<int>(ceil_div(kQuadsPerFetch * stored_quad_bytes, int64_t{64})),
                               (end - begin) / kQuadsPerFetch, num_passes};
       if constexpr (!kFactors) {
-        decode_groups(args.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);
+        decode_groups(args.weight.form, layout, packed, first_group, ceil_div(end, group_quads), numbers);
       }
       prefetch_lines(is_last ? packed + layout.panel_bytes : packed + end / group_quads * layout.group_bytes,
                      block_groups * layout.group_bytes);
       if constexpr (kUnpacks) {
-        unpack_codes<kSigned>(args.form.bits, weights, end - begin, unpacked, plan.of_pass(0));
+        unpack_codes<kSigned>(args.weight.form.bits, weights, end - begin, unpacked, plan.of_pass(0));
         weights = unpacked;
       }
       int pass = kUnpacks;
       for (int64_t tile = 0; tile < num_tiles; ++tile) {
         const int64_t row = tile * tile_rows, rows = std::min(tile_rows, num_rows - row);
         if constexpr (kFactors) {
-          const int64_t first_super = first_group / args.form.super_size;
-          const int64_t super_groups = std::min(args.form.super_size, (end - begin) / group_quads);
+          const int64_t first_super = first_group / args.weight.form.super_size;
+          const int64_t super_groups = std::min(args.weight.form.super_size, (end - begin) / group_quads);
           const SuperRun run{.input = &input,
                              .row = block.row_begin + row,
                              .first_super = first_super,
@@ -281,7 +281,7 @@ inline void run_form(const GemmBlock& block) {
                              .super_groups = super_groups,
                              .group_quads = group_quads,
                              .weights = weights,
-                             .numbers = {layout, packed, first_super, args.form.super_size},
+                             .numbers = {layout, packed, first_super, args.weight.form.super_size},
                              .totals = totals + row * kPanelWidth};
           Tile::template add_supers<kCodes, kOffset, kSigned>(static_cast<int>(rows), run, sums, supers, plan, pass);
           pass += passes_of(rows);
@@ -321,8 +321,8 @@ inline void run_form(const GemmBlock& block) {
 
 template <class Tile, Codes kCodes>
 inline void run_codes(const GemmBlock& block) {
-  const bool has_factors = block.args->form.has_factors();
-  switch (offset_of(block.args->form)) {
+  const bool has_factors = block.args->weight.form.has_factors();
+  switch (offset_of(block.args->weight.form)) {
     case Offset::middle:
       return has_factors ? run_form<Tile, kCodes, Offset::middle, true>(block)
                          : run_form<Tile, kCodes, Offset::middle, false>(block);
@@ -337,7 +337,7 @@ inline void run_codes(const GemmBlock& block) {
 template <class Tile>
 inline void run_grouped(const GemmBlock& block) {
   const int64_t num_rows = block.row_end - block.row_begin;
-  const GroupedForm& form = block.args->form;
+  const GroupedForm& form = block.args->weight.form;
   if (form.bits == 8) {
     run_codes<Tile, Codes::bytes>(block);
   } else if (form.bits == 4 && Tile::reads_packed(num_rows, form.group_size / kQuad)) {

@@ -36,8 +36,8 @@ struct QuantizedRows {
   int16_t* minimum_sums;  // the same, in pairs
 
   QuantizedRows(const GemmArgs& args, void* input) {
-    const GroupedForm& form = args.form;
-    const GroupedLayout layout(form, args.k);
+    const GroupedForm& form = args.weight.form;
+    const GroupedLayout layout(form, args.weight.k);
     const bool has_pairs = form.has_factors() && offset_of(form) == Offset::minima;
     num_groups = layout.num_groups;
     scale_groups = form.has_factors() ? form.super_size : 1;
@@ -111,21 +111,21 @@ inline float quantize_group(const Elements<T>& elements, int64_t size, const Inp
 // One row, in the order of the weight's columns.
 template <class T>
 inline void quantize_row(const GemmArgs& args, const T* x, int64_t row, const QuantizedRows& rows) {
-  const int64_t group_size = args.form.group_size;
-  const Offset offset = offset_of(args.form);
+  const int64_t group_size = args.weight.form.group_size;
+  const Offset offset = offset_of(args.weight.form);
   int8_t* const codes = rows.codes + row * rows.stride;
   for (int64_t s = 0; s < rows.num_scales; ++s) {
     const int64_t first_group = s * rows.scale_groups, begin = first_group * group_size;
     const int64_t num_groups = std::min(rows.scale_groups, rows.num_groups - first_group);
-    const InputScale scale(Elements<T>{x + begin, std::min(num_groups * group_size, args.k - begin)});
+    const InputScale scale(Elements<T>{x + begin, std::min(num_groups * group_size, args.weight.k - begin)});
     rows.scales[rows.at(row, s)] = scale.scale;
     for (int64_t g = 0; g < num_groups; ++g) {
       const int64_t first = begin + g * group_size;
-      const float sum = quantize_group(Elements<T>{x + first, std::min(group_size, args.k - first)}, group_size, scale,
-                                       codes + first);
+      const float sum = quantize_group(Elements<T>{x + first, std::min(group_size, args.weight.k - first)}, group_size,
+                                       scale, codes + first);
       if (offset == Offset::middle) {
-        rows.zero_sums[rows.at(row, first_group + g)] = static_cast<int32_t>(sum) * (1 << (args.form.bits - 1));
-      } else if (args.form.has_factors()) {
+        rows.zero_sums[rows.at(row, first_group + g)] = static_cast<int32_t>(sum) * (1 << (args.weight.form.bits - 1));
+      } else if (args.weight.form.has_factors()) {
         int16_t* const pair = rows.minimum_sums + 2 * rows.at(row, s * rows.sums_per_scale + g / 2);
         pair[g % 2] = static_cast<int16_t>(-sum);
         if (g % 2 == 0) pair[1] = 0;
@@ -140,10 +140,10 @@ template <class T>
 inline void quantize_rows(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
   const QuantizedRows rows(args, input);
   for (int64_t row = row_begin; row < row_end; ++row) {
-    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-    if (args.order != nullptr) {
-      T* const ordered = static_cast<T*>(scratch(Scratch::gemm_row, args.k * sizeof(T)));
-      for (int64_t i = 0; i < args.k; ++i) ordered[i] = x[args.order[i]];
+    const T* x = static_cast<const T*>(args.x.data) + row * args.x.stride;
+    if (args.weight.order != nullptr) {
+      T* const ordered = static_cast<T*>(scratch(Scratch::gemm_row, args.weight.k * sizeof(T)));
+      for (int64_t i = 0; i < args.weight.k; ++i) ordered[i] = x[args.weight.order[i]];
       x = ordered;
     }
     quantize_row(args, x, row, rows);

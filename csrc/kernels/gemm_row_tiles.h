@@ -42,14 +42,14 @@ inline void run_row_tiles(const GemmBlock& block) {
 
   const int64_t num_rows = block.row_end - block.row_begin;
   const int64_t num_tiles = ceil_div(num_rows, kMaxRows);
-  const int64_t num_steps = ceil_div(args.k, Tile::kStepK);
-  const int64_t a_stride = input_stride<Input>(args.k);
+  const int64_t num_steps = ceil_div(args.weight.k, Tile::kStepK);
+  const int64_t a_stride = input_stride<Input>(args.weight.k);
   const Input* a = static_cast<const Input*>(block.input) + block.row_begin * a_stride;
   float* sums = static_cast<float*>(scratch(Scratch::gemm_tiles, sizeof(float) * kPanelWidth * num_rows));
   alignas(64) float bias[kPanelWidth];
 
   for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
-    const Weight* b = static_cast<const Weight*>(args.packed) + panel * num_steps * kStepElements;
+    const Weight* b = static_cast<const Weight*>(args.weight.data) + panel * num_steps * kStepElements;
     load_bias(args, panel, bias);
     for (int64_t step = 0; step < num_steps; step += kStepsPerBlock) {
       const int64_t steps = std::min(kStepsPerBlock, num_steps - step);

@@ -66,14 +66,14 @@ inline float inverse_rms(int64_t dim, float eps, const Next& next) {
 
 template <class T, class W>
 void rms_norm_row(const RmsNormArgs& a, int64_t row) {
-  const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+  const T* x = static_cast<const T*>(a.x.data) + row * a.x.stride;
   const W* weight = static_cast<const W*>(a.weight);
-  T* out = static_cast<T*>(a.out) + row * a.out_stride;
+  T* out = static_cast<T*>(a.out.data) + row * a.out.stride;
   float scale;
-  if (a.residual == nullptr) {
+  if (a.residual.data == nullptr) {
     scale = inverse_rms(a.dim, a.eps, [&](int64_t i, int64_t left) { return load_part(x + i, left); });
   } else {
-    T* residual = static_cast<T*>(a.residual) + row * a.residual_stride;
+    T* residual = static_cast<T*>(a.residual.data) + row * a.residual.stride;
     scale = inverse_rms(a.dim, a.eps, [&](int64_t i, int64_t left) {
       store_part(residual + i, load_part(residual + i, left) + load_part(x + i, left), left);
       return load_part(residual + i, left);
@@ -105,8 +105,8 @@ void rms_norm(const RmsNormArgs& a) {
 template <class T, class W, class Write>
 inline void rotate_head(const RopeCacheArgs& a, const T* head, const W* weight, float inverse_rms, const float* cos_sin,
                         const Write& write) {
-  const int64_t half = cos_sin == nullptr ? 0 : a.rotary_dim / 2;
-  const F32 scale = broadcast(inverse_rms), offset = broadcast(a.norm_weight_offset);
+  const int64_t half = cos_sin == nullptr ? 0 : a.rotation.rotary_dim / 2;
+  const F32 scale = broadcast(inverse_rms), offset = broadcast(a.rotation.norm_weight_offset);
   const auto normed = [&](int64_t i, int64_t left) {
     const F32 x = load_part(head + i, left);
     return weight == nullptr ? x : x * scale * (load_part(weight + i, left) + offset);
@@ -131,8 +131,8 @@ inline void for_heads(const RopeCacheArgs& a, T* heads, int64_t stride, int64_t 
     const int64_t end = std::min(count, first + kTogether);
     for (int64_t h = first; normed && h < end; ++h) {
       const T* head = heads + h * stride;
-      inverse[h - first] =
-          inverse_rms(a.head_dim, a.norm_eps, [&](int64_t i, int64_t left) { return load_part(head + i, left); });
+      inverse[h - first] = inverse_rms(a.head_dim, a.rotation.norm_eps,
+                                       [&](int64_t i, int64_t left) { return load_part(head + i, left); });
     }
     for (int64_t h = first; h < end; ++h) run(h, heads + h * stride, inverse[h - first]);
   }
@@ -151,41 +151,46 @@ void encode_head(const RopeCacheArgs& a, const T* head, const W* weight, float i
 
 template <class T, class W, class C>
 void rope_and_cache_token(const RopeCacheArgs& a, int64_t token) {
-  const float* cos_sin = a.cos_sin == nullptr ? nullptr : a.cos_sin + a.positions[token] * a.rotary_dim;
-  const W *q_weight = static_cast<const W*>(a.q_norm_weight), *k_weight = static_cast<const W*>(a.k_norm_weight);
+  const float* cos_sin =
+      a.rotation.cos_sin == nullptr ? nullptr : a.rotation.cos_sin + a.positions[token] * a.rotation.rotary_dim;
+  const W *q_weight = static_cast<const W*>(a.rotation.q_norm_weight),
+          *k_weight = static_cast<const W*>(a.rotation.k_norm_weight);
   if (q_weight != nullptr || cos_sin != nullptr) {
-    for_heads(a, static_cast<T*>(a.q) + token * a.q_token_stride, a.q_head_stride, a.num_q_heads, q_weight != nullptr,
-              [&](int64_t, T* q, float inverse) {
+    for_heads(a, static_cast<T*>(a.q.data) + token * a.q.token_stride, a.q.head_stride, a.num_q_heads,
+              q_weight != nullptr, [&](int64_t, T* q, float inverse) {
                 rotate_head(a, q, q_weight, inverse, cos_sin,
                             [&](int64_t i, F32 x, int64_t left) { store_part(q + i, x, left); });
               });
   }
   const int64_t slot = a.slot_mapping[token];
   if (slot < 0) return;
-  const int64_t block = slot / a.block_size, offset = slot % a.block_size;
-  const T* values = static_cast<const T*>(a.v) + token * a.v_token_stride;
-  C* k_row = static_cast<C*>(a.k_cache) + block * a.k_block_stride + offset * a.head_dim;
-  C* v_row = static_cast<C*>(a.v_cache) + block * a.v_block_stride + offset * a.head_dim;
-  for_heads(a, static_cast<const T*>(a.k) + token * a.k_token_stride, a.k_head_stride, a.num_kv_heads,
+  const KvCache& cache = a.cache;
+  const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
+  const T* values = static_cast<const T*>(a.v.data) + token * a.v.token_stride;
+  C* k_row = static_cast<C*>(cache.k.data) + block * cache.k.block_stride + offset * a.head_dim;
+  C* v_row = static_cast<C*>(cache.v.data) + block * cache.v.block_stride + offset * a.head_dim;
+  for_heads(a, static_cast<const T*>(a.k.data) + token * a.k.token_stride, a.k.head_stride, cache.num_kv_heads,
             k_weight != nullptr, [&](int64_t g, const T* k, float inverse) {
-              const T* v = values + g * a.v_head_stride;
-              C *k_to = k_row + g * a.k_cache_head_stride, *v_to = v_row + g * a.v_cache_head_stride;
+              const T* v = values + g * a.v.head_stride;
+              C *k_to = k_row + g * cache.k.head_stride, *v_to = v_row + g * cache.v.head_stride;
               if constexpr (std::is_same_v<T, C>) {
                 rotate_head(a, k, k_weight, inverse, cos_sin,
                             [&](int64_t i, F32 x, int64_t left) { store_part(k_to + i, x, left); });
                 std::copy_n(v, a.head_dim, v_to);
               } else {
-                const int64_t row = block * a.scales_block_stride + g * a.block_size + offset;
-                encode_head(a, k, k_weight, inverse, cos_sin, k_to, a.k_scales, row);
-                encode_head<T, W>(a, v, nullptr, 0.0f, nullptr, v_to, a.v_scales, row);
+                const auto row_of = [&](const StridedBlocks<float>& scales) {
+                  return block * scales.block_stride + g * scales.head_stride + offset;
+                };
+                encode_head(a, k, k_weight, inverse, cos_sin, k_to, cache.k_scales.data, row_of(cache.k_scales));
+                encode_head<T, W>(a, v, nullptr, 0.0f, nullptr, v_to, cache.v_scales.data, row_of(cache.v_scales));
               }
             });
 }
 
 template <class T, class C>
 void rope_and_cache_to(const RopeCacheArgs& a) {
-  const int64_t elements = (a.num_q_heads + 2 * a.num_kv_heads) * a.head_dim;
-  if (a.norm_weight_dtype == a.dtype) {
+  const int64_t elements = (a.num_q_heads + 2 * a.cache.num_kv_heads) * a.head_dim;
+  if (a.rotation.norm_weight_dtype == a.dtype) {
     for_rows(a.num_tokens, elements, [&](int64_t token) { rope_and_cache_token<T, T, C>(a, token); });
   } else {
     for_rows(a.num_tokens, elements, [&](int64_t token) { rope_and_cache_token<T, float, C>(a, token); });
@@ -194,7 +199,7 @@ void rope_and_cache_to(const RopeCacheArgs& a) {
 
 template <class T>
 void rope_and_cache_of(const RopeCacheArgs& a) {
-  switch (a.cache_type) {
+  switch (a.cache.type) {
     case CacheType::model:
       return rope_and_cache_to<T, T>(a);
     case CacheType::e4m3:

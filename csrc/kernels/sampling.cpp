@@ -301,10 +301,10 @@ class Row {
 
 // fn(row index, row) for each row: a thread per row, or all threads for one row after the other when rows are few.
 template <class Fn>
-void for_rows(const LogitsArgs& a, const Fn& fn) {
+void for_rows(const Logits& a, const Fn& fn) {
   const auto run = [&](int64_t r) {
     thread_local Row row;
-    row.scan(a.logits + r * a.row_stride, a.vocab_size);
+    row.scan(a.rows.data + r * a.rows.stride, a.vocab_size);
     fn(r, row);
   };
   if (a.num_rows >= num_threads()) {
@@ -314,8 +314,8 @@ void for_rows(const LogitsArgs& a, const Fn& fn) {
   }
 }
 
-void greedy(const LogitsArgs& a, int64_t* token_ids) {
-  for_rows(a, [&](int64_t r, const Row& row) { token_ids[r] = row.has_nan() ? -1 : row.first_maximum(); });
+void greedy(const GreedyArgs& a) {
+  for_rows(a.logits, [&](int64_t r, const Row& row) { a.token_ids[r] = row.has_nan() ? -1 : row.first_maximum(); });
 }
 
 void sample(const SampleArgs& a) {
@@ -342,7 +342,7 @@ void logprobs(const LogprobsArgs& a) {
       std::fill_n(values, a.num_top, kNaN);
       return;
     }
-    const float* logits = a.logits.logits + r * a.logits.row_stride;
+    const float* logits = a.logits.rows.data + r * a.logits.rows.stride;
     const double offset = static_cast<double>(row.max()) + row.log_sum();
     const float token_logit = logits[a.token_ids[r]];
     a.token_logprobs[r] = static_cast<float>(static_cast<double>(token_logit) - offset);

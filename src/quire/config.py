@@ -200,8 +200,8 @@ class EngineConfig:
     )
     max_shared_prefill_tokens: int | None = option(
         None,
-        "Most prompt tokens of a step while several requests are there: half are the oldest prompt's, the rest go to "
-        "those that lack fewest; 0: prompts go in order, as in vLLM; none: chosen.",
+        "Most prompt tokens of a step while several requests are there: the oldest prompt gets half, the prompts that "
+        "lack fewest tokens get the rest; 0: prompts go in order, as in vLLM; none: chosen.",
         live=True,
         type=parse_human_int,
         limits="prompt tokens of a shared step: how long a short prompt waits beside long ones",
@@ -222,7 +222,7 @@ class EngineConfig:
     )
     disable_log_stats: bool = option(False, "No statistics line every 10 seconds.")
     kv_cache_metrics: bool = option(False, "Histograms of how long KV blocks keep their content, in /metrics.")
-    kv_cache_metrics_sample: float = option(0.01, "Share of the KV blocks they follow, in (0, 1].")
+    kv_cache_metrics_sample: float = option(0.01, "Share of the KV blocks that these histograms follow, in (0, 1].")
     tensor_parallel_size: int = option(1, "Devices per replica; 1 in this version.", flags=("-tp",))
     sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
 
@@ -259,17 +259,17 @@ class ServerConfig:
     ssl_ca_certs: str | None = option(None, "PEM file of the authorities that sign clients' certificates.")
     ssl_cert_reqs: int = option(0, "Clients' certificates; 0: not asked for; 1: checked if sent; 2: required.")
     ssl_ciphers: str | None = option(
-        None, "Ciphers of TLS 1.2 as an OpenSSL list; none: OpenSSL's choice. Those of TLS 1.3 are fixed."
+        None, "Ciphers of TLS 1.2 as an OpenSSL list; none: OpenSSL's choice. The ciphers of TLS 1.3 are fixed."
     )
     enable_ssl_refresh: bool = option(False, "Read certificates, key and authorities again when their files change.")
     api_key: tuple[str, ...] = option((), "Keys clients must send; else VLLM_API_KEY.", many=True, secret=True)
     api_key_file: str | None = option(
-        None, "File with further keys, one a line; empty lines and those that begin with # say nothing."
+        None, "File with further keys, one a line; empty lines and lines that begin with # are skipped."
     )
     no_auth: bool = option(False, "Allow an address other than loopback without a key.")
     chat_template: str | None = option(None, "File with a Jinja chat template, or the template itself.")
     default_chat_template_kwargs: dict[str, Any] | None = option(
-        None, "JSON object of variables for the chat template; those of a request come first.", type="json"
+        None, "JSON object of variables for the chat template; a request's own variables come first.", type="json"
     )
     response_role: str = option("assistant", "Role of the answers.")
     return_tokens_as_token_ids: bool = option(
@@ -283,7 +283,7 @@ class ServerConfig:
         False, "Every chunk of a streamed answer has its usage, whatever the request says."
     )
     enable_per_request_metrics: bool = option(
-        False, "Answers say in metrics where their time went, a streamed one beside its usage."
+        False, "Answers say in metrics where their time went; a stream says it beside its usage."
     )
     uvicorn_log_level: str = option(
         "warning", "Log level of the HTTP server.", choices=("critical", "error", "warning", "info", "debug", "trace")
@@ -307,9 +307,9 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = option(
         (), "Origins whose web pages may call the server (CORS), * for any; words or a JSON list.", many=True
     )
-    allowed_methods: tuple[str, ...] = option(("*",), "Methods they may use.", many=True)
-    allowed_headers: tuple[str, ...] = option(("*",), "Headers they may send.", many=True)
-    allow_credentials: bool = option(False, "They may send cookies; not with any origin.")
+    allowed_methods: tuple[str, ...] = option(("*",), "Methods that these pages may use.", many=True)
+    allowed_headers: tuple[str, ...] = option(("*",), "Headers that these pages may send.", many=True)
+    allow_credentials: bool = option(False, "These pages may send cookies; not where any origin is allowed.")
     fail_on_environ_validation: bool = option(False, "Refuse to start with an unknown VLLM_* or QUIRE_* variable.")
     sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
 

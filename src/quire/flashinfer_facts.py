@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,16 +27,21 @@ def flashinfer_version() -> str | None:
         return "of unknown version"
 
 
-def why_not_flashinfer(head_dim: int, dtype: str, cache_dtype: str, is_deterministic: bool) -> str | None:
-    """Why FlashInfer does not do such attention on a GPU here, or None. dtypes by torch's names."""
+def why_not_flashinfer(head_dims: Collection[int], dtype: str, cache_dtype: str, is_deterministic: bool) -> str | None:
+    """Why FlashInfer does not do such attention on a GPU here, or None.
+
+    Args:
+        head_dims: of all layers.
+        dtype, cache_dtype: by torch's names.
+    """
     if flashinfer_version() is None:
         return "it is not installed (pip install flashinfer-python)"
     if not _can_build():
         return "it builds its kernels with nvcc, which is not found, and flashinfer-jit-cache is not installed"
     if is_deterministic:
         return "it splits sequences by the batch, and --deterministic is set"
-    if head_dim not in HEAD_DIMS:
-        return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {head_dim}"
+    if others := [head_dim for head_dim in sorted(head_dims) if head_dim not in HEAD_DIMS]:
+        return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions, not {', '.join(map(str, others))}"
     if dtype not in DTYPES:
         return f"it takes {' and '.join(DTYPES)}, not {dtype}"
     if cache_dtype != dtype and cache_dtype not in CODE_DTYPES:

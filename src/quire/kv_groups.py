@@ -7,35 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from quire.kv_format import KvFormat
+from quire.layer_spec import KvSpec
 from quire.model_config import ModelConfig
-
-KvKind = Literal["full", "window", "chunked", "latent", "state"]
 
 MAX_PADDING = 0.04  # of the pages of a group, where its layers do not fill the last table
 _MOST_TOKENS = 1 << 24  # of one request: attention counts positions in float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class KvSpec:
-    """What the cache keeps for one layer.
-
-    Attributes:
-        window: tokens that a token sees, itself among them (`window`), or tokens of a chunk (`chunked`); else 0.
-    """
-
-    kind: KvKind
-    num_kv_heads: int
-    head_dim_k: int
-    head_dim_v: int
-    window: int = 0
-
-    def bytes_per_token(self, kv: KvFormat) -> int:
-        """Bytes of one token in one layer, scales included."""
-        return self.num_kv_heads * (kv.row_bytes(self.head_dim_k) + kv.row_bytes(self.head_dim_v))
 
 
 @dataclass(frozen=True)
@@ -95,16 +74,10 @@ def kv_groups(model: ModelConfig) -> tuple[KvGroup, ...]:
     A model that transformers' modelling code runs has one group: only that code knows what its layers see.
     """
     layers_of: dict[KvSpec, list[int]] = {}
-    for layer, window in enumerate(model.layer_windows):
-        window = window if model.is_native else 0
-        spec = KvSpec(
-            kind="window" if window else "full",
-            num_kv_heads=model.num_kv_heads,
-            head_dim_k=model.head_dim,
-            head_dim_v=model.head_dim,
-            window=window,
-        )
-        layers_of.setdefault(spec, []).append(layer)
+    for index, layer in enumerate(model.layers):
+        if (spec := layer.kv_spec) is not None:
+            spec = spec if model.is_native else replace(spec, kind="full", window=0)
+            layers_of.setdefault(spec, []).append(index)
     per_page = _layers_per_page([len(layers) for layers in layers_of.values()])
     return tuple(KvGroup(spec, tuple(layers), per_page) for spec, layers in layers_of.items())
 
@@ -125,15 +98,19 @@ def num_tables(groups: Sequence[KvGroup]) -> int:
 
 
 def table_of_layer(groups: Sequence[KvGroup]) -> list[int]:
-    """By layer, the number of its block table."""
+    """By layer, the number of its block table; 0 for one that keeps nothing."""
     tables = (layers for group in groups for layers in group.tables())
     found = {layer: table for table, layers in enumerate(tables) for layer in layers}
-    return [found[layer] for layer in sorted(found)]
+    return [found.get(layer, 0) for layer in range(max(found) + 1)]
 
 
 def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int) -> int:
-    """Bytes of a page: a block of tokens of the layers of one table."""
-    return max(block_size * group.layers_per_page * group.spec.bytes_per_token(kv) for group in groups)
+    """Bytes of a page: a block of tokens of the layers of one table, or the state of a sequence in these."""
+
+    def of_layer(spec: KvSpec) -> int:
+        return spec.state_bytes or block_size * spec.bytes_per_token(kv)
+
+    return max(group.layers_per_page * of_layer(group.spec) for group in groups)
 
 
 def pages_for(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_tokens: int = 1) -> int:

@@ -49,7 +49,8 @@ def logits_bytes(model: ModelConfig, max_num_seqs: int) -> int:
 
 def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     """Bytes of a step's activations at least: input, output and residual of the widest layer."""
-    widest = 2 * model.intermediate_size + 4 * model.hidden_size
+    inner = max((layer.feed_forward.width for layer in model.layers if layer.feed_forward), default=0)
+    widest = inner + 4 * model.hidden_size
     return num_tokens * widest * DTYPE_BYTES[dtype]
 
 

@@ -11,29 +11,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.gguf.file import is_gguf, open_gguf
-from quire.hf_config.families import QkNorm
 from quire.hf_config.fields import Fields
 from quire.hf_config.from_gguf import to_hf_config
 from quire.hf_config.gguf_types import GgufWeights, gguf_weights
 from quire.hf_config.json_file import read_object
 from quire.hf_config.layer_format import QuantizedCheckpoint
 from quire.hf_config.quantization import OUTPUT, SEPARATE_FILES, parse_description
-from quire.hf_config.rope import RopeConfig
 from quire.hf_config.translate import merge, translate
 from quire.kv_format import KvFormat
-from quire.stored_linear import LinearShape, StoredLinear, stored_from
+from quire.layer_spec import Cut, KvSpec, LayerSpec, LinearShape, RopeConfig
+from quire.stored_linear import StoredLinear, stored_from
 from quire.weight_format import DTYPE_BYTES, ON_LOAD
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
-
-
-class BlockLinears(NamedTuple):
-    """The linear layers of one block."""
-
-    qkv: LinearShape
-    attention_output: LinearShape
-    gate_up: LinearShape
-    down: LinearShape
 
 
 class WeightBytes(NamedTuple):
@@ -55,55 +45,46 @@ class ModelConfig:
     is_native: bool  # quire.models has its family and activation; else it needs the transformers backend
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
     max_model_len: int
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     quantized: QuantizedCheckpoint | GgufWeights | None  # how its linear layers are stored, if not in dtype
     tie_word_embeddings: bool
-    has_fused_checkpoint: bool  # it holds qkv_proj and gate_up_proj
     rms_norm_eps: float
-    hidden_act: str  # silu, gelu or gelu_tanh
-    rope: RopeConfig
-    local_rope: RopeConfig | None  # of layers with a window, where it differs (Gemma 3)
-    rope_layers: tuple[bool, ...]  # False: a layer without position encoding (SmolLM3)
-    layer_windows: tuple[int, ...]  # per layer; 0 = attends to everything before
-    attention_scale: float  # factor on q.k
-    attention_soft_cap: float  # cap * tanh(score / cap); 0 = none
+    rope: RopeConfig  # of the layers that see everything before; those with a window may have one of their own
     logits_soft_cap: float  # 0 = none
-    qkv_bias: bool
-    attention_output_bias: bool
-    mlp_bias: bool
-    qk_norm: QkNorm  # RMS norm of q and k: per head, or over the full width of all heads
-    norms_per_layer: int  # RMS norms of hidden_size in one layer
     embedding_multiplier: float  # on the embeddings
-    residual_multiplier: float  # on what attention and MLP add to the residual
     logits_scaling: float  # logits are divided by it
     eos_token_ids: tuple[int, ...]
     ignored_fields: tuple[str, ...]  # of config.json, because the modelling code of the architecture does not read them
     hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # what was merged over config.json
 
-    def layer_rope(self, layer: int) -> RopeConfig | None:
-        """Position encoding of one layer; None if it has none."""
-        if not self.rope_layers[layer]:
-            return None
-        return self.local_rope if self.local_rope is not None and self.layer_windows[layer] else self.rope
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def kv_specs(self) -> list[KvSpec]:
+        """What the cache keeps, of every layer for which it keeps anything."""
+        return [layer.kv_spec for layer in self.layers if layer.kv_spec is not None]
 
     def kv_bytes_per_token(self, kv: KvFormat) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * kv.row_bytes(self.head_dim)
+        """Bytes of what the cache keeps of one token over all layers."""
+        return sum(spec.bytes_per_token(kv) for spec in self.kv_specs())
 
     def num_parameters(self) -> int:
         """Elements of all weights; tied embeddings count once. Exact for native models, an estimate for others."""
-        linear = sum(linear.out_features * linear.in_features for linear in self.linears())
-        return linear + self._num_looked_up_parameters() + self._num_norm_and_bias_parameters()
+        linears = sum(linear.num_weights + linear.num_biases for linear in self.linears())
+        return linears + self._num_norm_elements() + self._num_looked_up_parameters()
 
     def num_block_parameters(self) -> int:
-        """Elements of all weights but embeddings and output projection: what every token is multiplied with."""
-        return self.num_parameters() - self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        """Elements of the weights of layers and final norm that one token is multiplied with: not of idle experts."""
+        return (
+            sum(linear.num_weights + linear.num_biases for linear in self.active_linears()) + self._num_norm_elements()
+        )
+
+    def attention_flops(self) -> int:
+        """Floating point operations of one new token and one before it that all layers see."""
+        return sum(layer.attention.flops_per_pair for layer in self.layers if layer.attention)
 
     def weight_bytes(self, dtype: str, quantization: str | None = None, *, is_packed: bool = True) -> int:
         """Bytes of all weights in `dtype` (a key of DTYPE_BYTES), linear layers as they are held.
@@ -118,19 +99,19 @@ class ModelConfig:
         """The parts of `weight_bytes`."""
         if not self.is_native:
             is_packed = False  # transformers' code multiplies with them
-        blocks = output = 0
-        for linear in self.linears():
-            num_bytes = sum(part.num_bytes(dtype, is_packed=is_packed) for part in self.stored(linear, quantization))
-            if linear == self.output_linear():
-                output += num_bytes
-            else:
-                blocks += num_bytes
-        others = self._num_norm_and_bias_parameters() * DTYPE_BYTES[dtype]
-        return WeightBytes(blocks, output, self._looked_up_bytes(dtype), others)
+        *blocks, output = (self._held_bytes(linear, dtype, quantization, is_packed) for linear in self.linears())
+        others = sum(linear.num_biases for linear in self.linears()) + self._num_norm_elements()
+        return WeightBytes(sum(blocks), output, self._looked_up_bytes(dtype), others * DTYPE_BYTES[dtype])
 
     def read_bytes_per_step(self, dtype: str, quantization: str | None = None) -> int:
-        """Bytes of the weights every step reads: all but embeddings that are only looked up, a row per token."""
-        return self.weight_bytes(dtype, quantization) - self._looked_up_bytes(dtype)
+        """Bytes of the weights that a step of one token reads.
+
+        Embeddings are only looked up, a row per token, and experts that are not chosen are idle.
+        """
+        linears = [*self.active_linears(), self.output_linear()]
+        weights = sum(self._held_bytes(linear, dtype, quantization, self.is_native) for linear in linears)
+        others = sum(linear.num_biases for linear in linears) + self._num_norm_elements()
+        return weights + others * DTYPE_BYTES[dtype]
 
     def stored_linears(self, quantization: str | None = None) -> Iterator[StoredLinear]:
         """All linear layers as `stored` gives them."""
@@ -165,30 +146,19 @@ class ModelConfig:
 
     def linears(self) -> Iterator[LinearShape]:
         """All linear layers, fused where their inputs are the same."""
-        for layer in range(self.num_layers):
-            yield from self.block_linears(layer)
+        for layer in self.layers:
+            yield from layer.linears()
         yield self.output_linear()
 
-    def block_linears(self, layer: int) -> BlockLinears:
-        """Those of one layer."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_width, kv_width = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv: tuple[tuple[str, int], ...] = (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width))
-        gate_up: tuple[tuple[str, int], ...] = (("gate_proj", inner), ("up_proj", inner))
-        if self.has_fused_checkpoint:
-            qkv, gate_up = (("qkv_proj", q_width + 2 * kv_width),), (("gate_up_proj", 2 * inner),)
-        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        return BlockLinears(
-            LinearShape(prefix=attention, shards=qkv, in_features=hidden),
-            LinearShape(prefix=attention, shards=(("o_proj", hidden),), in_features=q_width),
-            LinearShape(prefix=mlp, shards=gate_up, in_features=hidden),
-            LinearShape(prefix=mlp, shards=(("down_proj", hidden),), in_features=inner),
-        )
+    def active_linears(self) -> Iterator[LinearShape]:
+        """Linear layers that one token is multiplied with, all but the output."""
+        return (linear for layer in self.layers for linear in layer.active_linears())
 
     def output_linear(self) -> LinearShape:
         """hidden -> logits."""
         prefix, name = ("model.", "embed_tokens") if self.tie_word_embeddings else ("", OUTPUT)
-        return LinearShape(prefix=prefix, shards=((name, self.vocab_size),), in_features=self.hidden_size)
+        shards = ((name, self.vocab_size),)
+        return LinearShape(prefix=prefix, shards=shards, in_features=self.hidden_size, cut=Cut("rows"))
 
     def _num_looked_up_parameters(self) -> int:
         """Elements of embeddings that are not the output projection too."""
@@ -199,13 +169,11 @@ class ModelConfig:
         table = self.stored_embeddings()
         return self._num_looked_up_parameters() * DTYPE_BYTES[dtype] if table is None else table.num_bytes(dtype)
 
-    def _num_norm_and_bias_parameters(self) -> int:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_width, kv_width = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        biases = self.qkv_bias * (q_width + 2 * kv_width) + self.attention_output_bias * hidden
-        biases += self.mlp_bias * (2 * inner + hidden)
-        qk_norm = {"none": 0, "head": 2 * self.head_dim, "full": q_width + kv_width}[self.qk_norm]
-        return self.num_layers * (biases + qk_norm + self.norms_per_layer * hidden) + hidden
+    def _num_norm_elements(self) -> int:
+        return sum(layer.num_norm_elements() for layer in self.layers) + self.hidden_size
+
+    def _held_bytes(self, linear: LinearShape, dtype: str, quantization: str | None, is_packed: bool) -> int:
+        return sum(part.num_bytes(dtype, is_packed=is_packed) for part in self.stored(linear, quantization))
 
 
 def load_model_config(

@@ -356,7 +356,8 @@ def _attention_backend(
     elif not model.is_native or config.model_impl == "transformers":
         problem = "transformers' modelling code runs"
     else:
-        problem = why_not_flashinfer(model.head_dim, dtype, cache_dtype, is_deterministic)
+        head_dims = {spec.head_dim_k for spec in model.kv_specs()}
+        problem = why_not_flashinfer(head_dims, dtype, cache_dtype, is_deterministic)
     if chosen == "FLASHINFER" and problem is not None:
         raise ConfigError(
             f"FlashInfer cannot be used: {problem}",

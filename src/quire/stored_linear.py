@@ -7,37 +7,15 @@ Dimensions: N out-features, K in-features.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
+from math import lcm
 
 from quire.errors import ModelConfigError
 from quire.gguf.types import FLOAT_TYPES, TensorType
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint
+from quire.layer_spec import WHOLE, LinearShape
 from quire.weight_format import GGUF, K_UNIT, Fp8Format, GroupedFormat, WeightFormat, float_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearShape:
-    """A linear layer whose weight may lie in several tensors of the checkpoint, side by side.
-
-    Attributes:
-        prefix: of the tensors' names, as `model.layers.0.self_attn.`.
-        shards: (name, N) in the order of the outputs, as (("q_proj", 64), ("k_proj", 16), ("v_proj", 16)).
-        in_features: K.
-    """
-
-    prefix: str
-    shards: tuple[tuple[str, int], ...]
-    in_features: int
-
-    @property
-    def out_features(self) -> int:
-        return sum(num_outputs for _, num_outputs in self.shards)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the modules in the checkpoint."""
-        return tuple(self.prefix + shard for shard, _ in self.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +113,11 @@ def held_form(source: LayerFormat, K: int) -> WeightFormat:
     )
 
 
+def _packs_rows(source: LayerFormat) -> bool:
+    """Whether words of the checkpoint hold numbers of several out-features."""
+    return source.layout in ("awq", "gptq") or (source.layout == "packed" and source.has_zeros)
+
+
 def _check_sizes(source: LayerFormat, name: str, N: int, K: int) -> None:
     if source.block is not None and source.block[1] < K and source.block[1] % K_UNIT:
         raise ModelConfigError(
@@ -145,11 +128,103 @@ def _check_sizes(source: LayerFormat, name: str, N: int, K: int) -> None:
         )
     per_word = 32 // source.bits
     packed_along_K = source.layout == "gptq"
-    packed_along_N = source.layout in ("awq", "gptq") or (source.layout == "packed" and source.has_zeros)
-    if (packed_along_K and K % per_word) or (packed_along_N and N % per_word):
+    if (packed_along_K and K % per_word) or (_packs_rows(source) and N % per_word):
         raise ModelConfigError(
             f"{name} has a size that its format cannot pack",
             value=[N, K],
             expected=f"multiples of {per_word}",
             fix="Check that config.json belongs to the checkpoint",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one of several devices holds of a layer.
+
+    Attributes:
+        stored: a layer of the piece's sizes, in the same form.
+        ranges: of the whole weight's rows, or of its columns where it is cut by columns.
+    """
+
+    stored: StoredLinear
+    ranges: tuple[range, ...]
+
+
+def legal_cuts(stored: StoredLinear, num_parts: int) -> tuple[Piece, ...]:
+    """The pieces of a layer for several devices, all of one size: as its shape may be cut, and its form allows.
+
+    Raises ModelConfigError where they would not be whole heads, or not whole groups, blocks or words of the form.
+    """
+    shape, cut = stored.shape, stored.shape.cut
+    if num_parts == 1 or cut.by in ("none", "experts"):
+        whole = range(shape.out_features)
+        return (Piece(stored=stored, ranges=(whole,)),) * num_parts
+    if cut.by == "columns":
+        if stored.held is not None and not isinstance(stored.held, Fp8Format) and stored.held.is_ordered:
+            raise _illegal_cut(stored, num_parts, "in-features in their stored order", "a layer without act-order")
+        columns = _ranges(stored, shape.in_features, num_parts, _column_unit(stored))
+        return tuple(_piece(stored, (part,), shape.shards, len(part)) for part in columns)
+    sections = cut.sections or tuple(num_outputs for _, num_outputs in shape.shards)
+    starts = accumulate(sections, initial=0)
+    by_section = [
+        _ranges(stored, size, num_parts, _row_unit(stored), start)
+        for start, size in zip(starts, sections, strict=False)
+    ]
+    return tuple(_row_piece(stored, ranges) for ranges in zip(*by_section, strict=True))
+
+
+def _row_piece(stored: StoredLinear, ranges: tuple[range, ...]) -> Piece:
+    sizes, shards = [len(part) for part in ranges], stored.shape.shards
+    names = [name for name, _ in shards]
+    cut_shards = ((names[0], sum(sizes)),) if stored.shape.cut.sections else tuple(zip(names, sizes, strict=True))
+    return _piece(stored, ranges, cut_shards, stored.shape.in_features)
+
+
+def _piece(
+    stored: StoredLinear, ranges: tuple[range, ...], shards: tuple[tuple[str, int], ...], in_features: int
+) -> Piece:
+    shape = replace(stored.shape, shards=shards, in_features=in_features, cut=WHOLE)
+    return Piece(stored=replace(stored, shape=shape), ranges=ranges)
+
+
+def _ranges(stored: StoredLinear, size: int, num_parts: int, form_unit: int, start: int = 0) -> list[range]:
+    """Equal ranges of whole units, one per part; the same one for several parts where units may repeat."""
+    cut = stored.shape.cut
+    num_units = size // cut.unit
+    num_ranges = num_units if cut.may_repeat and num_units < num_parts and not num_parts % num_units else num_parts
+    if num_units % num_ranges:
+        raise _illegal_cut(stored, num_parts, f"{num_units} units of {cut.unit}", "a divisor of their number")
+    length = size // num_ranges
+    if length % form_unit:
+        raise _illegal_cut(stored, num_parts, f"{length} of {size} per part", f"a multiple of {form_unit} per part")
+    indexes = (part * num_ranges // num_parts for part in range(num_parts))
+    return [range(start + index * length, start + (index + 1) * length) for index in indexes]
+
+
+def _column_unit(stored: StoredLinear) -> int:
+    """In-features that the forms in the checkpoint and in memory keep together."""
+    units, source, held = [1], stored.source, stored.held
+    if isinstance(source, TensorType):
+        units.append(source.block_size)
+    elif source is not None and source.layout in ("gptq", "packed"):
+        units.append(32 // source.bits)
+    if held is not None and held.group_size is not None:
+        units.append(held.group_size * (1 if isinstance(held, Fp8Format) else held.super_size))
+    return lcm(*units)
+
+
+def _row_unit(stored: StoredLinear) -> int:
+    """Out-features that the form in the checkpoint keeps together. In memory a part has panels of its own."""
+    source = stored.source
+    if not isinstance(source, LayerFormat):
+        return 1
+    return lcm(32 // source.bits if _packs_rows(source) else 1, source.block[0] if source.block else 1)
+
+
+def _illegal_cut(stored: StoredLinear, num_parts: int, got: str, expected: str) -> ModelConfigError:
+    return ModelConfigError(
+        f"{stored.shape.names[0]} cannot be cut in {num_parts}: {stored.reason}",
+        value=got,
+        expected=expected,
+        fix="Use fewer devices for one copy of the model",
+    )

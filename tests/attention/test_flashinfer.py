@@ -256,7 +256,7 @@ def test_the_engine_gives_the_cpu_s_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def settings(device: DeviceFacts = WITH_GPU, **arguments: Any) -> Resolved:
-    model = replace(MODEL, head_dim=arguments.pop("head_dim", 128))
+    model = load_model_config(demo.path(), {"head_dim": arguments.pop("head_dim", 128)})
     return resolve(EngineConfig.from_kwargs(**arguments), model, device, is_server=True)
 
 
@@ -265,7 +265,9 @@ def test_it_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     own = settings().settings["attention_backend"]
     assert (own.value, own.source) == ("TRITON_ATTN", "device")
     assert "FlashInfer 0.6.14 takes this model too, but no GPU has shown which is faster" in own.detail
-    text = explain("demo", EngineConfig(), ServerConfig(), replace(MODEL, head_dim=128), WITH_GPU).text()
+    text = explain(
+        "demo", EngineConfig(), ServerConfig(), load_model_config(demo.path(), {"head_dim": 128}), WITH_GPU
+    ).text()
     assert f"why     {own.detail}" in text
     chosen = settings(attention_backend="flashinfer").settings["attention_backend"]
     assert (chosen.value, chosen.source) == ("FLASHINFER", "argument")

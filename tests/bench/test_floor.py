@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 import quire.demo
@@ -11,8 +9,7 @@ from quire.bench.floor import Machine, Work, floor, together
 from quire.kv_format import KV_FORMATS
 from quire.model_config import load_model_config
 
-MODEL = replace(load_model_config(quire.demo.path("target")), layer_windows=(0,) * 100)
-MODEL = replace(MODEL, layer_windows=(0,) * MODEL.num_layers)
+MODEL = load_model_config(quire.demo.path("target"))
 SLOW_MEMORY, SLOW_ARITHMETIC = Machine(1.0, 1e30, 1e30), Machine(1e30, 1.0, 1e30)
 HEAD = MODEL.vocab_size * MODEL.hidden_size
 LAYERS = MODEL.num_parameters() - HEAD * (1 if MODEL.tie_word_embeddings else 2)
@@ -48,7 +45,7 @@ def test_operations_of_quantized_weights(quantization: str) -> None:
 
 def test_flops_of_a_prompt() -> None:
     found = floor(MODEL, "float32", [Work(10, 0, 1)], SLOW_ARITHMETIC)
-    attention = 4 * MODEL.num_q_heads * MODEL.head_dim * MODEL.num_layers * sum(range(1, 11))
+    attention = MODEL.attention_flops() * sum(range(1, 11))
     assert found.seconds == pytest.approx(2 * LAYERS * 10 + 2 * HEAD + attention)
     assert found.bound == "arithmetic"
 
@@ -70,7 +67,8 @@ def test_cached_tokens_are_not_computed_but_read() -> None:
 
 
 def test_a_window_bounds_what_is_read() -> None:
-    windowed = replace(MODEL, layer_windows=(4,) * MODEL.num_layers)
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 4}
+    windowed = load_model_config(quire.demo.path("target"), mistral)
     kv = MODEL.kv_bytes_per_token(KV_FORMATS["bfloat16"])
     found = floor(windowed, "bfloat16", [Work(10, 0, 3)], SLOW_MEMORY)
     assert found.seconds == pytest.approx(3 * 2 * (LAYERS + HEAD) + kv * (4 + 4))

@@ -434,7 +434,7 @@ def test_windows_by_layer(tmp_path: Path) -> None:
     make(tmp_path, "Gemma2Config", CASES["gemma2"].settings)
     extra = CASES["gemma2"].extra | {"attention.sliding_window_pattern": [False, True, True]}
     write_gguf(tmp_path / "m.gguf", tmp_path, "F32", extra=extra)
-    assert load_model_config(tmp_path / "m.gguf").layer_windows == (0, 9, 9)
+    assert [spec.window for spec in load_model_config(tmp_path / "m.gguf").kv_specs()] == [0, 9, 9]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38, 0.0])
@@ -454,7 +454,9 @@ def test_numbers_are_those_of_config_json(tmp_path: Path) -> None:
     make(tmp_path, "GraniteConfig", CASES["granite"].settings | {"rms_norm_eps": 1e-6})
     write_gguf(tmp_path / "m.gguf", tmp_path, "F32", extra=CASES["granite"].extra)
     found, original = load_model_config(tmp_path / "m.gguf"), load_model_config(tmp_path)
-    same = {"rms_norm_eps", "residual_multiplier", "attention_scale", "logits_scaling", "embedding_multiplier", "rope"}
+    same = {"rms_norm_eps", "layers", "logits_scaling", "embedding_multiplier", "rope"}
     for name in same:
         assert getattr(found, name) == getattr(original, name), name
-    assert json.loads((tmp_path / "config.json").read_text())["residual_multiplier"] == found.residual_multiplier
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["residual_multiplier"] == found.layers[0].residual_multiplier
+    )

@@ -11,17 +11,16 @@ import pytest
 
 pytestmark = pytest.mark.skipif("QUIRE_SANITIZED_EXTENSION" not in os.environ, reason="make test-sanitize")
 
-READ_TOO_FAR = """
+WRITE_TOO_FAR = """
 from tests import sanitized_extension
 import torch
 from quire.kernels import cpu
-weight, packed = torch.zeros(64, 32), torch.zeros(128, 32)
-cpu._C.gemm_pack(weight.data_ptr(), cpu.DTYPE_CODES[weight.dtype], 65, 32, 32, packed.data_ptr())
+cpu.gemm_pack(torch.zeros(65, 32), torch.zeros(64, 32))
 """
 
 
-def test_a_read_behind_the_end_ends_the_process() -> None:
+def test_a_write_behind_the_end_ends_the_process() -> None:
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", READ_TOO_FAR], cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", WRITE_TOO_FAR], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-2000:]

@@ -3,8 +3,6 @@ would quantize its input, and the results are the same bits."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from torch import Tensor
 import quire.demo
 from quire.kernels import cpu, fp8, gpu
 from quire.kernels.fp8 import Fp8Rows
+from quire.layer_spec import LinearShape
 from quire.layers.activation import gated_activation
 from quire.layers.linear import Linear, SplitLinear
 from quire.layers.norm import RMSNorm
@@ -47,7 +46,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def linear(in_features: int, out_features: int, is_fp8: bool = True) -> Linear:
     scheme = Fp8OnLoad() if is_fp8 else Unquantized()
-    layer = Linear(in_features, (("w", out_features),), bias=False, dtype=torch.bfloat16, scheme=scheme)
+    shape = LinearShape(prefix="", shards=(("w", out_features),), in_features=in_features)
+    layer = Linear(shape, dtype=torch.bfloat16, scheme=scheme)
     for _, slot in layer.slots():
         slot.load(randn(out_features, in_features, seed=1) / in_features**0.5)
     return layer
@@ -103,9 +103,10 @@ def test_layers_that_quantize_nothing_get_rows_as_they_are(monkeypatch: pytest.M
 
 def test_every_family_feeds_its_layers() -> None:
     """The norms before attention and MLP; those behind them, the final one and OLMo's feed none."""
-    config = load_model_config(quire.demo.path("target"))
     for architecture in ("LlamaForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM"):
-        model = build_model(replace(config, architecture=architecture), torch.bfloat16)
+        model = build_model(
+            load_model_config(quire.demo.path("target"), {"architectures": [architecture]}), torch.bfloat16
+        )
         for block in model._blocks:
             assert block.input_norm.feeds is block.attention.qkv
             assert block.mlp_norm.feeds is block.mlp.gate_up

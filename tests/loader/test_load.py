@@ -73,7 +73,7 @@ def live_bytes() -> int:
 def test_weights_are_held_once() -> None:
     before = live_bytes()
     model = load_model(load_model_config(quire.demo.path("target")), torch.bfloat16)
-    rotary_tables = 2 * model.config.max_model_len * model.config.head_dim * 4
+    rotary_tables = 2 * model.config.max_model_len * model.config.rope.rotary_dim * 4
     assert live_bytes() - before < 1.1 * model.weight_bytes() + rotary_tables
 
 

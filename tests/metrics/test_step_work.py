@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import quire.demo
+from quire.layer_spec import Full
 from quire.messages import EngineReady
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.metrics.step_work import StepWork
@@ -22,7 +23,8 @@ def test_one_decoding_row(model: ModelConfig) -> None:
     """The layers' and the output's weights twice, four operations per element of each cached key (and value)."""
     step = record(num_decode_tokens=1, num_sampled_tokens=1, num_kv_tokens_read=100, num_rows=1)
     assert model.tie_word_embeddings, "the count below takes the embeddings for the output projection"
-    attention = 4 * 100 * model.num_layers * model.num_q_heads * model.head_dim
+    q_width = sum(spec.attention.output.in_features for spec in model.layers if isinstance(spec.attention, Full))
+    attention = 4 * 100 * q_width
     assert StepWork(model, "bfloat16", None, "auto").num_flops(step) == 2 * model.num_parameters() + attention
 
 
@@ -32,7 +34,7 @@ def test_one_decoding_row(model: ModelConfig) -> None:
 )
 def test_bytes(model: ModelConfig, dtype: str, quantization: str | None, kv_cache_dtype: str, width: int) -> None:
     step = record(num_prefill_tokens=30, num_decode_tokens=2, num_sampled_tokens=3, num_kv_tokens_read=140, num_rows=3)
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
+    token = sum(2 * spec.num_kv_heads * spec.head_dim_k * width for spec in model.kv_specs())
     work = StepWork(model, dtype, quantization, kv_cache_dtype)
     assert work.read_bytes(step) == model.weight_bytes(dtype, quantization) + 140 * token
     assert work.write_bytes(step) == 32 * token

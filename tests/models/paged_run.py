@@ -16,7 +16,8 @@ class PagedRun:
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, num_blocks: int = 64, block_size: int = 8) -> None:
         config = model.config
-        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        spec = config.kv_specs()[0]
+        shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim_k)
         # NaN where nothing was written: reading a foreign slot shows at once
         self.caches = [
             LayerCache(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))

@@ -447,25 +447,27 @@ def test_defaults_are_those_of_transformers(config_class, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": model_type}))
     ours: ModelConfig = load_model_config(tmp_path)
     theirs = hf_class(**sizes)
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    attention = ours.layers[0].attention
+    assert attention.num_kv_heads == theirs.num_key_value_heads
+    assert attention.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert ours.max_model_len == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     eos = theirs.eos_token_id
     assert ours.eos_token_ids == (() if eos is None else (eos,))
-    assert ours.attention_soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0.0)
+    assert attention.soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0.0)
     assert ours.logits_soft_cap == (getattr(theirs, "final_logit_softcapping", None) or 0.0)
     rope = theirs.rope_parameters
     if "full_attention" in rope:
-        assert (ours.rope.theta, ours.local_rope.theta) == tuple(
+        assert (ours.rope.theta, attention.rope.theta) == tuple(
             rope[k]["rope_theta"] for k in ("full_attention", "sliding_attention")
         )
     else:
         assert ours.rope.theta == rope["rope_theta"]
     layer_types = getattr(theirs, "layer_types", None)
     window = theirs.sliding_window if hasattr(theirs, "sliding_window") else None
+    windows = [spec.window for spec in ours.kv_specs()]
     if layer_types is None:
-        assert max(ours.layer_windows) == (window or 0)
+        assert max(windows) == (window or 0)
     else:
-        assert ours.layer_windows == tuple(window or 0 if kind == "sliding_attention" else 0 for kind in layer_types)
+        assert windows == [window or 0 if kind == "sliding_attention" else 0 for kind in layer_types]

@@ -11,8 +11,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import ModelConfigError
 from quire.hf_config.fields import Fields
-from quire.hf_config.rope import RopeConfig, parse_rope
+from quire.hf_config.rope import parse_rope
 from quire.kernels import cpu
+from quire.layer_spec import LinearShape, RopeConfig
 from quire.layers.linear import Linear
 from quire.layers.rope import cos_sin_table, frequencies
 from quire.quantization.unquantized import Unquantized
@@ -105,7 +106,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_fused_shards_land_in_their_columns(order, path):
-    layer = Linear(7, (("q", 5), ("k", 2), ("v", 3)), bias=True, dtype=torch.float32, scheme=Unquantized())
+    shape = LinearShape(prefix="", shards=(("q", 5), ("k", 2), ("v", 3)), in_features=7, bias=True)
+    layer = Linear(shape, dtype=torch.float32, scheme=Unquantized())
     slots = dict(layer.slots())
     weights = {name: torch.randn(slot.shape) for name, slot in slots.items()}
     assert {name: slot.shape for name, slot in slots.items() if name.startswith("k")} == {
@@ -121,7 +123,8 @@ def test_fused_shards_land_in_their_columns(order, path):
 
 
 def test_weights_are_converted_to_the_layers_dtype(path):
-    layer = Linear(8, (("o", 6),), bias=False, dtype=torch.bfloat16, scheme=Unquantized())
+    shape = LinearShape(prefix="", shards=(("o", 6),), in_features=8)
+    layer = Linear(shape, dtype=torch.bfloat16, scheme=Unquantized())
     weight = torch.randn(6, 8)
     dict(layer.slots())["o.weight"].load(weight)
     x = torch.randn(3, 8).bfloat16()

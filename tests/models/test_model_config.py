@@ -366,7 +366,7 @@ def load(tmp_path: Path):
 def test_published_models(name, load):
     raw, head_dim, kv_bytes_per_token, num_parameters, max_model_len, rope_type = PUBLISHED[name]
     config = load(raw)
-    assert config.head_dim == head_dim
+    assert {spec.head_dim_k for spec in config.kv_specs()} == {head_dim}
     assert config.kv_bytes_per_token(KV_FORMATS["bfloat16"]) == kv_bytes_per_token
     assert config.num_parameters() == num_parameters
     assert config.weight_bytes("bfloat16", is_packed=False) == 2 * num_parameters
@@ -374,7 +374,7 @@ def test_published_models(name, load):
     assert config.max_model_len == max_model_len
     assert config.rope.type == rope_type
     assert config.is_native
-    assert len(config.layer_windows) == len(config.rope_layers) == config.num_layers
+    assert len(config.kv_specs()) == config.num_layers
 
 
 def test_llama3_rope(load):
@@ -403,8 +403,9 @@ def test_gemma3_nested_rope_parameters_mean_the_same(load):
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
     }
     assert load({**raw, "rope_parameters": parameters}) == old
-    assert (old.rope.theta, old.rope.factor, old.local_rope.theta) == (1e6, 8.0, 1e4)
-    assert [old.layer_rope(layer) is old.rope for layer in range(12)] == [layer % 6 == 5 for layer in range(12)]
+    ropes = [layer.attention.rope for layer in old.layers]
+    assert (old.rope.theta, old.rope.factor, ropes[0].theta, ropes[0].factor) == (1e6, 8.0, 1e4, 1.0)
+    assert [rope is old.rope for rope in ropes[:12]] == [layer % 6 == 5 for layer in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -425,14 +426,13 @@ def test_gemma3_nested_rope_parameters_mean_the_same(load):
     ],
 )
 def test_windows(raw, windows, load):
-    assert list(load(raw).layer_windows) == windows
+    assert [spec.window for spec in load(raw).kv_specs()] == windows
 
 
 def test_smollm3_layers_without_rope(load):
     config = load(SMOLLM3_3B)
-    assert config.rope_layers[:5] == (True, True, True, False, True)
-    assert config.layer_rope(3) is None
-    assert config.layer_rope(4) is config.rope
+    rope = config.rope
+    assert [layer.attention.rope for layer in config.layers[:5]] == [rope, rope, rope, None, rope]
 
 
 def test_phi4_mini_rotates_part_of_a_head(load):
@@ -445,11 +445,11 @@ def test_phi4_mini_rotates_part_of_a_head(load):
 def test_gemma_and_granite_factors(load):
     gemma, granite = load(GEMMA_2_2B), load(GRANITE_3_3_8B)
     assert gemma.embedding_multiplier == 48.0
-    assert gemma.attention_scale == 0.0625
-    assert (gemma.attention_soft_cap, gemma.logits_soft_cap) == (50.0, 30.0)
+    assert {(layer.attention.scale, layer.attention.soft_cap) for layer in gemma.layers} == {(0.0625, 50.0)}
+    assert gemma.logits_soft_cap == 30.0
     assert gemma.tie_word_embeddings
-    assert (granite.embedding_multiplier, granite.residual_multiplier, granite.logits_scaling) == (12.0, 0.22, 16.0)
-    assert granite.attention_scale == 0.0078125
+    assert (granite.embedding_multiplier, granite.logits_scaling) == (12.0, 16.0)
+    assert {(layer.attention.scale, layer.residual_multiplier) for layer in granite.layers} == {(0.0078125, 0.22)}
 
 
 def test_yarn_stretches_the_context(load):
@@ -517,8 +517,9 @@ def test_older_names_of_foreign_architectures(load):
         "vocab_size": 99,
     }
     config = load(raw, any_architecture=True)
-    assert (config.hidden_size, config.num_layers, config.num_q_heads, config.head_dim) == (64, 3, 4, 16)
-    assert (config.max_model_len, config.intermediate_size, config.eos_token_ids) == (128, 256, ())
+    attention, feed_forward = config.layers[0].attention, config.layers[0].feed_forward
+    assert (config.hidden_size, config.num_layers, attention.num_q_heads, attention.head_dim) == (64, 3, 4, 16)
+    assert (config.max_model_len, feed_forward.down.in_features, config.eos_token_ids) == (128, 256, ())
 
 
 @pytest.mark.parametrize(

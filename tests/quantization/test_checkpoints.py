@@ -24,10 +24,11 @@ from quire.errors import ConfigError, WeightsError
 from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_description
 from quire.kernels import cpu, reference
+from quire.layer_spec import LinearShape
 from quire.layers.linear import Linear, make_linear
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
-from quire.stored_linear import LinearShape, stored_from
+from quire.stored_linear import stored_from
 from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, hf_logits
 from tests.quantization.checkpoints import Format, Numbers, Written, draw, tensors_of, write, write_quantized
 from tests.quantization.logits import error_of_logits
@@ -92,7 +93,7 @@ def make_layer(form: Format, shards: tuple[tuple[str, int], ...], K: int) -> tup
     checkpoint = parse_description(Fields(form.describe(), "config.json"))
     stored = stored_from(LinearShape(prefix=PREFIX, shards=shards, in_features=K), checkpoint)
     rng = np.random.default_rng(3)
-    return make_linear(stored, bias=False, dtype=torch.float32), {name: draw(rng, N, K, form) for name, N in shards}
+    return make_linear(stored, torch.float32), {name: draw(rng, N, K, form) for name, N in shards}
 
 
 def load_layer(layer: Any, numbers: dict[str, Numbers], form: Format, changed: dict[str, Tensor] | None = None) -> None:

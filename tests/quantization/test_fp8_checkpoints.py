@@ -24,10 +24,11 @@ from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_description
 from quire.kernels import cpu
 from quire.kernels.fp8 import fp8_rows
+from quire.layer_spec import LinearShape
 from quire.layers.linear import make_linear
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
-from quire.stored_linear import LinearShape, stored_from
+from quire.stored_linear import stored_from
 from tests.models.tiny_models import hf_logits
 from tests.quantization.checkpoints import Written
 from tests.quantization.fp8_checkpoints import Fp8Form, draw, tensors_of, write
@@ -87,7 +88,7 @@ def test_weights_are_exact(name: str, K: int, path: str) -> None:
     shards = (("q_proj", 150), ("k_proj", 40), ("v_proj", 50))
     checkpoint = parse_description(Fields(form.describe(), "config.json"))
     stored = stored_from(LinearShape(prefix=PREFIX, shards=shards, in_features=K), checkpoint)
-    layer: Any = make_linear(stored, bias=False, dtype=torch.float32)
+    layer: Any = make_linear(stored, torch.float32)
     numbers = {shard: draw(N, K, form, generator) for shard, N in shards}
     slots = dict(layer.slots())
     for shard in reversed(numbers):

@@ -11,11 +11,12 @@ from quire.errors import ModelConfigError, WeightsError
 from quire.gguf.types import TYPES, TensorType
 from quire.hf_config.gguf_types import GgufWeights
 from quire.kernels import reference
+from quire.layer_spec import LinearShape
 from quire.layers.linear import Linear
 from quire.quantization import gguf_blocks
 from quire.quantization.gguf import GgufBlocks
 from quire.quantization.gguf_blocks import unpack_blocks
-from quire.stored_linear import LinearShape, stored_from
+from quire.stored_linear import stored_from
 from quire.weight_format import GGUF
 
 # Where a block has numbers of float16, which random bytes would make infinite now and then.
@@ -103,7 +104,8 @@ def test_widths_that_are_not_whole_blocks() -> None:
     shape = LinearShape(prefix="model.", shards=(("embed_tokens", 8),), in_features=40)
     with pytest.raises(ModelConfigError, match=r"Got 40\. Expected a multiple of 32"):
         stored_from(shape, GgufWeights({"model.embed_tokens": tensor_type("Q8_0")}, {}))
-    layer = Linear(40, (("q_proj", 8),), bias=False, dtype=torch.float32, scheme=GgufBlocks(tensor_type("Q8_0")))
+    shape = LinearShape(prefix="", shards=(("q_proj", 8),), in_features=40)
+    layer = Linear(shape, dtype=torch.float32, scheme=GgufBlocks(tensor_type("Q8_0")))
     ((_, slot),) = layer.slots()
     with pytest.raises(WeightsError, match=r"Got 32\. Expected 40"):
         slot.load(torch.from_numpy(random_blocks("Q8_0", 8, 1)))

@@ -37,7 +37,7 @@ def unpacked(folder: Path) -> dict[str, Tensor]:
     for stored in load_model_config(folder).stored_linears():
         if stored.source is None:
             continue
-        layer: Any = make_linear((stored,), bias=False, dtype=torch.float32)
+        layer: Any = make_linear((stored,), torch.float32)
         for name, slot in layer.slots():
             if (tensor := tensors.get(f"{stored.shape.prefix}{name}")) is not None:
                 slot.load(tensor)

@@ -87,15 +87,8 @@ def test_planned_bytes_are_held(quantization: str) -> None:
 @pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
 def test_padding_is_planned(quantization: str | None, tied: bool, dtype: str) -> None:
     """No size is a multiple of what the kernels pack together: to a byte, weights in floating point too."""
-    config = replace(
-        load_model_config(quire.demo.path()),
-        vocab_size=1003,
-        hidden_size=88,
-        intermediate_size=200,
-        head_dim=22,
-        tie_word_embeddings=tied,
-        num_layers=2,
-    )
+    sizes = {"vocab_size": 1003, "hidden_size": 88, "intermediate_size": 200, "head_dim": 22, "num_hidden_layers": 2}
+    config = load_model_config(quire.demo.path(), {**sizes, "tie_word_embeddings": tied})
     model = load_model(config, getattr(torch, dtype), "dummy", quantization=quantization)
     assert model.weight_bytes() == config.weight_bytes(dtype, quantization)
     if quantization is None:
@@ -112,7 +105,7 @@ def test_weights_on_plain_torch_are_planned_without_padding(monkeypatch: pytest.
 
 
 def test_rows_too_long_for_one_scale_are_refused_by_the_plan() -> None:
-    config = replace(load_model_config(quire.demo.path()), intermediate_size=65_552)
+    config = load_model_config(quire.demo.path(), {"intermediate_size": 65_552})
     with pytest.raises(ModelConfigError, match="more in-features than one scale") as caught:
         config.weight_bytes("bfloat16", "int8")
     assert "65552" in str(caught.value)

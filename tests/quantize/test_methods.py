@@ -169,7 +169,7 @@ def test_awq_scales_in_one_place_what_it_scales_back_in_another(family: str, tmp
     residuals = layerwise.embed(model.get_input_embeddings().weight.detach(), windows)
     linears = layerwise.linears(0)
     inputs = layerwise.observe(0, weights, residuals, lambda count: None)
-    layer = Layer(weights, linears, layerwise.norms(0), inputs, config.head_dim)
+    layer = Layer(weights, linears, layerwise.norms(0), inputs, config.kv_specs()[0].head_dim_v)
     scaled = {n: t.clone() for n, t in weights.items()}
     factors = {linear.names[0]: AWQ(32)._scale(layer, linear, scaled) for linear in linears}
     changed = {n for n, f in factors.items() if (f != 1).any()}

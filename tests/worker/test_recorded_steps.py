@@ -130,7 +130,7 @@ def test_what_a_repeated_step_asks_of_torch(quantization: str | None) -> None:
     """Copies of the step's inputs, and memory for embeddings: nothing that grows with the layers."""
     asked: dict[int, list[str]] = {}
     for num_layers in (2, 6):
-        config = replace(load_model_config(quire.demo.path()), num_layers=num_layers)
+        config = load_model_config(quire.demo.path(), {"num_hidden_layers": num_layers})
         model = load_model(config, torch.bfloat16, "dummy", quantization=quantization)
         assert isinstance(model, Decoder)
         run, calls = RecordedRun(model), TorchCalls()

@@ -103,7 +103,7 @@ class FlashInferAttention:
         if not gpu.serves(device):
             return f"it runs on CUDA, not on {device.type}"
         dtype, cache_dtype = (str(each).removeprefix("torch.") for each in (spec.dtype, spec.cache_dtype or spec.dtype))
-        return why_not_flashinfer(spec.head_dim, dtype, cache_dtype, gpu.is_deterministic())
+        return why_not_flashinfer([spec.head_dim], dtype, cache_dtype, gpu.is_deterministic())
 
     def prepare(self, step: HostStep, cache: LayerCache) -> None:
         """Plan the step."""

@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from quire.kv_format import kv_format
+from quire.layer_spec import KvSpec
 from quire.model_config import ModelConfig
 from quire.weight_format import GroupedFormat
+
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -74,21 +77,19 @@ def floor(
     num_steps = max((request.num_output for request in work), default=0)
     if max_num_seqs is not None:
         num_steps = max(num_steps, -(-total_output // max_num_seqs))
-    kv_bytes = (
-        model.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype)) / model.num_layers
-    )  # of one token in one layer
-    windows = Counter(model.layer_windows)
-    decode_reads = prompt_reads = 0.0  # KV tokens, summed over the layers
+    kv = kv_format(kv_cache_dtype, dtype)
+    kinds = Counter((part.kv_spec, part.flops_per_pair) for layer in model.layers if (part := layer.attention))
+    kv_bytes = attention = 0.0
     for request in work:
         length = request.num_cached + request.num_prompt
         new = np.arange(request.num_cached + 1, length + 1, dtype=np.float64)
         decoded = np.arange(length + 1, length + request.num_output, dtype=np.float64)
-        for window, count in windows.items():
-            decode_reads += count * float((np.minimum(decoded, window) if window else decoded).sum())
-            prompt_reads += count * float((np.minimum(new, window) if window else new).sum())
-    num_bytes = num_steps * model.read_bytes_per_step(dtype, quantization) + decode_reads * kv_bytes
+        for (spec, flops), count in kinds.items():
+            decode_reads, prompt_reads = (count * float(_seen(spec, lengths).sum()) for lengths in (decoded, new))
+            kv_bytes += decode_reads * spec.bytes_per_token(kv) + count * spec.state_bytes * len(decoded)
+            attention += flops * (decode_reads + prompt_reads)
+    num_bytes = num_steps * model.read_bytes_per_step(dtype, quantization) + kv_bytes
     num_tokens = sum(request.num_prompt + max(request.num_output - 1, 0) for request in work)
-    attention = 4 * model.num_q_heads * model.head_dim * (decode_reads + prompt_reads)  # scores, and their sum of V
     num_ops = 2 * blocks * num_tokens + 2 * head * total_output + attention
     integer_blocks, integer_head = _integer_parameters(model, quantization)
     num_int8_ops = 2.0 * (integer_blocks * num_tokens + integer_head * total_output)
@@ -99,10 +100,17 @@ def floor(
     return Floor(num_bytes, num_flops, num_int8_ops, max(by_memory, by_arithmetic), bound)
 
 
+def _seen(spec: KvSpec, lengths: FloatArray) -> FloatArray:
+    """Tokens that the last one of a sequence sees in a layer, for every length."""
+    if spec.kind == "chunked":
+        return np.asarray((lengths - 1) % spec.window + 1)
+    return np.minimum(lengths, spec.window or np.inf)
+
+
 def _integer_parameters(model: ModelConfig, quantization: str | None) -> tuple[int, int]:
     """Elements of weights that are held as integers: of the layers, and of the output projection."""
     blocks = output = 0
-    for linear in model.linears():
+    for linear in (*model.active_linears(), model.output_linear()):
         parts = (part for part in model.stored(linear, quantization) if isinstance(part.held, GroupedFormat))
         elements = sum(part.shape.out_features * part.shape.in_features for part in parts)
         if linear == model.output_linear():

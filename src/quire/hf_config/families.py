@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
+from quire.hf_config.family import POST_NORM, SANDWICH, HfFamily, LayerRule, always
 from quire.hf_config.fields import Fields
-
-LayerRule = Callable[[Fields, int], bool]  # (file with defaults, layer) -> does it hold for this layer?
-QkNorm = Literal["none", "head", "full"]
-
-
-def _never(fields: Fields, layer: int) -> bool:
-    return False
-
-
-def _always(fields: Fields, layer: int) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class HfFamily:
-    """One model_type. `has_window` is asked only if the file sets a sliding_window."""
-
-    architectures: tuple[str, ...]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    has_window: LayerRule = _never
-    has_rope: LayerRule = _always
-    qk_norm: QkNorm = "none"
-    norms_per_layer: int = 2
-    qkv_bias: bool | None = (
-        None  # None: attention_bias of the file decides for q, k, v and o; else fixed, and o has none
-    )
-    reads: tuple[str, ...] = ()  # of OPTIONAL_FIELDS; the others change nothing, as in its own modelling code
-    scales_embeddings: bool = False  # by sqrt(hidden_size)
-    has_fused_checkpoint: bool = False  # it holds qkv_proj and gate_up_proj
 
 
 def _by_layer_types(default: LayerRule) -> LayerRule:
@@ -95,7 +66,7 @@ FAMILIES: dict[str, HfFamily] = {
     "mistral": HfFamily(
         ("MistralForCausalLM",),
         {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072},
-        has_window=_always,
+        has_window=always,
         qkv_bias=False,
     ),
     "qwen2": HfFamily(
@@ -116,7 +87,7 @@ FAMILIES: dict[str, HfFamily] = {
         ("Gemma2ForCausalLM",),
         {**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         has_window=_by_layer_types(_gemma2_window),
-        norms_per_layer=4,
+        norms=SANDWICH,
         reads=(*_GEMMA_READS, "attn_logit_softcapping"),
         scales_embeddings=True,
     ),
@@ -134,7 +105,7 @@ FAMILIES: dict[str, HfFamily] = {
         },
         has_window=_by_layer_types(_gemma3_window),
         qk_norm="head",
-        norms_per_layer=4,
+        norms=SANDWICH,
         reads=(*_GEMMA_READS, "rope_local_base_freq"),
         scales_embeddings=True,
     ),
@@ -146,7 +117,7 @@ FAMILIES: dict[str, HfFamily] = {
             "eos_token_id": 32_000,
             "original_max_position_embeddings": 4096,
         },
-        has_window=_always,
+        has_window=always,
         qkv_bias=False,
         has_fused_checkpoint=True,
         reads=("partial_rotary_factor",),
@@ -170,6 +141,7 @@ FAMILIES: dict[str, HfFamily] = {
         ("Olmo2ForCausalLM",),
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50_279},
         qk_norm="full",
+        norms=POST_NORM,
     ),
     "granite": HfFamily(
         ("GraniteForCausalLM",),

@@ -14,12 +14,13 @@ from quire.hf_config.families import (
     NATIVE_ARCHITECTURES,
     OPTIONAL_FIELDS,
     UNKNOWN,
-    HfFamily,
 )
+from quire.hf_config.family import HfFamily, LayerFacts, decoder_layer
 from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_quantization
 from quire.hf_config.refusal import refusal
-from quire.hf_config.rope import RopeConfig, max_model_len, parse_rope
+from quire.hf_config.rope import max_model_len, parse_rope
+from quire.layer_spec import RopeConfig
 
 _REQUIRED = (
     "vocab_size",
@@ -79,11 +80,9 @@ def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict
             f"{path} lacks {', '.join(missing)}", fix="Use the config.json that belongs to the checkpoint"
         )
     return {
-        **_shapes(fields),
-        **_math(fields, family, is_native),
+        **_facts(fields, family, is_native),
         "architecture": architecture,
         "is_native": is_native,
-        "has_fused_checkpoint": family.has_fused_checkpoint,
         "model_type": str(outer.get("model_type") or ""),
         "dtype": _dtype(fields),
         "quantized": parse_quantization(fields),
@@ -160,52 +159,42 @@ def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _shapes(fields: Fields) -> dict[str, Any]:
-    num_q_heads = fields.integer("num_attention_heads")
+def _facts(fields: Fields, family: HfFamily, is_native: bool) -> dict[str, Any]:
+    hidden_size, num_q_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", default=num_q_heads)
     if num_q_heads % num_kv_heads:
         raise fields.illegal("num_key_value_heads", f"a divisor of num_attention_heads = {num_q_heads}")
-    head_dim = fields.integer("head_dim", default=fields.integer("hidden_size") // num_q_heads)
+    head_dim = fields.integer("head_dim", default=hidden_size // num_q_heads)
     if head_dim % 2:
         raise fields.illegal("head_dim", f"an even number (hidden_size / num_attention_heads is {head_dim})")
+    rope, local_rope = parse_rope(fields, head_dim) if is_native else (RopeConfig(head_dim), None)
+    facts = LayerFacts(
+        fields=fields,
+        family=family,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=rope,
+        local_rope=local_rope or rope,
+        window=fields.integer("sliding_window", default=0, minimum=0) if fields.flag("use_sliding_window", True) else 0,
+        attention_scale=_attention_scale(fields, head_dim),
+        activation=_activation(fields, is_native),
+    )
+    num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
     return {
         "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": fields.integer("hidden_size"),
-        "intermediate_size": fields.integer("intermediate_size"),
-        "num_layers": fields.integer("num_hidden_layers", maximum=_MAX_LAYERS),
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-    }
-
-
-def _math(fields: Fields, family: HfFamily, is_native: bool) -> dict[str, Any]:
-    shapes = _shapes(fields)
-    layers, head_dim = range(shapes["num_layers"]), shapes["head_dim"]
-    window = fields.integer("sliding_window", default=0, minimum=0) if fields.flag("use_sliding_window", True) else 0
-    rope, local_rope = parse_rope(fields, head_dim) if is_native else (RopeConfig(head_dim), None)
-    attention_bias = fields.flag("attention_bias", False)
-    return {
+        "hidden_size": hidden_size,
+        "layers": tuple(decoder_layer(facts, layer) for layer in range(num_layers)),
         "max_model_len": max_model_len(fields, rope),
         "rope": rope,
-        "local_rope": local_rope,
-        "rope_layers": tuple(family.has_rope(fields, layer) for layer in layers),
-        "layer_windows": tuple(window if window and family.has_window(fields, layer) else 0 for layer in layers),
-        "attention_scale": _attention_scale(fields, head_dim),
-        "attention_soft_cap": fields.number("attn_logit_softcapping", 0.0, minimum=0.0),
         "logits_soft_cap": fields.number("final_logit_softcapping", 0.0, minimum=0.0),
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, minimum=0.0),
-        "hidden_act": _activation(fields, is_native),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
-        "qkv_bias": attention_bias if family.qkv_bias is None else family.qkv_bias,
-        "attention_output_bias": attention_bias if family.qkv_bias is None else False,
-        "mlp_bias": fields.flag("mlp_bias", False),
-        "qk_norm": family.qk_norm,
-        "norms_per_layer": family.norms_per_layer,
         "embedding_multiplier": (
-            math.sqrt(shapes["hidden_size"]) if family.scales_embeddings else fields.number("embedding_multiplier", 1.0)
+            math.sqrt(hidden_size) if family.scales_embeddings else fields.number("embedding_multiplier", 1.0)
         ),
-        "residual_multiplier": fields.number("residual_multiplier", 1.0),
         "logits_scaling": fields.number("logits_scaling", 1.0, minimum=1e-6),
     }
 

@@ -1,7 +1,11 @@
-"""The compiled CPU kernels: thin wrappers that turn tensors into addresses. The only file that calls them.
+"""The compiled CPU kernels. The only file that calls them.
 
-Wrappers trust the shapes, dtypes and strides of their arguments: ops, dense, grouped and fp8 check them. Numbers that
-lead out of memory are refused below, in csrc/bindings_*.cpp.
+A call is a struct of the extension, made from tensors and numbers by name, and run. What stays the same for a layer is
+a struct of its own, which is made once and given to each call. The extension takes address, sizes, strides and dtype
+from each tensor itself (csrc/tensor_view.h).
+
+The functions trust the shapes, dtypes and strides of their arguments: ops, dense, grouped and fp8 check them. Numbers
+that lead out of memory are refused below, in csrc/bindings_*.cpp.
 
 Dimensions: M rows, N out-features, K in-features; those of the other ops are in ops.py.
 """
@@ -11,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +29,6 @@ _C: Any = extension.C  # None: installed without a compiler; ops run on plain to
 
 # enum class DType of csrc/include/quire/dtype.h
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# enum class CacheType of csrc/include/quire/dtype.h: codes of the KV cache; 0 = elements of the model's dtype
-CACHE_CODES: dict[torch.dtype, int] = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
 # enum class Activation of csrc/include/quire/kernels/activation.h
 ACTIVATION_CODES: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # enum class GroupNumbers of csrc/include/quire/kernels/grouped_layout.h
@@ -62,25 +63,31 @@ def takes(x: Tensor) -> bool:
 
 
 class _RecordedExtension:
-    """Stands for the extension while calls of this thread are recorded; those of others are only made."""
+    """Stands for the extension while the kernel calls of this thread are recorded; those of others are only made."""
 
     def __init__(self, recorded: Any, calls: list[Callable[[], Any]]) -> None:
         self._recorded, self._calls, self._thread = recorded, calls, threading.get_ident()
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        kernel = getattr(self._recorded, name)
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._recorded, name)
+        is_kernel = isinstance(member, type) and issubclass(member, self._recorded.KernelCall)
+        if not is_kernel or threading.get_ident() != self._thread:
+            return member
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == self._thread:
-                self._calls.append(partial(kernel, *args, **kwargs))
-            return kernel(*args, **kwargs)
+        def make(**fields: Any) -> Any:
+            call = member(**fields)
+            self._calls.append(call.run)
+            return call
 
-        return call
+        return make
 
 
 @contextmanager
 def recorded_calls() -> Iterator[list[Callable[[], Any]]]:
-    """Every kernel call of the block, made and appended to a list: to be repeated on the same addresses."""
+    """Every kernel call of the block, made and appended to a list: to be repeated on the same addresses.
+
+    A call owns its addresses, sizes and numbers, and nothing changes them; it does not keep tensors alive.
+    """
     global _C
     calls: list[Callable[[], Any]] = []
     with _recording:
@@ -128,108 +135,75 @@ def default_num_threads() -> int:
 
 def gemm_packed_bytes(dtype: torch.dtype, N: int, K: int) -> int:
     """Bytes of N rows in the panel layout of csrc/include/quire/kernels/gemm.h."""
-    return int(_C.gemm_packed_bytes(DTYPE_CODES[dtype], N, K))
+    return int(_C.gemm_packed_bytes(dtype=DTYPE_CODES[dtype], n=N, k=K))
 
 
 def gemm_pack(weight_NK: Tensor, packed: Tensor) -> None:
     """Copy a weight (rows may be strided) into that layout, to the beginning of `packed`."""
-    code = DTYPE_CODES[weight_NK.dtype]
-    _C.gemm_pack(weight_NK.data_ptr(), code, *weight_NK.shape, weight_NK.stride(0), packed.data_ptr())
+    _C.gemm_pack(weight=weight_NK, packed=packed)
 
 
-def gemm_rows(packed: Tensor, N: int, rows_T: Tensor, out_TK: Tensor) -> None:
-    """See dense.packed_rows; rows (int64) and out are contiguous. IndexError for a row that is not in [0, N)."""
-    count, K = out_TK.shape
-    _C.gemm_rows(packed.data_ptr(), DTYPE_CODES[out_TK.dtype], N, K, rows_T.data_ptr(), count, out_TK.data_ptr())
+def packed_weight(
+    data: Tensor, N: int, K: int, form: Any = None, order_K: Tensor | None = None, fp8_group_size: int = 0
+) -> Any:
+    """A weight in its panel layout as `gemm` and `weight_rows` take it: made once. The caller keeps the tensors alive.
+
+    `form` (of `grouped_form`) and `order_K` (int32) of a grouped integer weight, `fp8_group_size` of an FP8 one;
+    without them the weight has the dtype of what it is multiplied with.
+    """
+    return _C.PackedWeight(data=data, n=N, k=K, form=form, order=order_K, fp8_group_size=fp8_group_size)
 
 
-def gemm(
-    x_MK: Tensor,
-    packed: Tensor,
-    N: int,
-    bias_N: Tensor | None,
-    out_MN: Tensor,
-    form: tuple[int, ...] = (),
-    order_K: Tensor | None = None,
-    fp8_group_size: int = 0,
-) -> None:
+def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor) -> None:
     """out = x @ weight.T + bias; rows of x and out may be strided, the last dimension is contiguous.
 
-    `form` (of `grouped_form`) and `order_K` (int32) of a grouped integer weight, `fp8_group_size` of
-    an FP8 one; without: the weight has x's dtype.
+    `weight` is one of `packed_weight`.
     """
-    M, K = x_MK.shape
-    bias_address, bias_code = (0, 0) if bias_N is None else (bias_N.data_ptr(), DTYPE_CODES[bias_N.dtype])
-    _C.gemm(
-        x_MK.data_ptr(),
-        DTYPE_CODES[x_MK.dtype],
-        x_MK.stride(0),
-        packed.data_ptr(),
-        M,
-        N,
-        K,
-        bias_address,
-        bias_code,
-        out_MN.data_ptr(),
-        DTYPE_CODES[out_MN.dtype],
-        out_MN.stride(0),
-        *form,
-        order=_address(order_K),
-        fp8_group_size=fp8_group_size,
-    )
+    _C.Gemm(x=x_MK, weight=weight, bias=bias_N, out=out_MN).run()
 
 
-def grouped_form(grouped_format: GroupedFormat) -> tuple[int, ...]:
+def weight_rows(weight: Any, rows_T: Tensor, out_TK: Tensor) -> None:
+    """Rows of a `packed_weight`, as they were or dequantized; rows (int64) and out are contiguous.
+
+    IndexError for a row that the weight does not have.
+    """
+    _C.WeightRows(weight=weight, rows=rows_T, out=out_TK).run()
+
+
+def grouped_form(grouped_format: GroupedFormat) -> Any:
     """A format whose group size is given, as struct GroupedForm of csrc/include/quire/kernels/grouped_layout.h."""
-    assert grouped_format.group_size is not None
-    scales, offsets = GROUP_NUMBERS_CODES[grouped_format.scales], GROUP_NUMBERS_CODES[grouped_format.offsets]
-    return grouped_format.bits, grouped_format.group_size, scales, offsets, grouped_format.super_size
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+    return _C.GroupedForm(
+        bits=grouped_format.bits,
+        group_size=grouped_format.group_size,
+        scales=GROUP_NUMBERS_CODES[grouped_format.scales],
+        offsets=GROUP_NUMBERS_CODES[grouped_format.offsets],
+        super_size=grouped_format.super_size,
+    )
 
 
 def fp8_quantize(weight_NK: Tensor, codes_NK: Tensor, scales_N: Tensor) -> None:
     """See fp8.quantize_fp8."""
-    address, code, stride = weight_NK.data_ptr(), DTYPE_CODES[weight_NK.dtype], weight_NK.stride(0)
-    _C.gemm_fp8_quantize(address, code, stride, *weight_NK.shape, codes_NK.data_ptr(), scales_N.data_ptr())
+    _C.gemm_fp8_quantize(weight=weight_NK, codes=codes_NK, scales=scales_N)
 
 
 def fp8_packed_bytes(N: int, K: int, group_size: int) -> int:
     """Bytes of N rows in the panel layout of csrc/include/quire/kernels/gemm_fp8.h."""
-    return int(_C.gemm_fp8_packed_bytes(N, K, group_size))
+    return int(_C.gemm_fp8_packed_bytes(n=N, k=K, group_size=group_size))
 
 
 def fp8_pack(codes_NK: Tensor, scales_NG: Tensor, group_size: int, packed: Tensor) -> None:
     """Copy an FP8 weight into that layout, to the beginning of `packed`."""
-    N, K = codes_NK.shape
-    _C.gemm_fp8_pack(codes_NK.data_ptr(), codes_NK.stride(0), scales_NG.data_ptr(), N, K, group_size, packed.data_ptr())
-
-
-def fp8_rows(packed: Tensor, N: int, group_size: int, rows_T: Tensor, out_TK: Tensor) -> None:
-    """See fp8.fp8_rows; rows and out are contiguous. IndexError for a row that is not in [0, N)."""
-    (count, K), code = out_TK.shape, DTYPE_CODES[out_TK.dtype]
-    _C.gemm_fp8_rows(packed.data_ptr(), N, K, group_size, rows_T.data_ptr(), count, code, out_TK.data_ptr())
+    _C.gemm_fp8_pack(codes=codes_NK, scales=scales_NG, group_size=group_size, packed=packed)
 
 
 def grouped_quantize(weight_NK: Tensor, bits: int, group_size: int, codes_NK: Tensor, scales_NG: Tensor) -> None:
     """See grouped.quantize_grouped."""
-    _C.gemm_grouped_quantize(
-        weight_NK.data_ptr(),
-        DTYPE_CODES[weight_NK.dtype],
-        weight_NK.stride(0),
-        *weight_NK.shape,
-        bits,
-        group_size,
-        codes_NK.data_ptr(),
-        scales_NG.data_ptr(),
-    )
+    _C.gemm_grouped_quantize(weight=weight_NK, bits=bits, group_size=group_size, codes=codes_NK, scales=scales_NG)
 
 
-def grouped_packed_bytes(N: int, K: int, form: tuple[int, ...]) -> int:
+def grouped_packed_bytes(N: int, K: int, form: Any) -> int:
     """Bytes of N rows in the panel layout of csrc/include/quire/kernels/grouped_layout.h; `form` of `grouped_form`."""
-    return int(_C.gemm_grouped_packed_bytes(N, K, *form))
+    return int(_C.gemm_grouped_packed_bytes(n=N, k=K, form=form))
 
 
 def grouped_pack(weight: GroupedWeight, packed: Tensor) -> None:
@@ -238,26 +212,13 @@ def grouped_pack(weight: GroupedWeight, packed: Tensor) -> None:
     Its tensors are contiguous, but for the rows of the codes.
     """
     _C.gemm_grouped_pack(
-        weight.codes_NK.data_ptr(),
-        weight.codes_NK.stride(0),
-        weight.scales_NG.data_ptr(),
-        _address(weight.zeros_NG if weight.minima_NG is None else weight.minima_NG),
-        _address(weight.super_scales_NS),
-        _address(weight.super_minima_NS),
-        *weight.shape,
-        packed.data_ptr(),
-        *grouped_form(weight.format),
-    )
-
-
-def grouped_rows(
-    packed: Tensor, N: int, form: tuple[int, ...], order_K: Tensor | None, rows_T: Tensor, out_TK: Tensor
-) -> None:
-    """See grouped.grouped_rows; rows and out are contiguous. IndexError for a row that is not in [0, N)."""
-    count, K = out_TK.shape
-    code = DTYPE_CODES[out_TK.dtype]
-    _C.gemm_grouped_rows(
-        packed.data_ptr(), N, K, _address(order_K), rows_T.data_ptr(), count, code, out_TK.data_ptr(), *form
+        codes=weight.codes_NK,
+        scales=weight.scales_NG,
+        offsets=weight.zeros_NG if weight.minima_NG is None else weight.minima_NG,
+        super_scales=weight.super_scales_NS,
+        super_minima=weight.super_minima_NS,
+        form=grouped_form(weight.format),
+        packed=packed,
     )
 
 
@@ -288,28 +249,14 @@ def advise_huge_pages(x: Tensor) -> None:
     A hint that may be ignored; nothing without the extension.
     """
     if _available:
-        _C.advise_huge_pages(x.data_ptr(), x.nbytes)
+        _C.advise_huge_pages(x)
 
 
 def rms_norm(
     x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float, out_TD: Tensor
 ) -> None:
     """See ops.rms_norm and ops.add_rms_norm (residual given). Rows may be strided."""
-    residual, residual_stride = (0, 0) if residual_TD is None else (residual_TD.data_ptr(), residual_TD.stride(0))
-    _C.rms_norm(
-        DTYPE_CODES[x_TD.dtype],
-        x_TD.data_ptr(),
-        x_TD.stride(0),
-        residual,
-        residual_stride,
-        weight_D.data_ptr(),
-        DTYPE_CODES[weight_D.dtype],
-        eps,
-        weight_offset,
-        out_TD.data_ptr(),
-        out_TD.stride(0),
-        *x_TD.shape,
-    )
+    _C.RmsNorm(x=x_TD, residual=residual_TD, weight=weight_D, eps=eps, weight_offset=weight_offset, out=out_TD).run()
 
 
 def rope_and_cache(
@@ -329,48 +276,21 @@ def rope_and_cache(
     v_scales_BGP: Tensor | None,
 ) -> None:
     """See ops.rope_and_cache."""
-    cos_sin, (num_positions, rotary_dim) = (
-        (0, (0, 0)) if cos_sin_PR is None else (cos_sin_PR.data_ptr(), cos_sin_PR.shape)
-    )
-    norm_weight_E = q_norm_weight_E if q_norm_weight_E is not None else k_norm_weight_E
-    _C.rope_and_cache(
-        DTYPE_CODES[q_THE.dtype],
-        CACHE_CODES.get(k_cache_BGPE.dtype, 0),
-        q_THE.data_ptr(),
-        q_THE.stride(0),
-        q_THE.stride(1),
-        k_TGE.data_ptr(),
-        k_TGE.stride(0),
-        k_TGE.stride(1),
-        v_TGE.data_ptr(),
-        v_TGE.stride(0),
-        v_TGE.stride(1),
-        positions_T.data_ptr(),
-        cos_sin,
-        rotary_dim,
-        num_positions,
-        slot_mapping_T.data_ptr(),
-        k_cache_BGPE.data_ptr(),
-        k_cache_BGPE.stride(0),
-        k_cache_BGPE.stride(1),
-        v_cache_BGPE.data_ptr(),
-        v_cache_BGPE.stride(0),
-        v_cache_BGPE.stride(1),
-        _address(k_scales_BGP),
-        _address(v_scales_BGP),
-        0 if k_scales_BGP is None else k_scales_BGP.stride(0),
-        q_THE.shape[0],
-        q_THE.shape[1],
-        k_TGE.shape[1],
-        q_THE.shape[2],
-        k_cache_BGPE.shape[2],
-        k_cache_BGPE.shape[0],
-        _address(q_norm_weight_E),
-        _address(k_norm_weight_E),
-        DTYPE_CODES[q_THE.dtype if norm_weight_E is None else norm_weight_E.dtype],
-        norm_eps,
-        norm_weight_offset,
-    )
+    _C.RopeAndCache(
+        q=q_THE,
+        k=k_TGE,
+        v=v_TGE,
+        positions=positions_T,
+        slot_mapping=slot_mapping_T,
+        cache=_C.KvCache(k=k_cache_BGPE, v=v_cache_BGPE, k_scales=k_scales_BGP, v_scales=v_scales_BGP),
+        rotation=_C.HeadRotation(
+            cos_sin=cos_sin_PR,
+            q_norm_weight=q_norm_weight_E,
+            k_norm_weight=k_norm_weight_E,
+            norm_eps=norm_eps,
+            norm_weight_offset=norm_weight_offset,
+        ),
+    ).run()
 
 
 def paged_attention(
@@ -388,58 +308,25 @@ def paged_attention(
     out_THE: Tensor,
 ) -> None:
     """See ops.paged_attention."""
-    _C.paged_attention(
-        DTYPE_CODES[q_THE.dtype],
-        CACHE_CODES.get(k_cache_BGPE.dtype, 0),
-        q_THE.data_ptr(),
-        q_THE.stride(0),
-        q_THE.stride(1),
-        k_cache_BGPE.data_ptr(),
-        k_cache_BGPE.stride(0),
-        k_cache_BGPE.stride(1),
-        v_cache_BGPE.data_ptr(),
-        v_cache_BGPE.stride(0),
-        v_cache_BGPE.stride(1),
-        _address(k_scales_BGP),
-        _address(v_scales_BGP),
-        0 if k_scales_BGP is None else k_scales_BGP.stride(0),
-        k_cache_BGPE.shape[0],
-        block_tables_SM.data_ptr(),
-        block_tables_SM.stride(0),
-        block_tables_SM.shape[1],
-        seq_lens_S.data_ptr(),
-        cu_seqlens_q_S1.data_ptr(),
-        q_THE.shape[0],
-        seq_lens_S.shape[0],
-        q_THE.shape[1],
-        k_cache_BGPE.shape[1],
-        q_THE.shape[2],
-        k_cache_BGPE.shape[2],
-        scale,
-        sliding_window,
-        soft_cap,
-        out_THE.data_ptr(),
-        out_THE.stride(0),
-        out_THE.stride(1),
-    )
+    _C.PagedAttention(
+        q=q_THE,
+        cache=_C.KvCache(k=k_cache_BGPE, v=v_cache_BGPE, k_scales=k_scales_BGP, v_scales=v_scales_BGP),
+        block_tables=block_tables_SM,
+        seq_lens=seq_lens_S,
+        cu_seqlens_q=cu_seqlens_q_S1,
+        rule=_C.AttentionRule(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap),
+        out=out_THE,
+    ).run()
 
 
 def gated_activation(name: str, x_T2I: Tensor, out_TI: Tensor) -> None:
     """out = activation(first half of x) * second half; `name` is a key of ACTIVATION_CODES. Rows may be strided."""
-    _C.gated_activation(
-        DTYPE_CODES[x_T2I.dtype],
-        ACTIVATION_CODES[name],
-        x_T2I.data_ptr(),
-        x_T2I.stride(0),
-        out_TI.data_ptr(),
-        out_TI.stride(0),
-        *out_TI.shape,
-    )
+    _C.GatedActivation(activation=ACTIVATION_CODES[name], x=x_T2I, out=out_TI).run()
 
 
 def greedy(logits_RV: Tensor, token_ids_R: Tensor) -> None:
     """See ops.greedy."""
-    _C.greedy(logits_RV.data_ptr(), logits_RV.stride(0), *logits_RV.shape, token_ids_R.data_ptr())
+    _C.Greedy(logits=logits_RV, token_ids=token_ids_R).run()
 
 
 def sample(
@@ -452,17 +339,15 @@ def sample(
     token_ids_R: Tensor,
 ) -> None:
     """See ops.sample."""
-    _C.sample(
-        logits_RV.data_ptr(),
-        logits_RV.stride(0),
-        *logits_RV.shape,
-        temperature_R.data_ptr(),
-        top_k_R.data_ptr(),
-        top_p_R.data_ptr(),
-        min_p_R.data_ptr(),
-        uniform_R.data_ptr(),
-        token_ids_R.data_ptr(),
-    )
+    _C.Sample(
+        logits=logits_RV,
+        temperature=temperature_R,
+        top_k=top_k_R,
+        top_p=top_p_R,
+        min_p=min_p_R,
+        uniform=uniform_R,
+        token_ids=token_ids_R,
+    ).run()
 
 
 def logprobs(
@@ -474,14 +359,11 @@ def logprobs(
     top_logprobs_RN: Tensor,
 ) -> None:
     """See ops.logprobs."""
-    _C.logprobs(
-        logits_RV.data_ptr(),
-        logits_RV.stride(0),
-        *logits_RV.shape,
-        token_ids_R.data_ptr(),
-        top_ids_RN.shape[1],
-        token_logprobs_R.data_ptr(),
-        ranks_R.data_ptr(),
-        top_ids_RN.data_ptr(),
-        top_logprobs_RN.data_ptr(),
-    )
+    _C.Logprobs(
+        logits=logits_RV,
+        token_ids=token_ids_R,
+        token_logprobs=token_logprobs_R,
+        ranks=ranks_R,
+        top_ids=top_ids_RN,
+        top_logprobs=top_logprobs_RN,
+    ).run()

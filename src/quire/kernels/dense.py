@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,11 @@ class PackedLinear:
     K: int
     dtype: torch.dtype
     is_packed: bool
+
+    @cached_property
+    def panels(self) -> Any:
+        """`data` as the kernels take it."""
+        return cpu.packed_weight(self.data, self.N, self.K)
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +110,7 @@ def linear(
     if on_gpu:
         gpu.kernels().linear(x_TK, contiguous_rows(packed.data), bias_N, out)
     else:
-        cpu.gemm(x_TK, packed.data, packed.N, bias_N, out)
+        cpu.gemm(x_TK, packed.panels, bias_N, out)
     return out
 
 
@@ -121,5 +128,5 @@ def packed_rows(packed: PackedLinear, rows_T: Tensor) -> Tensor:
         reference.check_rows(rows_T, packed.N)
         return F.embedding(rows_T, packed.data)
     out_TK = torch.empty((len(rows_T), packed.K), dtype=packed.dtype)
-    cpu.gemm_rows(packed.data, packed.N, rows_T.contiguous(), out_TK)
+    cpu.weight_rows(packed.panels, rows_T.contiguous(), out_TK)
     return out_TK

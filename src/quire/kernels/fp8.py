@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,12 @@ class PackedFp8:
     N: int
     K: int
     group_size: int
+
+    @cached_property
+    def panels(self) -> Any:
+        """`data` as the kernels of a CPU take it."""
+        assert self.data is not None
+        return cpu.packed_weight(self.data, self.N, self.K, fp8_group_size=self.group_size)
 
     @property
     def is_packed(self) -> bool:
@@ -181,8 +188,7 @@ def fp8_linear(
         codes_NK, scales_NG = packed.weight.codes_NK, packed.weight.scales_NG
         gpu.kernels().fp8_linear(x_TK, codes_NK, scales_NG, packed.group_size, bias_N, out_TN)
         return out_TN
-    assert packed.data is not None
-    cpu.gemm(x_TK, packed.data, packed.N, bias_N, out_TN, fp8_group_size=packed.group_size)
+    cpu.gemm(x_TK, packed.panels, bias_N, out_TN)
     return out_TN
 
 
@@ -245,5 +251,5 @@ def fp8_rows(packed: PackedFp8, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
         reference.check_rows(rows_T, packed.N)
         return reference.dequantize_fp8(packed.weight.rows(rows_T)).to(dtype)
     out_TK = torch.empty((len(rows_T), packed.K), dtype=dtype)
-    cpu.fp8_rows(packed.data, packed.N, packed.group_size, rows_T.contiguous(), out_TK)
+    cpu.weight_rows(packed.panels, rows_T.contiguous(), out_TK)
     return out_TK

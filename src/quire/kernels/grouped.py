@@ -40,9 +40,11 @@ class PackedGrouped:
     format: GroupedFormat
 
     @cached_property
-    def form(self) -> tuple[int, ...]:
-        """`format` as the kernels take it."""
-        return cpu.grouped_form(self.format)
+    def panels(self) -> Any:
+        """`data` as the kernels of a CPU take it."""
+        assert self.data is not None
+        form = cpu.grouped_form(self.format)
+        return cpu.packed_weight(self.data, self.N, self.K, form=form, order_K=self.order_K)
 
     @property
     def is_packed(self) -> bool:
@@ -158,7 +160,7 @@ def grouped_linear(
         x_TK = x_TK if packed.order_K is None else x_TK.index_select(1, packed.order_K)
         gpu.kernels().grouped_linear(x_TK, packed.data, packed.N, packed.format, bias_N, out_TN)
         return out_TN
-    cpu.gemm(x_TK, packed.data, packed.N, bias_N, out_TN, packed.form, packed.order_K)
+    cpu.gemm(x_TK, packed.panels, bias_N, out_TN)
     return out_TN
 
 
@@ -170,7 +172,7 @@ def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> T
     check_rows(rows_T, packed.tensor, dtype)
     if packed.data is not None and cpu.available() and packed.data.device.type == "cpu":
         out_TK = torch.empty((len(rows_T), packed.K), dtype=dtype)
-        cpu.grouped_rows(packed.data, packed.N, packed.form, packed.order_K, rows_T.contiguous(), out_TK)
+        cpu.weight_rows(packed.panels, rows_T.contiguous(), out_TK)
         return out_TK
     reference.check_rows(rows_T, packed.N)
     if packed.data is None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from quire.kernels import cpu, gpu, reference
 from quire.kernels.guards import (
-    check_alike,
     check_contiguous,
     check_dtype,
     check_filled,
@@ -277,8 +276,6 @@ def _check_caches(
                 raise ValueError(
                     f"{name} has strides {scales_BGP.stride()}, expected the last two to be {scales_BGP.shape[2]} and 1"
                 )
-    if k_scales_BGP is not None and v_scales_BGP is not None:
-        check_alike(k_scales=k_scales_BGP, v_scales=v_scales_BGP)
 
 
 def greedy(logits_RV: Tensor) -> Tensor:

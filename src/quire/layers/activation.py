@@ -14,7 +14,7 @@ _NAMES = ("silu", "gelu", "gelu_tanh")
 
 
 def gated_activation(name: str, feeds: Projection) -> Callable[[Tensor], Rows]:
-    """The function for ModelConfig.hidden_act, whose result `feeds` reads: quantized where it would quantize it."""
+    """The function for Dense.activation, whose result `feeds` reads: quantized where it would quantize it."""
     assert name in _NAMES, name
 
     def activate(x_T2I: Tensor) -> Rows:

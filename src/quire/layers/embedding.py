@@ -42,9 +42,7 @@ class OutputProjection(Linear):
     """hidden -> logits."""
 
     def __init__(self, stored: StoredLinear, dtype: torch.dtype) -> None:
-        super().__init__(
-            stored.shape.in_features, stored.shape.shards, bias=False, dtype=dtype, scheme=select_scheme(stored)
-        )
+        super().__init__(stored.shape, dtype=dtype, scheme=select_scheme(stored))
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] in float32."""

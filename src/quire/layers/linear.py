@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, gpu
 from quire.kernels.fp8 import PackedFp8, Rows, quantizes_activations
+from quire.layer_spec import LinearShape
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor
 from quire.quantization.select import select_scheme
@@ -23,27 +24,16 @@ class Linear:
     """y = x W^T + b. Packs itself as soon as the last of its tensors has arrived.
 
     Args:
-        in_features: K.
-        shards: (name in the checkpoint, rows) in the order of the output columns, as (("q_proj", 64), ("k_proj", 16)).
-        bias: every shard has one.
+        shape: sizes, and names in the checkpoint.
         dtype: of weight, input and output.
         scheme: how the weight is stored and applied.
     """
 
     held = ("weight", "bias")
 
-    def __init__(
-        self,
-        in_features: int,
-        shards: tuple[tuple[str, int], ...],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        scheme: QuantScheme,
-    ) -> None:
-        self.in_features = in_features
-        self.out_features = sum(rows for _, rows in shards)
-        self.shards = shards
+    def __init__(self, shape: LinearShape, *, dtype: torch.dtype, scheme: QuantScheme) -> None:
+        self.in_features, self.out_features = shape.in_features, shape.out_features
+        self.shards = shape.shards
         self.dtype = dtype
         self.scheme = scheme
         self.tensors: dict[str, ShardedTensor] = {}
@@ -51,7 +41,8 @@ class Linear:
         self.weight: Any = None
         self.bias: Tensor | None = None
         scheme.create_weights(self)
-        self._bias_tensor = ShardedTensor([(num_outputs,) for _, num_outputs in shards], dtype) if bias else None
+        bias_shapes = [(num_outputs,) for _, num_outputs in shape.shards]
+        self._bias_tensor = ShardedTensor(bias_shapes, dtype) if shape.bias else None
         self._apply: Callable[..., Tensor] = scheme.apply
 
     def __call__(self, x_TK: Rows, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -152,9 +143,7 @@ class SplitLinear:
 Projection = Linear | SplitLinear
 
 
-def make_linear(stored: Sequence[StoredLinear], *, bias: bool, dtype: torch.dtype) -> Projection:
+def make_linear(stored: Sequence[StoredLinear], dtype: torch.dtype) -> Projection:
     """A layer as ModelConfig.stored gives it: one, or its shards."""
-    parts = [
-        Linear(s.shape.in_features, s.shape.shards, bias=bias, dtype=dtype, scheme=select_scheme(s)) for s in stored
-    ]
+    parts = [Linear(s.shape, dtype=dtype, scheme=select_scheme(s)) for s in stored]
     return parts[0] if len(parts) == 1 else SplitLinear(parts)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.hf_config.rope import RopeConfig
+from quire.layer_spec import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, max_model_len: int) -> Tensor:

@@ -14,6 +14,7 @@ from quire.gguf.file import GgufFile, TensorInfo, open_gguf
 from quire.gguf.names import hf_name, is_weight
 from quire.gguf.types import FLOAT_TYPES
 from quire.hf_config.from_gguf import INTERLEAVED_ROPE, NORMS_PLUS_ONE
+from quire.layer_spec import Full
 from quire.loader.safetensors import map_tensors
 from quire.loader.safetensors_headers import TensorEntry
 from quire.messages import Progress
@@ -30,7 +31,7 @@ class GgufCheckpoint:
 
     def __init__(self, config: ModelConfig) -> None:
         self._file: GgufFile = open_gguf(Path(config.model))
-        self._config = config
+        self._num_heads = dict(_rotating(config))
         self._architecture: str = self._file.metadata["general.architecture"]
 
     @property
@@ -51,13 +52,21 @@ class GgufCheckpoint:
                     progress("load", done / total, f"{shown_bytes(done)} of {shown_bytes(total)}")
 
     def _as_hugging_face_has_it(self, info: TensorInfo, tensor: Tensor) -> tuple[str, Tensor]:
-        part = info.name.rpartition(".")[0].rpartition(".")[2]  # of a name without dots: nothing
-        if self._architecture in INTERLEAVED_ROPE and part in ("attn_q", "attn_k"):
-            num_heads = self._config.num_q_heads if part == "attn_q" else self._config.num_kv_heads
-            tensor = _half_split(tensor, num_heads)
-        if self._architecture in NORMS_PLUS_ONE and part.endswith("norm"):
+        name = hf_name(info.name, self._architecture)
+        module = name.rpartition(".")[0]  # of a name without dots: nothing
+        if self._architecture in INTERLEAVED_ROPE and module in self._num_heads:
+            tensor = _half_split(tensor, self._num_heads[module])
+        if self._architecture in NORMS_PLUS_ONE and module.endswith("norm"):
             tensor = tensor.float() - 1
-        return hf_name(info.name, self._architecture), tensor
+        return name, tensor
+
+
+def _rotating(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    """The modules whose outputs rotate, with their heads."""
+    for attention in (layer.attention for layer in config.layers):
+        if isinstance(attention, Full):
+            heads = (attention.num_q_heads, attention.num_kv_heads)
+            yield from zip(attention.qkv.names, heads, strict=False)  # v, the third name, does not rotate
 
 
 def _entry(info: TensorInfo) -> TensorEntry:

@@ -105,7 +105,7 @@ METRICS: tuple[Metric, ...] = (
         "vllm:prompt_tokens_by_source",
         "counter",
         "tokens",
-        "The same, by where their keys and values came from.",
+        "Prompt tokens, by where their keys and values came from.",
         label="source",
         values=("local_compute", "local_cache_hit", "external_kv_transfer"),
     ),
@@ -113,7 +113,7 @@ METRICS: tuple[Metric, ...] = (
         "vllm:prompt_tokens_cached",
         "counter",
         "tokens",
-        "Those of them that were cached; as cached_tokens in usage.",
+        "Prompt tokens that were cached; as cached_tokens in usage.",
     ),
     Metric(
         "vllm:prompt_tokens_cached_by_source",
@@ -154,7 +154,7 @@ METRICS: tuple[Metric, ...] = (
         "quire_requests_retried",
         "counter",
         "requests",
-        "Requests sent to the new engine after the one they were with failed; nothing of them had been streamed.",
+        "Requests sent to the new engine because the engine before failed; no part of their answers had been streamed.",
     ),
     Metric(
         "quire_requests_lost",
@@ -271,7 +271,7 @@ METRICS: tuple[Metric, ...] = (
         "vllm:request_num_preemptions",
         "histogram",
         "preemptions",
-        "Preemptions, per continuation; none counts as well.",
+        "Preemptions, per continuation; a continuation without preemptions counts as 0.",
         buckets=_PREEMPTIONS,
     ),
     Metric(
@@ -285,7 +285,7 @@ METRICS: tuple[Metric, ...] = (
         "quire_event_loop_lag_seconds",
         "histogram",
         "seconds",
-        "How late the API process' event loop was: what held up every stream at once. Looked at 20 times a second.",
+        "How late the API process' event loop was, which holds up every stream. Measured 20 times a second.",
         buckets=_LAG,
     ),
     Metric("vllm:request_params_n", "histogram", "continuations", "n, per request.", buckets=_N),
@@ -304,23 +304,23 @@ KV_BLOCK_METRICS = (
         "vllm:kv_block_lifetime_seconds",
         "histogram",
         "seconds",
-        "A sampled KV block is handed out, until it is handed out again.",
+        "From handing out a sampled KV block until it is handed out again.",
         buckets=_RESIDENCY,
     ),
     Metric(
         "vllm:kv_block_idle_before_evict_seconds",
         "histogram",
         "seconds",
-        "The last request takes a sampled KV block over from the prefix cache (none: it is handed out), until it is "
-        "handed out again.",
+        "From the last request that takes a sampled KV block over from the prefix cache (without one: from handing it "
+        "out) until it is handed out again.",
         buckets=_RESIDENCY,
     ),
     Metric(
         "vllm:kv_block_reuse_gap_seconds",
         "histogram",
         "seconds",
-        "Between requests that take a sampled KV block over from the prefix cache: of its last four, when it is "
-        "handed out again.",
+        "Time between requests that take a sampled KV block over from the prefix cache. The last four count, when it "
+        "is handed out again.",
         buckets=_RESIDENCY,
     ),
 )
@@ -356,7 +356,7 @@ HTTP_REQUESTS = Metric(
     "http_requests",
     "counter",
     "requests",
-    "HTTP requests, by method, class of the status and route; not those of probes and of Prometheus.",
+    "HTTP requests, by method, class of the status and route; requests of probes and of Prometheus do not count.",
     common=(),
 )
 HTTP_DURATION = Metric(

@@ -24,7 +24,7 @@ class StepWork:
         self._kv_bytes_per_token = model.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype))
         self._head_flops = 2 * model.vocab_size * model.hidden_size
         self._block_flops = 2 * model.num_block_parameters()
-        self._attention_flops = 4 * model.num_layers * model.num_q_heads * model.head_dim  # scores, and the sum of V
+        self._attention_flops = model.attention_flops()
 
     def num_flops(self, record: StepRecord) -> int:
         """Floating point operations, a multiplication and an addition being two."""

@@ -16,12 +16,12 @@ from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.layer import Attention
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
+from quire.layer_spec import Dense, Full, LayerSpec, LinearShape, NormShape, RopeConfig
 from quire.layers.activation import gated_activation
 from quire.layers.linear import Projection, make_linear
 from quire.layers.norm import RMSNorm
 from quire.layers.weight_slot import WeightSlots
 from quire.model_config import ModelConfig
-from quire.stored_linear import LinearShape
 
 
 class Weighted(Protocol):
@@ -55,34 +55,29 @@ class SelfAttention:
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: Full,
         attention: Attention,
         qkv: Projection,
         output: Projection,
-        wide_norms: tuple[RMSNorm, RMSNorm] | None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
     ) -> None:
-        self._heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
-        self._num_heads, self._head_dim = sum(self._heads), config.head_dim
-        self._q_width, self._kv_width = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self._num_heads, self._head_dim = sum(self._heads), spec.head_dim
+        self._q_width, self._kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._attention, self.qkv, self._output = attention, qkv, output
-        self._wide_norms = wide_norms
+        self._q_norm, self._k_norm = q_norm, k_norm
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         qkv = self.qkv(x_TD)
-        if self._wide_norms is not None:
-            self._normalise_width(qkv)
+        if self._q_norm is not None and self._k_norm is not None:  # OLMo 2: over all q heads, and over all k heads
+            q, k, _ = qkv.split_with_sizes((self._q_width, self._kv_width, self._kv_width), 1)
+            self._q_norm(q, out=q)
+            self._k_norm(k, out=k)
         num_tokens = qkv.shape[0]
         q_THE, k_TGE, v_TGE = qkv.view(num_tokens, self._num_heads, self._head_dim).split_with_sizes(self._heads, 1)
         out_THE = self._attention(q_THE, k_TGE, v_TGE, batch)
         return self._output(out_THE.view(num_tokens, self._q_width))
-
-    def _normalise_width(self, qkv: Tensor) -> None:
-        """OLMo 2: one norm over all q heads and one over all k heads, in place."""
-        assert self._wide_norms is not None
-        q_norm, k_norm = self._wide_norms
-        q, k, _ = qkv.split_with_sizes((self._q_width, self._kv_width, self._kv_width), 1)
-        q_norm(q, out=q)
-        k_norm(k, out=k)
 
 
 class MLP:
@@ -104,68 +99,65 @@ class LayerBuilder:
     dtype: torch.dtype
     quantization: str | None
     norm_offset: float
-    rope_table: Tensor | None  # cos_sin_LR
+    rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
-    parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (name prefix inside the layer, part)
+    parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
 
-    def norm(self, name: str, size: int | None = None) -> RMSNorm:
-        """An RMS norm, of the hidden size unless told otherwise."""
-        config = self.config
-        norm = RMSNorm(size or config.hidden_size, config.rms_norm_eps, self.norm_offset, self.dtype)
-        self.parts.append((f"{name}.", norm))
+    @property
+    def spec(self) -> LayerSpec:
+        return self.config.layers[self.layer]
+
+    def norm(self, shape: NormShape | None) -> RMSNorm:
+        """An RMS norm that the layer has."""
+        assert shape is not None, "the block has a norm where its family declares none"
+        norm = RMSNorm(shape.size, self.config.rms_norm_eps, self.norm_offset, self.dtype)
+        self.parts.append((f"{shape.name}.", norm))
         return norm
 
-    def linear(self, shape: LinearShape, bias: bool) -> Projection:
+    def linear(self, shape: LinearShape) -> Projection:
         """A linear layer, stored as the config and `quantization` say."""
-        linear = make_linear(self.config.stored(shape, self.quantization), bias=bias, dtype=self.dtype)
-        prefix = shape.prefix.removeprefix(f"model.layers.{self.layer}.")
-        self.parts += [(prefix, part) for part in linear.parts]
+        linear = make_linear(self.config.stored(shape, self.quantization), self.dtype)
+        self.parts += [(shape.prefix, part) for part in linear.parts]
         return linear
 
     def attention(self) -> SelfAttention:
-        """Self-attention as the config describes it."""
-        config = self.config
-        q_width, kv_width = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        linears = config.block_linears(self.layer)
-        qkv = self.linear(linears.qkv, config.qkv_bias)
-        output = self.linear(linears.attention_output, config.attention_output_bias)
-        spec = AttentionSpec(
-            num_q_heads=config.num_q_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attention_scale,
-            sliding_window=config.layer_windows[self.layer],
-            soft_cap=config.attention_soft_cap,
-            dtype=self.dtype,
-        )
-        head_norms = wide_norms = None
-        if config.qk_norm == "head":
-            head_norms = (
-                self.norm("self_attn.q_norm", config.head_dim),
-                self.norm("self_attn.k_norm", config.head_dim),
+        """Self-attention as the layer's spec describes it."""
+        spec = self.spec.attention
+        assert isinstance(spec, Full)
+        qkv, output = self.linear(spec.qkv), self.linear(spec.output)
+        backend = self.backend(
+            AttentionSpec(
+                num_q_heads=spec.num_q_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                scale=spec.scale,
+                sliding_window=spec.kv_spec.window,
+                soft_cap=spec.soft_cap,
+                dtype=self.dtype,
             )
-        elif config.qk_norm == "full":
-            wide_norms = (self.norm("self_attn.q_norm", q_width), self.norm("self_attn.k_norm", kv_width))
-        attention = Attention(self.layer, self.backend(spec), self.rope_table, *(head_norms or ()))
-        return SelfAttention(config, attention, qkv, output, wide_norms)
+        )
+        norms = [self.norm(shape) for shape in spec.norms]
+        head_norms, wide_norms = ([], norms) if spec.qk_norm == "full" else (norms, [])
+        table = None if spec.rope is None else self.rope_table(spec.rope)
+        return SelfAttention(spec, Attention(self.layer, backend, table, *head_norms), qkv, output, *wide_norms)
 
     def mlp(self) -> MLP:
-        """The gated MLP as the config describes it."""
-        config = self.config
-        linears = config.block_linears(self.layer)
-        gate_up, down = self.linear(linears.gate_up, config.mlp_bias), self.linear(linears.down, config.mlp_bias)
-        return MLP(gate_up, gated_activation(config.hidden_act, feeds=down), down)
+        """The gated MLP as the layer's spec describes it."""
+        spec = self.spec.feed_forward
+        assert isinstance(spec, Dense)
+        gate_up, down = self.linear(spec.gate_up), self.linear(spec.down)
+        return MLP(gate_up, gated_activation(spec.activation, feeds=down), down)
 
 
 class PreNormBlock:
     """x + attention(norm(x)), then x + mlp(norm(x)): Llama and most others."""
 
     def __init__(self, build: LayerBuilder) -> None:
-        input_norm = build.norm("input_layernorm")
+        input_norm = build.norm(build.spec.attention_norms.before)
         self.input_norm: RMSNorm | None = input_norm
         self.next_norm: RMSNorm | None = None
         self.attention = build.attention()
-        self.mlp_norm = build.norm("post_attention_layernorm")
+        self.mlp_norm = build.norm(build.spec.feed_forward_norms.before)
         self.mlp = build.mlp()
         input_norm.feeds, self.mlp_norm.feeds = self.attention.qkv, self.mlp.gate_up
 

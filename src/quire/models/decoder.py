@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quire.attention.select import SharedBackends
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
-from quire.hf_config.rope import RopeConfig
 from quire.kernels.fp8 import Rows
 from quire.kv_groups import kv_groups, table_of_layer
+from quire.layer_spec import RopeConfig
 from quire.layers.embedding import Embedding, OutputProjection, PackedEmbedding
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
@@ -86,23 +86,25 @@ class Decoder:
         return table
 
     def _layer_builders(self, family: Family, quantization: str | None) -> Iterable[LayerBuilder]:
-        config = self.config
         tables: dict[RopeConfig, Tensor] = {}
-        for layer in range(config.num_layers):
-            rope = config.layer_rope(layer)
-            if rope is not None and rope not in tables:
-                tables[rope] = cos_sin_table(rope, config.max_model_len).to(self.device)
+
+        def rope_table(rope: RopeConfig) -> Tensor:
+            if rope not in tables:
+                tables[rope] = cos_sin_table(rope, self.config.max_model_len).to(self.device)
+            return tables[rope]
+
+        for layer in range(self.config.num_layers):
             build = LayerBuilder(
-                config=config,
+                config=self.config,
                 layer=layer,
                 dtype=self.dtype,
                 quantization=quantization,
                 norm_offset=family.norm_offset,
-                rope_table=None if rope is None else tables[rope],
+                rope_table=rope_table,
                 backend=partial(self._backends.get, layer),
             )
             yield build
-            self._parts += [(f"model.layers.{layer}.{prefix}", part) for prefix, part in build.parts]
+            self._parts += build.parts
 
     def _slots(self) -> dict[str, WeightSlot]:
         return {prefix + name: slot for prefix, part in self._parts for name, slot in part.slots()}

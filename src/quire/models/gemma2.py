@@ -18,14 +18,14 @@ class SandwichBlock:
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, build: LayerBuilder) -> None:
-        input_norm = build.norm("input_layernorm")
+        input_norm = build.norm(build.spec.attention_norms.before)
         self.input_norm: RMSNorm | None = input_norm
         self.next_norm: RMSNorm | None = None
         self.attention = build.attention()
-        self.after_attention = build.norm("post_attention_layernorm")
-        self.mlp_norm = build.norm("pre_feedforward_layernorm")
+        self.after_attention = build.norm(build.spec.attention_norms.after)
+        self.mlp_norm = build.norm(build.spec.feed_forward_norms.before)
         self.mlp = build.mlp()
-        self.after_mlp = build.norm("post_feedforward_layernorm")
+        self.after_mlp = build.norm(build.spec.feed_forward_norms.after)
         input_norm.feeds, self.mlp_norm.feeds = self.attention.qkv, self.mlp.gate_up
 
     def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows:

@@ -18,7 +18,7 @@ class GraniteBlock(PreNormBlock):
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__(build)
-        self._multiplier = build.config.residual_multiplier
+        self._multiplier = build.spec.residual_multiplier
 
     def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows:
         assert self.next_norm is not None

@@ -22,9 +22,9 @@ class PostNormBlock:
     def __init__(self, build: LayerBuilder) -> None:
         self.next_norm: RMSNorm | None = None  # only the last block gets one: the final norm
         self.attention = build.attention()
-        self.after_attention = build.norm("post_attention_layernorm")
+        self.after_attention = build.norm(build.spec.attention_norms.after)
         self.mlp = build.mlp()
-        self.after_mlp = build.norm("post_feedforward_layernorm")
+        self.after_mlp = build.norm(build.spec.feed_forward_norms.after)
 
     def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows:
         y_TD = self.attention(x_TD, batch)

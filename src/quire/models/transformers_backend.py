@@ -191,11 +191,12 @@ class TransformersModel:
     def _check_cache_shape(self, call: attention.AttentionCall) -> None:
         config = self.config
         actual = call.spec.num_kv_heads, call.spec.head_dim
-        if actual != (config.num_kv_heads, config.head_dim):
+        spec = config.kv_specs()[call.layer]
+        if actual != (spec.num_kv_heads, spec.head_dim_k):
             raise refusal(
                 config.architecture,
                 f"layer {call.layer} stores {actual[0]} heads of {actual[1]} per token, but config.json describes "
-                f"{config.num_kv_heads} of {config.head_dim}",
+                f"{spec.num_kv_heads} of {spec.head_dim_k}",
             )
         window = self._windows[call.layer]
         if window and call.spec.sliding_window != window:

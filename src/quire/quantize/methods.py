@@ -36,7 +36,7 @@ class Layer:
         linears: those that are quantized.
         norms: names of norms, and what is added to their weights.
         inputs: of each linear layer, by the first of its names; empty for formats that need no calibration.
-        head_dim: of attention.
+        head_dim: of attention's values; 0: there is none.
     """
 
     weights: Weights

@@ -93,7 +93,9 @@ def quantize(options: Options, say: Say, tick: Tick, *, use_tqdm: bool) -> Outpu
             count = _counter(say, f"layer {layer + 1}: inputs", len(residuals))
             inputs = layerwise.observe(layer, weights, residuals, count)
             say(f"layer {layer + 1}: rounding")
-        quantized = chosen.quantize(Layer(weights, linears, layerwise.norms(layer), inputs, config.head_dim))
+        spec = config.layers[layer].kv_spec
+        head_dim = 0 if spec is None else spec.head_dim_v
+        quantized = chosen.quantize(Layer(weights, linears, layerwise.norms(layer), inputs, head_dim))
         if chosen.needs_calibration:
             layerwise.run(
                 layer, quantized.values, residuals, _counter(say, f"layer {layer + 1}: outputs", len(residuals))

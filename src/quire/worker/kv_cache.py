@@ -15,7 +15,8 @@ from torch import Tensor
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu, gpu
 from quire.kv_format import KV_FORMATS
-from quire.kv_groups import KvGroup, KvSpec, page_bytes
+from quire.kv_groups import KvGroup, page_bytes
+from quire.layer_spec import KvSpec
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class PagedCache:
 
     Attributes:
         pages: uint8 [B, bytes of a page]. A block of tokens is one piece of memory.
-        layers: views of it, by layer. What a layer has in a page lies side by side: K, V, and scales of both.
+        layers: views of it, by layer; empty where one keeps nothing. What a layer has in a page lies side by side: K,
+            V, and scales of both.
     """
 
     pages: Tensor
@@ -61,7 +63,8 @@ def allocate(
         for at, layer in enumerate(of_table):
             layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype)
             layers[layer].table = table
-    return PagedCache(pages, [layers[layer] for layer in range(len(layers))])
+    nothing = LayerCache(pages.new_empty(0), pages.new_empty(0))
+    return PagedCache(pages, [layers.get(layer, nothing) for layer in range(max(layers) + 1)])
 
 
 def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtype) -> LayerCache:

@@ -4,20 +4,19 @@
 #include <cstdint>
 
 #include "quire/dtype.h"
+#include "quire/strided.h"
 
 namespace quire {
 
 // The numbers are part of the Python interface (kernels/cpu.py).
 enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
 
-// out[t, i] = activation(x[t, i]) * x[t, i + inner]; strides in elements, rows contiguous.
+// out[t, i] = activation(x[t, i]) * x[t, i + inner].
 struct ActivationArgs {
   DType dtype;
   Activation activation;
-  const void* x;  // [rows, 2 * inner]
-  int64_t x_stride;
-  void* out;  // [rows, inner]
-  int64_t out_stride;
+  StridedRows<const void> x;  // [rows, 2 * inner]
+  StridedRows<void> out;      // [rows, inner]
   int64_t rows, inner;
 };
 

@@ -26,6 +26,7 @@
 
 #include "quire/dtype.h"
 #include "quire/kernels/grouped_layout.h"
+#include "quire/strided.h"
 
 namespace quire {
 
@@ -33,34 +34,54 @@ inline constexpr int64_t kBf16KUnit = 32;
 inline constexpr int64_t kBf16TileColumns = 16;
 inline constexpr int64_t kBf16TileElements = kBf16KUnit * kBf16TileColumns;
 
-struct GemmArgs {
-  const void* x;  // [m, k] of dtype, rows x_stride elements apart
-  DType dtype;    // of x, and of the packed weight unless it is grouped or FP8
-  int64_t x_stride;
-  const void* packed;
-  int64_t m, n, k;
-  const void* bias;  // [n] of bias_dtype, or nullptr
-  DType bias_dtype;
-  void* out;  // [m, n] of out_dtype, rows out_stride elements apart
-  DType out_dtype;
-  int64_t out_stride;
-  GroupedForm form = {};
+// A weight [n, k] in the packed layout of its kind; the same for all calls.
+struct PackedWeight {
+  const void* data;
+  int64_t n, k;
+  GroupedForm form = {};           // of a grouped weight
   const int32_t* order = nullptr;  // of a grouped weight: its column i belongs to x[order[i]]; nullptr: to x[i]
   int64_t fp8_group_size = 0;      // of an FP8 weight (gemm_fp8.h): elements of K that share a scale, a multiple of 32
+};
+
+struct GemmArgs {
+  StridedRows<const void> x;  // [m, k]
+  DType dtype;                // of x, and of the packed weight unless it is grouped or FP8
+  int64_t m;
+  PackedWeight weight;
+  const void* bias;  // [n] of bias_dtype, or nullptr
+  DType bias_dtype;
+  StridedRows<void> out;  // [m, n]
+  DType out_dtype;
+};
+
+// Rows of a packed weight, each in [0, weight.n), rounded to dtype; that of the weight unless it is grouped or FP8.
+struct WeightRowsArgs {
+  PackedWeight weight;
+  const int64_t* rows;  // [count]
+  int64_t count;
+  DType dtype;  // of out
+  void* out;    // [count, k]
+};
+
+// A weight [n, k] before it is quantized or packed.
+struct PlainWeight {
+  StridedRows<const void> rows;
+  DType dtype;
+  int64_t n, k;
 };
 
 inline constexpr int64_t kAmxKUnit = 64;        // of 8-bit codes: a tile row
 inline constexpr int64_t kAmxSmallGroup = 512;  // AMX takes any groups up to this size, larger ones of whole tile rows
 
 int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k);
-void gemm_pack(const void* weight, DType dtype, int64_t n, int64_t k, int64_t row_stride, void* packed);
-// Rows of a packed weight as they were: out [count, k] of its dtype. Each row is in [0, n).
-void gemm_rows(const void* packed, DType dtype, int64_t k, const int64_t* rows, int64_t count, void* out);
+void gemm_pack(const PlainWeight& weight, void* packed);
+// By the kind of the weight. Column i of a grouped weight is element order[i] of a row, i without an order.
+void gemm_rows(const WeightRowsArgs& args);
+void gemm_grouped_rows(const WeightRowsArgs& args);
 
-// The nearest grouped weight of n rows of dtype, rows weight_stride elements apart: codes [n, k], scales [n, groups].
-// 8 bits: scale = max |w| / 127. 4 bits: the element of largest magnitude becomes code 0, as in GGUF's Q4_0.
-void gemm_grouped_quantize(const void* weight, DType dtype, int64_t weight_stride, int64_t n, int64_t k, int bits,
-                           int64_t group_size, uint8_t* codes, float* scales);
+// The nearest grouped weight: codes [n, k], scales [n, groups]. 8 bits: scale = max |w| / 127. 4 bits: the element of
+// largest magnitude becomes code 0, as in GGUF's Q4_0.
+void gemm_grouped_quantize(const PlainWeight& weight, int bits, int64_t group_size, uint8_t* codes, float* scales);
 
 void gemm(const GemmArgs& args);
 

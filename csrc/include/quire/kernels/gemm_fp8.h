@@ -33,16 +33,14 @@ struct Fp8Layout {
 };
 
 int64_t gemm_fp8_packed_bytes(int64_t n, int64_t k, int64_t group_size);
-// codes [n, k], rows code_stride bytes apart; scales [n, ceil(k / group_size)].
-void gemm_fp8_pack(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t n, int64_t k,
-                   int64_t group_size, void* packed);
-// Rows of a packed weight, scale times code, rounded to dtype: out [count, k]. Each row is in [0, n).
-void gemm_fp8_rows(const void* packed, int64_t k, int64_t group_size, const int64_t* rows, int64_t count, DType dtype,
-                   void* out);
-// The nearest codes of n rows of dtype, rows weight_stride elements apart, and one scale per row: max |w| / 448, so
-// that the largest element becomes the largest code. A row with an element that is not finite gets the scale NaN.
-void gemm_fp8_quantize(const void* weight, DType dtype, int64_t weight_stride, int64_t n, int64_t k, uint8_t* codes,
-                       float* scales);
+// codes [n, k]; scales [n, ceil(k / group_size)].
+void gemm_fp8_pack(StridedRows<const uint8_t> codes, const float* scales, int64_t n, int64_t k, int64_t group_size,
+                   void* packed);
+// Scale times code.
+void gemm_fp8_rows(const WeightRowsArgs& args);
+// The nearest codes, and one scale per row: max |w| / 448, so that the largest element becomes the largest code. A row
+// with an element that is not finite gets the scale NaN.
+void gemm_fp8_quantize(const PlainWeight& weight, uint8_t* codes, float* scales);
 
 const GemmKernels& gemm_fp8_kernels();      // every dtype of x
 const GemmKernels& gemm_fp8_amx_kernels();  // x in bfloat16 on AMX tiles; run == nullptr where the active ISA has none

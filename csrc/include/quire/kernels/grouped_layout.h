@@ -19,6 +19,7 @@
 
 #include "quire/dtype.h"
 #include "quire/round_up.h"
+#include "quire/strided.h"
 
 namespace quire {
 
@@ -97,19 +98,14 @@ struct GroupedLayout {
                                    round_up(num_groups * form.group_size / kQuad, CodePlanes(form.bits).quads) / 8) {}
 };
 
-// A weight before it is packed: codes [n, k], rows code_stride bytes apart; numbers of groups [n, groups] and of
-// super-groups [n, supers], nullptr where the form has none.
+// A weight before it is packed: codes [n, k]; numbers of groups [n, groups] and of super-groups [n, supers], nullptr
+// where the form has none.
 struct GroupedSource {
-  const uint8_t* codes;
-  int64_t code_stride;
+  StridedRows<const uint8_t> codes;
   const void *scales, *offsets, *super_scales, *super_minima;
 };
 
 int64_t gemm_grouped_packed_bytes(int64_t n, int64_t k, const GroupedForm& form);
 void gemm_grouped_pack(const GroupedSource& source, int64_t n, int64_t k, const GroupedForm& form, void* packed);
-// Rows of the weight, each in [0, n), computed in float and rounded to dtype: out [count, k]. Column i of the codes is
-// element order[i] of a row, i without an order.
-void gemm_grouped_rows(const void* packed, int64_t k, const GroupedForm& form, const int32_t* order,
-                       const int64_t* rows, int64_t count, DType dtype, void* out);
 
 }  // namespace quire

@@ -3,17 +3,24 @@
 
 #include <cstdint>
 
+#include "quire/strided.h"
+
 namespace quire {
 
-// R rows, V vocabulary; rows of logits are contiguous, row_stride in elements.
-struct LogitsArgs {
-  const float* logits;
-  int64_t row_stride, num_rows, vocab_size;
+// R rows, V vocabulary.
+struct Logits {
+  StridedRows<const float> rows;  // [R, V]
+  int64_t num_rows, vocab_size;
+};
+
+struct GreedyArgs {
+  Logits logits;
+  int64_t* token_ids;  // out [R]
 };
 
 // One entry per row; see kernels/ops.py for the meaning and the order of the filters.
 struct SampleArgs {
-  LogitsArgs logits;
+  Logits logits;
   const float* temperature;
   const int32_t* top_k;
   const float* top_p;
@@ -23,7 +30,7 @@ struct SampleArgs {
 };
 
 struct LogprobsArgs {
-  LogitsArgs logits;
+  Logits logits;
   const int64_t* token_ids;
   int64_t num_top;
   float* token_logprobs;  // out [R]
@@ -33,7 +40,7 @@ struct LogprobsArgs {
 };
 
 struct SamplingKernels {
-  void (*greedy)(const LogitsArgs&, int64_t* token_ids);
+  void (*greedy)(const GreedyArgs&);
   void (*sample)(const SampleArgs&);
   void (*logprobs)(const LogprobsArgs&);
 };

@@ -162,6 +162,8 @@ def rope_and_cache(
     T, H, E = q_THE.shape
     G, P = k_cache_BGPE.shape[1:3]
     check_alike(k_cache=k_cache_BGPE, v_cache=v_cache_BGPE)
+    if k_scales_BGP is not None and v_scales_BGP is not None:
+        check_alike(k_scales=k_scales_BGP, v_scales=v_scales_BGP)
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)

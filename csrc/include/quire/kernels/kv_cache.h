@@ -1,0 +1,20 @@
+// The paged KV cache of one layer.
+#pragma once
+
+#include <cstdint>
+
+#include "quire/dtype.h"
+#include "quire/strided.h"
+
+namespace quire {
+
+// B blocks, G KV heads, P block_size, E head_dim.
+struct KvCache {
+  CacheType type;
+  StridedBlocks<void> k, v;                 // [B, G, P, E]
+  StridedBlocks<float> k_scales, v_scales;  // [B, G, P], a factor for each row of E codes; null but for int8
+  int64_t num_blocks;                       // B
+  int num_kv_heads, block_size;             // G, P
+};
+
+}  // namespace quire

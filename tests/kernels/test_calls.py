@@ -1,0 +1,164 @@
+"""Calls of the extension are structs: fields have names, strides come with their tensor, and a made call never
+changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import cpu, dense, ops
+from quire.kernels.recording import Arena, record
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the compiled kernels")
+
+T, H, G, E, B, P, V = 3, 4, 2, 16, 5, 4, 20
+
+
+KEYS, VALUES = torch.zeros(2, B, G, P, E)
+
+
+def kv_cache() -> Any:
+    return cpu._C.KvCache(k=KEYS, v=VALUES, k_scales=None, v_scales=None)
+
+
+def rotation() -> Any:
+    return cpu._C.HeadRotation(
+        cos_sin=None, q_norm_weight=None, k_norm_weight=None, norm_eps=0.0, norm_weight_offset=0.0
+    )
+
+
+def ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@cache
+def packed() -> dense.PackedLinear:
+    """Kept: a call keeps no tensor alive."""
+    return dense.pack_linear(torch.ones(V, E))
+
+
+# What each struct takes, but for what may be left out.
+FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "RmsNorm": lambda: {
+        **{"x": torch.ones(T, E), "residual": None, "weight": torch.ones(E), "eps": 1e-6, "weight_offset": 0.0},
+        "out": torch.empty(T, E),
+    },
+    "GatedActivation": lambda: {"activation": 0, "x": torch.ones(T, 2 * E), "out": torch.empty(T, E)},
+    "KvCache": lambda: {
+        **{"k": torch.zeros(B, G, P, E), "v": torch.zeros(B, G, P, E), "k_scales": None, "v_scales": None}
+    },
+    "HeadRotation": lambda: {
+        **{"cos_sin": torch.ones(P, E), "q_norm_weight": None, "k_norm_weight": torch.ones(E), "norm_eps": 1e-6},
+        "norm_weight_offset": 0.0,
+    },
+    "RopeAndCache": lambda: {
+        **{"q": torch.ones(T, H, E), "k": torch.ones(T, G, E), "v": torch.ones(T, G, E)},
+        **{"positions": torch.arange(T), "slot_mapping": torch.arange(T), "cache": kv_cache(), "rotation": rotation()},
+    },
+    "AttentionRule": lambda: {"scale": 0.5, "sliding_window": 0, "soft_cap": 0.0},
+    "PagedAttention": lambda: {
+        **{"q": torch.ones(1, H, E), "cache": kv_cache(), "block_tables": ints(0, 1)[None], "seq_lens": ints(2)},
+        **{"cu_seqlens_q": ints(0, 1), "rule": cpu._C.AttentionRule(scale=0.5, sliding_window=0, soft_cap=0.0)},
+        "out": torch.empty(1, H, E),
+    },
+    "GroupedForm": lambda: {"bits": 4, "group_size": 32, "scales": 1, "offsets": 0, "super_size": 1},
+    "PackedWeight": lambda: {"data": torch.zeros(64 * E), "n": V, "k": E},
+    "Gemm": lambda: {"x": torch.ones(T, E), "weight": packed().panels, "bias": None, "out": torch.empty(T, V)},
+    "WeightRows": lambda: {"weight": packed().panels, "rows": torch.arange(T), "out": torch.empty(T, E)},
+    "Greedy": lambda: {"logits": torch.ones(T, V), "token_ids": torch.empty(T, dtype=torch.int64)},
+    "Sample": lambda: {
+        **{"logits": torch.ones(T, V), "temperature": torch.ones(T), "top_k": ints(0, 0, 0), "top_p": torch.ones(T)},
+        **{"min_p": torch.zeros(T), "uniform": torch.zeros(T).double(), "token_ids": torch.empty(T).long()},
+    },
+    "Logprobs": lambda: {
+        **{"logits": torch.ones(T, V), "token_ids": torch.arange(T), "token_logprobs": torch.empty(T)},
+        **{"ranks": torch.empty(T).long(), "top_ids": torch.empty(T, 1).long(), "top_logprobs": torch.empty(T, 1)},
+    },
+}
+
+
+def structs() -> set[str]:
+    return {name for name, member in vars(cpu._C).items() if isinstance(member, type)} - {"KernelCall"}
+
+
+def test_every_struct_is_here() -> None:
+    assert FIELDS.keys() == structs()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_are_given_by_name_and_all_of_them(name: str) -> None:
+    struct, fields = getattr(cpu._C, name), FIELDS[name]()
+    made = struct(**fields)
+    if isinstance(made, cpu._C.KernelCall):
+        made.run()
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        struct(*fields.values())
+    for field in fields:
+        with pytest.raises(TypeError) as missing:
+            struct(**{key: value for key, value in fields.items() if key != field})
+        wanted, given = str(missing.value).split("Invoked with types")
+        assert f"{field}: " in wanted
+        assert f"{field}: " not in given
+        with pytest.raises(TypeError, match="other: int"):
+            struct(**fields, other=1)
+        with pytest.raises(AttributeError):
+            setattr(made, field, fields[field])
+    for field in [key for key, value in fields.items() if isinstance(value, Tensor)]:
+        with pytest.raises(TypeError, match=f"{field}: int"):
+            struct(**fields | {field: fields[field].data_ptr()})
+
+
+def test_no_function_takes_a_position() -> None:
+    """But those whose one argument is named by the function."""
+    for name, member in vars(cpu._C).items():
+        if not name.startswith("_") and callable(member) and not isinstance(member, type):
+            signature = str(member.__doc__).splitlines()[0]
+            taken = signature[signature.index("(") + 1 : signature.rindex(")")].split(", ")
+            assert len(taken) <= 2 or taken[0] == "*", signature
+
+
+def test_a_tensor_of_a_dtype_that_no_kernel_has_is_refused() -> None:
+    fields = FIELDS["RmsNorm"]()
+    for wrong in (torch.float64, torch.int16, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, match="expected float32, bfloat16 or float16"):
+            cpu._C.RmsNorm(**fields | {"x": torch.ones(T, E).to(wrong)})
+    with pytest.raises(ValueError, match="1 dimensions, expected 2"):
+        cpu._C.RmsNorm(**fields | {"x": torch.ones(E)})
+
+
+def test_strides_are_those_of_the_tensor() -> None:
+    """The same numbers in any layout, every stride different from the others."""
+    x, residual = torch.randn(T, E), torch.randn(T, E)
+    expected = ops.add_rms_norm(x, residual.clone(), torch.ones(E), 1e-6)
+    wide = [torch.zeros(T, E + more) for more in (3, 5, 9)]
+    views = [part[:, 1 : E + 1] for part in wide]
+    views[0].copy_(x)
+    views[1].copy_(residual)
+    ops.add_rms_norm(views[0], views[1], torch.ones(E), 1e-6, out=views[2])
+    assert torch.equal(views[2], expected)
+    assert torch.equal(views[1], x + residual)
+
+
+def test_a_recorded_call_has_copies_of_what_it_was_made_of() -> None:
+    """Structs that were shared, and views that are gone, do not change it; numbers in its tensors are read anew."""
+    x, weight, out = torch.randn(T, E), torch.randn(V, E), torch.empty(T, V)
+    own = dense.pack_linear(weight)
+
+    def run() -> Tensor:
+        panels = cpu.packed_weight(own.data, V, E)
+        cpu.gemm(x[:, :], panels, None, out[:, :])
+        return out
+
+    _, calls = record(run, Arena())
+    assert calls is not None
+    cpu.packed_weight(torch.zeros(64 * E), 1, 1)  # where the freed struct was, perhaps
+    x.mul_(2)
+    out.zero_()
+    for call in calls:
+        call()
+    assert torch.equal(out, dense.linear(x, own))

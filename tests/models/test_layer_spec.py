@@ -1,0 +1,144 @@
+"""What models of every kind of layer cost, against published counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import quire.demo
+from quire.kv_format import KV_FORMATS
+from quire.layer_spec import (
+    Chunked,
+    Dense,
+    Experts,
+    Full,
+    KvSpec,
+    Latent,
+    LayerSpec,
+    LinearShape,
+    Norms,
+    NormShape,
+    RopeConfig,
+    State,
+    Window,
+)
+from quire.model_config import ModelConfig, load_model_config
+
+BF16, INT8 = KV_FORMATS["bfloat16"], KV_FORMATS["int8"]
+
+
+def model(layers: list[LayerSpec], hidden: int, vocab: int) -> ModelConfig:
+    """A model in bfloat16 whose embeddings are not shared."""
+    own = load_model_config(quire.demo.path())
+    return replace(own, layers=tuple(layers), hidden_size=hidden, vocab_size=vocab, tie_word_embeddings=False)
+
+
+def linear(name: str, in_features: int, out_features: int) -> LinearShape:
+    return LinearShape(prefix="", shards=((name, out_features),), in_features=in_features)
+
+
+def mlp(name: str, hidden: int, inner: int) -> Dense:
+    return Dense(
+        gate_up=linear(f"{name}.gate_up", hidden, 2 * inner),
+        down=linear(f"{name}.down", inner, hidden),
+        activation="silu",
+    )
+
+
+def norms(hidden: int) -> Norms:
+    return Norms(before=NormShape("norm", hidden))
+
+
+def heads(hidden: int, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Full:
+    q_width, kv_width = num_q_heads * head_dim, num_kv_heads * head_dim
+    return Full(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=1.0,
+        soft_cap=0.0,
+        rope=RopeConfig(head_dim),
+        qk_norm="none",
+        qkv=linear("qkv", hidden, q_width + 2 * kv_width),
+        output=linear("o", q_width, hidden),
+    )
+
+
+def test_experts_are_all_held_and_some_read() -> None:
+    """Mixtral 8x7B."""
+    hidden, inner = 4096, 14_336
+    experts = Experts(
+        router=linear("gate", hidden, 8),
+        experts=tuple(mlp(f"experts.{index}", hidden, inner) for index in range(8)),
+        num_active=2,
+    )
+    layer = LayerSpec(
+        attention=heads(hidden, 32, 8, 128),
+        feed_forward=experts,
+        attention_norms=norms(hidden),
+        feed_forward_norms=norms(hidden),
+    )
+    mixtral = model([layer] * 32, hidden, 32_000)
+    assert mixtral.num_parameters() == 46_702_792_704
+    idle = 32 * 6 * 3 * hidden * inner
+    assert mixtral.num_block_parameters() == 46_702_792_704 - idle - 2 * 32_000 * hidden
+    assert mixtral.weight_bytes("bfloat16", is_packed=False) == 2 * 46_702_792_704
+    held = mixtral.weight_bytes_by_kind("bfloat16")
+    assert mixtral.read_bytes_per_step("bfloat16") == sum(held) - held.embeddings - 2 * idle
+
+
+def test_latent_attention_keeps_one_row() -> None:
+    """DeepSeek-V2-Lite: one dense layer, then 64 experts, of which 6 are active, and two shared ones."""
+    hidden, num_heads, rank, rope_dim = 2048, 16, 512, 64
+    latent = Latent(
+        num_heads=num_heads,
+        rank=rank,
+        rope_dim=rope_dim,
+        rope=RopeConfig(rope_dim),
+        linears=(
+            linear("q", hidden, num_heads * (128 + rope_dim)),
+            linear("kv_a", hidden, rank + rope_dim),
+            linear("kv_b", rank, num_heads * (128 + 128)),
+            linear("o", num_heads * 128, hidden),
+        ),
+        norms=(NormShape("kv_a_norm", rank),),
+    )
+    dense = LayerSpec(
+        attention=latent,
+        feed_forward=mlp("mlp", hidden, 10_944),
+        attention_norms=norms(hidden),
+        feed_forward_norms=norms(hidden),
+    )
+    experts = Experts(
+        router=linear("gate", hidden, 64),
+        experts=tuple(mlp(f"experts.{index}", hidden, 1408) for index in range(64)),
+        num_active=6,
+        shared=mlp("shared", hidden, 2 * 1408),
+    )
+    deepseek = model([dense, *[replace(dense, feed_forward=experts)] * 26], hidden, 102_400)
+    assert deepseek.num_parameters() == 15_706_484_224
+    assert deepseek.kv_bytes_per_token(BF16) == 27 * 576 * 2
+    assert deepseek.kv_bytes_per_token(INT8) == 27 * (576 + 4), "one row, one scale"
+    assert experts.width == 2 * (6 + 2) * 1408
+
+
+def test_a_state_costs_nothing_per_token() -> None:
+    """A hybrid: layers with a state, layers without attention, and one with heads."""
+    state = LayerSpec(attention=State(num_bytes=1000, linears=(linear("in", 8, 16),)), feed_forward=None)
+    empty = LayerSpec(attention=None, feed_forward=mlp("mlp", 8, 16))
+    full = LayerSpec(attention=heads(8, 2, 1, 4), feed_forward=None)
+    hybrid = model([state, empty, state, full], 8, 10)
+    assert hybrid.kv_bytes_per_token(BF16) == 2 * 4 * 2
+    assert [spec.state_bytes for spec in hybrid.kv_specs()] == [1000, 1000, 0]
+    assert empty.kv_spec is None
+    assert hybrid.num_parameters() == 2 * 8 * 10 + 8 + 2 * 128 + 3 * 128 + (8 * 16 + 8 * 8)
+    assert hybrid.attention_flops() == 4 * 2 * 4
+
+
+def test_layers_of_one_kind_share_a_group() -> None:
+    """Whatever else differs: rotation, scale, number of query heads."""
+    full = heads(64, 8, 2, 8)
+    bounded = {field: getattr(full, field) for field in full.__dataclass_fields__}
+    window, chunked = Window(size=16, **bounded), Chunked(size=16, **bounded)
+    assert full.kv_spec == replace(full, rope=None, num_q_heads=4).kv_spec
+    assert window.kv_spec == KvSpec(kind="window", num_kv_heads=2, head_dim_k=8, head_dim_v=8, window=16)
+    assert len({full.kv_spec, window.kv_spec, chunked.kv_spec, replace(window, size=8).kv_spec}) == 4
