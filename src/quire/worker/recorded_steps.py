@@ -93,7 +93,7 @@ def _with_own_inputs(batch: Inputs) -> Inputs | None:
     for name, value in _inputs_of(batch):
         if name == "tables":
             own[name] = tuple(_with_own_inputs(table) for table in value)
-            if None in map(type, own[name]):
+            if any(table is None for table in own[name]):
                 return None
         elif isinstance(value, Tensor):
             shape = list(value.shape)
