@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from quire.kv_format import KV_FORMATS
-from quire.kv_groups import KvGroup, KvSpec, kv_groups, num_tables, page_bytes, pages_alone, pages_for, table_of_layer
+from quire.kv_groups import KvGroup, kv_groups, num_tables, page_bytes, pages_alone, pages_for, table_of_layer
+from quire.layer_spec import KvSpec
 from quire.memory_plan import KvPages
 from quire.model_config import ModelConfig, load_model_config
 from quire.request import Request
@@ -71,11 +72,9 @@ def test_what_fits_is_what_the_formula_says(name: str, times: int, load: Callabl
     model = load(name)
     groups = kv_groups(model)
     pages = KvPages(groups, BLOCK_SIZE, STEP_TOKENS, page_bytes(groups, KV, BLOCK_SIZE))
-    length = times * max(model.layer_windows)
-    formula = sum(
-        2 * model.num_kv_heads * KV.row_bytes(model.head_dim) * min(window or length, length)
-        for window in model.layer_windows
-    )
+    specs = model.kv_specs()
+    length = times * max(spec.window for spec in specs)
+    formula = sum(spec.bytes_per_token(KV) * (spec.window or length) for spec in specs)
     num_pages = (1 << 40) // pages.page_bytes
     assert pages.num_requests(num_pages, length) >= 0.95 * ((1 << 40) // formula)
     assert pages.num_tokens(num_pages, length) >= 0.95 * length * (1 << 40) / formula

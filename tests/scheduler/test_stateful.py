@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from quire.kv_groups import KvGroup, KvKind, KvSpec, pages_for
+from quire.kv_groups import KvGroup, pages_for
+from quire.layer_spec import KvKind, KvSpec
 from quire.messages import SetLimits
 from quire.schedule import RowsFailedError, ScheduledBatch
 from tests.scheduler.driver import Driver, expected, request

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quire.kv_format import KV_FORMATS
-from quire.kv_groups import KvGroup, KvSpec, page_bytes
+from quire.kv_groups import KvGroup, page_bytes
+from quire.layer_spec import KvSpec
 from quire.worker.kv_cache import allocate
 
 CPU = torch.device("cpu")
