@@ -103,7 +103,6 @@ class KVCacheManager:
         self.block_size = pool.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.longest_request = longest_request(groups, pool.num_blocks, pool.block_size, step_tokens)
-        self._keepers = [group for group in groups if group.keeps_all]
         self._bounded = [group for group in groups if not group.keeps_all and group.spec.kind != "state"]
         self._has_state = any(group.spec.kind == "state" for group in groups)
         self._width = num_tables(groups)
@@ -116,7 +115,7 @@ class KVCacheManager:
             if group.spec.kind != "state"
             for column in columns
         }
-        self._num_kept_columns = num_tables(self._keepers)
+        self._kept_columns = [column for group in groups if group.keeps_all for column in self._columns[group]]
         longest = pool.num_blocks * pool.block_size
         self._most_blocks = [group.most_blocks(longest, pool.block_size, step_tokens) for group in self._bounded]
         self._num_watermark_pages = int(watermark * pool.num_blocks)
@@ -155,35 +154,44 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching or self._has_state:
             return NO_PREFIX
-        num_full_blocks = (request.num_tokens - 1) // self.block_size
-        hashes = self._hasher.extend(request, num_full_blocks)[:num_full_blocks]
-        num_blocks = num_full_blocks
-        for group in self._keepers:
-            num_blocks = next((b for b in range(num_blocks) if not self._is_cached(group, hashes[b])), num_blocks)
+        num_blocks, width = (request.num_tokens - 1) // self.block_size, self._width
+        hashes = self._hasher.extend(request, num_blocks)[:num_blocks]
+        found: dict[int, list[int]] = {}  # by column, from the first block that is read
+        for column in self._kept_columns:
+            found[column] = self._cached_beginning(hashes[:num_blocks], self._suffixes[column])
+            num_blocks = len(found[column])
         before = -1
         while before != num_blocks:
             before = num_blocks
             for group in self._bounded:
                 num_blocks = self._most_cached(group, hashes, num_blocks)
-        width, lookup = self._width, self.pool.lookup
         pages = [NO_PAGE] * (num_blocks * width)
-        for group, columns in self._columns.items():
+        for column in self._kept_columns:
+            pages[column::width] = found[column][:num_blocks]
+        for group in self._bounded:
             first = group.first_needed(num_blocks * self.block_size) // self.block_size
-            for column in columns:
-                found = (lookup(block_hash + self._suffixes[column]) for block_hash in hashes[first:num_blocks])
-                pages[first * width + column :: width] = [NO_PAGE if page is None else page for page in found]
+            for column in self._columns[group]:
+                read = self._cached_beginning(hashes[first:num_blocks], self._suffixes[column])
+                pages[first * width + column :: width] = read
         return Prefix(pages, num_blocks * self.block_size)
 
-    def _is_cached(self, group: KvGroup, block_hash: bytes) -> bool:
-        lookup, suffixes = self.pool.lookup, self._suffixes
-        return all(lookup(block_hash + suffixes[column]) is not None for column in self._columns[group])
+    def _cached_beginning(self, hashes: list[bytes], suffix: bytes) -> list[int]:
+        """Pages of the blocks up to the first one that is not cached."""
+        lookup, pages = self.pool.lookup, []
+        for block_hash in hashes:
+            page = lookup(block_hash + suffix)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     def _most_cached(self, group: KvGroup, hashes: list[bytes], num_blocks: int) -> int:
         """The largest number of blocks, at most `num_blocks`, behind which a request finds what it reads of a group."""
+        lookup, suffixes = self.pool.lookup, [self._suffixes[column] for column in self._columns[group]]
         while num_blocks > 0:
             first = group.first_needed(num_blocks * self.block_size) // self.block_size
             needed = range(num_blocks - 1, first - 1, -1)
-            missing = next((b for b in needed if not self._is_cached(group, hashes[b])), None)
+            missing = next((b for b in needed if any(lookup(hashes[b] + each) is None for each in suffixes)), None)
             if missing is None:
                 break
             num_blocks = missing
@@ -228,7 +236,7 @@ class KVCacheManager:
         first_blocks = [group.first_needed(prefix.num_tokens) // self.block_size for group in self._bounded]
         end = self._end(first_blocks, num_blocks)
         num_placed = (end - num_shared) * len(self._suffixes) + self._width - len(self._suffixes)
-        num_reserved = (num_blocks - end) * self._num_kept_columns
+        num_reserved = (num_blocks - end) * len(self._kept_columns)
         shared = [page for page in prefix.pages if page != NO_PAGE]
         num_left = pool.num_free_blocks - pool.num_free_among(shared) - num_placed - num_reserved
         if num_left < (self._num_watermark_pages if keep_watermark else 0):
@@ -257,7 +265,7 @@ class KVCacheManager:
         self._give_back(table, position)
         end = self._end(table.first_blocks, max(table.num_reserved_blocks, self.num_blocks_for(num_tokens)))
         num_more = end - len(table.pages) // self._width
-        num_reserved = min(num_more * self._num_kept_columns, len(table.reserved))
+        num_reserved = min(num_more * len(self._kept_columns), len(table.reserved))
         num_new = num_more * len(self._suffixes) - num_reserved
         if num_new > self.pool.num_free_blocks:
             return False
