@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -133,4 +134,9 @@ def _copy_inputs(batch: ForwardBatch | StepTable, to: ForwardBatch | StepTable) 
 
 
 def _inputs_of(batch: ForwardBatch | StepTable) -> list[tuple[str, Any]]:
-    return [(field.name, getattr(batch, field.name)) for field in fields(batch)]
+    return [(name, getattr(batch, name)) for name in _field_names(type(batch))]
+
+
+@cache
+def _field_names(kind: type[ForwardBatch] | type[StepTable]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
