@@ -26,11 +26,13 @@ from torch import Tensor
 
 from quire.bench import report
 from quire.bench.floor import Machine
+from quire.forward_batch import LayerCache
 from quire.kernels.fp8 import fp8_linear, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped import grouped_linear, pack_grouped
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.kernels.kv_codes import CODE_DTYPES
+from quire.kernels.layer_rules import AttentionRule, HeadRotation
 from quire.kernels.triton import activation, attention, dense, norm, rope_cache, sampling
 from quire.kernels.triton.launch import has_wgmma
 from quire.weight_format import GGUF, GroupedFormat
@@ -112,14 +114,12 @@ def attention_case(
     seq_lens = torch.full((num_seqs,), seq_len, dtype=torch.int32, device="cuda")
     for _ in range(num_copies(kv_bytes)):
         caches = randn(2, num_seqs * blocks, G, BLOCK_SIZE, E).to(kv_dtype)
-        scales = (None, None)
-        if kv_dtype == torch.int8:
-            scales = torch.rand(2, num_seqs * blocks, G, BLOCK_SIZE, device="cuda")
+        scales = torch.rand(2, num_seqs * blocks, G, BLOCK_SIZE, device="cuda") if kv_dtype == torch.int8 else ()
         tables = torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
         q_THE = randn(num_seqs * query_len, H, E)
         out_THE = torch.empty_like(q_THE)
-        arguments = (q_THE, *caches, *scales, tables, seq_lens, cu_seqlens, E**-0.5, 0, 0.0, out_THE)
-        calls.append(partial(attention.paged_attention, *arguments))
+        cache, rule = LayerCache(*caches, *scales), AttentionRule(E**-0.5)
+        calls.append(partial(attention.paged_attention, q_THE, cache, tables, seq_lens, cu_seqlens, rule, out_THE))
     keys = query_len * (seq_len - query_len) + query_len * (query_len + 1) / 2
     kind = "decode" if query_len == 1 else "prefill"
     codes = "" if kv_dtype == torch.bfloat16 else f" {str(kv_dtype).removeprefix('torch.')}"
@@ -142,13 +142,13 @@ def row_cases(model: Model, T: int) -> list[Case]:
         silus.append(lambda x=x_T2I, y=out_TI: activation.gated_activation("silu", x, y))
         silus_to_fp8.append(lambda x=x_T2I: activation.gated_activation_to_fp8("silu", x))
     positions_T = torch.arange(T, device="cuda")
-    cos_sin = torch.rand(T, E, device="cuda")
+    rotation = HeadRotation(torch.rand(T, E, device="cuda"), weight_E, weight_E, 1e-6)
     for _ in range(num_copies(rope_bytes)):
         qkv = randn(T, (H + 2 * G) * E)
         q_THE, k_TGE, v_TGE = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, G * E, G * E], dim=1))
         caches = randn(2, -(-T // BLOCK_SIZE), G, BLOCK_SIZE, E)
-        arguments = (q_THE, k_TGE, v_TGE, positions_T, cos_sin, positions_T, caches[0], caches[1])
-        ropes.append(lambda a=arguments: rope_cache.rope_and_cache(*a, weight_E, weight_E, 1e-6, 0.0))
+        arguments = (q_THE, k_TGE, v_TGE, positions_T, positions_T, LayerCache(*caches), rotation)
+        ropes.append(lambda a=arguments: rope_cache.rope_and_cache(*a))
     return [
         Case(f"add and norm {model.name} {T} tokens", norms, norm_bytes),
         Case(f"silu {model.name} {T} tokens", silus, silu_bytes),

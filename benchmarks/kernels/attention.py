@@ -22,7 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from quire.forward_batch import LayerCache
 from quire.kernels import cpu, ops
+from quire.kernels.layer_rules import AttentionRule
 
 COLD_BYTES = 640 << 20
 DEFAULT_CASES = "1x512@512,1x512@4096,1x2048@2048,1x1@512,1x1@8192,8x1@1024,32x1@1024,256x1@128,4x32@2048"
@@ -71,9 +73,9 @@ def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype, builds: 
     copies = max(1, min(64, COLD_BYTES // kv_bytes))
     shape_BGPE = (S * blocks_each, G, P, E)
     caches = [[torch.empty(shape_BGPE, dtype=dtype) for _ in "kv"] for _ in range(copies)]
-    for cache in (cache for pair in caches for cache in pair):
-        cpu.advise_huge_pages(cache)  # as the engine does
-        cache.normal_()
+    for tensor in (tensor for pair in caches for tensor in pair):
+        cpu.advise_huge_pages(tensor)  # as the engine does
+        tensor.normal_()
     block_tables = torch.randperm(S * blocks_each).int().reshape(S, blocks_each)
     seq_lens = torch.full((S,), L, dtype=torch.int32)
     cu_seqlens_q = torch.arange(S + 1, dtype=torch.int32) * Q
@@ -82,7 +84,8 @@ def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype, builds: 
     tables = (block_tables, seq_lens, cu_seqlens_q)
 
     def quire(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
-        return lambda: ops.paged_attention(q, k, v, *tables, E**-0.5, out_THE=out)
+        cache, rule = LayerCache(k, v), AttentionRule(E**-0.5)
+        return lambda: ops.paged_attention(q, cache, *tables, rule, out)
 
     rounds: dict[str, list[float]] = {name: [] for name in builds}
     for _ in range(5):

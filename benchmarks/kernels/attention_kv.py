@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from attention import COLD_BYTES, add_arguments, causal_flops, median_seconds, sizes_of
 
+from quire.forward_batch import LayerCache
 from quire.kernels import cpu, kv_codes, ops
+from quire.kernels.layer_rules import AttentionRule
 from quire.kv_format import KV_FORMATS
 
 NAMES = ("fp8_e4m3", "fp8_e5m2", "int8")
@@ -50,10 +52,8 @@ def calls_of(name: str, case: str, args: argparse.Namespace) -> tuple[list[Calla
     calls: list[Callable[[], Any]] = []
     for _ in range(copies):
         (k, k_scales), (v, v_scales) = copy(), copy()
-        arguments = (q, k, v, *tables, E**-0.5)
-        calls.append(
-            partial(ops.paged_attention, *arguments, out_THE=out, k_scales_BGP=k_scales, v_scales_BGP=v_scales)
-        )
+        cache = LayerCache(k, v, k_scales, v_scales)
+        calls.append(partial(ops.paged_attention, q, cache, *tables, AttentionRule(E**-0.5), out))
     return calls, num_bytes
 
 

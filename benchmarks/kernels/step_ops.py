@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
+from quire.forward_batch import LayerCache
 from quire.kernels import cpu, kv_codes, ops
 from quire.kernels.dense import pack_linear, packed_rows
 from quire.kernels.fp8 import fp8_rows, pack_fp8, quantize_fp8
 from quire.kernels.grouped import grouped_rows, pack_grouped, quantize_grouped
+from quire.kernels.layer_rules import HeadRotation
 
 
 def median_us(calls: dict[str, Callable[[int], Any]], seconds: float) -> dict[str, float]:
@@ -46,11 +48,12 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
     D, H, G, E, P, inner = 1024, 16, 8, 128, 16, 3072
     qkv_TC = torch.randn(R, (H + 2 * G) * E).to(dtype)
     q, k, v = (x.unflatten(1, (-1, E)) for x in qkv_TC.split((H * E, G * E, G * E), dim=1))
-    k_cache, v_cache = (torch.zeros(R * 4, G, P, E, dtype=dtype) for _ in "kv")
+    cache = LayerCache(*(torch.zeros(R * 4, G, P, E, dtype=dtype) for _ in "kv"))
     codes = {name: [torch.zeros(R * 4, G, P, E, dtype=name) for _ in "kv"] for name in kv_codes.CODE_DTYPES}
     scales = [torch.zeros(R * 4, G, P) for _ in "kv"]
     angles, weight_E = torch.randn(4096, E // 2), torch.ones(E, dtype=dtype)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)  # true rotations: q is rotated in place again and again
+    rotation = HeadRotation(cos_sin, weight_E, weight_E, 1e-6)
     positions, slots = torch.arange(R) * 7, torch.arange(R) * 4 * P + 5
     x, residual, weight_D, out = torch.randn(R, D).to(dtype), torch.randn(R, D).to(dtype), torch.ones(D), torch.empty(0)
     weight_D, out = weight_D.to(dtype), torch.empty_like(x)
@@ -67,9 +70,8 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
     token_ids = torch.randint(vocab, (R,))
 
     def to_codes(name: torch.dtype) -> Callable[[int], Any]:
-        own = dict(zip(("k_scales_BGP", "v_scales_BGP"), scales, strict=True)) if name == torch.int8 else {}
-        arguments = (q, k, v, positions, cos_sin, slots, *codes[name], weight_E, weight_E, 1e-6)
-        return lambda _: ops.rope_and_cache(*arguments, **own)
+        cache = LayerCache(*codes[name], *(scales if name == torch.int8 else ()))
+        return lambda _: ops.rope_and_cache(q, k, v, positions, slots, cache, rotation)
 
     calls: dict[str, Callable[[int], Any]] = {
         "embeddings": lambda i: packed_rows(plain, tokens[i % len(tokens)]),
@@ -77,9 +79,7 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
         "embeddings, fp8": lambda i: fp8_rows(fp8, tokens[i % len(tokens)], dtype),
         "rms_norm": lambda _: ops.rms_norm(x, weight_D, 1e-6, out=out),
         "add_rms_norm": lambda _: ops.add_rms_norm(x, residual, weight_D, 1e-6, out=out),
-        "rope_and_cache": lambda _: ops.rope_and_cache(
-            q, k, v, positions, cos_sin, slots, k_cache, v_cache, weight_E, weight_E, 1e-6
-        ),
+        "rope_and_cache": lambda _: ops.rope_and_cache(q, k, v, positions, slots, cache, rotation),
         **{f"rope_and_cache, {str(name).removeprefix('torch.')}": to_codes(name) for name in codes},
         "gated_activation": lambda _: ops.gated_activation("silu", gate_up),
         "greedy": lambda i: ops.greedy(logits[i % len(logits)]),

@@ -6,14 +6,15 @@ B blocks, G kv heads, P block size, E head dim, C rows a worker holds, N block t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LayerCache:
     """KV cache of one layer: both tensors [num_blocks, num_kv_heads, block_size, head_dim], contiguous in a block.
 
@@ -27,6 +28,8 @@ class LayerCache:
     k_scales_BGP: Tensor | None = None
     v_scales_BGP: Tensor | None = None
     table: int = 0  # which of ForwardBatch.tables says where its blocks are
+    compiled: Any = field(default=None, init=False, repr=False, compare=False)
+    """As the kernels of a CPU take it: they make it at their first call, of these very tensors."""
 
     def tensors(self) -> list[Tensor]:
         """All memory of the layer; the first dimension of each is the block."""

@@ -21,6 +21,7 @@ from quire.kernels import cpu, dense, fp8, grouped, ops
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.kernels.recording import Arena, record
+from tests.kernels import by_name
 
 HUGE = 1 << 62
 
@@ -124,6 +125,8 @@ def activations() -> Iterator[Case]:
 
 
 T, H, G, E, B, P, L = 3, 4, 2, 8, 5, 4, 10
+rope_and_cache = partial(by_name.rope_and_cache, ops.rope_and_cache)
+paged_attention = partial(by_name.paged_attention, ops.paged_attention)
 
 
 def rope_arguments() -> dict[str, Any]:
@@ -180,7 +183,7 @@ def caches(table: Table) -> None:
 
 
 def rope() -> Iterator[Case]:
-    table = Table("rope_and_cache", ops.rope_and_cache, rope_arguments)
+    table = Table("rope_and_cache", rope_and_cache, rope_arguments)
     caches(table)
     for position in (L, -1, HUGE, -HUGE):
         table.add(IndexError, f"positions[1] is {position}", f"position {position}", positions_T=_set(1, to=position))
@@ -211,7 +214,7 @@ def rope() -> Iterator[Case]:
 
 
 def attention() -> Iterator[Case]:
-    table = Table("paged_attention", ops.paged_attention, attention_arguments)
+    table = Table("paged_attention", paged_attention, attention_arguments)
     caches(table)
     for block in (B, -1, -5, (1 << 31) - 1, -(1 << 31)):
         wrong = _set(0, 1, to=block)
@@ -477,7 +480,7 @@ def recorded() -> Iterator[Case]:
     wrong: tuple[tuple[str, Callable[..., Any], Arguments, str, tuple[int, ...], int, type[Exception], str], ...] = (
         (
             "block",
-            ops.paged_attention,
+            paged_attention,
             attention_arguments,
             "block_tables_SM",
             (0, 1),
@@ -485,10 +488,10 @@ def recorded() -> Iterator[Case]:
             IndexError,
             "block_tables[0, 1]",
         ),
-        ("length", ops.paged_attention, attention_arguments, "seq_lens_S", (1,), 99, ValueError, "seq_lens[1]"),
-        ("sum", ops.paged_attention, attention_arguments, "cu_seqlens_q_S1", (2,), 9, ValueError, "cu_seqlens_q[2]"),
-        ("slot", ops.rope_and_cache, rope_arguments, "slot_mapping_T", (1,), B * P, IndexError, "slot_mapping[1]"),
-        ("position", ops.rope_and_cache, rope_arguments, "positions_T", (1,), L, IndexError, "positions[1]"),
+        ("length", paged_attention, attention_arguments, "seq_lens_S", (1,), 99, ValueError, "seq_lens[1]"),
+        ("sum", paged_attention, attention_arguments, "cu_seqlens_q_S1", (2,), 9, ValueError, "cu_seqlens_q[2]"),
+        ("slot", rope_and_cache, rope_arguments, "slot_mapping_T", (1,), B * P, IndexError, "slot_mapping[1]"),
+        ("position", rope_and_cache, rope_arguments, "positions_T", (1,), L, IndexError, "positions[1]"),
     )
     for what, op, arguments, name, index, number, error, says in wrong:
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import cpu, kv_codes, ops, reference
+from quire.kernels.layer_rules import AttentionRule
 from tests.covering import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -66,40 +68,35 @@ def attend(
     caches = torch.full((len(order), 2, 2, G, P, E), 3.0 if codes == torch.int8 else math.nan)
     caches = caches.to(codes or sequence.k_LGE.dtype)
     k_cache_BGPE, v_cache_BGPE = caches[:, 1, 0], caches[:, 0, 1]
-    scales = {}
-    if codes == torch.int8:
-        both = torch.full((len(order), 2, G, P), math.nan)
-        scales = {"k_scales_BGP": both[:, 0], "v_scales_BGP": both[:, 1]}
+    scales = [None, None]
+    if codes == torch.int8:  # behind one another in each block, like those of one layer of a page-major cache
+        scales = list(torch.full((len(order), 2, G, P), math.nan).unbind(1))
     block_tables = torch.full((len(parts), max(num_blocks) + 1), -1, dtype=torch.int32)
     for row, ((s, begin, end), count) in enumerate(zip(parts, num_blocks, strict=True)):
         first = max(begin - options.sliding_window + 1, 0) if options.sliding_window else 0
         block_tables[row, first // P : count] = order[sum(num_blocks[:row]) :][first // P : count]
         positions = torch.arange(first, end)  # what no token of the call sees is nowhere
         blocks, offsets = block_tables[row].long()[positions // P], positions % P
-        for x_LGE, cache_BGPE, name in (
-            (s.k_LGE, k_cache_BGPE, "k_scales_BGP"),
-            (s.v_LGE, v_cache_BGPE, "v_scales_BGP"),
+        for x_LGE, cache_BGPE, scales_BGP in (
+            (s.k_LGE, k_cache_BGPE, scales[0]),
+            (s.v_LGE, v_cache_BGPE, scales[1]),
         ):
             rows, row_scales = (
                 (x_LGE[first:end], None) if codes is None else kv_codes.encode(x_LGE[first:end].float(), codes)
             )
             cache_BGPE[blocks, :, offsets] = rows
-            if row_scales is not None:
-                scales[name][blocks, :, offsets] = row_scales
+            if scales_BGP is not None:
+                scales_BGP[blocks, :, offsets] = row_scales
     query_lens = torch.tensor([end - begin for _, begin, end in parts])
     q_THE = torch.cat([s.q_LHE[begin:end] for s, begin, end in parts])
     fused = torch.cat((q_THE.flatten(1), q_THE.flatten(1)), dim=1)  # q as a view of the qkv projection
     out = function(
         fused[:, : q_THE[0].numel()].unflatten(1, q_THE.shape[1:]),
-        k_cache_BGPE,
-        v_cache_BGPE,
+        LayerCache(k_cache_BGPE, v_cache_BGPE, *scales),
         block_tables,
         torch.tensor([end for _, _, end in parts], dtype=torch.int32),
         torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int(),
-        options.scale(E),
-        options.sliding_window,
-        options.soft_cap,
-        **scales,
+        AttentionRule(options.scale(E), options.sliding_window, options.soft_cap),
     )
     return list(out.split(query_lens.tolist()))
 

@@ -4,6 +4,7 @@ changes."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import cpu, dense, ops
+from quire.kernels.layer_rules import AttentionRule, HeadRotation
 from quire.kernels.recording import Arena, record
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the compiled kernels")
@@ -102,14 +105,14 @@ def test_fields_are_given_by_name_and_all_of_them(name: str) -> None:
         with pytest.raises(TypeError) as missing:
             struct(**{key: value for key, value in fields.items() if key != field})
         wanted, given = str(missing.value).split("Invoked with types")
-        assert f"{field}: " in wanted
-        assert f"{field}: " not in given
-        with pytest.raises(TypeError, match="other: int"):
+        assert f" {field}: " in wanted
+        assert f" {field}: " not in given
+        with pytest.raises(TypeError, match=" other: int"):
             struct(**fields, other=1)
         with pytest.raises(AttributeError):
             setattr(made, field, fields[field])
     for field in [key for key, value in fields.items() if isinstance(value, Tensor)]:
-        with pytest.raises(TypeError, match=f"{field}: int"):
+        with pytest.raises(TypeError, match=f" {field}: int"):
             struct(**fields | {field: fields[field].data_ptr()})
 
 
@@ -151,7 +154,7 @@ def test_a_recorded_call_has_copies_of_what_it_was_made_of() -> None:
 
     def run() -> Tensor:
         panels = cpu.packed_weight(own.data, V, E)
-        cpu.gemm(x[:, :], panels, None, out[:, :])
+        cpu.gemm(x.view(T, E), panels, None, out.view(T, V))
         return out
 
     _, calls = record(run, Arena())
@@ -162,3 +165,18 @@ def test_a_recorded_call_has_copies_of_what_it_was_made_of() -> None:
     for call in calls:
         call()
     assert torch.equal(out, dense.linear(x, own))
+
+
+def test_what_a_layer_keeps_is_made_once_and_cannot_be_changed() -> None:
+    cache, rule, rotation = LayerCache(KEYS, VALUES), AttentionRule(0.5), HeadRotation(torch.ones(P, E))
+    made = []
+    for _ in range(2):
+        q_THE, k_TGE = torch.ones(1, H, E), torch.ones(1, G, E)
+        ops.rope_and_cache(q_THE, k_TGE, k_TGE, torch.arange(1), torch.arange(1), cache, rotation)
+        ops.paged_attention(q_THE, cache, ints(0)[None], ints(1), ints(0, 1), rule)
+        made.append((cache.compiled, rule.compiled, rotation.compiled))
+    assert all(first is second for first, second in zip(*made, strict=True))
+    assert replace(cache, k_BGPE=VALUES).compiled is None
+    for kept, field in ((cache, "k_BGPE"), (rule, "scale"), (rotation, "cos_sin_PR")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(kept, field, None)

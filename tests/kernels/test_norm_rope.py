@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import cpu, kv_codes, ops, reference
+from quire.kernels.layer_rules import HeadRotation
 from tests.covering import covering
+from tests.kernels.by_name import rope_and_cache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Both round once from float32: results are the same or neighbours, and neighbours differ by one unit in the last place.
@@ -131,8 +134,8 @@ def test_rope_and_cache(isa: str, dtype: torch.dtype, shape: tuple) -> None:
     inputs = rope_inputs(shape, dtype)
     expected = clone(inputs)
     before = clone(inputs)
-    reference.rope_and_cache(**expected)
-    ops.rope_and_cache(**inputs)
+    rope_and_cache(reference.rope_and_cache, **expected)
+    rope_and_cache(ops.rope_and_cache, **inputs)
     for name in ("q_THE", "k_cache_BGPE"):
         # a rotation adds two products of opposite sign: the error is relative to the larger one
         torch.testing.assert_close(inputs[name], expected[name], atol=2e-2 if dtype != torch.float32 else 3e-6, rtol=0)
@@ -156,8 +159,8 @@ def test_rope_and_cache_as_codes(isa: str, dtype: torch.dtype, shape: tuple, cod
     inputs = with_codes(rope_inputs(shape, dtype), codes)
     expected = clone(inputs)
     before = clone(inputs)
-    reference.rope_and_cache(**expected)
-    ops.rope_and_cache(**inputs)
+    rope_and_cache(reference.rope_and_cache, **expected)
+    rope_and_cache(ops.rope_and_cache, **inputs)
     assert torch.equal(inputs["v_cache_BGPE"].float(), expected["v_cache_BGPE"].float()), "values are not rounded so"
     for name in ("k", "v"):
         assert torch.equal(inputs[f"{name}_TGE"], before[f"{name}_TGE"]), f"{name} was changed"
@@ -212,9 +215,9 @@ def test_codes_are_those_of_the_twin(isa: str, dtype: torch.dtype, codes: torch.
     scales = torch.zeros(2, -(-T // P), 1, P) if codes == torch.int8 else [None, None]
     positions = torch.arange(T)
     ops.rope_and_cache(
-        *(rows_T1E.clone(), rows_T1E, -rows_T1E, positions, None, positions, *caches),
-        k_scales_BGP=scales[0],
-        v_scales_BGP=scales[1],
+        *(rows_T1E.clone(), rows_T1E, -rows_T1E, positions, positions),
+        LayerCache(*caches, *scales),
+        HeadRotation(),
     )
     for sign, cache, row_scales in zip((1, -1), caches, scales, strict=True):
         expected_codes, expected_scales = kv_codes.encode(sign * rows_T1E[:, 0].float(), codes)
@@ -231,8 +234,8 @@ def test_norm_of_only_one_of_q_and_k(isa: str) -> None:
     inputs = rope_inputs(ROPE_SHAPES[0], torch.float32)
     inputs["q_norm_weight_E"] = None
     expected = clone(inputs)
-    reference.rope_and_cache(**expected)
-    ops.rope_and_cache(**inputs)
+    rope_and_cache(reference.rope_and_cache, **expected)
+    rope_and_cache(ops.rope_and_cache, **inputs)
     for name in ("q_THE", "k_cache_BGPE"):
         torch.testing.assert_close(inputs[name], expected[name], atol=3e-6, rtol=0)
 
@@ -241,7 +244,7 @@ def test_twin_rotates_as_complex_numbers() -> None:
     """Dimensions i and i + R / 2 are the parts of one complex number; a rotation multiplies it with exp(i angle)."""
     inputs = rope_inputs((2, 1, 16, 12, 8, False), torch.float32, T=5)
     q, angles = inputs["q_THE"].clone(), inputs["cos_sin_PR"][inputs["positions_T"]]
-    reference.rope_and_cache(**inputs)
+    rope_and_cache(reference.rope_and_cache, **inputs)
     rotation_T1R = torch.complex(angles[:, :6], angles[:, 6:]).unsqueeze(1)
     turned = torch.complex(q[..., :6], q[..., 6:12]) * rotation_T1R
     torch.testing.assert_close(inputs["q_THE"], torch.cat((turned.real, turned.imag, q[..., 12:]), dim=-1))
@@ -254,13 +257,13 @@ def test_rope_of_a_token_does_not_depend_on_the_others(
     inputs = rope_inputs(ROPE_SHAPES[5], dtype, T=40)
     set_num_threads(3)
     together = clone(inputs)
-    ops.rope_and_cache(**together)
+    rope_and_cache(ops.rope_and_cache, **together)
     set_num_threads(1)
     for t in range(40):
         row = {
             name: x[t : t + 1] if isinstance(x, Tensor) and name.rsplit("_", 1)[1].startswith("T") else x
             for name, x in inputs.items()
         }
-        ops.rope_and_cache(**row)
+        rope_and_cache(ops.rope_and_cache, **row)
     for name in ("q_THE", "k_cache_BGPE", "v_cache_BGPE"):
         assert torch.equal(inputs[name], together[name]), name

@@ -11,7 +11,7 @@ namespace quire {
 // The numbers are part of the Python interface (kernels/cpu.py).
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
 
-// What a KV cache stores: elements of the model's DType, or codes of 8 bits; the numbers are those of kernels/cpu.py.
+// What a KV cache stores: elements of the model's DType, or codes of 8 bits.
 enum class CacheType : int { model = 0, e4m3 = 1, e5m2 = 2, int8 = 3 };
 
 struct bf16 {

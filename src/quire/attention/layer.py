@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.forward_batch import ForwardBatch
+from quire.kernels.layer_rules import HeadRotation
 from quire.kernels.ops import rope_and_cache
 from quire.layers.norm import RMSNorm
 
@@ -34,28 +35,22 @@ class Attention:
         assert (q_norm is None) == (k_norm is None)
         self._layer = layer
         self._attend = backend.forward
-        self._cos_sin_LR = cos_sin_LR
         self._q_norm, self._k_norm = q_norm, k_norm
-        self._eps, self._offset = (0.0, 0.0) if q_norm is None else (q_norm.eps, q_norm.offset)
+        self._rotation = HeadRotation(cos_sin_LR)
 
     def __call__(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, H, E], contiguous. q, k, v may be views of one fused tensor; q and k may change in place."""
         cache = batch.caches[self._layer]
-        q_norm, k_norm = self._q_norm, self._k_norm
-        rope_and_cache(
-            q_THE,
-            k_TGE,
-            v_TGE,
-            batch.positions_T,
-            self._cos_sin_LR,
-            batch.tables[cache.table].slot_mapping_T,
-            cache.k_BGPE,
-            cache.v_BGPE,
-            None if q_norm is None else q_norm.weight_D,
-            None if k_norm is None else k_norm.weight_D,
-            self._eps,
-            self._offset,
-            cache.k_scales_BGP,
-            cache.v_scales_BGP,
-        )
+        slots_T = batch.tables[cache.table].slot_mapping_T
+        rope_and_cache(q_THE, k_TGE, v_TGE, batch.positions_T, slots_T, cache, self._head_rotation())
         return self._attend(q_THE, k_TGE, v_TGE, cache, batch)
+
+    def _head_rotation(self) -> HeadRotation:
+        """Made anew when the norms have got other weights."""
+        q_norm, k_norm, made = self._q_norm, self._k_norm, self._rotation
+        if q_norm is None or k_norm is None:
+            return made
+        if made.q_norm_weight_E is not q_norm.weight_D or made.k_norm_weight_E is not k_norm.weight_D:
+            weights = (q_norm.weight_D, k_norm.weight_D)
+            made = self._rotation = HeadRotation(made.cos_sin_PR, *weights, q_norm.eps, q_norm.offset)
+        return made

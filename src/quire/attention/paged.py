@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionSpec
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels import cpu, gpu
+from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.ops import paged_attention
 
 
@@ -25,7 +26,7 @@ class PagedAttention:
     attend: ClassVar[Callable[..., Tensor]] = staticmethod(paged_attention)
 
     def __init__(self, spec: AttentionSpec) -> None:
-        self._scale, self._window, self._soft_cap = spec.scale, spec.sliding_window, spec.soft_cap
+        self._rule = AttentionRule(spec.scale, spec.sliding_window, spec.soft_cap)
 
     @staticmethod
     def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
@@ -35,19 +36,8 @@ class PagedAttention:
         """There is nothing to prepare."""
 
     def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        return self.attend(
-            q_THE,
-            cache.k_BGPE,
-            cache.v_BGPE,
-            batch.tables[cache.table].block_tables_SM,
-            batch.seq_lens_S,
-            batch.cu_seqlens_q_S1,
-            self._scale,
-            self._window,
-            self._soft_cap,
-            k_scales_BGP=cache.k_scales_BGP,
-            v_scales_BGP=cache.v_scales_BGP,
-        )
+        tables_SM = batch.tables[cache.table].block_tables_SM
+        return self.attend(q_THE, cache, tables_SM, batch.seq_lens_S, batch.cu_seqlens_q_S1, self._rule)
 
 
 class CpuAttention(PagedAttention):

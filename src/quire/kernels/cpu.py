@@ -15,15 +15,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from quire import envs
+from quire.forward_batch import LayerCache
 from quire.kernels import extension
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.weight_format import GroupedFormat
+
+if TYPE_CHECKING:
+    from quire.kernels.layer_rules import AttentionRule, HeadRotation
 
 _C: Any = extension.C  # None: installed without a compiler; ops run on plain torch
 
@@ -259,21 +263,44 @@ def rms_norm(
     _C.RmsNorm(x=x_TD, residual=residual_TD, weight=weight_D, eps=eps, weight_offset=weight_offset, out=out_TD).run()
 
 
+def attention_rule(scale: float, sliding_window: int, soft_cap: float) -> Any:
+    """See layer_rules.AttentionRule."""
+    return _C.AttentionRule(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
+
+
+def head_rotation(
+    cos_sin_PR: Tensor | None,
+    q_norm_weight_E: Tensor | None,
+    k_norm_weight_E: Tensor | None,
+    norm_eps: float,
+    norm_weight_offset: float,
+) -> Any:
+    """See layer_rules.HeadRotation. The caller keeps the tensors alive."""
+    return _C.HeadRotation(
+        cos_sin=cos_sin_PR,
+        q_norm_weight=q_norm_weight_E,
+        k_norm_weight=k_norm_weight_E,
+        norm_eps=norm_eps,
+        norm_weight_offset=norm_weight_offset,
+    )
+
+
+def _kv_cache(cache: LayerCache) -> Any:
+    """Made at the first call: the tensors of a LayerCache are never replaced."""
+    if cache.compiled is None:
+        made = _C.KvCache(k=cache.k_BGPE, v=cache.v_BGPE, k_scales=cache.k_scales_BGP, v_scales=cache.v_scales_BGP)
+        object.__setattr__(cache, "compiled", made)  # of a frozen dataclass
+    return cache.compiled
+
+
 def rope_and_cache(
     q_THE: Tensor,
     k_TGE: Tensor,
     v_TGE: Tensor,
     positions_T: Tensor,
-    cos_sin_PR: Tensor | None,
     slot_mapping_T: Tensor,
-    k_cache_BGPE: Tensor,
-    v_cache_BGPE: Tensor,
-    q_norm_weight_E: Tensor | None,
-    k_norm_weight_E: Tensor | None,
-    norm_eps: float,
-    norm_weight_offset: float,
-    k_scales_BGP: Tensor | None,
-    v_scales_BGP: Tensor | None,
+    cache: LayerCache,
+    rotation: HeadRotation,
 ) -> None:
     """See ops.rope_and_cache."""
     _C.RopeAndCache(
@@ -282,39 +309,28 @@ def rope_and_cache(
         v=v_TGE,
         positions=positions_T,
         slot_mapping=slot_mapping_T,
-        cache=_C.KvCache(k=k_cache_BGPE, v=v_cache_BGPE, k_scales=k_scales_BGP, v_scales=v_scales_BGP),
-        rotation=_C.HeadRotation(
-            cos_sin=cos_sin_PR,
-            q_norm_weight=q_norm_weight_E,
-            k_norm_weight=k_norm_weight_E,
-            norm_eps=norm_eps,
-            norm_weight_offset=norm_weight_offset,
-        ),
+        cache=_kv_cache(cache),
+        rotation=rotation.compiled,
     ).run()
 
 
 def paged_attention(
     q_THE: Tensor,
-    k_cache_BGPE: Tensor,
-    v_cache_BGPE: Tensor,
-    k_scales_BGP: Tensor | None,
-    v_scales_BGP: Tensor | None,
+    cache: LayerCache,
     block_tables_SM: Tensor,
     seq_lens_S: Tensor,
     cu_seqlens_q_S1: Tensor,
-    scale: float,
-    sliding_window: int,
-    soft_cap: float,
+    rule: AttentionRule,
     out_THE: Tensor,
 ) -> None:
     """See ops.paged_attention."""
     _C.PagedAttention(
         q=q_THE,
-        cache=_C.KvCache(k=k_cache_BGPE, v=v_cache_BGPE, k_scales=k_scales_BGP, v_scales=v_scales_BGP),
+        cache=_kv_cache(cache),
         block_tables=block_tables_SM,
         seq_lens=seq_lens_S,
         cu_seqlens_q=cu_seqlens_q_S1,
-        rule=_C.AttentionRule(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap),
+        rule=rule.compiled,
         out=out_THE,
     ).run()
 

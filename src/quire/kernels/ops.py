@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import cpu, gpu, reference
 from quire.kernels.guards import (
     check_contiguous,
@@ -28,6 +29,7 @@ from quire.kernels.guards import (
     check_shape,
 )
 from quire.kernels.kv_codes import CODE_DTYPES
+from quire.kernels.layer_rules import AttentionRule, HeadRotation
 
 
 def _kernels(x: Tensor) -> Any:
@@ -129,93 +131,60 @@ def rope_and_cache(
     k_TGE: Tensor,
     v_TGE: Tensor,
     positions_T: Tensor,
-    cos_sin_PR: Tensor | None,
     slot_mapping_T: Tensor,
-    k_cache_BGPE: Tensor,
-    v_cache_BGPE: Tensor,
-    q_norm_weight_E: Tensor | None = None,
-    k_norm_weight_E: Tensor | None = None,
-    norm_eps: float = 0.0,
-    norm_weight_offset: float = 0.0,
-    k_scales_BGP: Tensor | None = None,
-    v_scales_BGP: Tensor | None = None,
+    cache: LayerCache,
+    rotation: HeadRotation,
 ) -> None:
     """Between the qkv projection and attention: RMS norm per head, rotary embedding, write to the KV cache.
 
     q, k, v may be strided views of one projection (last dimension contiguous). q is changed in place; k and v stay as
     they are and go to the cache slots (int64, block * block_size + offset, in the cache; negative: not written). The
-    norm of q or k is left out where its weight (dtype of q, or float32) is None. The rotation (neox style: halves of
-    the first R dimensions; Su et al., arXiv 2104.09864) takes float32 rows [R / 2 cosines, R / 2 sines] at
-    `positions_T` (int64, in [0, P)) and is left out when cos_sin is None. float32 inside, rounded once. q, k, v share
-    one dtype; the caches have it too, or hold codes (see kv_codes), int8 with scales.
+    rotation (neox style: halves of the first R dimensions; Su et al., arXiv 2104.09864) takes the rows of its table at
+    `positions_T` (int64, in [0, P)). float32 inside, rounded once. q, k, v share one dtype; the cache has it too, or
+    holds codes (see kv_codes), int8 with scales.
     """
-    _check_caches(q_THE, k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
-    check_places(q=q_THE, k=k_TGE, v=v_TGE, positions=positions_T, cos_sin=cos_sin_PR, slot_mapping=slot_mapping_T)
-    check_places(q=q_THE, q_norm_weight=q_norm_weight_E, k_norm_weight=k_norm_weight_E)
+    _check_cache(q_THE, cache)
+    _check_rotation(q_THE, rotation)
+    check_places(q=q_THE, k=k_TGE, v=v_TGE, positions=positions_T, slot_mapping=slot_mapping_T)
     T, _, E = q_THE.shape
-    G = k_cache_BGPE.shape[1]
+    G = cache.k_BGPE.shape[1]
     for name, x_TGE in (("k", k_TGE), ("v", v_TGE)):
         check_shape(name, x_TGE, T, G, E)
         check_dtype(name, x_TGE, q_THE.dtype)
     for name, x_T in (("positions", positions_T), ("slot_mapping", slot_mapping_T)):
         check_shape(name, x_T, T)
         check_dtype(name, x_T, torch.int64)
-    norm_dtypes = (q_THE.dtype, torch.float32)
-    for name, weight_E in (("q_norm_weight", q_norm_weight_E), ("k_norm_weight", k_norm_weight_E)):
-        if weight_E is not None:
-            check_shape(name, weight_E, E)
-            check_dtype(name, weight_E, *norm_dtypes)
-            norm_dtypes = (weight_E.dtype, weight_E.dtype)
-    if cos_sin_PR is not None:
-        check_dtype("cos_sin", cos_sin_PR, torch.float32)
-        check_filled("cos_sin", cos_sin_PR, "PR")
-        if cos_sin_PR.shape[0] == 0 or cos_sin_PR.shape[1] % 2 != 0 or cos_sin_PR.shape[1] > E:
-            raise ValueError(
-                f"cos_sin is {list(cos_sin_PR.shape)}, expected [P, R] with R even and at most {E}, P above 0"
-            )
-        check_contiguous(cos_sin=cos_sin_PR)
-    arguments = (
-        *(q_THE, k_TGE, v_TGE, positions_T, cos_sin_PR, slot_mapping_T, k_cache_BGPE, v_cache_BGPE),
-        *(q_norm_weight_E, k_norm_weight_E, norm_eps, norm_weight_offset, k_scales_BGP, v_scales_BGP),
-    )
     if (kernels := _attention_kernels(q_THE)) is None:
-        reference.rope_and_cache(*arguments)
+        reference.rope_and_cache(q_THE, k_TGE, v_TGE, positions_T, slot_mapping_T, cache, rotation)
         return
     check_last_stride(q=q_THE, k=k_TGE, v=v_TGE)
     check_contiguous(positions=positions_T, slot_mapping=slot_mapping_T)
-    check_contiguous(q_norm_weight=q_norm_weight_E, k_norm_weight=k_norm_weight_E)
-    kernels.rope_and_cache(*arguments)
+    check_contiguous(q_norm_weight=rotation.q_norm_weight_E, k_norm_weight=rotation.k_norm_weight_E)
+    kernels.rope_and_cache(q_THE, k_TGE, v_TGE, positions_T, slot_mapping_T, cache, rotation)
 
 
 def paged_attention(
     q_THE: Tensor,
-    k_cache_BGPE: Tensor,
-    v_cache_BGPE: Tensor,
+    cache: LayerCache,
     block_tables_SM: Tensor,
     seq_lens_S: Tensor,
     cu_seqlens_q_S1: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
+    rule: AttentionRule,
     out_THE: Tensor | None = None,
-    k_scales_BGP: Tensor | None = None,
-    v_scales_BGP: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over a paged KV cache for any mix of prefill and decode; head h reads KV head h // (H / G).
 
     The query tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1] are the last positions of sequence s, whose length (these
     tokens included) is seq_lens[s]; position i lies in block block_tables[s, i // P] (tables, lengths and sums: int32).
-    With a sliding window w a token sees the positions above its own minus w (0: all). With a soft cap c scores become
-    c * tanh(score / c). Softmax in float32; a token's result does not depend on the other tokens of the call, bit for
-    bit. q may be strided (last dimension contiguous); the caches have its dtype or hold codes (see kv_codes),
-    int8 with scales; seq_lens are below 2^24. What else the cache holds is never used, and entries of the tables before
-    the first position that a sequence sees may be any numbers. Tokens of q that belong to no sequence, behind the last
-    one, have no result.
+    Softmax in float32; a token's result does not depend on the other tokens of the call, bit for bit. q may be strided
+    (last dimension contiguous); the cache has its dtype or holds codes (see kv_codes), int8 with scales; seq_lens are
+    below 2^24. What else the cache holds is never used, and entries of the tables before the first position that a
+    sequence sees may be any numbers. Tokens of q that belong to no sequence, behind the last one, have no result.
     """
-    _check_caches(q_THE, k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
+    _check_cache(q_THE, cache)
     check_places(q=q_THE, block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1, out=out_THE)
     T, H, E = q_THE.shape
-    G = k_cache_BGPE.shape[1]
+    G = cache.k_BGPE.shape[1]
     if H % G != 0:
         raise ValueError(f"q has {H} heads, expected a multiple of the {G} KV heads")
     check_filled("seq_lens", seq_lens_S, "S")
@@ -225,57 +194,73 @@ def paged_attention(
         raise ValueError(f"block_tables is {list(block_tables_SM.shape)}, expected [{S}, M]")
     for name, x in (("block_tables", block_tables_SM), ("seq_lens", seq_lens_S), ("cu_seqlens_q", cu_seqlens_q_S1)):
         check_dtype(name, x, torch.int32)
-    if not (scale > 0 and sliding_window >= 0 and soft_cap >= 0):
-        numbers = f"scale {scale}, sliding_window {sliding_window}, soft_cap {soft_cap}"
-        raise ValueError(f"{numbers}: expected a scale above 0, and neither of the others below 0")
     if out_THE is not None:
         check_shape("out", out_THE, T, H, E)
         check_dtype("out", out_THE, q_THE.dtype)
-    tables = (block_tables_SM, seq_lens_S, cu_seqlens_q_S1)
     if (kernels := _attention_kernels(q_THE)) is None:
-        y_THE = reference.paged_attention(
-            *(q_THE, k_cache_BGPE, v_cache_BGPE, *tables, scale, sliding_window, soft_cap, k_scales_BGP, v_scales_BGP)
-        )
+        y_THE = reference.paged_attention(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule)
         return y_THE if out_THE is None else out_THE.copy_(y_THE)
     out_THE = torch.empty((T, H, E), dtype=q_THE.dtype, device=q_THE.device) if out_THE is None else out_THE
     check_last_stride(q=q_THE, out=out_THE)
     check_last_stride(block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1)
-    caches = (k_cache_BGPE, v_cache_BGPE, k_scales_BGP, v_scales_BGP)
-    kernels.paged_attention(q_THE, *caches, *tables, scale, sliding_window, soft_cap, out_THE)
+    kernels.paged_attention(q_THE, cache, block_tables_SM, seq_lens_S, cu_seqlens_q_S1, rule, out_THE)
     return out_THE
 
 
-def _check_caches(
-    q_THE: Tensor,
-    k_cache_BGPE: Tensor,
-    v_cache_BGPE: Tensor,
-    k_scales_BGP: Tensor | None,
-    v_scales_BGP: Tensor | None,
-) -> None:
-    check_places(q=q_THE, k_cache=k_cache_BGPE, v_cache=v_cache_BGPE, k_scales=k_scales_BGP, v_scales=v_scales_BGP)
+def _check_cache(q_THE: Tensor, cache: LayerCache) -> None:
+    """It fits q. What has been a part of a compiled call has been seen here before, but for q."""
+    k_BGPE = cache.k_BGPE
     check_filled("q", q_THE, "THE")
-    check_filled("k_cache", k_cache_BGPE, "BGPE")
-    E, dtype = q_THE.shape[2], k_cache_BGPE.dtype
-    check_shape("k_cache", k_cache_BGPE, *k_cache_BGPE.shape[:3], E)
-    check_shape("v_cache", v_cache_BGPE, *k_cache_BGPE.shape)
-    check_dtype("k_cache", k_cache_BGPE, q_THE.dtype, *CODE_DTYPES)
-    check_dtype("v_cache", v_cache_BGPE, dtype)
-    for name, cache_BGPE in (("k_cache", k_cache_BGPE), ("v_cache", v_cache_BGPE)):
-        if cache_BGPE.stride()[2:] != (E, 1):
-            raise ValueError(f"{name} has strides {cache_BGPE.stride()}, expected the last two to be {E} and 1")
-    for name, scales_BGP in (("k_scales", k_scales_BGP), ("v_scales", v_scales_BGP)):
-        if (scales_BGP is not None) != (dtype == torch.int8):
+    if cache.compiled is None:
+        _check_memory(q_THE, cache)
+    check_places(k_cache=k_BGPE, q=q_THE)
+    if k_BGPE.shape[3] != q_THE.shape[2]:
+        check_shape("k_cache", k_BGPE, *k_BGPE.shape[:3], q_THE.shape[2])
+    check_dtype("k_cache", k_BGPE, q_THE.dtype, *CODE_DTYPES)
+
+
+def _check_memory(q_THE: Tensor, cache: LayerCache) -> None:
+    k_BGPE, scales = cache.k_BGPE, {"k_scales": cache.k_scales_BGP, "v_scales": cache.v_scales_BGP}
+    check_places(q=q_THE, k_cache=k_BGPE, v_cache=cache.v_BGPE, **scales)
+    check_filled("k_cache", k_BGPE, "BGPE")
+    check_shape("k_cache", k_BGPE, *k_BGPE.shape[:3], q_THE.shape[2])
+    check_shape("v_cache", cache.v_BGPE, *k_BGPE.shape)
+    check_dtype("k_cache", k_BGPE, q_THE.dtype, *CODE_DTYPES)
+    check_dtype("v_cache", cache.v_BGPE, k_BGPE.dtype)
+    for name, cache_BGPE in (("k_cache", k_BGPE), ("v_cache", cache.v_BGPE)):
+        if cache_BGPE.stride()[2:] != (k_BGPE.shape[3], 1):
+            expected = f"expected the last two to be {k_BGPE.shape[3]} and 1"
+            raise ValueError(f"{name} has strides {cache_BGPE.stride()}, {expected}")
+    for name, scales_BGP in scales.items():
+        if (scales_BGP is not None) != (k_BGPE.dtype == torch.int8):
             raise ValueError(
-                f"{name} is {'missing' if scales_BGP is None else 'given'}, and the caches are {dtype}: "
+                f"{name} is {'missing' if scales_BGP is None else 'given'}, and the caches are {k_BGPE.dtype}: "
                 "expected scales beside int8 and only there"
             )
         if scales_BGP is not None:
-            check_shape(name, scales_BGP, *k_cache_BGPE.shape[:3])
+            check_shape(name, scales_BGP, *k_BGPE.shape[:3])
             check_dtype(name, scales_BGP, torch.float32)
-            if scales_BGP.stride()[1:] != (scales_BGP.shape[2], 1):
-                raise ValueError(
-                    f"{name} has strides {scales_BGP.stride()}, expected the last two to be {scales_BGP.shape[2]} and 1"
-                )
+            check_last_stride(**{name: scales_BGP})
+
+
+def _check_rotation(q_THE: Tensor, rotation: HeadRotation) -> None:
+    cos_sin_PR = rotation.cos_sin_PR
+    norms = {"q_norm_weight": rotation.q_norm_weight_E, "k_norm_weight": rotation.k_norm_weight_E}
+    check_places(q=q_THE, cos_sin=cos_sin_PR, **norms)
+    E, dtypes = q_THE.shape[2], (q_THE.dtype, torch.float32)
+    for name, weight_E in norms.items():
+        if weight_E is not None:
+            check_shape(name, weight_E, E)
+            check_dtype(name, weight_E, *dtypes)
+            dtypes = (weight_E.dtype, weight_E.dtype)
+    if cos_sin_PR is not None:
+        check_dtype("cos_sin", cos_sin_PR, torch.float32)
+        check_filled("cos_sin", cos_sin_PR, "PR")
+        if cos_sin_PR.shape[0] == 0 or cos_sin_PR.shape[1] % 2 != 0 or cos_sin_PR.shape[1] > E:
+            raise ValueError(
+                f"cos_sin is {list(cos_sin_PR.shape)}, expected [P, R] with R even and at most {E}, P above 0"
+            )
+        check_contiguous(cos_sin=cos_sin_PR)
 
 
 def greedy(logits_RV: Tensor) -> Tensor:

@@ -46,7 +46,6 @@ class Arena:
 
 # What a recorded run may do beside kernels: look at tensors, and make views of them.
 _HARMLESS = {
-    Tensor.data_ptr,
     Tensor.dim,
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.device.__get__,

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import kv_codes
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import GroupedWeight
+from quire.kernels.layer_rules import AttentionRule, HeadRotation
 from quire.weight_format import Fp8Format
 
 # Below this the reciprocal overflows float32 and sampling is greedy.
@@ -154,37 +156,33 @@ def rope_and_cache(
     k_TGE: Tensor,
     v_TGE: Tensor,
     positions_T: Tensor,
-    cos_sin_PR: Tensor | None,
     slot_mapping_T: Tensor,
-    k_cache_BGPE: Tensor,
-    v_cache_BGPE: Tensor,
-    q_norm_weight_E: Tensor | None = None,
-    k_norm_weight_E: Tensor | None = None,
-    norm_eps: float = 0.0,
-    norm_weight_offset: float = 0.0,
-    k_scales_BGP: Tensor | None = None,
-    v_scales_BGP: Tensor | None = None,
+    cache: LayerCache,
+    rotation: HeadRotation,
 ) -> None:
     """Per-head norm, rotation of the first R dimensions, q in place, k and v into the cache; see ops.rope_and_cache."""
+    cos_sin_PR, block_size = rotation.cos_sin_PR, cache.k_BGPE.shape[2]
     if cos_sin_PR is not None:
         _check_indices("positions", positions_T, len(cos_sin_PR))
-    num_slots = k_cache_BGPE.shape[0] * k_cache_BGPE.shape[2]
+    num_slots = cache.k_BGPE.shape[0] * block_size
     expected = f"less than the {num_slots} slots of the cache"
     _check_numbers("slot_mapping", slot_mapping_T, lambda x: x < num_slots, expected, IndexError)
     q, k = q_THE.float(), k_TGE.float()
-    if q_norm_weight_E is not None:
-        q = rms_norm(q, q_norm_weight_E, norm_eps, norm_weight_offset)
-    if k_norm_weight_E is not None:
-        k = rms_norm(k, k_norm_weight_E, norm_eps, norm_weight_offset)
+    if rotation.q_norm_weight_E is not None:
+        q = rms_norm(q, rotation.q_norm_weight_E, rotation.norm_eps, rotation.norm_weight_offset)
+    if rotation.k_norm_weight_E is not None:
+        k = rms_norm(k, rotation.k_norm_weight_E, rotation.norm_eps, rotation.norm_weight_offset)
     if cos_sin_PR is not None:
         cos_T1H, sin_T1H = cos_sin_PR[positions_T].unsqueeze(1).chunk(2, dim=-1)
         q, k = _rotate(q, cos_T1H, sin_T1H), _rotate(k, cos_T1H, sin_T1H)
     q_THE.copy_(q)
     is_written_T = slot_mapping_T >= 0
     slots = slot_mapping_T[is_written_T]
-    block_size = k_cache_BGPE.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    for x, cache_BGPE, scales_BGP in ((k, k_cache_BGPE, k_scales_BGP), (v_TGE, v_cache_BGPE, v_scales_BGP)):
+    for x, cache_BGPE, scales_BGP in (
+        (k, cache.k_BGPE, cache.k_scales_BGP),
+        (v_TGE, cache.v_BGPE, cache.v_scales_BGP),
+    ):
         rows, dtype = x[is_written_T], cache_BGPE.dtype
         codes, scales = (
             kv_codes.encode(rows.float(), dtype) if dtype in kv_codes.CODE_DTYPES else (rows.to(dtype), None)
@@ -202,21 +200,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def paged_attention(
     q_THE: Tensor,
-    k_cache_BGPE: Tensor,
-    v_cache_BGPE: Tensor,
+    cache: LayerCache,
     block_tables_SM: Tensor,
     seq_lens_S: Tensor,
     cu_seqlens_q_S1: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    k_scales_BGP: Tensor | None = None,
-    v_scales_BGP: Tensor | None = None,
+    rule: AttentionRule,
 ) -> Tensor:
     """Dense softmax attention of each sequence over its gathered keys and values; see ops.paged_attention."""
-    H, G, P = q_THE.shape[1], k_cache_BGPE.shape[1], k_cache_BGPE.shape[2]
-    firsts_S = seq_lens_S - cu_seqlens_q_S1.diff() - sliding_window + 1 if sliding_window > 0 else seq_lens_S * 0
-    _check_batch(len(q_THE), len(k_cache_BGPE), P, block_tables_SM, firsts_S, seq_lens_S, cu_seqlens_q_S1)
+    H, (B, G, P), window = q_THE.shape[1], cache.k_BGPE.shape[:3], rule.sliding_window
+    firsts_S = seq_lens_S - cu_seqlens_q_S1.diff() - window + 1 if window > 0 else seq_lens_S * 0
+    _check_batch(len(q_THE), B, P, block_tables_SM, firsts_S, seq_lens_S, cu_seqlens_q_S1)
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     starts = cu_seqlens_q_S1.tolist()
     for s, (first, seq_len) in enumerate(zip(firsts_S.clamp(min=0).tolist(), seq_lens_S.tolist(), strict=True)):
@@ -226,20 +219,20 @@ def paged_attention(
         seen = slice(first - first_block * P, seq_len - first_block * P)
         # [blocks, G, P, E] -> [H, positions, E]
         k_HLE, v_HLE = (
-            kv_codes.decode(cache[blocks], None if scales is None else scales[blocks])
+            kv_codes.decode(cache_BGPE[blocks], None if scales_BGP is None else scales_BGP[blocks])
             .transpose(0, 1)
             .flatten(1, 2)[:, seen]
             .repeat_interleave(H // G, dim=0)
-            for cache, scales in ((k_cache_BGPE, k_scales_BGP), (v_cache_BGPE, v_scales_BGP))
+            for cache_BGPE, scales_BGP in ((cache.k_BGPE, cache.k_scales_BGP), (cache.v_BGPE, cache.v_scales_BGP))
         )
-        scores_HQL = scale * (q_THE[tokens].float().transpose(0, 1) @ k_HLE.transpose(1, 2))
-        if soft_cap > 0:
-            scores_HQL = soft_cap * torch.tanh(scores_HQL / soft_cap)
+        scores_HQL = rule.scale * (q_THE[tokens].float().transpose(0, 1) @ k_HLE.transpose(1, 2))
+        if rule.soft_cap > 0:
+            scores_HQL = rule.soft_cap * torch.tanh(scores_HQL / rule.soft_cap)
         key_L = torch.arange(first, seq_len, device=q_THE.device)
         query_Q1 = torch.arange(seq_len - (starts[s + 1] - starts[s]), seq_len, device=q_THE.device).unsqueeze(1)
         is_visible_QL = key_L <= query_Q1
-        if sliding_window > 0:
-            is_visible_QL &= key_L > query_Q1 - sliding_window
+        if rule.sliding_window > 0:
+            is_visible_QL &= key_L > query_Q1 - rule.sliding_window
         probabilities_HQL = scores_HQL.masked_fill(~is_visible_QL, float("-inf")).softmax(dim=-1)
         out_THE[tokens] = (probabilities_HQL @ v_HLE).transpose(0, 1).to(q_THE.dtype)
     return out_THE

@@ -61,13 +61,12 @@ def allocate(
     for table, (group, of_table) in enumerate(tables):
         layer_bytes = block_size * group.spec.bytes_per_token(kv)
         for at, layer in enumerate(of_table):
-            layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype)
-            layers[layer].table = table
+            layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype, table)
     nothing = LayerCache(pages.new_empty(0), pages.new_empty(0))
     return PagedCache(pages, [layers.get(layer, nothing) for layer in range(max(layers) + 1)])
 
 
-def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtype) -> LayerCache:
+def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtype, table: int) -> LayerCache:
     """Views of the bytes that each page begins with."""
     begin = 0
 
@@ -79,7 +78,6 @@ def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtyp
         return piece.view(len(pages), *shape)
 
     rows = (spec.num_kv_heads, block_size)
-    cache = LayerCache(view(dtype, *rows, spec.head_dim_k), view(dtype, *rows, spec.head_dim_v))
-    if dtype == torch.int8:
-        cache.k_scales_BGP, cache.v_scales_BGP = view(torch.float32, *rows), view(torch.float32, *rows)
-    return cache
+    elements = view(dtype, *rows, spec.head_dim_k), view(dtype, *rows, spec.head_dim_v)
+    scales = (view(torch.float32, *rows), view(torch.float32, *rows)) if dtype == torch.int8 else (None, None)
+    return LayerCache(*elements, *scales, table)

@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import cpu, fp8, gpu, kv_codes, reference
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.fp8 import fp8_linear, pack_fp8, quantize_fp8
+from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.ops import add_rms_norm, gated_activation, greedy, paged_attention
 from quire.kernels.triton import attention, dense
 from quire.kernels.triton.attention import AttentionShape, choose_fixed_shape
@@ -126,11 +128,11 @@ def test_attention_does_not_depend_on_the_batch_nor_on_the_cut(
     monkeypatch.setattr(attention, "_SHORTEST_RANGE", 64)
     monkeypatch.setattr(attention, "_PROGRAMS_WANTED", 6)  # up to two sequences are split
     length, H, G, E, P = 150, 4, 2, 32, 16
-    q_THE, *caches, tables_SM, _, _ = make(H, G, E, P, [(length, length), (1, 100), (1, 40)], torch.float16)
-    scales: list[Tensor | None] = [None, None]
+    q_THE, cache, tables_SM, _, _ = make(H, G, E, P, [(length, length), (1, 100), (1, 40)], torch.float16)
     if codes is not None:
-        encoded = [kv_codes.encode(x.float(), codes) for x in caches]
-        caches, scales = [code for code, _ in encoded], [scale for _, scale in encoded]
+        encoded = [kv_codes.encode(x.float(), codes) for x in cache.tensors()]
+        cache = LayerCache(*(code for code, _ in encoded), *(scale for _, scale in encoded))
+    rule = AttentionRule(0.2, window, soft_cap)
     splits: list[int] = []
     fixed = choose_fixed_shape
 
@@ -150,18 +152,14 @@ def test_attention_does_not_depend_on_the_batch_nor_on_the_cut(
         cu = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32, device=DEVICE)
         seq_lens = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
         tables = tables_SM[torch.tensor(rows, device=DEVICE)]
-        return paged_attention(
-            *(q, caches[0], caches[1], tables, seq_lens, cu, 0.2, window, soft_cap),
-            k_scales_BGP=scales[0],
-            v_scales_BGP=scales[1],
-        )
+        return paged_attention(q, cache, tables, seq_lens, cu, rule)
 
     whole = attend([0], [0], [length])
     expected = reference.paged_attention(
-        *(q_THE[:length], caches[0], caches[1], tables_SM[:1]),
+        *(q_THE[:length], cache, tables_SM[:1]),
         torch.tensor([length], dtype=torch.int32, device=DEVICE),
         torch.tensor([0, length], dtype=torch.int32, device=DEVICE),
-        *(0.2, window, soft_cap, *scales),
+        rule,
     )
     torch.testing.assert_close(whole, expected, atol=2e-3, rtol=2e-3)
     for cuts in ((7, 64, 65), (100,)):

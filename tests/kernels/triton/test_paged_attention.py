@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import kv_codes, reference
+from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.triton.attention import AttentionShape, choose_shape, paged_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
@@ -24,7 +26,7 @@ TOLERANCES = {torch.float32: (5e-6, 1e-5), torch.float16: (2e-3, 2e-3), torch.bf
 
 def make(
     H: int, G: int, E: int, P: int, rows: list[tuple[int, int]], dtype: torch.dtype, window: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, LayerCache, Tensor, Tensor, Tensor]:
     """Arguments for rows of (query tokens, length): q as a view of a fused tensor, unseen slots of the cache NaN."""
     generator = torch.Generator().manual_seed(H * 31 + E)
     num_blocks = [-(-length // P) for _, length in rows]
@@ -42,8 +44,7 @@ def make(
     caches = caches.to(DEVICE)
     return (
         fused.to(DEVICE)[:, : H * E].unflatten(1, (H, E)),
-        caches[0],
-        caches[1],
+        LayerCache(caches[0], caches[1]),
         tables.to(DEVICE),
         torch.tensor([length for _, length in rows], dtype=torch.int32).to(DEVICE),
         torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int().to(DEVICE),
@@ -66,12 +67,10 @@ def test_equals_the_twin(
     H: int, G: int, E: int, P: int, window: int, soft_cap: float, rows: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
     arguments = make(H, G, E, P, rows, dtype, window)
-    scale = 1.3 / math.sqrt(E)
-    expected = reference.paged_attention(*arguments, scale, window, soft_cap)
+    rule = AttentionRule(1.3 / math.sqrt(E), window, soft_cap)
+    expected = reference.paged_attention(*arguments, rule)
     out = torch.full_like(expected, math.nan)
-    paged_attention(
-        *arguments[:3], None, None, *arguments[3:], scale, window, soft_cap, out, AttentionShape(16, 32, 1, 4, 2)
-    )
+    paged_attention(*arguments, rule, out, AttentionShape(16, 32, 1, 4, 2))
     torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
 
 
@@ -80,11 +79,10 @@ def test_equals_the_twin(
 def test_split_sequences_equal_the_twin(dtype: torch.dtype, segments: int, window: int) -> None:
     """Lengths from less than a tile to several segments; a window that leaves whole segments out."""
     arguments = make(6, 2, 64, 16, [(1, 3), (1, 200), (1, 33), (1, 129)], dtype, window)
-    expected = reference.paged_attention(*arguments, 0.2, window, 0.0)
+    rule = AttentionRule(0.2, window)
+    expected = reference.paged_attention(*arguments, rule)
     out = torch.full_like(expected, math.nan)
-    paged_attention(
-        *arguments[:3], None, None, *arguments[3:], 0.2, window, 0.0, out, AttentionShape(16, 16, segments, 4, 2)
-    )
+    paged_attention(*arguments, rule, out, AttentionShape(16, 16, segments, 4, 2))
     torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
 
 
@@ -94,15 +92,15 @@ def test_split_sequences_equal_the_twin(dtype: torch.dtype, segments: int, windo
 def test_caches_of_codes(codes: torch.dtype, dtype: torch.dtype) -> None:
     """Mixed batches and split sequences; unused slots hold NaN, and int8 ones a scale that is none."""
     for rows, segments in ((MIXED[0][-1], 1), ([(1, 3), (1, 100)], 4)):
-        q_THE, k_BGPE, v_BGPE, *tables = make(4, 2, 40, 16, rows, dtype)
-        (k_codes, k_scales), (v_codes, v_scales) = (kv_codes.encode(x.float(), codes) for x in (k_BGPE, v_BGPE))
+        q_THE, elements, *tables = make(4, 2, 40, 16, rows, dtype)
+        (k_codes, k_scales), (v_codes, v_scales) = (kv_codes.encode(x.float(), codes) for x in elements.tensors())
         if k_scales is not None and v_scales is not None:
             k_scales, v_scales = torch.stack((k_scales, v_scales), 1).unbind(1)  # as in a page
-        caches = (k_codes, v_codes, k_scales, v_scales)
-        expected = reference.paged_attention(q_THE, *caches[:2], *tables, 0.2, 0, 0.0, *caches[2:])
+        cache, rule = LayerCache(k_codes, v_codes, k_scales, v_scales), AttentionRule(0.2)
+        expected = reference.paged_attention(q_THE, cache, *tables, rule)
         assert expected.isfinite().all()
         out = torch.full_like(expected, math.nan)
-        paged_attention(q_THE, *caches, *tables, 0.2, 0, 0.0, out, AttentionShape(16, 32, segments, 4, 2))
+        paged_attention(q_THE, cache, *tables, rule, out, AttentionShape(16, 32, segments, 4, 2))
         torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
 
 
@@ -117,7 +115,8 @@ def test_every_code_is_decoded(codes: torch.dtype) -> None:
     q_THE = torch.zeros(16, 1, 16, device=DEVICE)
     out_THE = torch.empty_like(q_THE)
     tables = (tables_S1, lens_S, starts_S1)
-    paged_attention(q_THE, k_codes, v_codes, None, None, *tables, 1.0, 0, 0.0, out_THE, AttentionShape(16, 16, 1, 4, 1))
+    cache, rule = LayerCache(k_codes, v_codes), AttentionRule(1.0)
+    paged_attention(q_THE, cache, *tables, rule, out_THE, AttentionShape(16, 16, 1, 4, 1))
     torch.testing.assert_close(out_THE.flatten(), v_codes.float().flatten(), atol=0, rtol=0, equal_nan=True)
 
 
@@ -125,9 +124,9 @@ def test_prompts_in_blocks_of_the_size_that_prefill_takes() -> None:
     arguments = make(4, 2, 32, 16, [(70, 70), (1, 10), (65, 100)], torch.float32)
     shape = choose_shape(136, 3, 2, 2, 32)
     assert shape.block_m == 128
-    expected = reference.paged_attention(*arguments, 0.3)
+    expected = reference.paged_attention(*arguments, AttentionRule(0.3))
     out = torch.full_like(expected, math.nan)
-    paged_attention(*arguments[:3], None, None, *arguments[3:], 0.3, 0, 0.0, out, shape)
+    paged_attention(*arguments, AttentionRule(0.3), out, shape)
     torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
 
 
@@ -136,9 +135,9 @@ def test_the_tiles_that_are_chosen(dtype: torch.dtype) -> None:
     """Of prompts and of decodes, with heads whose groups do not divide a tile."""
     for rows in ([(40, 40), (1, 10), (20, 50)], [(1, 70), (1, 3)]):
         arguments = make(7, 1, 32, 16, rows, dtype)
-        expected = reference.paged_attention(*arguments, 0.3)
+        expected = reference.paged_attention(*arguments, AttentionRule(0.3))
         out = torch.full_like(expected, math.nan)
-        paged_attention(*arguments[:3], None, None, *arguments[3:], 0.3, 0, 0.0, out)
+        paged_attention(*arguments, AttentionRule(0.3), out)
         torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype][0], rtol=TOLERANCES[dtype][1])
 
 
@@ -154,7 +153,8 @@ def test_what_no_launch_can_take_is_refused() -> None:
     out = torch.empty_like(arguments[0])
     fewer_rows = AttentionShape(block_m=2, tile=16, segments=1, num_warps=4, num_stages=1)
     with pytest.raises(ValueError, match="4 query heads, expected at most 2"):
-        paged_attention(*arguments[:3], None, None, *arguments[3:], 0.3, 0, 0.0, out, fewer_rows)
-    wide = arguments[2].repeat(1, 2, 1, 1)[:, :1]  # as v_cache, with other strides
+        paged_attention(*arguments, AttentionRule(0.3), out, fewer_rows)
+    q_THE, cache, *tables = arguments
+    wide = LayerCache(cache.k_BGPE, cache.v_BGPE.repeat(1, 2, 1, 1)[:, :1])
     with pytest.raises(ValueError, match="v_cache has strides"):
-        paged_attention(*arguments[:2], wide, None, None, *arguments[3:], 0.3, 0, 0.0, out)
+        paged_attention(q_THE, wide, *tables, AttentionRule(0.3), out)

@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import kv_codes, reference
+from quire.kernels.layer_rules import HeadRotation
 from quire.kernels.triton.activation import gated_activation, gated_activation_to_fp8
 from quire.kernels.triton.fp8 import quantize_rows
 from quire.kernels.triton.norm import rms_norm, rms_norm_to_fp8
 from quire.kernels.triton.rope_cache import rope_and_cache
+from tests.kernels import by_name
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
 
@@ -124,7 +127,7 @@ def rope_inputs(shape: tuple[int, int, int, int, int, bool], dtype: torch.dtype)
         "k_TGE": k_TGE,
         "v_TGE": v_TGE,
         "positions_T": torch.randint(0, 50, (T,), generator=generator).to(DEVICE),
-        "cos_sin": torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE) if R else None,
+        "cos_sin_PR": torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE) if R else None,
         "slot_mapping_T": slots_T.to(DEVICE),
         "k_cache_BGPE": caches[0],
         "v_cache_BGPE": caches[1],
@@ -139,8 +142,8 @@ def rope_inputs(shape: tuple[int, int, int, int, int, bool], dtype: torch.dtype)
 @pytest.mark.parametrize("shape", ROPE_SHAPES, ids=str)
 def test_rope_and_cache(shape: tuple[int, int, int, int, int, bool], dtype: torch.dtype) -> None:
     inputs, expected = rope_inputs(shape, dtype), rope_inputs(shape, dtype)
-    rope_and_cache(*inputs.values())
-    reference.rope_and_cache(*expected.values())
+    by_name.rope_and_cache(rope_and_cache, **inputs)
+    by_name.rope_and_cache(reference.rope_and_cache, **expected)
     for name in ("q_THE", "k_cache_BGPE"):
         # a rotation adds two products of opposite sign: the error is relative to the larger one
         torch.testing.assert_close(
@@ -154,7 +157,7 @@ def test_caches_with_different_strides_are_refused() -> None:
     inputs = rope_inputs(ROPE_SHAPES[0], torch.float32)
     inputs["v_cache_BGPE"] = inputs["v_cache_BGPE"].repeat(1, 2, 1, 1)[:, :2]
     with pytest.raises(ValueError, match="v_cache has strides"):
-        rope_and_cache(*inputs.values())
+        by_name.rope_and_cache(rope_and_cache, **inputs)
 
 
 def special_rows(E: int) -> Tensor:
@@ -182,9 +185,9 @@ def test_codes_in_the_cache_are_the_twin_s_bit_for_bit(codes: torch.dtype) -> No
     for function, device in ((rope_and_cache, DEVICE), (reference.rope_and_cache, "cpu")):
         caches = torch.zeros(2, -(-(T + 3) // 16), 1, 16, E, device=device).to(codes)
         scales = torch.zeros(2, len(caches[0]), 1, 16, device=device)
-        of_int8 = tuple(scales) if codes == torch.int8 else (None, None)
+        cache = LayerCache(*caches, *(scales if codes == torch.int8 else ()))
         x, slots = x_TGE.to(device), slots_T.to(device)
-        function(x.clone(), x, x, slots, None, slots, caches[0], caches[1], None, None, 0.0, 0.0, *of_int8)
+        function(x.clone(), x, x, slots, slots, cache, HeadRotation())
         found.append((caches.cpu(), scales.cpu()))
     (caches, scales), (expected_caches, expected_scales) = found
     torch.testing.assert_close(caches.float(), expected_caches.float(), atol=0, rtol=0, equal_nan=True)
@@ -201,7 +204,7 @@ def test_rope_into_a_cache_of_codes(codes: torch.dtype) -> None:
             arguments[f"{name}_scales_BGP"] = (
                 torch.zeros(cache.shape[:3], device=DEVICE) if codes == torch.int8 else None
             )
-        function(*arguments.values())
+        by_name.rope_and_cache(function, **arguments)
     assert torch.equal(inputs["v_cache_BGPE"].view(torch.uint8), expected["v_cache_BGPE"].view(torch.uint8))
     k, expected_k = inputs["k_cache_BGPE"].view(torch.uint8), expected["k_cache_BGPE"].view(torch.uint8)
     differs = k != expected_k

@@ -24,8 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import gpu
-from quire.kernels.guards import check_alike
+from quire.kernels.guards import check_strides
+from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2
 
@@ -442,16 +444,11 @@ def choose_fixed_shape(
 
 def paged_attention(
     q_THE: Tensor,
-    k_cache_BGPE: Tensor,
-    v_cache_BGPE: Tensor,
-    k_scales_BGP: Tensor | None,
-    v_scales_BGP: Tensor | None,
+    cache: LayerCache,
     block_tables_SM: Tensor,
     seq_lens_S: Tensor,
     cu_seqlens_q_S1: Tensor,
-    scale: float,
-    sliding_window: int,
-    soft_cap: float,
+    rule: AttentionRule,
     out_THE: Tensor,
     shape: AttentionShape | None = None,
 ) -> None:
@@ -460,11 +457,10 @@ def paged_attention(
     What tables, lengths and sums hold is not checked: the host does not know it without waiting for the device.
     """
     T, H, E = q_THE.shape
+    k_cache_BGPE, v_cache_BGPE = cache.k_BGPE, cache.v_BGPE
     G, P = k_cache_BGPE.shape[1:3]
     S, group = seq_lens_S.shape[0], H // G
-    check_alike(k_cache=k_cache_BGPE, v_cache=v_cache_BGPE)
-    if k_scales_BGP is not None and v_scales_BGP is not None:
-        check_alike(k_scales=k_scales_BGP, v_scales=v_scales_BGP)
+    check_strides(cache)
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
@@ -494,15 +490,15 @@ def paged_attention(
         partial,
         maxima_THK,
         sums_THK,
-        k_scales_BGP,
-        v_scales_BGP,
+        cache.k_scales_BGP,
+        cache.v_scales_BGP,
         S,
-        scale,
-        soft_cap,
+        rule.scale,
+        rule.soft_cap,
         *q_THE.stride()[:2],
         *out_THE.stride()[:2],
         *k_cache_BGPE.stride()[:2],
-        0 if k_scales_BGP is None else k_scales_BGP.stride(0),
+        0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
         block_tables_SM.stride(0),
         GROUP=group,
         E=E,
@@ -511,8 +507,8 @@ def paged_attention(
         BLOCK_M=shape.block_m,
         BLOCK_Q=block_q,
         TILE=shape.tile,
-        WINDOW=sliding_window,
-        HAS_SOFT_CAP=soft_cap > 0,
+        WINDOW=rule.sliding_window,
+        HAS_SOFT_CAP=rule.soft_cap > 0,
         SEGMENTS=shape.segments,
         RANGE=shape.range_len,
         CODES=name,

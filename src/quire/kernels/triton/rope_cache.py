@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.guards import check_alike
+from quire.forward_batch import LayerCache
+from quire.kernels.guards import check_strides
+from quire.kernels.layer_rules import HeadRotation
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import next_power_of_2
 
@@ -144,26 +146,18 @@ def rope_and_cache(
     k_TGE: Tensor,
     v_TGE: Tensor,
     positions_T: Tensor,
-    cos_sin_LR: Tensor | None,
     slot_mapping_T: Tensor,
-    k_cache_BGPE: Tensor,
-    v_cache_BGPE: Tensor,
-    q_norm_weight_E: Tensor | None,
-    k_norm_weight_E: Tensor | None,
-    norm_eps: float,
-    norm_weight_offset: float,
-    k_scales_BGP: Tensor | None = None,
-    v_scales_BGP: Tensor | None = None,
+    cache: LayerCache,
+    rotation: HeadRotation,
 ) -> None:
     """See ops.rope_and_cache.
 
     Positions and slots are not checked: the host does not know them without waiting for the device.
     """
     T, H, E = q_THE.shape
+    k_cache_BGPE, v_cache_BGPE, cos_sin_PR = cache.k_BGPE, cache.v_BGPE, rotation.cos_sin_PR
     G, P = k_cache_BGPE.shape[1:3]
-    check_alike(k_cache=k_cache_BGPE, v_cache=v_cache_BGPE)
-    if k_scales_BGP is not None and v_scales_BGP is not None:
-        check_alike(k_scales=k_scales_BGP, v_scales=v_scales_BGP)
+    check_strides(cache)
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
@@ -173,29 +167,29 @@ def rope_and_cache(
         k_TGE,
         v_TGE,
         positions_T,
-        cos_sin_LR,
+        cos_sin_PR,
         slot_mapping_T,
         k_cache_BGPE,
         v_cache_BGPE,
-        q_norm_weight_E,
-        k_norm_weight_E,
-        k_scales_BGP,
-        v_scales_BGP,
+        rotation.q_norm_weight_E,
+        rotation.k_norm_weight_E,
+        cache.k_scales_BGP,
+        cache.v_scales_BGP,
         *q_THE.stride()[:2],
         *k_TGE.stride()[:2],
         *v_TGE.stride()[:2],
         *k_cache_BGPE.stride()[:2],
-        0 if k_scales_BGP is None else k_scales_BGP.stride(0),
-        norm_eps,
-        norm_weight_offset,
+        0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
+        rotation.norm_eps,
+        rotation.norm_weight_offset,
         H=H,
         G=G,
         E=E,
         P=P,
-        R=0 if cos_sin_LR is None else cos_sin_LR.shape[1],
+        R=0 if cos_sin_PR is None else cos_sin_PR.shape[1],
         BLOCK_E=next_power_of_2(E),
-        HAS_Q_NORM=q_norm_weight_E is not None,
-        HAS_K_NORM=k_norm_weight_E is not None,
+        HAS_Q_NORM=rotation.q_norm_weight_E is not None,
+        HAS_K_NORM=rotation.k_norm_weight_E is not None,
         CODES=name,
         num_warps=1,
         enable_fp_fusion=False,  # codes of int8 are rounded products, as the twin's

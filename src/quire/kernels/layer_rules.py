@@ -1,0 +1,67 @@
+"""What a layer asks of rotation and attention, the same in every step: made once.
+
+Dimensions: E head_dim, P positions of the rotary table, R rotary dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from quire.kernels import cpu
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How scores become weights.
+
+    Attributes:
+        scale: of the products of q and k, above 0.
+        sliding_window: a token sees the positions above its own minus this; 0: all before it.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    scale: float
+    sliding_window: int = 0
+    soft_cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.scale > 0 and self.sliding_window >= 0 and self.soft_cap >= 0):
+            numbers = f"scale {self.scale}, sliding_window {self.sliding_window}, soft_cap {self.soft_cap}"
+            raise ValueError(f"{numbers}: expected a scale above 0, and neither of the others below 0")
+
+    @cached_property
+    def compiled(self) -> Any:
+        """As the kernels of a CPU take it."""
+        return cpu.attention_rule(self.scale, self.sliding_window, self.soft_cap)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRotation:
+    """What happens to each head of q and k: an RMS norm, then a rotation.
+
+    Attributes:
+        cos_sin_PR: float32 rows [R / 2 cosines, R / 2 sines], contiguous; None: no rotation.
+        q_norm_weight_E, k_norm_weight_E: dtype of q, or float32; None: no norm.
+        norm_eps: of both norms.
+        norm_weight_offset: added to the weights.
+    """
+
+    cos_sin_PR: Tensor | None = None
+    q_norm_weight_E: Tensor | None = None
+    k_norm_weight_E: Tensor | None = None
+    norm_eps: float = 0.0
+    norm_weight_offset: float = 0.0
+
+    @cached_property
+    def compiled(self) -> Any:
+        """As the kernels of a CPU take it."""
+        return cpu.head_rotation(
+            self.cos_sin_PR, self.q_norm_weight_E, self.k_norm_weight_E, self.norm_eps, self.norm_weight_offset
+        )

@@ -1,0 +1,35 @@
+"""Attention of one layer: what it keeps from step to step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionSpec
+from quire.attention.layer import Attention
+from quire.attention.select import select_backend
+from quire.layers.norm import RMSNorm
+from tests.attention.test_backends import SPECS, make_batch
+
+
+def make_layer(spec: AttentionSpec, weights: tuple[Tensor, Tensor]) -> tuple[Attention, list[RMSNorm]]:
+    norms = [RMSNorm(spec.head_dim, 1e-6, 0.0, spec.dtype) for _ in weights]
+    for norm, weight_E in zip(norms, weights, strict=True):
+        norm.weight_D = weight_E
+    return Attention(0, select_backend(spec, torch.device("cpu")), None, *norms), norms
+
+
+def test_weights_of_norms_may_be_loaded_after_a_step() -> None:
+    spec = SPECS["grouped"]
+    old, new = torch.rand(2, 2, spec.head_dim)
+    layer, norms = make_layer(spec, (old[0], old[1]))
+    for weights in ((old[0], old[1]), (new[0], old[1]), (new[0], new[1])):
+        results = []
+        for norm, weight_E in zip(norms, weights, strict=True):
+            norm.weight_D = weight_E
+        for each in (layer, make_layer(spec, weights)[0]):
+            batch, _, _, queries = make_batch(spec, 8, [(3, 3)])
+            k_TGE = torch.ones(3, spec.num_kv_heads, spec.head_dim)
+            batch.slot_mapping_T = batch.block_tables_SM[0, 0].long() * 8 + torch.arange(3)
+            results.append(each(queries, k_TGE, k_TGE, batch))
+        assert torch.equal(*results)
