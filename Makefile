@@ -29,14 +29,16 @@ $(VENV)/.installed-%: pyproject.toml $(STAMP)
 	$(BIN)/python tools/install.py --extra $*
 	touch $@
 
-# Tests share the cores: some wait for processes, others compute.
+# Tests share the cores: some wait for processes, others compute. Each process has neighbouring tests, which share
+# servers and models, and one that has done its own takes over some of the other's.
 TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 
 test: $(VENV)/.installed-test  ## what CI runs
-	$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-full: $(VENV)/.installed-test  ## also the slow suites
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) $(ARGS)
+	TEST_FULL=1 $(PYTEST) $(ARGS)
 
 SANITIZED := build/sanitize
 

@@ -82,9 +82,7 @@ def run_quire(llm: LLM, requests: list[Request]) -> float:
 def markdown(result: dict[str, Any]) -> str:
     rounds = result["output_tokens_per_second"]
     lines = [
-        "# Continuous batching against transformers",
-        "",
-        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        *report.heading("Continuous batching against transformers", result),
         f"- {result['requests']} requests, {MIN_INPUT} to {MAX_INPUT} tokens in, {result['mean_output']:g} out on",
         f"  average (exponential, {MIN_OUTPUT} to {MAX_OUTPUT}); bfloat16; transformers {result['transformers']}.",
         f"- One at a time: the first {result['alone']} of them. In turns; medians of {len(rounds)} rounds.",

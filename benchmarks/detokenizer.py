@@ -20,6 +20,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.replica import Replica
 from quire.frontend.text.pipeline import TextPipeline
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import RequestDelta
@@ -79,7 +80,8 @@ def output_lines(tokenizer: Tokenizer, num_rows: int, num_steps: int) -> None:
 
 async def engine_line(tokenizer: Tokenizer, num_rows: int, num_steps: int) -> None:
     inputs = InputProcessor(tokenizer, ModelLimits(10**6, tokenizer.vocab_size))
-    engine = AsyncEngine(EchoClient(max_model_len=10**6, max_num_seqs=num_rows), inputs, OutputProcessor(tokenizer))
+    client = EchoClient(max_model_len=10**6, max_num_seqs=num_rows)
+    engine = AsyncEngine([Replica(client, OutputProcessor(tokenizer))], inputs)
     engine.start()
     await engine.wait_ready()
     params = SamplingParams(max_tokens=num_steps, output_kind=RequestOutputKind.DELTA)

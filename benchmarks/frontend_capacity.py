@@ -32,6 +32,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.replica import Replica
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.app import create_app
@@ -61,7 +62,7 @@ def serve(listener: socket.socket, core: int) -> None:
     metrics = PrometheusMetrics("echo", MAX_MODEL_LEN)
     inputs = InputProcessor(tokenizer, ModelLimits(MAX_MODEL_LEN, tokenizer.vocab_size))
     client = EchoClient(max_model_len=MAX_MODEL_LEN, max_num_seqs=1024)
-    engine = AsyncEngine(client, inputs, OutputProcessor(tokenizer, metrics))
+    engine = AsyncEngine([Replica(client, OutputProcessor(tokenizer, metrics.engines[0]))], inputs)
     app = create_app(engine, tokenizer, ServerSettings(("echo",), log_stats_interval=0.0), metrics)
     config = uvicorn.Config(app, http="httptools", ws="none", log_level="warning", access_log=False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -124,9 +125,7 @@ def rates(load: Load, seconds: float) -> dict[str, float]:
 def markdown(result: dict[str, Any]) -> str:
     """The result file for people."""
     lines = [
-        "# Front-end capacity over HTTP, on one core",
-        "",
-        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        *report.heading("Front-end capacity over HTTP, on one core", result),
         "- The server is pinned to one core, the clients to the others. The engine is EchoClient, which costs next to",
         "  nothing, so that the front end is what is measured: tokenizer, text pipeline, chat protocol, SSE, HTTP.",
         f"- {result['streams']} connections, {result['max_tokens']} tokens a stream; short requests have 8 tokens.",

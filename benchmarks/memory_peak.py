@@ -53,9 +53,7 @@ print(json.dumps(found))
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        "# Peak of resident memory over weights and KV cache",
-        "",
-        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        *report.heading("Peak of resident memory over weights and KV cache", result),
         "- MiB. The KV cache has been in use as a whole. The last two columns: the peak over weights and KV cache,",
         "  without and with what Python, torch and the other libraries take.",
         "",

@@ -82,18 +82,17 @@ class Bench:
 def markdown(result: dict[str, Any]) -> str:
     """The result file for people."""
     lines = [
-        "# Goodput at five times saturation",
-        "",
-        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        *report.heading("Goodput at five times saturation", result),
         f"- `quire serve` on the demo model on one core, the client on the others; {INPUT_LEN} tokens in, {OUTPUT_LEN}",
         f"  out, --max-num-seqs {MAX_NUM_SEQS}, --max-num-queued-reqs {MAX_QUEUED}. Poisson arrivals, rounds in turns.",
         f"- Goodput: requests per second that end within {', '.join(result['goodput_limits'])} (ms).",
         f"- Saturation: {result['saturation']:.1f} requests/s. **Goodput at {FACTOR}x over goodput at 1x: "
         f"{result['ratio']:.2f}** (median of the rounds' ratios: {', '.join(f'{r:.2f}' for r in result['ratios'])}).",
         "",
-        "| offered | round | offered req/s | completed req/s | goodput req/s | refused (429) | other failures "
-        "| P99 TTFT ms | client CPU % |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *report.table_head(
+            "offered | round | offered req/s | completed req/s | goodput req/s | refused (429)"
+            " | other failures | P99 TTFT ms | client CPU %"
+        ),
     ]
     for name, rounds in result["rounds"].items():
         for i, each in enumerate(rounds, 1):

@@ -163,18 +163,17 @@ def start_server() -> tuple[subprocess.Popen[str], int]:
 def markdown(result: dict[str, Any]) -> str:
     """The result file for people."""
     lines = [
-        f"# Answers per second with {FEW} and {MANY} users in a loop",
-        "",
-        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        *report.heading(f"Answers per second with {FEW} and {MANY} users in a loop", result),
         f"- `quire serve` on the demo model, --max-num-seqs {MAX_NUM_SEQS}, --max-num-queued-reqs {MAX_QUEUED};",
         f"  {PROMPT_TOKENS} tokens in, {MAX_TOKENS} out, not streamed. Users ask again at once, refused or not; they",
         f"  are one process at nice {NICENESS}, on the server's cores. Rounds of {result['seconds']:g} s, in turns.",
         f"- **Answers with {MANY} users over those with {FEW}: {result['ratio']:.2f}** (median of the rounds' ratios:",
         f"  {', '.join(f'{ratio:.2f}' for ratio in result['ratios'])}).",
         "",
-        "| users | round | answers/s | refusals/s | other failures | /health P50 ms | P99 ms "
-        "| API CPU % | engine CPU % | client CPU % |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        *report.table_head(
+            "users | round | answers/s | refusals/s | other failures | /health P50 ms | P99 ms"
+            " | API CPU % | engine CPU % | client CPU %"
+        ),
     ]
     for users, rounds in result["rounds"].items():
         for i, each in enumerate(rounds, 1):

@@ -58,9 +58,7 @@ def decode_steps(core: EngineCore, name: str, batch: int, steps: int) -> dict[st
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        "# The cost of random sampling in an engine step",
-        "",
-        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        *report.heading("The cost of random sampling in an engine step", result),
         f"- {result['batch']} requests that decode, vocabulary {result['vocab_size']:,}, weights "
         f"{result['quantization'] or 'as they are'}; {len(result['rounds'])} rounds",
         f"  of {result['steps']} steps, in turns. Medians of steps, then of the rounds' ratios (least, most).",

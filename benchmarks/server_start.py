@@ -65,9 +65,7 @@ def _is_ready(url: str) -> bool:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        "# From `quire serve` to a first token",
-        "",
-        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        *report.heading("From `quire serve` to a first token", result),
         f"- {len(result['rounds'])} rounds in turns, files in the file cache; medians (least, most), seconds.",
         f"- The start that writes the cache: {result['writing']['first_token']:.2f} s.",
         "",

@@ -151,9 +151,7 @@ def summary(found: dict[str, Any]) -> dict[str, float]:
 def markdown(result: dict[str, Any]) -> str:
     """The result file for people."""
     lines = [
-        "# A short prompt beside long ones",
-        "",
-        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        *report.heading("A short prompt beside long ones", result),
         f"- Random weights of a Llama of 64 million parameters, bfloat16. {result['users']} users in a closed loop",
         f"  with {LONG_INPUT} tokens in, {LONG_OUTPUT} out, {result['long']} requests a round; beside them a request",
         f"  with {SHORT_INPUT} in, {SHORT_OUTPUT} out every {SHORT_INTERVAL:g} s. Rounds in turns on one engine; "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from quire.cost import devices
+from tests.examples import examples
 
 # Torch's threads wait for each other by spinning: with several, on a machine that does other things too, the many small
 # operations of these tests take ten times as long. The engine sets its own number, and the kernels have their own pool.
@@ -14,7 +17,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Without a GPU, Triton kernels are interpreted.
 if not devices.has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
+# Threads of the kernels fight for the cores too, where several processes run tests. What depends on them sets them.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_NUM_THREADS", "1")
+        importlib.import_module("quire.kernels.cpu")  # reads it once
 
 # The machine that runs the tests may be busy.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "patient", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("patient")

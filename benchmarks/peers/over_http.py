@@ -106,9 +106,7 @@ def markdown(result: dict[str, Any], rounds: Rounds) -> str:
     """The result file for people."""
     first, second = result["servers"]
     lines = [
-        f"# {first} against {second} over HTTP, by `vllm bench serve`",
-        "",
-        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+        *report.heading(f"{first} against {second} over HTTP, by `vllm bench serve`", result),
         f"- Random prompts, {INPUT_LEN} tokens in, {OUTPUT_LEN} out, {result['num_prompts']} requests a run; both",
         f"  servers alive, one at a time under load, {result['num_rounds']} rounds in turns. The client runs",
         "  on the same cores.",

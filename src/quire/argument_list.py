@@ -9,6 +9,7 @@ from pathlib import Path
 
 # Where /proc/PID/stat has the addresses of the arguments (proc(5)), counted behind the name, which may hold spaces.
 _ARG_START, _ARG_END = 48 - 3, 49 - 3
+_SECRET_FLAGS = (b"--api", b"--hf", b"--header")
 
 
 def hide_secrets(secrets: Collection[str]) -> None:
@@ -26,8 +27,13 @@ def hide_secrets(secrets: Collection[str]) -> None:
 
 
 def _without(secrets: Collection[str], argument: bytes) -> bytes:
-    """The argument, as long as before. Inside of one, only flags of secrets and JSON lists are looked through."""
-    for secret in map(os.fsencode, secrets):
-        if argument == secret or (secret and argument.startswith((b"--api", b"--hf", b"--header", b"["))):
-            argument = argument.replace(secret, b"*" * len(secret))
-    return argument
+    """The argument, as long as before. A part of it is hidden in the value of a secret's flag and in a JSON list."""
+    begin = 0
+    if argument.startswith(_SECRET_FLAGS):
+        begin = argument.find(b"=") + 1 or len(argument)  # without a value here, it is the next argument
+    elif not argument.startswith(b"["):
+        return b"*" * len(argument) if os.fsdecode(argument) in secrets else argument
+    value = argument[begin:]
+    for secret in sorted(filter(None, map(os.fsencode, secrets)), key=len, reverse=True):  # one may begin another
+        value = value.replace(secret, b"*" * len(secret))
+    return argument[:begin] + value

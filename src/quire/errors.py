@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 
@@ -41,6 +42,15 @@ class QuireError(Exception):
     ) -> None:
         self.what, self.value, self.expected, self.fix, self.param = what, value, expected, fix, param
         super().__init__(self.message)
+
+    def rename(self, param: str, given: str) -> None:
+        """Speak of the field `param` by the name under which it was given."""
+
+        def renamed(text: str) -> str:
+            return re.sub(rf"\b{param}\b", given, text)
+
+        self.what = renamed(self.what)
+        self.expected, self.fix, self.param = (text and renamed(text) for text in (self.expected, self.fix, self.param))
 
     @property
     def message(self) -> str:

@@ -1,13 +1,18 @@
-"""Ctrl-C between the steps of a loop, not inside one: whatever a step changes, it changes whole."""
+"""Ctrl-C: between the steps of a loop, so that whatever a step changes, it changes whole; or as the end, at once."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
+
+from quire import logs
+from quire.terminal import clear_line
 
 INTERRUPTED = 130  # the exit code of an interrupted command: 128 + SIGINT
 
@@ -39,3 +44,20 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, before)
         check()
+
+
+def end_at_once(number: int, clean_up: Callable[[], object]) -> NoReturn:
+    """In the handler of signal `number`: say so and end the process, which would else wait for its threads.
+
+    Args:
+        clean_up: what must not stay behind. It may write to standard error.
+    """
+    try:
+        # The signal may have come in the middle of a write, and a buffer is not entered twice.
+        with suppress(AttributeError, OSError):  # no standard error, or one without a descriptor
+            sys.stderr = open(sys.stderr.fileno(), "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        clean_up()
+        clear_line()
+        logs.say("interrupted" if number == signal.SIGINT else "stopped")
+    finally:
+        os._exit(128 + number)

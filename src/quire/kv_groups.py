@@ -22,7 +22,7 @@ class KvGroup:
     """Layers of one spec. A block of tokens of all of them is a page in each of `num_tables` block tables.
 
     Attributes:
-        layers: of the model, in order.
+        layers: of those of the model that keep something, in order.
         layers_per_page: the layers of a page lie one behind the other.
     """
 
@@ -74,10 +74,9 @@ def kv_groups(model: ModelConfig) -> tuple[KvGroup, ...]:
     A model that transformers' modelling code runs has one group: only that code knows what its layers see.
     """
     layers_of: dict[KvSpec, list[int]] = {}
-    for index, layer in enumerate(model.layers):
-        if (spec := layer.kv_spec) is not None:
-            spec = spec if model.is_native else replace(spec, kind="full", window=0)
-            layers_of.setdefault(spec, []).append(index)
+    for index, spec in enumerate(model.kv_specs()):
+        spec = spec if model.is_native else replace(spec, kind="full", window=0)
+        layers_of.setdefault(spec, []).append(index)
     per_page = _layers_per_page([len(layers) for layers in layers_of.values()])
     return tuple(KvGroup(spec, tuple(layers), per_page) for spec, layers in layers_of.items())
 
@@ -98,10 +97,10 @@ def num_tables(groups: Sequence[KvGroup]) -> int:
 
 
 def table_of_layer(groups: Sequence[KvGroup]) -> list[int]:
-    """By layer, the number of its block table; 0 for one that keeps nothing."""
+    """By layer that keeps something, the number of its block table."""
     tables = (layers for group in groups for layers in group.tables())
     found = {layer: table for table, layers in enumerate(tables) for layer in layers}
-    return [found.get(layer, 0) for layer in range(max(found) + 1)]
+    return [found[layer] for layer in range(len(found))]
 
 
 def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int) -> int:

@@ -24,6 +24,7 @@ from quire.frontend.chat_template import check_template_kwargs
 from quire.frontend.client import ProcessClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.replica import Replica
 from quire.frontend.stats import EngineMetrics
 from quire.frontend.supervisor import RecoveryLimits
 from quire.frontend.tokenizer import Tokenizer
@@ -153,10 +154,17 @@ class EngineProcessHandle:
 
     Args:
         interpreter: becomes the first process; without it one is started.
+        engine_index: which the messages of the processes carry.
     """
 
-    def __init__(self, config: EngineConfig, model_folder: Path, interpreter: EngineInterpreter | None = None) -> None:
-        self._config, self._model_folder = config, str(model_folder)
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_folder: Path,
+        interpreter: EngineInterpreter | None = None,
+        engine_index: int = 0,
+    ) -> None:
+        self._config, self._model_folder, self._engine_index = config, str(model_folder), engine_index
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self._waiting = interpreter
         self._process: EngineInterpreter | None = None
@@ -168,9 +176,9 @@ class EngineProcessHandle:
         # mkdtemp makes the folder 0700: only this user can reach the sockets in it.
         self._sockets = tempfile.TemporaryDirectory(prefix="quire-", dir=_socket_parent())
         addresses = (f"ipc://{self._sockets.name}/input", f"ipc://{self._sockets.name}/output")
-        client = ProcessClient(*addresses, self.is_alive)
+        client = ProcessClient(*addresses, self.is_alive, self._engine_index)
         try:
-            self._start(EngineLaunch(self._config, self._model_folder, *addresses))
+            self._start(EngineLaunch(self._config, self._model_folder, *addresses, self._engine_index))
         except OSError:
             client.close()
             raise
@@ -255,4 +263,5 @@ def start_async_engine(
     handle = EngineProcessHandle(config, parts.model_folder, interpreter)
     outputs = OutputProcessor(parts.tokenizer, metrics)
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
-    return AsyncEngine(handle.launch(), parts.input_processor, outputs, starter=handle, recovery=recovery), handle
+    replica = Replica(handle.launch(), outputs, starter=handle, recovery=recovery)
+    return AsyncEngine([replica], parts.input_processor), handle

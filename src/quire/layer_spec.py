@@ -277,10 +277,6 @@ class Dense:
         return self.gate_up, self.down
 
     @property
-    def active_linears(self) -> tuple[LinearShape, ...]:
-        return self.linears
-
-    @property
     def width(self) -> int:
         """Elements between the linear layers, per token."""
         return self.gate_up.out_features
@@ -319,6 +315,9 @@ class Experts:
         return self.router, *(linear for expert in chosen for linear in expert.linears)
 
 
+FeedForward = Dense | Experts
+
+
 class Norms(NamedTuple):
     """RMS norms around one part of a layer: of its input, and of what it adds to the residual stream."""
 
@@ -335,7 +334,7 @@ class LayerSpec:
     """
 
     attention: Attention | None
-    feed_forward: Dense | Experts | None
+    feed_forward: FeedForward | None
     attention_norms: Norms = Norms()
     feed_forward_norms: Norms = Norms()
     residual_multiplier: float = 1.0
@@ -345,18 +344,23 @@ class LayerSpec:
         """What the cache keeps; None: nothing."""
         return None if self.attention is None else self.attention.kv_spec
 
+    @property
+    def parts(self) -> tuple[tuple[Attention | FeedForward, Norms], ...]:
+        """What is there, in order, with the norms around it."""
+        parts = ((self.attention, self.attention_norms), (self.feed_forward, self.feed_forward_norms))
+        return tuple((part, norms) for part, norms in parts if part is not None)
+
     def linears(self) -> Iterator[LinearShape]:
         """All linear layers, fused where their inputs are the same."""
-        for part in (self.attention, self.feed_forward):
-            yield from () if part is None else part.linears
+        for part, _ in self.parts:
+            yield from part.linears
 
     def active_linears(self) -> Iterator[LinearShape]:
         """Those that one token is multiplied with."""
-        yield from () if self.attention is None else self.attention.linears
-        yield from () if self.feed_forward is None else self.feed_forward.active_linears
+        for part, _ in self.parts:
+            yield from part.active_linears if isinstance(part, Experts) else part.linears
 
     def num_norm_elements(self) -> int:
         """Of all norms."""
-        around = (self.attention_norms, self.feed_forward_norms)
-        norms = [norm for pair in around for norm in (pair.before, pair.after) if norm is not None]
-        return sum(norm.size for norm in (*norms, *(() if self.attention is None else self.attention.norms)))
+        around = [norm for _, norms in self.parts for norm in norms if norm is not None]
+        return sum(norm.size for norm in (*around, *(() if self.attention is None else self.attention.norms)))

@@ -69,7 +69,8 @@ class LLM:
         self._rendered_form: tuple[str | None, str] | None = None
         self._inputs: InputProcessor = parts.input_processor.with_max_model_len(self.resolved.model.max_model_len)
         self._metrics = engine_metrics(self.config, engine) if kwargs.get("disable_log_stats") is False else None
-        self._runner = OfflineRunner(self._core, OutputProcessor(self._tokenizer, self._metrics))
+        own_metrics = None if self._metrics is None else self._metrics.engines[0]
+        self._runner = OfflineRunner(self._core, OutputProcessor(self._tokenizer, own_metrics))
         self._counter = itertools.count()
         self._enqueued: list[str] = []
 

@@ -19,6 +19,7 @@ class EngineLaunch(msgspec.Struct):
     model_folder: str
     input_address: str
     output_address: str
+    engine_index: int = 0
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
@@ -100,14 +101,20 @@ class RequestDelta(msgspec.Struct, omit_defaults=True):
     error_code: str | None = None  # QuireError.code of `error`, where it is one
 
 
-class EngineOutputs(msgspec.Struct, tag="outputs", omit_defaults=True):
+class _FromEngine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What an engine says, and which one: its index among the engines of one front end."""
+
+    engine_index: int = 0
+
+
+class EngineOutputs(_FromEngine, tag="outputs", omit_defaults=True):
     """One message per step for all requests that changed."""
 
     deltas: list[RequestDelta]
     record: StepRecord | None = None
 
 
-class EngineReady(msgspec.Struct, tag="ready"):
+class EngineReady(_FromEngine, tag="ready"):
     """Sent once a real token has been produced: what the front end needs to know of the loaded model."""
 
     max_model_len: int
@@ -125,7 +132,7 @@ class EngineReady(msgspec.Struct, tag="ready"):
 Progress = Callable[[str, float, str], None]
 
 
-class EngineProgress(msgspec.Struct, tag="progress"):
+class EngineProgress(_FromEngine, tag="progress"):
     """Start-up progress: phase is load (reading and packing) or warm up; fraction in 0..1."""
 
     phase: str
@@ -134,13 +141,13 @@ class EngineProgress(msgspec.Struct, tag="progress"):
     seconds: float = 0.0  # since the phase began
 
 
-class EngineBeat(msgspec.Struct, tag="beat"):
+class EngineBeat(_FromEngine, tag="beat"):
     """Sent every second from a thread of its own, whatever the engine does: a process that is stopped sends none."""
 
     predicted_seconds: float  # of the batches that are being computed; 0: none are
 
 
-class EngineFailed(msgspec.Struct, tag="failed"):
+class EngineFailed(_FromEngine, tag="failed"):
     """The engine could not start or has ended: a message fit for the user."""
 
     message: str

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.families import FAMILIES
 from quire.gguf.file import is_gguf, open_gguf
 from quire.hf_config.fields import Fields
-from quire.hf_config.from_gguf import to_hf_config
+from quire.hf_config.from_gguf import family_of, to_hf_config
 from quire.hf_config.gguf_types import GgufWeights, gguf_weights
 from quire.hf_config.json_file import read_object
 from quire.hf_config.layer_format import QuantizedCheckpoint
@@ -51,11 +52,14 @@ class ModelConfig:
     quantized: QuantizedCheckpoint | GgufWeights | None  # how its linear layers are stored, if not in dtype
     tie_word_embeddings: bool
     rms_norm_eps: float
+    norm_offset: float  # added to every norm weight
     rope: RopeConfig  # of the layers that see everything before; those with a window may have one of their own
     logits_soft_cap: float  # 0 = none
     embedding_multiplier: float  # on the embeddings
     logits_scaling: float  # logits are divided by it
     eos_token_ids: tuple[int, ...]
+    renamed_prefixes: tuple[tuple[str, str], ...]  # of tensors: (in the checkpoint, ours)
+    ignored_prefixes: tuple[str, ...]  # parts of the checkpoint that we do not run
     ignored_fields: tuple[str, ...]  # of config.json, because the modelling code of the architecture does not read them
     hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # what was merged over config.json
 
@@ -193,11 +197,13 @@ def load_model_config(
     folder = Path(folder)
     if is_gguf(folder):
         file = open_gguf(folder)
-        facts = translate(merge(to_hf_config(file), overrides or {}), str(folder), any_architecture=False)
-        facts["quantized"] = gguf_weights(file)
+        family, form = family_of(file, FAMILIES.values())
+        raw = merge(to_hf_config(file, family, form), overrides or {})
+        facts = translate(raw, str(folder), FAMILIES, any_architecture=False)
+        facts["quantized"] = gguf_weights(file, family, form)
         return ModelConfig(model=str(folder), hf_overrides=dict(overrides or {}), **facts)
     raw = merge(read_object(folder / "config.json", required=True), overrides or {})
-    facts = translate(raw, str(folder / "config.json"), any_architecture)
+    facts = translate(raw, str(folder / "config.json"), FAMILIES, any_architecture)
     if facts["quantized"] is None and "quantization_config" not in raw:  # null there is an override
         for name, method in SEPARATE_FILES.items():
             if description := read_object(folder / name, required=False):

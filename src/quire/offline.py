@@ -34,7 +34,7 @@ def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMet
     metrics = PrometheusMetrics(
         name, engine.resolved.model.max_model_len, model=engine.model_config, kv_blocks=config.kv_cache_metrics
     )
-    metrics.on_ready(engine.ready_message())
+    metrics.engines[0].on_ready(engine.ready_message())
     return metrics
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import resource
 import signal
 import stat
-import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,7 +19,7 @@ from quire.cost import devices
 from quire.demo import DEMO_MODEL_NAME
 from quire.errors import ConfigError, QuireError
 from quire.first_screen import show_header, show_ready
-from quire.interrupt import INTERRUPTED, interrupts_between_steps
+from quire.interrupt import end_at_once, interrupts_between_steps
 from quire.kernels import extension
 from quire.launch import (
     FrontEndParts,
@@ -42,7 +39,7 @@ from quire.server.state import ServerSettings
 from quire.settings import as_dict
 from quire.spawn import EngineInterpreter
 from quire.start_display import StartDisplay
-from quire.terminal import CLEAR_LINE, is_terminal
+from quire.terminal import clear_line
 
 logger = logs.get_logger(__name__)
 
@@ -113,17 +110,12 @@ def _bind(config: ServerConfig, display: StartDisplay) -> Listener:
     listener: Listener | None = None
 
     def leave(number: int, frame: FrameType | None) -> None:
-        try:
+        def clean_up() -> None:
             if listener is not None:
                 listener.close()
-            # The signal may have come in the middle of a write, and a buffer is not entered twice.
-            with contextlib.suppress(AttributeError, OSError):  # no standard error, or one without a descriptor
-                sys.stderr = open(sys.stderr.fileno(), "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
             display.close()
-            _clear_line()
-            logs.say("interrupted")
-        finally:
-            os._exit(INTERRUPTED)
+
+        end_at_once(number, clean_up)
 
     signal.signal(signal.SIGINT, leave)
     with interrupts_between_steps():  # a Unix socket whose listener is not known yet would stay
@@ -141,12 +133,6 @@ def _check_open_files() -> None:
             expected=f"{MIN_OPEN_FILES} to start, and one for each connection",
             fix="Raise the limit, as `ulimit -n 4096` does",
         )
-
-
-def _clear_line() -> None:
-    """The terminal has written ^C."""
-    if is_terminal(sys.stderr):
-        print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 def _max_tokens_cap(config: EngineConfig, parts: FrontEndParts) -> int | None:
@@ -209,7 +195,9 @@ class ServingProcess:
         self._refreshes_tls = server_config.enable_ssl_refresh
         self._needs_key = bool(settings.api_keys)
         display.update("start", 0.0, "the engine's process")
-        self._engine, self._process = start_async_engine(engine_config, parts, metrics, interpreter=interpreter)
+        self._engine, self._process = start_async_engine(
+            engine_config, parts, metrics.engines[0], interpreter=interpreter
+        )
         self._engine.on_progress = self._show_progress
         try:
             self._app = create_app(self._engine, parts.tokenizer, settings, metrics)
@@ -264,7 +252,7 @@ class ServingProcess:
         self._app.state.quire.is_draining = True
         self._server.should_exit = True
         self._display.close()
-        _clear_line()
+        clear_line()
         if count := self._engine.num_unfinished:
             requests = "1 request" if count == 1 else f"{count} requests"
             logs.say(

@@ -22,6 +22,12 @@ def is_terminal(stream: IO[Any] | None) -> bool:
     return stream is not None and stream.isatty() and envs.TERM.get() != "dumb"
 
 
+def clear_line() -> None:
+    """Of standard error, if that is a terminal: it has written ^C."""
+    if is_terminal(sys.stderr):
+        print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+
+
 def has_colour(stream: IO[Any] | None) -> bool:
     """NO_COLOR (no-color.org) says no, else FORCE_COLOR says yes, else terminals have it: CPython decides likewise."""
     if envs.NO_COLOR.get():

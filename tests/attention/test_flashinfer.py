@@ -24,6 +24,7 @@ from quire.errors import ConfigError
 from quire.explain import explain
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
 from quire.kernels import cpu, gpu
+from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
 from quire.models.registry import build_model
 from quire.resolve import DeviceFacts, GpuFacts, resolve
@@ -364,14 +365,15 @@ def test_a_model_knows_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
         build_model(MODEL, torch.bfloat16, None, CPU, "FLASHINFER", torch.int8)
 
-    def load_model(*arguments: Any) -> Any:
-        raise InterruptedError(arguments[-1])
+    def load_model(*arguments: Any, cache_dtype: torch.dtype, **named: Any) -> Any:
+        raise InterruptedError(cache_dtype)
 
     monkeypatch.setattr(worker, "load_model", load_model)
     for name, dtype in (("auto", torch.bfloat16), ("fp8_e5m2", torch.float8_e5m2), ("int8", torch.int8)):
         config = EngineConfig.from_kwargs(device="cpu", kv_cache_dtype=name, dtype="bfloat16")
+        told = WorkerSettings.of(resolve(config, MODEL, WITH_GPU, is_server=True))
         with pytest.raises(InterruptedError, match=str(dtype)):
-            worker.start_worker(config, MODEL, is_server=True, progress=lambda phase, share, detail: None)
+            worker.DeviceWorker(MODEL, lambda phase, share, detail: None).load(told)
 
 
 def test_names() -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ NO_KERNELS = {
 }
 WITHOUT_LIMIT = {"formats", "sampling"}  # formats and distributions against each other; gemm and step_ops have theirs
 RUN = """
-import importlib, json, sys
+import contextlib, importlib, io, json, sys
 from quire.kernels import cpu
 
 called, own, is_timed = set(), cpu._C, False
@@ -56,31 +57,56 @@ class Noted:
             called.add(name)
         return getattr(own, name)
 
-def noting(*args, **kwargs):
-    global is_timed
-    is_timed = True
-    try:
-        return take_times(*args, **kwargs)
-    finally:
-        is_timed = False
+def noting(take_times):
+    def noted(*args, **kwargs):
+        global is_timed
+        is_timed = True
+        try:
+            return take_times(*args, **kwargs)
+        finally:
+            is_timed = False
+    return noted
+
+def run(name, timed, words):
+    called.clear()
+    sys.argv = [name, *words]
+    script = importlib.import_module(name)
+    take_times = getattr(script, timed)
+    setattr(script, timed, noting(take_times))
+    code, out, errors = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            script.main()
+        except SystemExit as end:
+            code = end.code
+    setattr(script, timed, take_times)
+    return {"code": code, "out": out.getvalue(), "errors": errors.getvalue(), "called": sorted(called)}
 
 cpu._C = Noted()
-folder, name, timed, *words = sys.argv[1:]
+folder, runs = sys.argv[1:]
 sys.path.insert(0, folder)
-sys.argv = [name, *words]
-script = importlib.import_module(name)
-take_times = getattr(script, timed)
-setattr(script, timed, noting)
-script.main()
-print(json.dumps(sorted(called)))
+print(json.dumps([run(*each) for each in json.loads(runs)]))
 """
 
 
-def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """A script with these words on its command line; its last line: what of quire._C it takes the times of."""
-    command = [sys.executable, "-c", RUN, str(FOLDER), name, TIMED[name], *words]
+def run(*runs: tuple[str, tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Scripts with words on their command lines, in one process.
+
+    Of each: its exit code, what it printed, and what of quire._C it takes the times of.
+    """
+    words = json.dumps([(name, TIMED[name], words) for name, words in runs])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(FOLDER), words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    results: list[dict[str, Any]] = json.loads(done.stdout)
+    return results
 
 
 def test_every_script_is_covered() -> None:
@@ -89,12 +115,11 @@ def test_every_script_is_covered() -> None:
 
 def test_every_kernel_has_its_share_of_the_limit() -> None:
     measured: set[str] = set()
-    for name, words in SMALL.items():
-        done = run(name, *words)
-        assert done.returncode == 0, done.stderr
-        *lines, called = done.stdout.splitlines()
+    for name, done in zip(SMALL, run(*SMALL.items()), strict=True):
+        assert done["code"] == 0, done["errors"]
         if name not in WITHOUT_LIMIT:
-            measured |= set(json.loads(called))
+            measured |= set(done["called"])
+            lines = done["out"].splitlines()
             rows = [line for line in lines if re.search(r"\d us|GFLOP/s", line) and "parallel_for" not in line]
             assert rows, name
             assert [line for line in rows if not re.search(r"\d%", line)] == [], name
@@ -103,16 +128,13 @@ def test_every_kernel_has_its_share_of_the_limit() -> None:
     assert functions - NO_KERNELS - measured == set()
 
 
-@pytest.mark.parametrize(
-    ("name", "flag", "known"),
-    [
+def test_an_unknown_name_is_an_error_before_anything_is_measured() -> None:
+    cases = [
         ("gemm", "--dtype", "bfloat16, float32, float16"),
         ("gemm", "--quantization", "none, int8, int4"),
         ("formats", "--formats", "bf16, int8, int4"),
-    ],
-)
-def test_an_unknown_name_is_an_error_before_anything_is_measured(name: str, flag: str, known: str) -> None:
-    done = run(name, flag, known.split(", ")[0] + ",int5")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert f"argument {flag}: unknown name 'int5'; known are {known}" in done.stderr
+    ]
+    results = run(*((name, (flag, known.split(", ")[0] + ",int5")) for name, flag, known in cases))
+    for (_, flag, known), done in zip(cases, results, strict=True):
+        assert (done["code"], done["out"]) == (2, "")
+        assert f"argument {flag}: unknown name 'int5'; known are {known}" in done["errors"]

@@ -1,6 +1,7 @@
 """The engine process as Quire starts it, but for steps that do what a file in the folder given as argument says.
 
-The file `order` holds the word; a step that finds it removes it, and leaves a file `acting` before it obeys.
+The file `order` holds the word; a step that finds it removes it, and leaves a file `acting` before it obeys. The second
+argument is `model` for the real engine, or `light` for light_engine.py.
 """
 
 from __future__ import annotations
@@ -8,24 +9,20 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.engine import process
 from quire.engine.step_cost import StepCost
 from quire.errors import EngineDeadError
 from quire.schedule import ScheduledBatch, StepResult
-from quire.worker.model_runner import ModelRunner
+
+Execute = Callable[[Any, ScheduledBatch], StepResult]
 
 FOR_EVER = 1000
 # A step of exactly so many tokens takes so long, and is predicted to. The run that measures memory has another number.
 LONG_PROMPT, LONG_SECONDS = 201, 1.5
-
-_execute = ModelRunner.execute
 
 
 def in_folder(name: str) -> Path:
@@ -33,45 +30,7 @@ def in_folder(name: str) -> Path:
     return Path(sys.argv[1], name)
 
 
-class FailingAllocations(TorchDispatchMode):
-    """The k-th tensor operation or numpy array of a step finds no memory."""
-
-    def __init__(self, k: int) -> None:
-        super().__init__()
-        self._left = k
-        self._numpy = {name: getattr(np, name) for name in ("zeros", "empty", "repeat", "array", "flatnonzero")}
-
-    def count(self, error: Exception) -> None:
-        self._left -= 1
-        if self._left == 0:
-            raise error
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"))
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self) -> FailingAllocations:
-        for name, function in self._numpy.items():
-            setattr(np, name, self._counted(function))
-        super().__enter__()
-        return self
-
-    def _counted(self, function: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count(MemoryError("Unable to allocate 9 bytes"))
-            return function(*args, **kwargs)
-
-        return counted
-
-    def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)
-        for name, function in self._numpy.items():
-            setattr(np, name, function)
-        if self._left > 0:
-            in_folder("survived").touch()  # the step has fewer allocations
-
-
-def obey(order: str, runner: ModelRunner, batch: ScheduledBatch) -> StepResult:
+def obey(order: str, execute: Execute, runner: Any, batch: ScheduledBatch) -> StepResult:
     match order.split():
         case ["hang"]:
             time.sleep(FOR_EVER)
@@ -84,26 +43,51 @@ def obey(order: str, runner: ModelRunner, batch: ScheduledBatch) -> StepResult:
         case ["fail"]:
             raise RuntimeError("a defect")
         case ["allocation", k]:
-            with FailingAllocations(int(k)):
-                return _execute(runner, batch)
-    return _execute(runner, batch)
+            from tests.e2e.failing_allocations import FailingAllocations
+
+            with FailingAllocations(int(k)) as allocations:
+                result = execute(runner, batch)
+            if allocations.num_left > 0:
+                in_folder("survived").touch()  # the step has fewer allocations
+            return result
+    return execute(runner, batch)
 
 
-def execute(runner: ModelRunner, batch: ScheduledBatch) -> StepResult:
-    order = in_folder("order")
-    if batch.num_tokens == LONG_PROMPT:
-        time.sleep(LONG_SECONDS)
-    if not order.exists():
-        return _execute(runner, batch)
-    text = order.read_text()
-    order.unlink()
-    in_folder("acting").touch()
-    return obey(text, runner, batch)
+def sabotaged(execute: Execute) -> Execute:
+    """The method that runs a batch, obeying."""
+
+    def run(runner: Any, batch: ScheduledBatch) -> StepResult:
+        order = in_folder("order")
+        if batch.num_tokens == LONG_PROMPT:
+            time.sleep(LONG_SECONDS)
+        if not order.exists():
+            return execute(runner, batch)
+        text = order.read_text()
+        order.unlink()
+        in_folder("acting").touch()
+        return obey(text, execute, runner, batch)
+
+    return run
+
+
+def main() -> int:
+    if sys.argv[2] == "light":
+        from tests.e2e import light_engine
+
+        light_engine.without_torch()
+        light_engine.Runner._execute = sabotaged(light_engine.Runner._execute)  # type: ignore[method-assign]
+    else:
+        import torch
+
+        from quire.worker.model_runner import ModelRunner
+
+        torch.set_num_threads(1)
+        ModelRunner.execute = sabotaged(ModelRunner.execute)  # type: ignore[method-assign]
+    process.BEAT_SECONDS = 0.1
+    StepCost.predict = lambda self, num_tokens: LONG_SECONDS if num_tokens == LONG_PROMPT else 0.0  # type: ignore[method-assign]
+    return process.main()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    process.BEAT_SECONDS = 0.1
-    ModelRunner.execute = execute  # type: ignore[method-assign]
-    StepCost.predict = lambda self, num_tokens: LONG_SECONDS if num_tokens == LONG_PROMPT else 0.0  # type: ignore[method-assign]
-    sys.exit(process.main())
+    sys.path.append(str(Path(__file__).parents[2]))
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`quire serve` over the sabotaged engine, with limits of its own: SCRIPT FOLDER MAX_FAILURES PATIENCE serve ..."""
+"""`quire serve` over the sabotaged engine, with its own limits: SCRIPT FOLDER ENGINE MAX_FAILURES PATIENCE serve ..."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quire.cli.main import main
 from quire.frontend.supervisor import RecoveryLimits
 
 if __name__ == "__main__":
-    _, folder, max_failures, patience, *arguments = sys.argv
-    spawn.ENGINE_PROGRAM = (str(Path(__file__).with_name("sabotaged_engine.py")), folder)
+    _, folder, engine, max_failures, patience, *arguments = sys.argv
+    spawn.ENGINE_PROGRAM = (str(Path(__file__).with_name("sabotaged_engine.py")), folder, engine)
     limits = RecoveryLimits(
         min_step_seconds=float(patience),
         silence_seconds=float(patience),

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import httpx
 import openai
@@ -19,19 +20,41 @@ START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 READY = r"ready     ((?:http|unix)\S+)"
 SMALL = ("--kv-cache-memory-bytes", "32M", "--num-threads", "1", "--dtype", "float32")
+# Arguments of the interpreter that run `quire`; and with an engine process that has no model and no torch, for what is
+# the same whatever the answers are.
+QUIRE = ("-m", "quire")
+LIGHT_ENGINE = str(Path(__file__).with_name("light_engine.py"))
+LIGHT = (
+    "-c",
+    "import sys; from quire import spawn; from quire.cli.main import main\n"
+    "spawn.ENGINE_PROGRAM = (sys.argv.pop(1),)\n"
+    "sys.exit(main())",
+    LIGHT_ENGINE,
+)
 
 
-def quire(*arguments: str, timeout: float = START_SECONDS) -> subprocess.CompletedProcess[str]:
+def quire(
+    *arguments: str, timeout: float = START_SECONDS, program: Sequence[str] = QUIRE
+) -> subprocess.CompletedProcess[str]:
     """A `quire` command run to its end."""
-    command = [sys.executable, "-m", "quire", *arguments]
+    command = [sys.executable, *program, *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout)
 
 
 class Serve:
-    """`with Serve("--flag", ...) as server`: ready when entered, unless `waits` is False. Killed at the end."""
+    """`with Serve("--flag", ...) as server`: ready when entered, unless `waits` is False. Killed at the end.
 
-    def __init__(self, *flags: str, waits: bool = True, environment: Mapping[str, str] | None = None) -> None:
-        self._command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
+    `program`: arguments of the interpreter that run `quire`.
+    """
+
+    def __init__(
+        self,
+        *flags: str,
+        waits: bool = True,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = QUIRE,
+    ) -> None:
+        self._command = [sys.executable, *program, "serve", "--port", "0", *flags]
         self._waits, self._environment = waits, os.environ | dict(environment or {})
         self._lines: list[str] = []
         self.url = ""
@@ -91,7 +114,7 @@ class Serve:
 
     def _engines(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "quire.engine" in str(child.cmdline())]
+        return [child for child in children if re.search("quire.engine|light_engine", str(child.cmdline()))]
 
     def has_engine(self) -> bool:
         return len(self._engines()) == 1

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from quire import AsyncLLM, EngineConfig, SamplingParams
+from quire import AsyncLLM, EngineConfig, SamplingParams, spawn
 from quire.errors import (
     EngineDeadError,
     EngineRestartedError,
@@ -32,6 +32,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
 from quire.schedule import StepRecord
 from tests.e2e import reference
+from tests.e2e.serving import LIGHT_ENGINE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,6 +47,12 @@ async def engine() -> AsyncIterator[AsyncLLM]:
     await engine.wait_ready()
     yield engine
     await engine.shutdown()
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are started have no model."""
+    monkeypatch.setattr(spawn, "ENGINE_PROGRAM", (LIGHT_ENGINE,))
 
 
 def _greedy(
@@ -157,7 +164,7 @@ async def test_a_message_the_engine_cannot_read_concerns_nobody_else(
 
 async def test_limits_move_while_serving(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[StepRecord] = []
-    monkeypatch.setattr(engine._engine.output_processor.metrics, "on_step", records.append)
+    monkeypatch.setattr(engine._engine.replicas[0].output_processor.metrics, "on_step", records.append)
 
     async def most_running(name: str) -> int:
         records.clear()
@@ -187,6 +194,7 @@ async def test_prefix_cache_can_be_reset(engine: AsyncLLM) -> None:
     assert cached[2] == 0
 
 
+@pytest.mark.usefixtures("light")
 async def test_shutdown_ends_streams_and_the_process() -> None:
     engine = AsyncLLM.from_engine_args(EngineConfig(**OPTIONS))
     stream = engine.generate("Hello", ENDLESS, "endless")
@@ -209,13 +217,15 @@ async def test_shutdown_ends_streams_and_the_process() -> None:
         await _outputs(engine, "Hello", _greedy(), "late")
 
 
+@pytest.mark.usefixtures("light")
 async def test_engine_death_and_recovery() -> None:
     """Streams that have begun end, what is given whole is computed by the next engine, new requests wait for that."""
     engine = AsyncLLM(**OPTIONS)
     try:
+        prompt, whole = reference.prompts()[0], _greedy(RequestOutputKind.FINAL_ONLY)
+        expected = (await _outputs(engine, prompt, whole, "undisturbed"))[-1].outputs[0].token_ids
         streams = [engine.generate("Hello", ENDLESS, f"endless-{index}") for index in range(3)]
         await asyncio.gather(*(anext(stream) for stream in streams))
-        prompt, whole = reference.prompts()[0], _greedy(RequestOutputKind.FINAL_ONLY)
         waiting = asyncio.create_task(_outputs(engine, prompt, whole, "whole"))
         await _wait_for(lambda: engine._engine.num_unfinished == 4, "the request to be sent")
         assert engine._process.pid is not None
@@ -230,12 +240,13 @@ async def test_engine_death_and_recovery() -> None:
             await engine.check_health()
         late = asyncio.create_task(_outputs(engine, prompt, _greedy(), "late"))
         for task in (waiting, late):
-            assert (await task)[-1].outputs[0].token_ids == reference.greedy(prompt, 20)
+            assert (await task)[-1].outputs[0].token_ids == expected
         await engine.check_health()
     finally:
         await engine.shutdown()
 
 
+@pytest.mark.usefixtures("light")
 async def test_a_start_that_fails_says_why() -> None:
     engine = AsyncLLM(**OPTIONS | {"kv_cache_memory_bytes": 100_000})
     try:
@@ -246,9 +257,11 @@ async def test_a_start_that_fails_says_why() -> None:
 
 
 SCRIPT = """
-import asyncio
-from quire import AsyncEngineArgs, AsyncLLM, SamplingParams
+import asyncio, sys
+from quire import AsyncEngineArgs, AsyncLLM, SamplingParams, spawn
 from quire.sampling_params import RequestOutputKind
+
+spawn.ENGINE_PROGRAM = (sys.argv[1],)
 
 async def main():
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(kv_cache_memory_bytes=1 << 24, num_threads=1))
@@ -269,7 +282,7 @@ print(int(engine._engine.client._context.closed))
 
 async def test_vllm_script_without_await_at_the_end() -> None:
     """vLLM's shutdown() is a plain function: a script that does not await ours must end as cleanly."""
-    command = [sys.executable, "-W", "error", "-c", SCRIPT.format(end="engine.shutdown()")]
+    command = [sys.executable, "-W", "error", "-c", SCRIPT.format(end="engine.shutdown()"), LIGHT_ENGINE]
     result = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
@@ -280,7 +293,7 @@ async def test_vllm_script_without_await_at_the_end() -> None:
 
 
 async def test_engine_ends_with_a_killed_parent() -> None:
-    command = [sys.executable, "-c", SCRIPT.format(end="await asyncio.sleep(60)")]
+    command = [sys.executable, "-c", SCRIPT.format(end="await asyncio.sleep(60)"), LIGHT_ENGINE]
     parent = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     lines = [int(await parent.stdout.readline()) for _ in range(6)]

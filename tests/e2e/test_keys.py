@@ -43,6 +43,7 @@ print(open("/proc/self/cmdline").read().split("\\0")[3:-1])"""
         (["serve", "--api-key", "xyz", "b", "--hf_token=s"], ["serve", "--api-key", "***", "*", "--hf_token=*"]),
         (["chat", "--api-key", "xyz", "--hf-token", "s"], ["chat", "--api-key", "***", "--hf-token", "*"]),
         (["complete", "--api-key=sesame"], ["complete", "--api-key=******"]),
+        (["serve", "--api-key=api", "key", "api-x"], ["serve", "--api-key=***", "***", "*****"]),
         (["bench", "serve", "--header", "A=b", "C=d"], ["bench", "serve", "--header", "***", "***"]),
         (["bench", "serve", "--header=A=b"], ["bench", "serve", "--header=***"]),
         (["bench", "latency", "--hf-token", "s"], ["bench", "latency", "--hf-token", "*"]),

@@ -23,7 +23,7 @@ from quire.config import ServerConfig
 from quire.errors import ConfigError
 from quire.listen import Listener, check_guarded
 from tests.e2e import certificates
-from tests.e2e.serving import SMALL, Serve
+from tests.e2e.serving import LIGHT, SMALL, Serve
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -48,7 +48,7 @@ def _run_what_it_says_to_try(server: Serve) -> None:
 def test_unix_socket(tmp_path: Path) -> None:
     """Its owner's alone, asked under any host name, removed at the end; no port is open."""
     path = tmp_path / "quire.sock"
-    with Serve("--uds", str(path), "--host", "0.0.0.0", *SMALL) as server:
+    with Serve("--uds", str(path), "--host", "0.0.0.0", *SMALL, program=LIGHT) as server:
         assert server.url == f"unix:{path}"
         mode = path.stat().st_mode
         assert stat.S_ISSOCK(mode)
@@ -77,7 +77,7 @@ def _ports(server: Serve) -> list[Any]:
 
 
 def test_only_the_http_port_is_open_and_only_on_loopback() -> None:
-    with Serve(*SMALL) as server:
+    with Serve(*SMALL, program=LIGHT) as server:
         assert _ports(server) == [("127.0.0.1", int(server.url.rpartition(":")[2]))]
 
 
@@ -153,7 +153,7 @@ def test_a_unix_socket_needs_no_key() -> None:
 
 @needs_openssl
 def test_tls(pems: dict[str, str]) -> None:
-    with Serve("--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], *SMALL) as server:
+    with Serve("--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], *SMALL, program=LIGHT) as server:
         assert server.url.startswith("https://127.0.0.1:")
         trusting = ssl.create_default_context(cafile=pems["cert"])
         with httpx.Client(base_url=server.url, verify=trusting) as client:
@@ -173,7 +173,7 @@ def test_tls(pems: dict[str, str]) -> None:
 @needs_openssl
 def test_certificates_of_clients(pems: dict[str, str]) -> None:
     flags = ("--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], "--ssl-ca-certs", pems["client"])
-    with Serve(*flags, "--ssl-cert-reqs", "2", *SMALL) as server:
+    with Serve(*flags, "--ssl-cert-reqs", "2", *SMALL, program=LIGHT) as server:
         assert "--cert YOUR_CERTIFICATE" in server.log
         stranger = ssl.create_default_context(cafile=pems["cert"])
         with pytest.raises(httpx.TransportError):
@@ -254,7 +254,7 @@ def test_certificates_are_read_again(pems: dict[str, str], tmp_path: Path) -> No
     shutil.copy(pems["cert"], certificate)
     shutil.copy(pems["key"], key)
     flags = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--enable-ssl-refresh")
-    with Serve(*flags, *SMALL) as server:
+    with Serve(*flags, *SMALL, program=LIGHT) as server:
         with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=pems["cert"])) as client:
             assert client.get("/livez").is_success
             shutil.copy(pems["client"], certificate)

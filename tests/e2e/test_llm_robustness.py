@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.errors import InvalidRequestError, QuireError
 from quire.interrupt import interrupts_between_steps
-from quire.schedule import RowsFailedError, ScheduledBatch, StepResult
+from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
 from tests.e2e import reference
 from tests.e2e.conftest import check_is_empty
 
@@ -41,19 +41,20 @@ class _Runner:
         self._runner, self._event = runner, event
         self._num_begun = self.num_ended = 0
 
-    def execute(self, batch: ScheduledBatch) -> StepResult:
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         self._num_begun += 1
         if self._num_begun == 3:
             self._event(batch)
-        result: StepResult = self._runner.execute(batch)
+        pending: Pending[StepResult] = self._runner.submit(batch)
         self.num_ended += 1
-        return result
+        return pending
 
 
 def _at_third_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, event: Any) -> _Runner:
     executor: Any = llm._core.executor
-    runner = _Runner(executor._runner, event)
-    monkeypatch.setattr(executor, "_runner", runner)
+    worker = executor.workers[0]
+    runner = _Runner(worker.runner, event)
+    monkeypatch.setattr(worker, "runner", runner)
     return runner
 
 
@@ -145,7 +146,7 @@ def test_a_step_that_fails_for_all_raises(llm: LLM, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("a bug")
 
     executor: Any = llm._core.executor
-    monkeypatch.setattr(executor._runner, "execute", fail)
+    monkeypatch.setattr(executor.workers[0].runner, "submit", fail)
     with pytest.raises(QuireError, match="RuntimeError"):
         llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False)
     monkeypatch.undo()

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e import reference
-from tests.e2e.serving import Serve
+from tests.e2e.serving import LIGHT, Serve
 
 MAX_MODEL_LEN = 256
 NUM_BLOCKS = 20  # of 16 tokens: one request of 256 fits, two do not
@@ -273,7 +273,7 @@ def test_the_line_in_the_log(server: Serve) -> None:
 
 def test_no_line_in_the_log_with_disable_log_stats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0.02")
-    with Serve(*FLAGS, "--disable-log-stats") as server:
+    with Serve(*FLAGS, "--disable-log-stats", program=LIGHT) as server:
         _usage(_complete(server, prompt="Hello", max_tokens=20))
         time.sleep(0.1)
         assert "Avg prompt throughput" not in server.log

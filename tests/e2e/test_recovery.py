@@ -1,6 +1,7 @@
 """`quire serve` whose engine is killed, stopped, hangs, breaks or finds no memory, beside streams that must not change.
 
-The engine is the real one, sabotaged by files (sabotaged_engine.py). A hang holds requests before their first token;
+The engine is sabotaged by files (sabotaged_engine.py), and light: it has no model. What needs one has the real one, and
+test_serve.py shows the death of a real one. A hang holds requests before their first token;
 what is to happen to the engine then happens to all of them.
 """
 
@@ -48,12 +49,13 @@ REASONS = {
 
 
 class SabotagedServe(Serve):
-    """`patience`: seconds without a sign or a step after which an engine counts as failed."""
+    """`patience`: seconds without a sign or a step after which an engine counts as failed; `engine`: which one."""
 
-    def __init__(self, folder: Path, max_failures: int = 100, patience: float = 1.0) -> None:
+    def __init__(self, folder: Path, max_failures: int = 100, patience: float = 1.0, engine: str = "light") -> None:
         super().__init__(*SMALL, "--max-shared-prefill-tokens", "0")  # a prompt is one step
         script = Path(__file__).with_name("sabotaged_serve.py")
-        self._command = [sys.executable, str(script), str(folder), str(max_failures), str(patience), *self._command[3:]]
+        how = (folder, engine, max_failures, patience)
+        self._command = [sys.executable, str(script), *map(str, how), *self._command[3:]]
         self.folder = folder
 
     @property
@@ -301,7 +303,7 @@ def test_moved_limits_outlive_the_engine(server: SabotagedServe) -> None:
 @pytest.fixture
 def patient_server(tmp_path: Path) -> Iterator[SabotagedServe]:
     """Nothing hangs in it: on a busy machine an engine that waits for a core must not count as silent."""
-    with SabotagedServe(tmp_path, patience=60.0) as server:
+    with SabotagedServe(tmp_path, patience=60.0, engine="model") as server:
         yield server
 
 
@@ -354,7 +356,7 @@ def test_it_gives_up(tmp_path: Path, poison: str) -> None:
 
 
 def test_an_engine_that_never_served_is_not_started_again(tmp_path: Path) -> None:
-    server = SabotagedServe(tmp_path)
+    server = SabotagedServe(tmp_path, engine="model")
     server._waits = False
     with server:
         server.wait_for(lambda: bool(psutil.Process(server.process.pid).children()), "the engine process")

@@ -15,6 +15,7 @@ from quire.errors import InvalidRequestError
 from quire.server.protocol.common import SAMPLING_FIELDS
 from tests.e2e import reference
 from tests.e2e.serving import SMALL, Serve
+from tests.examples import examples
 
 EOS = reference.tokenizer().eos_token_id
 # Few, so that lists of them meet: what is allowed, forbidden, an end and reported is often the same.
@@ -65,7 +66,7 @@ def test_what_leaves_no_token_is_refused_by_the_python_api_too(llm: LLM) -> None
         llm.generate(["a", "b"], [SamplingParams(), SamplingParams(allowed_token_ids=[EOS], min_tokens=2)])
 
 
-@settings(max_examples=120, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(120), derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @example({"prompt": "a", "repetition_penalty": 1e-40})
 @example({"prompt": "a", "repetition_penalty": 1e-38, "temperature": 0})
 @example({"prompt": "a", "allowed_token_ids": [EOS], "min_tokens": 2})

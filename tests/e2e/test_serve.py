@@ -19,7 +19,7 @@ import pytest
 
 from quire import demo
 from tests.e2e import reference
-from tests.e2e.serving import SMALL, START_SECONDS, Serve, quire
+from tests.e2e.serving import LIGHT, SMALL, START_SECONDS, Serve, quire
 
 MODEL = "quire-demo"
 MESSAGES: Any = [{"role": "user", "content": reference.QUESTIONS[0]}]
@@ -136,7 +136,7 @@ def test_readiness_and_drain() -> None:
         assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 503
         server.wait_ready()
         assert [_status(f"{url}{path}") for path in ("/readyz", "/health", "/livez")] == [200, 200, 200]
-        endless = {"prompt": "Hello", "max_tokens": 600, "ignore_eos": True, "stream": True, "temperature": 0}
+        endless = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
         events = []
         with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as response:
             for line in response.iter_lines():
@@ -156,7 +156,7 @@ def test_readiness_and_drain() -> None:
 
 
 def test_drain_ends_with_an_error_event_when_its_time_is_over() -> None:
-    with Serve(*SMALL, "--shutdown-timeout", "0.2") as server:
+    with Serve(*SMALL, "--shutdown-timeout", "0.2", program=LIGHT) as server:
         endless = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True, "stream": True}
         data = []
         with httpx.stream("POST", f"{server.url}/v1/completions", json=endless, timeout=30) as response:
@@ -172,7 +172,7 @@ def test_drain_ends_with_an_error_event_when_its_time_is_over() -> None:
 
 
 def test_second_signal_stops_at_once() -> None:
-    with Serve(*SMALL) as server:
+    with Serve(*SMALL, program=LIGHT) as server:
         endless = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=endless, timeout=30) as response:
             lines = response.iter_lines()
@@ -213,7 +213,7 @@ def test_engine_death() -> None:
 
 
 def test_engine_ends_when_the_server_is_killed() -> None:
-    with Serve(*SMALL) as server:
+    with Serve(*SMALL, program=LIGHT) as server:
         engine = server.engine
         server.process.kill()
         server.wait_for(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, "the engine to end")
@@ -221,7 +221,7 @@ def test_engine_ends_when_the_server_is_killed() -> None:
 
 def test_sigterm_to_the_engine_alone_changes_nothing() -> None:
     """Service managers send SIGTERM to every process of a group; the server decides when the engine ends."""
-    with Serve(*SMALL) as server:
+    with Serve(*SMALL, program=LIGHT) as server:
         os.kill(server.engine.pid, signal.SIGTERM)
         with server.openai() as client:
             client.completions.create(model=MODEL, prompt="Hello", max_tokens=3)
@@ -229,7 +229,7 @@ def test_sigterm_to_the_engine_alone_changes_nothing() -> None:
 
 
 def test_api_key() -> None:
-    with Serve(*SMALL, "--api-key", "sesame", "other", "--served-model-name", "mine", "alias") as server:
+    with Serve(*SMALL, "--api-key", "sesame", "other", "--served-model-name", "mine", "alias", program=LIGHT) as server:
         assert server.get("/v1/models").status_code == 401
         assert server.get("/readyz").status_code == 200
         with server.openai("wrong") as client, pytest.raises(openai.AuthenticationError):
@@ -269,7 +269,7 @@ def test_model_folder_by_name(server: Serve, tmp_path: Path) -> None:
 
 def test_the_operators_max_new_tokens_is_a_cap() -> None:
     flags = ("--override-generation-config", '{"max_new_tokens": 5}', "--enable-per-request-metrics")
-    with Serve(*SMALL, *flags) as server, server.openai() as client:
+    with Serve(*SMALL, *flags, program=LIGHT) as server, server.openai() as client:
         for max_tokens in (None, 50):
             answer = client.completions.create(
                 model=MODEL, prompt="a", max_tokens=max_tokens, extra_body={"ignore_eos": True}

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from quire import demo
-from tests.e2e.serving import Serve, quire
+from tests.e2e.serving import LIGHT, QUIRE, Serve, quire
 
 THREADS = ("--num-threads", "1")
 
 
-def _refused(*flags: str) -> str:
+def _refused(*flags: str, program: Sequence[str] = QUIRE) -> str:
     """What a start that is refused says, its progress left out: a line or two."""
-    result = quire("serve", "--port", "0", *THREADS, *flags)
+    result = quire("serve", "--port", "0", *THREADS, *flags, program=program)
     assert result.returncode == 2, result.stderr
     message = [line for line in result.stderr.splitlines() if not line.startswith("  ")]
     assert 1 <= len(message) <= 2, result.stderr
@@ -43,7 +44,7 @@ def _refused(*flags: str) -> str:
     ],
 )
 def test_refused_starts(flags: tuple[str, ...], words: tuple[str, ...]) -> None:
-    message = _refused(*flags)
+    message = _refused(*flags, program=LIGHT)
     for word in words:
         assert word in message
 
@@ -65,18 +66,19 @@ def test_broken_checkpoints(tmp_path: Path) -> None:
 def test_advice_on_too_little_memory_works() -> None:
     """Every command line that the message advises starts."""
     small = ("--kv-cache-memory-bytes", "1M", "--dtype", "float32")
-    message = _refused(*small)
+    message = _refused(*small, program=LIGHT)
     assert "missing" in message
     advice = re.split("Use one of: ", message)[1].rstrip(".").split("; ")
     advised = [shlex.split(re.sub(r" \(.*\)", "", item)) for item in advice]
     assert {flags[0] for flags in advised} == {"--max-model-len", "--kv-cache-memory-bytes"}
     for flags in advised:
-        with Serve(*THREADS, *small, *flags) as server:
+        with Serve(*THREADS, *small, *flags, program=LIGHT) as server:
             assert server.stop() == 0
 
 
 def test_largest_context_that_fits() -> None:
     """--max-model-len -1 is cut to the cache; 1 MiB holds 10 blocks of 16 tokens in float32."""
-    with Serve(*THREADS, "--kv-cache-memory-bytes", "1M", "--dtype", "float32", "--max-model-len", "-1") as server:
+    flags = ("--kv-cache-memory-bytes", "1M", "--dtype", "float32", "--max-model-len", "-1")
+    with Serve(*THREADS, *flags, program=LIGHT) as server:
         assert server.get("/v1/models").json()["data"][0]["max_model_len"] == 160
         assert server.stop() == 0

@@ -12,7 +12,7 @@ import torch
 
 import quire.demo
 from quire.engine.core import EngineCore
-from quire.engine.executor import InlineExecutor, ThreadExecutor
+from quire.engine.executor import ThreadExecutor
 from quire.kv_format import kv_format
 from quire.kv_groups import kv_groups, num_tables
 from quire.loader.load import load_model
@@ -130,7 +130,7 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
         inputs = InputBatch(*sizes)
         recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
         runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded)
-        return InlineExecutor(runner) if schedule.depth == 1 else ThreadExecutor(runner)
+        return runner if schedule.depth == 1 else ThreadExecutor([runner])
     max_tokens = max(schedule.chunk, *sizes[:1])
     inputs = DeviceInputBatch(*sizes, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth)
     graphs = None

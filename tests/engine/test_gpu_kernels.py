@@ -1,18 +1,24 @@
 """The engine's path for GPUs with the kernels of a GPU, under Triton's interpreter: the tokens are the CPU engine's.
 
 float32, because the interpreter cuts off where a GPU rounds. Without a GPU only: with one, test_on_a_gpu.py runs them.
+A tiny model of random weights: the interpreter takes its time.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 
 from quire.kernels import cpu, gpu
+from quire.model_config import ModelConfig, load_model_config
+from quire.models.registry import CausalLM, build_model
 from quire.sampling_params import SamplingParams
 from tests import triton_interpreter
-from tests.engine import harness
-from tests.engine.harness import Prompt, Schedule, build_core, run
-from tests.engine.test_sameness import prompts
+from tests.engine.harness import Prompt, Schedule, core_over, run
+from tests.models.tiny_models import SIZES
 from tests.worker.fake_accelerator import FakeAccelerator
 
 if reason := triton_interpreter.why_not():
@@ -30,20 +36,34 @@ LENGTHS = (9, 21, 3)
 
 def requests() -> list[Prompt]:
     return [
-        Prompt(prompt.token_ids[:length], params)
-        for prompt, length, params in zip(prompts(), LENGTHS, PARAMS, strict=False)
+        Prompt(tuple(range(3 + 20 * index, 3 + 20 * index + length)), params)
+        for index, (length, params) in enumerate(zip(LENGTHS, PARAMS, strict=True))
     ]
 
 
+def tiny_model(folder: Path) -> tuple[ModelConfig, CausalLM]:
+    """The same weights for whichever kernels are chosen, so wide that tokens differ."""
+    raw = SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = load_model_config(folder)
+    model = build_model(config, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in model.expected_weights().items()}
+    model.load_weights((name, weight + ("norm" in name)) for name, weight in weights.items())
+    model.finalize()
+    return config, model
+
+
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Prompts in pieces beside decodes, padded graphs, a random row among greedy ones, two steps in flight."""
     from quire.kernels.triton import kernels
     from quire.kernels.triton.launch import IS_INTERPRETED
 
     if not IS_INTERPRETED:
         pytest.skip("there is a GPU, on which kernels are not interpreted")
-    expected = run(build_core(Schedule(), "float32"), requests())
+    expected = run(core_over(*tiny_model(tmp_path), Schedule(), "float32"), requests())
+    assert len({token for tokens in expected for token in tokens}) > 3, "the weights hardly matter"
     called: set[str] = set()
 
     class Kernels:
@@ -56,15 +76,11 @@ def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest
         patch.setattr(gpu, "kernels", Kernels)
         patch.setattr(gpu, "_is_deterministic", is_deterministic)
         patch.setattr(cpu, "_available", False)
-        harness.demo_model.cache_clear()  # it is loaded for other kernels
         accelerator = FakeAccelerator()
         schedule = Schedule(
             chunk=16, max_num_seqs=4, num_blocks=16, depth=2, accelerator=accelerator, graph_sizes=(1, 2, 4)
         )
-        try:
-            assert run(build_core(schedule, "float32"), requests()) == expected
-        finally:
-            harness.demo_model.cache_clear()
+        assert run(core_over(*tiny_model(tmp_path), schedule, "float32"), requests()) == expected
     products = {"linear"} if is_deterministic else set()
     assert called == products | {
         *("gated_activation", "greedy", "paged_attention", "rms_norm", "rope_and_cache", "sample")

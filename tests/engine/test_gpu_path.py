@@ -14,6 +14,7 @@ from quire.engine.core import EngineCore
 from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 from quire.worker.model_runner import ModelRunner
+from tests.covering import covering
 from tests.engine.harness import EOS, Prompt, Schedule, build_core, run
 from tests.engine.test_sameness import QUESTIONS, prompts
 from tests.worker.fake_accelerator import FakeAccelerator
@@ -21,7 +22,10 @@ from tests.worker.fake_accelerator import FakeAccelerator
 SIZES = (1, 2, 4, 8)
 
 
-@pytest.fixture(params=["late", "early"])
+TIMINGS = ("late", "early")
+
+
+@pytest.fixture(params=TIMINGS)
 def accelerator(request: pytest.FixtureRequest) -> FakeAccelerator:
     return FakeAccelerator(is_late=request.param == "late")
 
@@ -32,12 +36,15 @@ def expected() -> list[list[int]]:
     return run(build_core(Schedule(), "bfloat16"), prompts())
 
 
-@pytest.mark.parametrize(("graph_sizes", "mixed_sizes"), [((), ()), (SIZES, ()), (SIZES, (7, 17, 40))])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("chunk", [1, 7, 17, 2048])
+@pytest.mark.parametrize(
+    ("accelerator", "chunk", "depth", "captured"),
+    covering(TIMINGS, [1, 7, 17, 2048], [1, 2, 3], [((), ()), (SIZES, ()), (SIZES, (7, 17, 40))]),
+    indirect=["accelerator"],
+)
 def test_batches(
-    accelerator: FakeAccelerator, chunk: int, depth: int, graph_sizes: tuple[int, ...], mixed_sizes: tuple[int, ...]
+    accelerator: FakeAccelerator, chunk: int, depth: int, captured: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> None:
+    graph_sizes, mixed_sizes = captured
     schedule = Schedule(
         chunk=chunk, depth=depth, accelerator=accelerator, graph_sizes=graph_sizes, mixed_sizes=mixed_sizes
     )
@@ -61,8 +68,9 @@ def test_prefix_cache_and_forks(accelerator: FakeAccelerator, depth: int) -> Non
     assert run(core, forked, prefix="f") == run(build_core(Schedule(), "bfloat16"), [Prompt(ids, p) for p in params])
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("at_step", range(0, 26, 3))
+@pytest.mark.parametrize(
+    ("accelerator", "at_step", "depth"), covering(TIMINGS, range(0, 26, 3), [1, 2, 3]), indirect=["accelerator"]
+)
 def test_preemption_at_any_step(accelerator: FakeAccelerator, at_step: int, depth: int) -> None:
     core = build_core(Schedule(chunk=17, depth=depth, accelerator=accelerator, graph_sizes=SIZES), "bfloat16")
 
@@ -82,8 +90,9 @@ def test_preemption_by_lack_of_blocks(accelerator: FakeAccelerator, depth: int) 
     assert core.scheduler.take_stats().num_preemptions >= 0
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("at_step", [0, 1, 2, 5, 11])
+@pytest.mark.parametrize(
+    ("accelerator", "at_step", "depth"), covering(TIMINGS, [0, 1, 2, 5, 11], [1, 2, 3]), indirect=["accelerator"]
+)
 def test_aborts_free_blocks_that_a_step_in_flight_writes_to(
     accelerator: FakeAccelerator, at_step: int, depth: int
 ) -> None:
@@ -120,7 +129,7 @@ def test_late_stops(accelerator: FakeAccelerator, depth: int) -> None:
     for prompt, tokens in zip(prompts(), expected(), strict=True):
         stop = tokens[len(tokens) // 2]
         kept = tokens[: tokens.index(stop) + 1]
-        core = build_core(Schedule(depth=depth, accelerator=accelerator, graph_sizes=SIZES), "bfloat16")
+        core = build_core(Schedule(depth=depth, accelerator=accelerator, graph_sizes=(1,)), "bfloat16")
         core.add(AddRequest("a", list(prompt.token_ids), prompt.params, 24, stop_token_ids=[EOS, stop]))
         found = [token for _ in iter(core.has_work, False) for delta in core.step() for token in delta.token_ids]
         assert found == kept

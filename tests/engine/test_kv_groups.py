@@ -75,7 +75,7 @@ def build(**schedule: Any) -> EngineCore:
 
 def poison(core: EngineCore, step: int) -> None:
     """NaN in all memory that no request holds."""
-    runner: Any = core.executor._runner  # type: ignore[attr-defined]
+    runner: Any = core.executor
     runner.cache.pages[core.scheduler.kv.pool.free_blocks()] = 255
 
 

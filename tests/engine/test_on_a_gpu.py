@@ -37,6 +37,13 @@ WHY_NOT = gpu_facts.detect()
 pytestmark = pytest.mark.skipif(isinstance(WHY_NOT, str), reason=f"needs an NVIDIA GPU: {WHY_NOT}")
 
 
+def runner_of(started: StartedEngine) -> ModelRunner:
+    executor: Any = started.executor
+    runner = executor.workers[0].runner
+    assert isinstance(runner, ModelRunner)
+    return runner
+
+
 def start(**arguments: Any) -> StartedEngine:
     settings = {"device": "cuda", "max_num_seqs": 24, "gpu_memory_utilization": 0.2} | arguments
     config = EngineConfig.from_kwargs(**settings)
@@ -180,8 +187,7 @@ def test_flashinfer_serves_with_captured_decodes() -> None:
     settings: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 32}
     own = run(start(**settings).core, prompts())
     started = start(**settings, attention_backend="FLASHINFER")
-    runner = started.core.executor
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(started)
     assert runner.captured is not None
     tokens = run(started.core, prompts())
     assert sum(ours[0] == theirs[0] for ours, theirs in zip(own, tokens, strict=True)) >= len(own) - 1
@@ -200,15 +206,13 @@ def test_memory_is_what_was_planned() -> None:
     facts = started.resolved.settings
     planned = sum(facts[name].value for name in ("weight_bytes", "work_bytes", "kv_cache_bytes"))
     assert abs(planned - taken) <= 0.03 * taken
-    runner = started.core.executor
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(started)
     assert runner.captured is not None
 
 
 def test_an_allocation_that_fails_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     started = start()
-    runner = started.core.executor
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(started)
     compute_logits, calls = runner.model.compute_logits, []
 
     def fails_once(hidden_RD: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from quire.engine.core import EngineCore
 from quire.kernels import cpu
 from quire.messages import AddRequest, SetLimits
 from quire.sampling_params import SamplingParams
+from tests.covering import covering
 from tests.engine.harness import CHECKPOINT, Prompt, Schedule, build_core, demo_model, run
 
 BLOCK_SIZE = 16
@@ -62,9 +63,10 @@ def test_the_questions_exercise_the_matrix() -> None:
     assert len({tuple(output) for output in outputs}) == len(outputs)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("chunk", [1, 7, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2048])
+@pytest.mark.parametrize(
+    ("chunk", "depth", "precision"),
+    covering([1, 7, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2048], [1, 2], PRECISIONS),
+)
 def test_chunk_size_and_depth(chunk: int, depth: int, precision: str) -> None:
     """Alone, under every chunk size, with one or two batches in flight."""
     for prompt, tokens in zip(prompts(), _expected(precision), strict=True):
@@ -73,10 +75,10 @@ def test_chunk_size_and_depth(chunk: int, depth: int, precision: str) -> None:
         core.shutdown()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("chunk", [8, BLOCK_SIZE + 1, 2048])
-@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("block_size", "chunk", "depth", "precision"),
+    covering([8, 16, 32], [8, BLOCK_SIZE + 1, 2048], [1, 2], PRECISIONS),
+)
 def test_batch_mates(block_size: int, chunk: int, depth: int, precision: str) -> None:
     """All at once, with prompts and decodes in one batch."""
     core = build_core(Schedule(block_size=block_size, chunk=chunk, depth=depth), precision)
@@ -112,11 +114,12 @@ def test_full_prefix_hit_is_a_hit(precision: str) -> None:
     assert sum(hits) == sum((len(prompt.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts())
 
 
-@pytest.mark.parametrize(
-    "precision", [*PRECISIONS[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in PRECISIONS[2:])]
-)
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("at_step", range(26))
+# Every step with every depth, and every step with both dtypes; the formats on load are slow tests.
+PREEMPTIONS = covering(range(26), [1, 2], PRECISIONS[:2])
+PREEMPTIONS += [pytest.param(*case, marks=pytest.mark.slow) for case in product(range(26), [1, 2], PRECISIONS[2:])]
+
+
+@pytest.mark.parametrize(("at_step", "depth", "precision"), PREEMPTIONS)
 def test_forced_preemption_at_every_step(at_step: int, depth: int, precision: str) -> None:
     """Every running request loses its blocks before one step and is computed again."""
     core = build_core(Schedule(chunk=BLOCK_SIZE + 1, depth=depth, prefix_caching=at_step % 2 == 0), precision)
@@ -236,21 +239,21 @@ def test_a_row_without_numbers_fails_alone(depth: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("isa", "precision"), [*product(cpu.isas()[:-1], PRECISIONS), *product(cpu.isas(), [CHECKPOINT])]
+    ("isa", "precision", "schedule"),
+    covering(
+        cpu.isas(),
+        [*PRECISIONS, CHECKPOINT],
+        [Schedule(chunk=7), Schedule(chunk=BLOCK_SIZE + 1, depth=2), Schedule(num_blocks=8)],
+    ),
+    ids=str,
 )
-def test_every_instruction_set(isa: str, precision: str) -> None:
+def test_every_instruction_set(isa: str, precision: str, schedule: Schedule) -> None:
     """Chunks, batch mates and preemption once more on the paths other CPUs take."""
     best = cpu.isa()
     cpu.set_isa(isa)
     try:
-        demo_tokens = _expected(precision)
-        for schedule in (
-            Schedule(chunk=7),
-            Schedule(chunk=BLOCK_SIZE + 1, depth=2),
-            Schedule(num_blocks=8, block_size=16),
-        ):
-            core = build_core(schedule, precision)
-            assert run(core, prompts()) == demo_tokens, schedule
-            core.shutdown()
+        core = build_core(schedule, precision)
+        assert run(core, prompts()) == _expected(precision)
+        core.shutdown()
     finally:
         cpu.set_isa(best)

@@ -5,6 +5,7 @@ A prompt's own keys and values are read back from the cache, so a chunk sees the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from quire.engine.core import EngineCore
 from quire.kernels import cpu
 from quire.sampling_params import SamplingParams
+from tests.covering import covering
 from tests.engine.harness import Prompt, Schedule, build_core, run
 from tests.engine.test_sameness import BLOCK_SIZE
 from tests.engine.test_sameness import prompts as usual_prompts
@@ -45,21 +47,20 @@ def test_the_caches_differ() -> None:
     assert len({str(output) for output in outputs}) == len(outputs)
 
 
-@pytest.mark.parametrize("kv", KV_CACHE_DTYPES)
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+SCHEDULES = (
+    Schedule(chunk=1),
+    Schedule(chunk=7, depth=2),
+    Schedule(chunk=BLOCK_SIZE + 1, block_size=8),
+    Schedule(block_size=32, depth=2, prefix_caching=True),
+    Schedule(num_blocks=8),  # not enough for all: requests are preempted
+)
+
+
 @pytest.mark.parametrize(
-    "schedule",
-    [
-        Schedule(chunk=1),
-        Schedule(chunk=7, depth=2),
-        Schedule(chunk=BLOCK_SIZE + 1, block_size=8),
-        Schedule(block_size=32, depth=2, prefix_caching=True),
-        Schedule(num_blocks=8),  # not enough for all: requests are preempted
-    ],
-    ids=str,
+    ("schedule", "precision", "kv"), covering(SCHEDULES, ["bfloat16", "float32"], KV_CACHE_DTYPES), ids=str
 )
 def test_schedules(schedule: Schedule, precision: str, kv: str) -> None:
-    core = build_core(Schedule(**{**vars(schedule), "kv_cache_dtype": kv}), precision)
+    core = build_core(replace(schedule, kv_cache_dtype=kv), precision)
     assert run(core, prompts()) == expected(kv, precision)
     core.shutdown()
 
@@ -104,15 +105,17 @@ def test_forks_copy_the_scales_too(kv: str) -> None:
     assert run(build_core(schedule, "bfloat16"), children) == alone
 
 
-@pytest.mark.parametrize("isa", cpu.isas()[:-1])
-@pytest.mark.parametrize("kv", KV_CACHE_DTYPES)
-def test_every_instruction_set(isa: str, kv: str) -> None:
+@pytest.mark.parametrize(
+    ("isa", "kv", "schedule"),
+    covering(cpu.isas()[:-1], KV_CACHE_DTYPES, [Schedule(chunk=7), Schedule(num_blocks=8, depth=2)]),
+    ids=str,
+)
+def test_every_instruction_set(isa: str, kv: str, schedule: Schedule) -> None:
     best = cpu.isa()
     cpu.set_isa(isa)
     try:
-        for schedule in (Schedule(chunk=7, kv_cache_dtype=kv), Schedule(num_blocks=8, depth=2, kv_cache_dtype=kv)):
-            core = build_core(schedule, "bfloat16")
-            assert run(core, prompts()) == expected(kv), schedule
-            core.shutdown()
+        core = build_core(replace(schedule, kv_cache_dtype=kv), "bfloat16")
+        assert run(core, prompts()) == expected(kv)
+        core.shutdown()
     finally:
         cpu.set_isa(best)

@@ -22,6 +22,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.replica import Replica
 from quire.frontend.supervisor import RecoveryLimits
 from quire.frontend.text.bad_words import WordIndex
 from quire.frontend.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ class Running:
         self.client = client
         inputs = InputProcessor(TOKENIZER, ModelLimits(10**6, TOKENIZER.vocab_size))
         options = {} if clock is None else {"clock": clock}
-        self.engine = AsyncEngine(client, inputs, OutputProcessor(TOKENIZER), **options)
+        self.engine = AsyncEngine([Replica(client, OutputProcessor(TOKENIZER), **options)], inputs, **options)
 
     async def __aenter__(self) -> Running:
         self.engine.start()
@@ -92,7 +93,7 @@ async def test_a_request_from_prompt_to_text():
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
         assert outputs[-1].outputs[0].finish_reason == "stop"
         assert running.engine.num_unfinished == 0
-        assert running.engine.last_record.num_rows == 1
+        assert running.engine.replicas[0].last_record.num_rows == 1
         assert running.engine.input_processor.limits.max_model_len == 2048, "the engine's own limit holds"
 
 

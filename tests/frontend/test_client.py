@@ -26,7 +26,7 @@ from quire.messages import (
     RequestDelta,
     SetLimits,
 )
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import RequestOutputKind, SamplingParams, SpelledWord, SpelledWords
 from quire.schedule import TokenLogprobs
 
 READY = EngineReady(100, 10, 16, 4, 64, {"max_model_len": {"value": 100, "source": "flag"}})
@@ -60,6 +60,44 @@ class TinyEngine(threading.Thread):
                     logprobs = [TokenLogprobs([1, 2], [-0.5, -1.5], [1, 2])]
                     delta = RequestDelta(message.request_id, message.prompt_token_ids, logprobs, finish_reason="length")
                     outputs.send(msgspec.msgpack.encode(EngineOutputs([delta])))
+
+
+async def test_bad_words_are_encoded_once_for_all_continuations(addresses):
+    client = ProcessClient(*addresses)
+    encoded = []
+
+    class Encoder:
+        def encode(self, message):
+            encoded.append(type(message))
+            return msgspec.msgpack.encode(message)
+
+    client._encoder = Encoder()
+    engine = TinyEngine(*addresses)
+    engine.start()
+    words = SpelledWords([SpelledWord({3: [1]}, [{4: [1, 2]}, {}])], b"\x10")
+    params = SamplingParams(n=3, max_tokens=4)
+    params.bad_words_spelled = words
+    sent = [AddRequest(f"a{index}", [5], params.continuation(index), 4) for index in range(3)]
+    for message in (*sent, Command("shutdown")):
+        client.send(message)
+    await asyncio.to_thread(engine.join, 10)
+    assert engine.received == [*sent, Command("shutdown")]
+    assert all(message.sampling_params.bad_words_spelled is words for message in sent), "messages are not changed"
+    assert encoded == [SpelledWords, AddRequest, AddRequest, AddRequest, Command]
+    client.close()
+
+
+async def test_a_message_of_another_engine_is_refused(addresses):
+    """Each engine has sockets of its own: a message that says otherwise is of nobody's requests."""
+    client = ProcessClient(*addresses, engine_index=1)
+    TinyEngine(*addresses).start()  # which says that it is engine 0
+    with pytest.raises(EngineDeadError, match="to engine 1 is from engine 0"):
+        await client.receive()
+    receiving = asyncio.ensure_future(client.receive())
+    await asyncio.sleep(0)
+    client.mark_dead("The engine was given up")
+    assert await receiving == EngineFailed("The engine was given up", engine_index=1)
+    client.close()
 
 
 @pytest.fixture

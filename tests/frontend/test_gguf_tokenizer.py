@@ -20,6 +20,7 @@ from quire.frontend import gguf_tokenizer
 from quire.frontend.gguf_tokenizer import PRE_TOKENIZERS
 from quire.frontend.tokenizer import Tokenizer
 from quire.launch import open_model
+from tests.examples import examples
 from tests.gguf.raw import ARRAY, BOOL, STRING, U32, Raw, array, number, pair, text
 from tests.gguf.writing import add_tokenizer
 
@@ -92,7 +93,7 @@ def test_demo_ids_and_text(odd: str, demo_gguf: Tokenizer) -> None:
         assert demo_gguf.decode(ids, skip_special_tokens=skip) == demo().decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.text(max_size=60) | st.lists(st.sampled_from(ODD), max_size=4).map("".join))
 def test_demo_ids_of_any_text(demo_gguf: Tokenizer, any_text: str) -> None:
     assert demo_gguf.encode(any_text) == demo().encode(any_text)

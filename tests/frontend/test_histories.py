@@ -17,6 +17,7 @@ from quire.errors import InvalidRequestError, QuireError
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.replica import Replica
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import Abort, AddRequest, EngineInput, EngineMessage, EngineOutputs, EngineReady
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -167,9 +168,8 @@ async def one_reader(rng: random.Random, engine: AsyncEngine) -> str:
 async def test_any_history_leaves_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
     client = SlowLine(rng)
-    engine = AsyncEngine(
-        client, InputProcessor(TOKENIZER, ModelLimits(MAX_MODEL_LEN, VOCAB_SIZE, -1)), OutputProcessor(TOKENIZER)
-    )
+    replica = Replica(client, OutputProcessor(TOKENIZER))
+    engine = AsyncEngine([replica], InputProcessor(TOKENIZER, ModelLimits(MAX_MODEL_LEN, VOCAB_SIZE, -1)))
     engine.start()
     stepping = asyncio.ensure_future(client.run())
     await engine.wait_ready(10)
@@ -184,8 +184,8 @@ async def test_any_history_leaves_nothing_behind(seed: int) -> None:
     while not client.is_quiet():
         await asyncio.sleep(0)
     assert engine.num_unfinished == 0
-    assert not engine._streams
-    assert not engine.output_processor._continuations
+    assert not replica._streams
+    assert not replica.output_processor._continuations
     assert not client.scheduler.has_requests()
     assert client.kv.pool.num_used_blocks == 0, "blocks leaked"
     client.kv.check()

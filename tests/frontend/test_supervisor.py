@@ -16,6 +16,7 @@ from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.live_limits import move_limits
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.replica import Replica
 from quire.frontend.stats import FinishedRequest, NoMetrics
 from quire.frontend.supervisor import RecoveryLimits, RestartPolicy, Watch
 from quire.messages import Abort, AddRequest, EngineBeat, EngineFailed, EngineReady, SetLimits
@@ -159,7 +160,7 @@ class Recovering:
         self.clients.append(first)
         inputs = InputProcessor(TOKENIZER, ModelLimits(10**6, TOKENIZER.vocab_size))
         outputs = OutputProcessor(TOKENIZER, self.metrics)
-        self.engine = AsyncEngine(first, inputs, outputs, starter=self, recovery=limits)
+        self.engine = AsyncEngine([Replica(first, outputs, starter=self, recovery=limits)], inputs)
 
     def launch(self) -> EchoClient:
         if self.failing_launches:
@@ -404,7 +405,7 @@ async def test_moved_limits_stay_moved() -> None:
         assert running.engine.ready.max_num_seqs == 3
         shown = running.engine.ready.resolved
         assert [shown[name]["source"] for name in resolved] == ["live", "default", "live", "default"]
-        assert running.engine.admission.max_num_queued_reqs == 5
+        assert running.engine.replicas[0].admission.max_num_queued_reqs == 5
 
 
 async def test_shutdown_while_it_starts_again() -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from quire.errors import WeightsError
 from quire.gguf import file as gguf_file
 from quire.gguf.file import GgufFile, is_gguf, open_gguf
+from tests.examples import examples
 from tests.gguf.raw import (
     ARRAY,
     BOOL,
@@ -287,7 +288,7 @@ def test_flipped_bytes(seed: int, tmp_path: Path) -> None:
     assert 300 < refused < 1500
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(
         st.tuples(st.sampled_from([0, 4, 8, 16, 24]), st.integers(0, 2**64 - 1)) | st.binary(max_size=64), max_size=12

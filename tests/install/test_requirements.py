@@ -14,9 +14,21 @@ ROOT = Path(__file__).parents[2]
 UNREACHABLE = ("Failed to fetch", "Could not connect", "dns error", "Network connectivity is disabled")
 
 
-def _resolve(torch: str, target: str, folder: Path) -> dict[str, str]:
-    """Versions by name that a resolver chooses for Quire with all its extras, from metadata alone: nothing is
-    downloaded. Skips without an index."""
+LINUX, MACOS = "x86_64-unknown-linux-gnu", "aarch64-apple-darwin"
+TRITON = {"2.11.0": "3.6.0", "2.12.0": "3.7.0", "2.13.0": "3.7.1"}  # by the torch that pins it
+CASES = [*((torch, LINUX) for torch in TRITON), ("2.13.0", MACOS)]
+
+Resolver = subprocess.Popen[str]
+
+
+@pytest.fixture(scope="module")
+def resolvers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Resolver]:
+    """All at once: most of the time they wait for the index."""
+    return {case: _resolver(*case, tmp_path_factory.mktemp("resolver")) for case in CASES}
+
+
+def _resolver(torch: str, target: str, folder: Path) -> Resolver:
+    """Chooses versions for Quire with all its extras, from metadata alone: nothing is downloaded."""
     constraint = folder / "constraint.txt"
     constraint.write_text(f"torch=={torch}\n")
     command = [
@@ -26,21 +38,26 @@ def _resolve(torch: str, target: str, folder: Path) -> dict[str, str]:
     ]
     # The oldest macOS that torch 2.13 has wheels for.
     environment = os.environ | {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode and any(words in done.stderr for words in UNREACHABLE):
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def _versions(resolver: Resolver) -> dict[str, str]:
+    """By name. Skips without an index."""
+    out, error = resolver.communicate()
+    if resolver.returncode and any(words in error for words in UNREACHABLE):
         pytest.skip("the package index does not answer")
-    assert not done.returncode, done.stderr
-    return dict(line.split("==") for line in done.stdout.splitlines() if "==" in line)
+    assert not resolver.returncode, error
+    return dict(line.split("==") for line in out.splitlines() if "==" in line)
 
 
-@pytest.mark.parametrize(("torch", "triton"), [("2.11.0", "3.6.0"), ("2.12.0", "3.7.0"), ("2.13.0", "3.7.1")])
-def test_linux(torch: str, triton: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("torch", TRITON)
+def test_linux(torch: str, resolvers: dict[tuple[str, str], Resolver]) -> None:
     """The index has CUDA builds, each of which pins its Triton."""
-    versions = _resolve(torch, "x86_64-unknown-linux-gnu", tmp_path)
-    assert (versions["torch"], versions["triton"]) == (torch, triton)
+    versions = _versions(resolvers[torch, LINUX])
+    assert (versions["torch"], versions["triton"]) == (torch, TRITON[torch])
 
 
-def test_macos(tmp_path: Path) -> None:
-    versions = _resolve("2.13.0", "aarch64-apple-darwin", tmp_path)
+def test_macos(resolvers: dict[tuple[str, str], Resolver]) -> None:
+    versions = _versions(resolvers["2.13.0", MACOS])
     assert versions["torch"] == "2.13.0"
     assert "triton" not in versions

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import ops, reference
+from quire.kernels import cpu, ops, reference
+from tests.covering import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # float32: the approximations of exp and erf. The others round once: the same value or its neighbour.
@@ -25,10 +26,14 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("T", "inner"), [(1, 1), (3, 7), (19, 111), (2, 16384), (5, 20001), (70, 512)])
-def test_equals_twin(isa: str, name: str, dtype: torch.dtype, T: int, inner: int) -> None:
+SHAPES_TI = [(1, 1), (3, 7), (19, 111), (2, 16384), (5, 20001), (70, 512)]
+
+
+@pytest.mark.parametrize(
+    ("isa", "name", "dtype", "shape"), covering(cpu.isas(), list(OPS), DTYPES, SHAPES_TI), indirect=["isa"]
+)
+def test_equals_twin(isa: str, name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    T, inner = shape
     x = (torch.randn(T, 2 * inner + 3, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)[:, : 2 * inner]
     atol, rtol = TOLERANCES[dtype]
     torch.testing.assert_close(OPS[name](x), reference.gated_activation(name, x), atol=atol * 16, rtol=rtol)

@@ -135,8 +135,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("isa", "dtype", "shape"), covering(cpu.isas(), DTYPES, SHAPES), indirect=["isa"])
 def test_equals_dense_softmax(isa: str, dtype: torch.dtype, shape: tuple) -> None:
     H, G, E, options, ranges = shape
     parts = [(make_sequence(end, H, G, E, dtype, seed=i), begin, end) for i, (begin, end) in enumerate(ranges)]
@@ -174,11 +173,11 @@ SAME_BITS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("options", "H", "G", "E"), SAME_BITS)
+@pytest.mark.parametrize(("isa", "dtype", "shape"), covering(cpu.isas(), DTYPES, SAME_BITS), indirect=["isa"])
 def test_chunks_and_decode_give_the_bits_of_one_prefill(
-    isa: str, dtype: torch.dtype, options: Options, H: int, G: int, E: int
+    isa: str, dtype: torch.dtype, shape: tuple[Options, int, int, int]
 ) -> None:
+    options, H, G, E = shape
     s = make_sequence(600, H, G, E, dtype)
     whole = attend([(s, 0, 600)], options)[0]
     for chunk in (7, 16, 255, 256, 257):

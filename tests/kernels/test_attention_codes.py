@@ -107,10 +107,13 @@ def test_short_queries_of_a_batch_give_the_bits_of_one_prefill(
             assert torch.equal(out, whole[begin:end]), f"{query_len} tokens before {end} differ from one prefill"
 
 
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("E", [16, 96])  # 96: 64 codes at once, and 32
+@pytest.mark.parametrize(
+    ("isa", "dtype", "bad", "codes", "E"),
+    covering(  # E of 96: 64 codes at once, and 32
+        cpu.isas(), [torch.float32, torch.bfloat16], [math.nan, math.inf, -math.inf], CODES, [16, 96]
+    ),
+    indirect=["isa"],
+)
 def test_what_is_not_finite_stays_in_its_sequence(
     isa: str, dtype: torch.dtype, bad: float, codes: torch.dtype, E: int
 ) -> None:

@@ -120,10 +120,14 @@ def test_matches_the_twin(isa: str, shape: tuple[int, int], group_size: int, dty
             fp8_rows(packed, torch.tensor([0, row]), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
-@pytest.mark.parametrize(("N", "K"), [(130, 111), (70, 2500)])
-def test_rows_do_not_depend_on_the_batch(isa: str, N: int, K: int, group_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("isa", "shape", "group_size", "dtype"),
+    covering(cpu.isas(), [(130, 111), (70, 2500)], GROUP_SIZES, [torch.bfloat16, torch.float16]),
+    indirect=["isa"],
+    ids=str,
+)
+def test_rows_do_not_depend_on_the_batch(isa: str, shape: tuple[int, int], group_size: int, dtype: torch.dtype) -> None:
+    N, K = shape
     x_TK, weight = make(group_size, N, K, max(BATCHES), dtype)
     packed = pack_fp8(weight)
     all_TN = fp8_linear(x_TK, packed, out_dtype=torch.float32)

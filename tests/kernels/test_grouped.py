@@ -160,9 +160,14 @@ def test_codes_at_their_zero_give_zeros(isa: str, weight_format: GroupedFormat) 
     assert torch.equal(grouped_linear(x_TK, pack_grouped(at_zero)), torch.zeros(33, 66))
 
 
-@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
-@pytest.mark.parametrize(("N", "K"), [(130, 111), (70, 2500)])
-def test_rows_do_not_depend_on_the_batch(isa: str, N: int, K: int, weight_format: GroupedFormat) -> None:
+@pytest.mark.parametrize(
+    ("isa", "shape", "weight_format"),
+    covering(cpu.isas(), [(130, 111), (70, 2500)], FORMATS),
+    indirect=["isa"],
+    ids=str,
+)
+def test_rows_do_not_depend_on_the_batch(isa: str, shape: tuple[int, int], weight_format: GroupedFormat) -> None:
+    N, K = shape
     x_TK, weight = make(weight_format, N, K, max(BATCHES), torch.bfloat16)
     packed = pack_grouped(weight)
     all_TN = grouped_linear(x_TK, packed, out_dtype=torch.float32)

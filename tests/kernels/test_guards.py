@@ -9,7 +9,6 @@ import ast
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 WAYS = [*([("", "kernels"), ("-O", "kernels")] if cpu.available() else []), ("-O", "reference")]
 
 
-@cache
 def verdicts(flag: str, path: str) -> list[str]:
     """Of each case. A process that ends in a case is followed by another one, for the next case."""
     found: list[str] = []
@@ -44,9 +42,12 @@ def verdicts(flag: str, path: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
 @pytest.mark.parametrize(("flag", "path"), WAYS)
-def test_wrong_arguments_are_refused(flag: str, path: str, index: int) -> None:
+def test_wrong_arguments_are_refused(flag: str, path: str) -> None:
     """With asserts and without, on the compiled kernels and on plain torch."""
-    verdict = verdicts(flag, path)[index]
-    assert not verdict, f"{verdict}; expected {CASES[index].error}, {CASES[index].says!r}"
+    found = [
+        f"{case.name}: {verdict}; expected {case.error}, {case.says!r}"
+        for case, verdict in zip(CASES, verdicts(flag, path), strict=True)
+        if verdict
+    ]
+    assert not found, "\n".join(found)

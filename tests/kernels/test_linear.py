@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu, dense, reference
+from tests.covering import covering
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # N around the panel width (64) and its quarters; K odd, around the AMX step (32) and, 2500, over one K block of every
@@ -33,9 +34,9 @@ def random_linear(N: int, K: int, T: int, dtype: torch.dtype) -> tuple[Tensor, T
     return x_TK, weight_NK, torch.randn(N, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("N", "K"), SHAPES_NK)
-def test_matches_the_twin(isa: str, N: int, K: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("isa", "shape", "dtype"), covering(cpu.isas(), SHAPES_NK, DTYPES), indirect=["isa"], ids=str)
+def test_matches_the_twin(isa: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    N, K = shape
     x_TK, weight_NK, bias_N = random_linear(N, K, 37, dtype)
     packed = dense.pack_linear(weight_NK)
     assert packed.is_packed
@@ -139,9 +140,14 @@ def test_no_rows(isa: str) -> None:
     assert dense.linear(torch.empty(0, 6), dense.pack_linear(weight_NK)).shape == (0, 5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("N", "K"), [(1, 1), (63, 31), (64, 32), (65, 33), (131, 48), (200, 111)])
-def test_rows_of_a_packed_weight_are_exact(isa: str, N: int, K: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("isa", "shape", "dtype"),
+    covering(cpu.isas(), [(1, 1), (63, 31), (64, 32), (65, 33), (131, 48), (200, 111)], DTYPES),
+    indirect=["isa"],
+    ids=str,
+)
+def test_rows_of_a_packed_weight_are_exact(isa: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    N, K = shape
     weight_NK = torch.randn(N, K).to(dtype)
     rows_T = torch.randint(0, N, (19,))
     rows_T[0], rows_T[1] = 0, N - 1

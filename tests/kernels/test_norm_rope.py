@@ -32,8 +32,9 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [1, 7, 16, 33, 111, 1024, 2560])
+@pytest.mark.parametrize(
+    ("isa", "dtype", "D"), covering(cpu.isas(), DTYPES, [1, 7, 16, 33, 111, 1024, 2560]), indirect=["isa"]
+)
 def test_rms_norm(isa: str, dtype: torch.dtype, D: int) -> None:
     x = randn(19, D + 5, dtype=dtype)[:, :D]
     for weight_dtype, offset in ((dtype, 0.0), (torch.float32, 1.0)):
@@ -41,8 +42,7 @@ def test_rms_norm(isa: str, dtype: torch.dtype, D: int) -> None:
         assert_close(ops.rms_norm(x, weight, 1e-5, offset), reference.rms_norm(x, weight, 1e-5, offset))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [1, 7, 33, 111, 1024])
+@pytest.mark.parametrize(("isa", "dtype", "D"), covering(cpu.isas(), DTYPES, [1, 7, 33, 111, 1024]), indirect=["isa"])
 def test_add_rms_norm(isa: str, dtype: torch.dtype, D: int) -> None:
     x, residual, weight = (randn(19, D, dtype=dtype, seed=i) for i in range(3))
     weight = weight[0].clone()
@@ -105,7 +105,7 @@ def rope_inputs(shape: tuple, dtype: torch.dtype, T: int = 37) -> dict[str, Tens
         "positions_T": torch.randint(0, 50, (T,), generator=generator),
         "cos_sin_PR": torch.cat((angles.cos(), angles.sin()), dim=1) if R else None,
         "slot_mapping_T": slots,
-        "k_cache_BGPE": randn(2, B, G, P, E, dtype=dtype, seed=3).transpose(0, 1)[:, 1],
+        "k_cache_BGPE": randn(B, 2, G, P, E, dtype=dtype, seed=3)[:, 1],  # its blocks lie further apart
         "v_cache_BGPE": randn(B, G, P, E, dtype=dtype, seed=4),
         "q_norm_weight_E": randn(E, dtype=dtype, seed=5) if has_norm else None,
         "k_norm_weight_E": randn(E, dtype=dtype, seed=6) if has_norm else None,
@@ -128,8 +128,7 @@ def clone(inputs: dict[str, Tensor | float | None]) -> dict[str, Tensor | float 
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ROPE_SHAPES)
+@pytest.mark.parametrize(("isa", "dtype", "shape"), covering(cpu.isas(), DTYPES, ROPE_SHAPES), indirect=["isa"])
 def test_rope_and_cache(isa: str, dtype: torch.dtype, shape: tuple) -> None:
     inputs = rope_inputs(shape, dtype)
     expected = clone(inputs)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu, ops, reference
+from tests.covering import covering
 
 SIZES = [1, 2, 15, 16, 17, 255, 256, 257, 1000, 8191, 8192, 8193, 40000]
 # One unit of the kernels' fixed point, in which probabilities are truncated, and the error of exp in float32.
@@ -24,7 +25,10 @@ def randn(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@pytest.fixture(params=[*cpu.isas(), "reference"])
+PATHS = [*cpu.isas(), "reference"]
+
+
+@pytest.fixture(params=PATHS)
 def sampling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every instruction set, and the plain-torch path."""
     if request.param == "reference":
@@ -135,8 +139,9 @@ def test_kept_set_and_masses_equal_the_sorted_definition(sampling: str) -> None:
     assert checked > 150, "nearly all cases were skipped"
 
 
-@pytest.mark.parametrize("V", [40_000, 9_000])
-@pytest.mark.parametrize("scale", [0.01, 2.0, 8.0])
+@pytest.mark.parametrize(
+    ("sampling", "V", "scale"), covering(PATHS, [40_000, 9_000], [0.01, 2.0, 8.0]), indirect=["sampling"]
+)
 def test_large_vocabulary_keeps_what_the_sorted_definition_keeps(sampling: str, V: int, scale: float) -> None:
     logits = randn(1, V, scale=scale)
     for parameters in (

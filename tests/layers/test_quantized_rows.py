@@ -107,7 +107,6 @@ def test_every_family_feeds_its_layers() -> None:
         model = build_model(
             load_model_config(quire.demo.path("target"), {"architectures": [architecture]}), torch.bfloat16
         )
-        for block in model._blocks:
-            assert block.input_norm.feeds is block.attention.qkv
-            assert block.mlp_norm.feeds is block.mlp.gate_up
-        assert model._blocks[-1].next_norm.feeds is None
+        for sublayer in model._sublayers:
+            assert sublayer.input_norm.feeds is sublayer._mixer.reader
+        assert model._sublayers[-1].next_norm.feeds is None

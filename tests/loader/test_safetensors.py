@@ -122,12 +122,12 @@ def good_file() -> bytes:
     return pack({"x": entry(0, 4), "y": entry(4, 12, [2], "F32")}, bytes(12))
 
 
-@pytest.mark.parametrize("kept", [*range(len(good_file()))])
-def test_truncation_at_every_byte_is_found(tmp_path: Path, kept: int) -> None:
+def test_truncation_at_every_byte_is_found(tmp_path: Path) -> None:
     path = tmp_path / SINGLE_NAME
-    path.write_bytes(good_file()[:kept])
-    with pytest.raises(WeightsError, match=SINGLE_NAME):
-        read_header(path)
+    for kept in range(len(good_file())):
+        path.write_bytes(good_file()[:kept])
+        with pytest.raises(WeightsError, match=SINGLE_NAME):
+            read_header(path)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -33,13 +33,13 @@ def families(metrics):
 def used(**options):
     metrics = PrometheusMetrics("m", 2048, **options)
     zeros = {name: 0 for name in StepRecord.__struct_fields__ if not name.endswith("_seconds")}
-    metrics.on_request_arrived(SimpleNamespace(requests=[1]))
-    metrics.on_step(
+    metrics.engines[0].on_request_arrived(SimpleNamespace(requests=[1]))
+    metrics.engines[0].on_step(
         StepRecord(**zeros | {"num_prefill_tokens": 40, "num_sampled_tokens": 1, "num_blocks_in_use": 3,
                               "num_blocks_total": 12, "prefix_cache_queries": 50, "prefix_cache_hits": 10})
     )  # fmt: skip
-    metrics.on_first_token(0.5, 1, 50, 10)
-    metrics.on_tokens(1, 0.003)
+    metrics.engines[0].on_first_token(0.5, 1, 50, 10)
+    metrics.engines[0].on_tokens(1, 0.003)
     return families(metrics)
 
 

@@ -87,7 +87,7 @@ async def test_log_forever(monkeypatch):
     monkeypatch.setattr(log_line.logger, "log", lambda level, text: logged.append((level, text)))
     line = StatsLine()
     line.add(record(num_sampled_tokens=1))
-    task = asyncio.create_task(log_line.log_forever(line, 0.001))
+    task = asyncio.create_task(log_line.log_forever([line], 0.001))
     while not logged:
         await asyncio.sleep(0.001)
     task.cancel()

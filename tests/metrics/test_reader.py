@@ -11,8 +11,8 @@ LABELS = {"model_name": "m", "engine": "0"}
 
 def test_every_series_once() -> None:
     metrics = PrometheusMetrics("m", 10)
-    metrics.on_tokens(3, 0.02)
-    metrics.on_tokens(1, 100.0)
+    metrics.engines[0].on_tokens(3, 0.02)
+    metrics.engines[0].on_tokens(1, 100.0)
     found = read(metrics.registry)
     assert len({(metric.name, *metric.labels.items()) for metric in found}) == len(found)
     assert {metric.name for metric in found} == {metric.name for metric in METRICS}, "all of them, and no process_*"

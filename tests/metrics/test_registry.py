@@ -75,7 +75,7 @@ def metrics() -> PrometheusMetrics:
     metrics = PrometheusMetrics('na"me\nwith\\all', 4000)
     values = {"kv_cache_dtype": "int8", "enable_prefix_caching": True, "kv_cache_tokens": 8192}
     resolved = {name: {"value": value} for name, value in values.items()}
-    metrics.on_ready(EngineReady(4000, 512, 16, 8, 2048, resolved))
+    metrics.engines[0].on_ready(EngineReady(4000, 512, 16, 8, 2048, resolved))
     return metrics
 
 
@@ -96,7 +96,8 @@ def test_labels(metrics):
         for sample in family.samples:
             if name.startswith(("vllm:", "quire_")):
                 assert sample.labels["model_name"] == 'na"me\nwith\\all'
-                assert sample.labels.get("engine") == (None if name == "vllm:admission_rejections" else "0"), name
+                shared = ("vllm:admission_rejections", "quire_event_loop_lag_seconds")
+                assert sample.labels.get("engine") == (None if name in shared else "0"), name
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_buckets(metrics):
 
 
 def test_cache_config_is_published_once(metrics):
-    metrics.on_ready(EngineReady(1, 1, 1, 1, 1))
+    metrics.engines[0].on_ready(EngineReady(1, 1, 1, 1, 1))
     (sample,) = families(metrics)["vllm:cache_config_info"].samples
     assert set(sample.labels) == {"model_name", "engine", *CACHE_CONFIG_LABELS}
     shown = {label: value for label, value in sample.labels.items() if value not in ("None", "False")}
@@ -152,7 +153,7 @@ def test_cache_config_is_published_once(metrics):
 
 
 def test_a_step_that_comes_after_the_last_abort_leaves_nothing_running(metrics):
-    metrics.on_step(record(num_running=1, num_blocks_in_use=3, num_blocks_total=12))
+    metrics.engines[0].on_step(record(num_running=1, num_blocks_in_use=3, num_blocks_total=12))
     found = families(metrics)
     for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
         assert found[name].samples[0].value == 0
@@ -161,8 +162,8 @@ def test_a_step_that_comes_after_the_last_abort_leaves_nothing_running(metrics):
 def test_steps(metrics):
     scheduled = {"num_prefill_tokens": 30, "num_sampled_tokens": 4, "num_running": 5, "num_waiting": 3}
     cache = {"num_blocks_in_use": 3, "num_blocks_total": 12, "prefix_cache_queries": 30, "prefix_cache_hits": 16}
-    metrics.on_request_arrived(SimpleNamespace(requests=[1]))
-    metrics.on_step(record(**scheduled, **cache, num_preemptions=2, num_deferred=1))
+    metrics.engines[0].on_request_arrived(SimpleNamespace(requests=[1]))
+    metrics.engines[0].on_step(record(**scheduled, **cache, num_preemptions=2, num_deferred=1))
     found = families(metrics)
 
     def value(name: str, suffix: str = "") -> float:
@@ -188,8 +189,10 @@ KV_BLOCK_BUCKETS = [
 
 def test_kv_blocks():
     metrics = PrometheusMetrics("m", 2048, kv_blocks=True)
-    metrics.on_step(record(evicted_blocks=[EvictedBlock(7.0, 4.0, [0.5, 2.5]), EvictedBlock(1900.0, 0.015, [])]))
-    metrics.on_step(record(evicted_blocks=[]))
+    metrics.engines[0].on_step(
+        record(evicted_blocks=[EvictedBlock(7.0, 4.0, [0.5, 2.5]), EvictedBlock(1900.0, 0.015, [])])
+    )
+    metrics.engines[0].on_step(record(evicted_blocks=[]))
     found = families(metrics)
     expected = {"lifetime": (2, 1907.0), "idle_before_evict": (2, 4.015), "reuse_gap": (2, 3.0)}
     for name, (count, total) in expected.items():

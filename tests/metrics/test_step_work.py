@@ -43,15 +43,15 @@ def test_bytes(model: ModelConfig, dtype: str, quantization: str | None, kv_cach
 def test_steps_are_added_up(model: ModelConfig) -> None:
     metrics = PrometheusMetrics("m", 2048, model=model)
     step = record(num_decode_tokens=4, num_sampled_tokens=4, num_kv_tokens_read=50, num_rows=4)
-    metrics.on_step(step)  # of a batch that was on its way before anything was known
+    metrics.engines[0].on_step(step)  # of a batch that was on its way before anything was known
     resolved = {
         "dtype": {"value": "bfloat16"},
         "quantization": {"value": "int4"},
         "kv_cache_dtype": {"value": "fp8_e5m2"},
     }
-    metrics.on_ready(EngineReady(2048, 8, 16, 8, 2048, resolved))
-    metrics.on_step(step)
-    metrics.on_step(step)
+    metrics.engines[0].on_ready(EngineReady(2048, 8, 16, 8, 2048, resolved))
+    metrics.engines[0].on_step(step)
+    metrics.engines[0].on_step(step)
     families = text_string_to_metric_families(metrics.render().decode())
     found = {f.name.removeprefix("vllm:estimated_"): f.samples[0].value for f in families if "estimated" in f.name}
     work = StepWork(model, "bfloat16", "int4", "fp8_e5m2")

@@ -21,7 +21,6 @@ from quire.errors import ConfigError
 from quire.quality import measure
 from quire.quality.divergence import Positions, compare
 from quire.quality.summary import summarize
-from quire.worker.worker import Worker
 
 CONTEXT = 40
 CHATS = """<|im_start|>user
@@ -118,7 +117,7 @@ def test_one_model_at_a_time_beside_the_base(
     loaded: list[weakref.ref[Any]] = []
     load = measure.load
 
-    def watched(*arguments: Any) -> Worker:
+    def watched(*arguments: Any) -> measure.Loaded:
         in_memory = [reference for reference in loaded if reference() is not None]
         assert len(in_memory) <= 2, "more than the base is in memory while the next model is loaded"
         worker = load(*arguments)

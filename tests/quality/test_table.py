@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -17,7 +18,6 @@ from quire.kernels import cpu
 from tests.gguf.writing import write_gguf
 
 DOCS = Path(__file__).parents[2] / "docs" / "quantization.md"
-NUM_QUESTIONS = 40
 GGUF_32 = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]  # groups of 32
 GGUF_K = ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K"]
 
@@ -74,44 +74,61 @@ def test_the_plan_goes_by_it() -> None:
     assert kl["bfloat16"] == quire.plan._REDUCED_DTYPE_KL
 
 
+@dataclass(frozen=True)
+class Run:
+    """A shorter run than that of the table, and how close its ratio of perplexities has to be.
+
+    Releases of Python 3.11 differ in their docstrings: over a quarter of the text the ratio of fp8_e5m2 is 0.01 larger
+    or smaller for that reason alone.
+    """
+
+    num_tokens: int
+    num_questions: int
+    tolerance: float
+
+
+RUNS = (Run(4096, 10, 0.025), pytest.param(Run(16_384, 40, 0.01), marks=pytest.mark.slow))
+
+
 @learned
 @pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
-def test_a_shorter_run_finds_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = shorter_run(monkeypatch, capsys, ["--rows", "0", str(len(quality.ON_LOAD))])
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_shorter_run_finds_it(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = shorter_run(run, monkeypatch, capsys, ["--rows", "0", str(len(quality.ON_LOAD))])
     assert list(rows) == list(quality.ON_LOAD)
-    check_close(rows)
+    check_close(run, rows)
 
 
 @learned
+@pytest.mark.parametrize("run", RUNS, ids=str)
 def test_a_shorter_run_finds_that_of_a_gguf_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Of Q8_0: it is what llama.cpp gives every matrix, and the `gguf` package can write it."""
     file = tmp_path / "demo"
     write_gguf(file, quire.demo.path(), "Q8_0")
     of_quire = quality.ON_LOAD | quality.WRITTEN
-    rows = shorter_run(monkeypatch, capsys, ["--gguf", str(file), "--rows", str(len(of_quire)), "99"])
+    rows = shorter_run(run, monkeypatch, capsys, ["--gguf", str(file), "--rows", str(len(of_quire)), "99"])
     assert list(rows) == ["GGUF Q8_0"]
-    check_close(rows)
+    check_close(run, rows)
 
 
 def shorter_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> dict[str, list[str]]:
-    """A fifth of the questions, and the whole text: releases of Python 3.11 differ in their docstrings, and over a
-    quarter of the text the ratio of fp8_e5m2 is 0.01 larger or smaller for that reason alone."""
-    monkeypatch.setattr(sys, "argv", ["quality.py", "--questions", str(NUM_QUESTIONS), *words])
+    counts = ["--questions", str(run.num_questions), "--max-tokens", str(run.num_tokens), "--num-threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["quality.py", *counts, *words])
     quality.main()
     return rows_of(capsys.readouterr().out)
 
 
-def check_close(rows: dict[str, list[str]]) -> None:
+def check_close(run: Run, rows: dict[str, list[str]]) -> None:
     """On any instruction set: close, and the same bytes."""
     for name, (num_bytes, ratio, kl, kl_p99, same, answers) in rows.items():
         documented = DOCUMENTED[name]
         assert num_bytes == documented[0], name
-        assert number(ratio) == pytest.approx(number(documented[1]), abs=0.01), name
+        assert number(ratio) == pytest.approx(number(documented[1]), abs=run.tolerance), name
         assert number(kl) == pytest.approx(number(documented[2]), rel=0.4), name
         assert number(kl_p99) == pytest.approx(number(documented[3]), rel=0.4), name
-        assert number(same) == pytest.approx(number(documented[4]), abs=0.6), name
-        assert number(answers) >= NUM_QUESTIONS - 1, name
+        assert number(same) == pytest.approx(number(documented[4]), abs=60 * run.tolerance), name
+        assert number(answers) >= run.num_questions - 1, name

@@ -17,6 +17,7 @@ from quire.sampling.filters import apply_filters
 from quire.sampling.penalties import RowPenalties, apply_penalties
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
+from tests.examples import examples
 from tests.sampling.dense import append_token, probabilities, processed_logits, state_of
 
 V = 40
@@ -52,7 +53,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=300, derandomize=True)  # float32 against float64: ties at a limit may differ
+@settings(max_examples=examples(300), derandomize=True)  # float32 against float64: ties at a limit may differ
 @given(
     params=requests,
     seed=st.integers(0, 1000),
@@ -78,7 +79,7 @@ def test_any_parameters_match_the_dense_definition(
     assert probabilities(logits_1V[0], params, **history)[sampled.token_ids[0]] > 0
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=examples(100), derandomize=True)
 @given(
     seed=st.integers(0, 1000),
     temperature=st.sampled_from([0.3, 1.0, 1.7]),

@@ -23,6 +23,7 @@ from quire.sampling_params import (
     SamplingType,
     StructuredOutputsParams,
 )
+from tests.examples import examples
 
 FIELDS = SamplingParams.__struct_fields__
 
@@ -406,7 +407,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
 def test_any_json_is_accepted_or_refused(fields: dict[str, Any]) -> None:
     try:

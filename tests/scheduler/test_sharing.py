@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from quire.messages import SetLimits
 from quire.scheduler.scheduler import SHARING_SECONDS
+from tests.examples import examples
 from tests.scheduler.driver import Driver, request
 
 SHARED = 16
@@ -238,7 +239,7 @@ LENGTHS = st.one_of(st.integers(1, 12), st.integers(100, 200))
 ARRIVALS = st.lists(st.tuples(LENGTHS, st.integers(1, 4), st.integers(0, 6)), min_size=2, max_size=14)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(arrivals=ARRIVALS, depth=st.integers(1, 2), seats=st.integers(1, 6), num_blocks=st.sampled_from([52, 70, 400]))
 def test_the_oldest_prompt_always_progresses(
     arrivals: list[tuple[int, int, int]], depth: int, seats: int, num_blocks: int

@@ -10,6 +10,7 @@ from quire.kv_groups import KvGroup, pages_for
 from quire.layer_spec import KvKind, KvSpec
 from quire.messages import SetLimits
 from quire.schedule import RowsFailedError, ScheduledBatch
+from tests.examples import examples
 from tests.scheduler.driver import Driver, expected, request
 
 # Few different tokens and lengths, so that prefixes collide.
@@ -181,6 +182,6 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=30, suppress_health_check=list(HealthCheck)
+    max_examples=examples(300), stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
 TestHistories = Histories.TestCase

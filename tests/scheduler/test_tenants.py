@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.scheduler.driver import Driver, request
 
 # (whose: 0 the victim, 1 the other one; prompt; output tokens; steps until the next)
@@ -58,7 +59,7 @@ def changed(traffic: Traffic) -> Traffic:
     return [(t, prompt if t else renamed(prompt), *rest) for t, prompt, *rest in traffic]  # type: ignore[misc]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(traffic=TRAFFIC, num_blocks=st.sampled_from([16, 20, 64]))
 def test_with_salts_the_work_does_not_depend_on_what_the_other_tenant_says(traffic: Traffic, num_blocks: int) -> None:
     salts = ("victim", "other")

@@ -22,6 +22,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.replica import Replica
 from quire.frontend.tokenizer import Tokenizer
 from quire.listen import Listener
 from quire.messages import AddRequest
@@ -72,7 +73,8 @@ class RunningServer:
         self._waits_for_engine = waits_for_engine
         self.metrics = PrometheusMetrics(MODEL, MAX_MODEL_LEN)
         inputs = InputProcessor(tokenizer, LIMITS, eos_token_ids=[TOKENIZER.eos_token_id])
-        self.engine = AsyncEngine(self.client, inputs, OutputProcessor(tokenizer, self.metrics), clock=clock)
+        outputs = OutputProcessor(tokenizer, self.metrics.engines[0])
+        self.engine = AsyncEngine([Replica(self.client, outputs, clock=clock)], inputs, clock=clock)
         self.settings = replace(ServerSettings((MODEL, "alias"), log_stats_interval=0.0), **settings)
         self.app = create_app(self.engine, tokenizer, self.settings, self.metrics)
         self._listener = Listener(ServerConfig(port=0))

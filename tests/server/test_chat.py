@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from quire.sampling_params import RequestOutputKind
@@ -259,6 +261,15 @@ def test_other_fields_reach_the_engine(server):
     assert request.sampling_params.logprob_token_ids == [4, 8]
     assert request.cache_salt == "tenant"
     assert request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("value", [0, 10**6])
+def test_errors_name_the_field_that_was_given(server, name, value):
+    error = error_of(server.chat(**{name: value}), 400)
+    assert error["param"] == name
+    assert re.findall(r"\bmax_\w*tokens\b", error["message"]), error
+    assert set(re.findall(r"\bmax_\w*tokens\b", error["message"])) == {name}
 
 
 def test_priority_is_named_as_ignored_unless_the_scheduler_looks(server):

@@ -28,14 +28,14 @@ def slow(log):
     assert not log.get_records("call") + log.records, "a client that leaves is no error"
 
 
-def send(server: RunningServer, path: str, body: dict) -> socket.socket:
-    """A connection on which a request was sent."""
+def send(server: RunningServer, path: str, body: dict, times: int = 1) -> socket.socket:
+    """A connection on which a request was sent, once or several times without waiting for an answer."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
     content = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     )
-    connection.sendall(head.encode() + content)
+    connection.sendall(times * (head.encode() + content))
     return connection
 
 
@@ -57,6 +57,27 @@ def test_leaving_while_it_runs(slow, path, body, count, stream):
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         slow.wait_for(lambda: slow.client.num_requests == count and slow.client._step_id > 2, "the request to run")
     check_aborted(slow, count)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_with_requests_behind_the_one_that_runs(slow, stream):
+    """Two more on the same connection wait for its answer: none of them begins."""
+    body = {**CHAT, "stream": stream}
+    with send(slow, "/v1/chat/completions", body, times=3):
+        slow.wait_for(lambda: slow.client.num_requests == 1 and slow.client._step_id > 2, "the first one to run")
+    check_aborted(slow, 1)
+
+
+def test_the_answer_that_is_being_sent_is_the_last_of_its_connection(slow):
+    """What a server that ends does to connections that are still in use."""
+    body = {**CHAT, "max_tokens": 60, "stream": True}
+    with send(slow, "/v1/chat/completions", body, times=3) as connection:
+        answer = connection.recv(65536)
+        slow.run(lambda: [each.shutdown() for each in slow._server._connections()])
+        answer += read_all(connection)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), answer[-100:]
+    assert slow.chat(max_tokens=3).status_code == 200
 
 
 @pytest.mark.parametrize(("path", "body", "count"), REQUESTS)

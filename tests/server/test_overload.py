@@ -19,6 +19,7 @@ from quire.frontend.admission import (
     REFUSAL_TURN_SECONDS,
     REFUSALS_PER_SECOND,
     Admission,
+    Refusals,
 )
 from quire.frontend.echo_client import EchoClient
 from quire.messages import AddRequest, EngineReady, SetLimits
@@ -112,8 +113,8 @@ def test_a_full_queue_costs_no_tokenization(monkeypatch):
     client = EchoClient(None, max_num_seqs=1, max_num_queued_reqs=2)
     with RunningServer(client) as server:
         server.run(lambda: setattr(client, "is_paused", True))
-        server.run(lambda: server.engine.admission.on_step(record(num_running=1, num_waiting=2)))
-        monkeypatch.setattr(type(server.engine), "num_unfinished", property(lambda engine: 3))
+        server.run(lambda: server.engine.replicas[0].admission.on_step(record(num_running=1, num_waiting=2)))
+        monkeypatch.setattr(type(server.engine.replicas[0]), "num_unfinished", property(lambda replica: 3))
         monkeypatch.setattr(server.engine.input_processor, "process", None)
         response = server.complete(max_tokens=3)
         assert error_of(response, 429)["code"] == "queue_full"
@@ -127,9 +128,9 @@ def test_a_full_queue_costs_no_tokenization(monkeypatch):
 def test_the_limit_moves_with_the_engines():
     client = EchoClient(None, max_num_queued_reqs=2)
     with RunningServer(client) as server:
-        assert server.engine.admission.max_num_queued_reqs == 2
+        assert server.engine.replicas[0].admission.max_num_queued_reqs == 2
         server.run(lambda: server.engine.set_limits(SetLimits(max_num_queued_reqs=7)))
-        assert server.engine.admission.max_num_queued_reqs == 7
+        assert server.engine.replicas[0].admission.max_num_queued_reqs == 7
 
 
 def test_what_was_sent_since_the_last_step_counts():
@@ -174,8 +175,8 @@ def full(monkeypatch):
     """A server whose engine has said that its queue is full."""
     client = EchoClient(None, max_num_seqs=1, max_num_queued_reqs=2, max_model_len=2048)
     with RunningServer(client) as server:
-        monkeypatch.setattr(type(server.engine), "num_unfinished", property(lambda engine: 3))
-        server.run(lambda: server.engine.admission.on_step(record(num_running=1, num_waiting=2)))
+        monkeypatch.setattr(type(server.engine.replicas[0]), "num_unfinished", property(lambda replica: 3))
+        server.run(lambda: server.engine.replicas[0].admission.on_step(record(num_running=1, num_waiting=2)))
         yield server
         monkeypatch.undo()
 
@@ -207,40 +208,40 @@ def test_a_refusal_of_a_body_that_waits_to_be_asked_for_ends_the_connection(full
 def test_the_key_comes_first():
     client = EchoClient(None, max_num_queued_reqs=1)
     with RunningServer(client, api_keys=("key",)) as server:
-        server.run(lambda: server.engine.admission.on_step(record(num_running=1, num_waiting=2)))
+        server.run(lambda: server.engine.replicas[0].admission.on_step(record(num_running=1, num_waiting=2)))
         assert httpx.post(f"{server.url}/v1/completions", json={}).status_code == 401
 
 
 def test_refusals_have_a_pace():
     """A burst is told at once; who asks again at once waits for the next turn."""
-    door, now = Admission(), 1000.05
-    delays = [door.refusal_delay(now) for _ in range(FREE_REFUSALS - 1)]
+    refusals, now = Refusals(), 1000.05
+    delays = [refusals.delay(now) for _ in range(FREE_REFUSALS - 1)]
     assert max(delays) == 0.0
-    turns = [now + delay for _ in range(REFUSALS_PER_SECOND) if (delay := door.refusal_delay(now)) > 0]
+    turns = [now + delay for _ in range(REFUSALS_PER_SECOND) if (delay := refusals.delay(now)) > 0]
     assert len(turns) >= REFUSALS_PER_SECOND - 1
     per_turn = Counter(round(turn / REFUSAL_TURN_SECONDS, 3) for turn in turns)
     assert all(turn.is_integer() for turn in per_turn), per_turn
     assert max(per_turn.values()) <= REFUSALS_PER_SECOND * REFUSAL_TURN_SECONDS + 1
     assert turns[-1] == pytest.approx(now + 1, abs=REFUSAL_TURN_SECONDS)
-    assert door.refusal_delay(now + 100) == 0.0
+    assert refusals.delay(now + 100) == 0.0
 
 
 def test_the_pace_holds_for_a_thousand_who_ask_at_once():
     """Each of them asks again as soon as it is told; more of them wait no longer than the limit."""
-    door, now = Admission(), 1000.05
-    turns = [now + door.refusal_delay(now) for _ in range(900)]
+    refusals, now = Refusals(), 1000.05
+    turns = [now + refusals.delay(now) for _ in range(900)]
     for _ in range(3000):
-        heapq.heapreplace(turns, turns[0] + door.refusal_delay(turns[0]))
+        heapq.heapreplace(turns, turns[0] + refusals.delay(turns[0]))
     per_turn = Counter(round(turn / REFUSAL_TURN_SECONDS) for turn in turns)
     assert max(per_turn.values()) <= REFUSALS_PER_SECOND * REFUSAL_TURN_SECONDS + 1
     last = max(turns)
-    many = [door.refusal_delay(last) for _ in range(20 * REFUSALS_PER_SECOND)]
+    many = [refusals.delay(last) for _ in range(20 * REFUSALS_PER_SECOND)]
     assert MAX_REFUSAL_DELAY_SECONDS - REFUSAL_TURN_SECONDS <= max(many) <= MAX_REFUSAL_DELAY_SECONDS
 
 
 def test_delayed_refusals_hold_up_nobody(full):
     """The next refusal has its turn in two seconds: other routes are answered meanwhile, and a client may leave."""
-    full.run(lambda: setattr(full.engine.admission, "_next_refusal", time.monotonic() + 2))
+    full.run(lambda: setattr(full.engine.refusals, "_next", time.monotonic() + 2))
     body = b'{"prompt": "a"}'
     with socket.create_connection(("127.0.0.1", full.port), timeout=10) as leaves:
         leaves.sendall(head_of("/v1/completions", body) + body)

@@ -126,7 +126,7 @@ def test_timeline_of_waiting_running_and_aborted_requests():
         assert server.http.get("/load").json() == {"server_load": 1}
         server.run(lambda: (setattr(client, "is_paused", False), client._wake.set()))
         server.wait_for(lambda: timeline(server, "cmpl-r")["status"] == "running", "the request to run")
-        server.run(lambda: server.engine.abort(list(server.engine._streams)))
+        server.run(lambda: server.engine.abort(list(server.engine.replicas[0]._streams)))
         thread.join(10)
         found = timeline(server, "cmpl-r")
         assert found["status"] == "finished"

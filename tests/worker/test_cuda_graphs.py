@@ -15,18 +15,20 @@ import torch
 
 import quire.demo
 from quire.config import EngineConfig, ServerConfig
+from quire.engine.bring_up import warn_about_dropped_sizes
 from quire.errors import ConfigError
 from quire.explain import explain
 from quire.forward_batch import ForwardBatch
 from quire.graph_sizes import LARGEST_BATCH, capture_sizes, mixed_sizes
 from quire.kv_groups import kv_groups
+from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
 from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.settings import Resolved
 from quire.worker import kv_cache
-from quire.worker.cuda_graphs import StepGraphs, in_order, paddings, warn_about_dropped_sizes
+from quire.worker.cuda_graphs import StepGraphs, in_order, paddings
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.input_batch import Padding, StepRows
 from tests.engine.harness import demo_model
@@ -94,7 +96,7 @@ def test_what_is_captured(arguments: dict[str, Any], mode: str, sizes: list[tupl
     """By vLLM's names; the largest first."""
     resolved = settings(**arguments)
     assert resolved.device.cudagraph_mode == mode
-    assert paddings(resolved) == [Padding(*size) for size in sizes]
+    assert paddings(WorkerSettings.of(resolved)) == [Padding(*size) for size in sizes]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_the_bound_is_the_largest_size_that_is_captured(
     resolved = settings(**arguments)
     bound = resolved.settings["max_cudagraph_capture_size"]
     assert (bound.value, bound.detail) == (largest, detail)
-    assert max((size.tokens for size in paddings(resolved)), default=0) == largest
+    assert max((size.tokens for size in paddings(WorkerSettings.of(resolved))), default=0) == largest
     with caplog.at_level("WARNING"):
         warn_about_dropped_sizes(resolved)
     told = f"--max-cudagraph-capture-size is taken as {largest}: {detail}"

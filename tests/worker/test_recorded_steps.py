@@ -210,8 +210,8 @@ def test_longer_tables_are_recorded_anew(
 
 def test_more_than_kernels_is_not_recorded(model: Decoder, num_recorded: list[int | None]) -> None:
     expected = steps(PagedRun(model, torch.bfloat16))
-    block = model._blocks[0]
-    model._blocks[0] = lambda *args: block(*args) * 2 / 2  # type: ignore[call-overload]
+    sublayer, mixer = model._sublayers[0], model._sublayers[0]._mixer
+    sublayer._mixer = lambda *args: mixer(*args) * 2 / 2  # type: ignore[assignment]
     assert all(torch.equal(a, b) for a, b in zip(steps(RecordedRun(model)), expected, strict=True))
     assert num_recorded == [None], "it is tried once"
 
@@ -226,19 +226,19 @@ def test_what_reads_or_makes_numbers_is_seen() -> None:
 
 
 def test_a_recording_that_fails_leaves_nothing(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, block = cpu._C, model._blocks[-1]
+    kernels, last = cpu._C, model._sublayers[-1]
 
     def fails(*_: Any) -> Tensor:
         raise MemoryError
 
     run = RecordedRun(model)
     run.step({0: [1, 2]})
-    model._blocks[-1] = fails  # type: ignore[call-overload]
+    model._sublayers[-1] = fails  # type: ignore[call-overload]
     with pytest.raises(MemoryError):
         run.step({0: [3]})
     assert cpu._C is kernels
     assert list(run.recorded._recordings) == [2]
-    model._blocks[-1] = block
+    model._sublayers[-1] = last
     run.lengths[0] -= 1
     assert torch.equal(run.step({0: [3]})[0], PagedRun(model, torch.bfloat16).step({0: [1, 2, 3]})[0][-1:])
 

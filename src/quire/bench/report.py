@@ -51,6 +51,20 @@ def save_published(folder: Path, what: str, hardware: str, result: dict[str, Any
     path.with_name(path.name + ".md").write_text(wrapped(markdown), encoding="utf-8")
 
 
+def heading(title: str, result: dict[str, Any]) -> list[str]:
+    """The first lines of a result file for people. `result` has what `environment` says."""
+    return [
+        f"# {title}",
+        "",
+        f"- Command: `{result['command']}`. Commit {result['commit']}. {result['machine']}.",
+    ]
+
+
+def table_head(columns: str) -> list[str]:
+    """The first two lines of a table in Markdown, by its columns: `a | b`."""
+    return [f"| {columns} |", "|" + "---|" * (columns.count(" | ") + 1)]
+
+
 def wrapped(markdown: str) -> str:
     """Markdown whose lines of text have at most 120 columns. Tables, titles and code blocks stay as they are."""
     lines, in_code = [], False

@@ -29,9 +29,9 @@ from quire.compat.environment import check_environment
 from quire.compat.table import as_flag
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, InvalidRequestError
+from quire.interrupt import end_at_once
 from quire.option import options
 from quire.spawn import EngineInterpreter, spawned_engine
-from quire.terminal import CLEAR_LINE, is_terminal
 
 if TYPE_CHECKING:
     from quire.chat.conversation import Conversation
@@ -188,11 +188,7 @@ def _ends_at_once(interpreter: EngineInterpreter) -> Iterator[None]:
     """Inside, a signal ends this process and the engine: leaving would wait for the threads of a download."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        interpreter.kill()
-        # The signal may have come in the middle of a write, and a buffer is not entered twice.
-        clear = CLEAR_LINE if is_terminal(sys.stderr) else ""
-        os.write(2, f"{clear}quire: {'interrupted' if number == signal.SIGINT else 'stopped'}\n".encode())
-        os._exit(128 + number)
+        end_at_once(number, interpreter.kill)
 
     with _on_signals([signal.SIGINT, *_stops()], end):
         yield

@@ -88,12 +88,12 @@ def run(args: argparse.Namespace) -> int:
         )
     text = measure.read_text(args.text, base, [model for _, model in models], args.context, args.max_tokens)
     with shown_start(is_quiet=args.disable_tqdm) as progress:
-        base_worker = measure.load(base, progress)
+        loaded = measure.load(base, progress)
         measure.download(models[0][1], progress)
     total = text.num_predicted * len(models)
     with tqdm(total=total, unit="tok", disable=args.disable_tqdm or None, dynamic_ncols=True) as bar:
-        rows = list(measure.measure(text, base_worker.runner, models, bar.update))
-    base_name = report.base_name(args.against or args.model, base_worker)
+        rows = list(measure.measure(text, loaded.runner, models, bar.update))
+    base_name = report.base_name(args.against or args.model, loaded)
     if args.json:
         print(json.dumps(measure.as_dict(text, base_name, rows), indent=2))
     else:

@@ -1,46 +1,116 @@
-"""Executors that run batches in this process: at once, or on one thread behind the caller."""
+"""Executors that take workers of this process through their life: in the caller's thread, or each on a thread."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from quire.schedule import Pending, ScheduledBatch, StepResult
+from quire.errors import EngineDeadError, QuireError
+from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
+from quire.logs import get_logger
+from quire.resolve import DeviceFacts
+from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
 
+logger = get_logger(__name__)
 
-class Runner(Protocol):
-    """What an executor drives: a ModelRunner, or its fake."""
-
-    def execute(self, batch: ScheduledBatch) -> StepResult: ...
+T = TypeVar("T")
 
 
 class InlineExecutor:
-    """Runs the batch inside submit(): one batch in flight, nothing to wait for."""
+    """Every worker does its part in the caller's thread. A device that runs ahead goes on after submit()."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+
+    def facts(self, wants_gpu: bool) -> list[DeviceFacts]:
+        return self._tell(lambda worker: worker.facts(wants_gpu))
+
+    def load(self, settings: WorkerSettings) -> None:
+        self._tell(lambda worker: worker.load(settings))
+
+    def measure(self) -> list[Measured]:
+        return self._tell(lambda worker: worker.measure())
+
+    def allocate(self, size: CacheSize) -> None:
+        self._tell(lambda worker: worker.allocate(size))
+
+    def capture(self) -> None:
+        self._tell(lambda worker: worker.capture())
+
+    def use_idle_time(self, num_blocks_ever_used: int) -> bool:
+        return any(self._tell(lambda worker: worker.use_idle_time(num_blocks_ever_used)))
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        future: Future[StepResult] = Future()
-        try:
-            future.set_result(self._runner.execute(batch))
-        except Exception as error:  # delivered by result(), as from any executor
-            future.set_exception(error)
-        return future
+        return _together([worker.submit(batch) for worker in self.workers])
 
     def shutdown(self) -> None:
         """Nothing to stop."""
 
+    def _tell(self, step: Callable[[Worker], T]) -> list[T]:
+        return [step(worker) for worker in self.workers]
 
-class ThreadExecutor:
-    """Runs batches in order on one thread, so that the next step is scheduled while one computes."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-worker")
+class ThreadExecutor(InlineExecutor):
+    """Each worker on a thread of its own, in order: side by side, while the caller schedules the next step."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        super().__init__(workers)
+        self._threads = [
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"quire-worker-{rank}") for rank in range(len(workers))
+        ]
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        return self._thread.submit(self._runner.execute, batch)
+        return _together(
+            [thread.submit(worker.execute, batch) for thread, worker in zip(self._threads, self.workers, strict=True)]
+        )
 
     def shutdown(self) -> None:
-        self._thread.shutdown(wait=True)
+        for thread in self._threads:
+            thread.shutdown(wait=True)
+
+    def _tell(self, step: Callable[[Worker], T]) -> list[T]:
+        return _results(
+            [thread.submit(step, worker) for thread, worker in zip(self._threads, self.workers, strict=True)]
+        )
+
+
+class _AllRanks:
+    """A step of several ranks. They compute the same tokens, so the first one answers."""
+
+    def __init__(self, pending: Sequence[Pending[StepResult]]) -> None:
+        self._pending = pending
+
+    def result(self) -> StepResult:
+        return _results(self._pending)[0]
+
+
+def _together(pending: Sequence[Pending[StepResult]]) -> Pending[StepResult]:
+    return pending[0] if len(pending) == 1 else _AllRanks(pending)
+
+
+def _results(pending: Sequence[Pending[T]]) -> list[T]:
+    """The results of all ranks, once all of them are done. Raises one error: the one that says most."""
+    results: list[T] = []
+    errors: list[tuple[int, Exception]] = []
+    for rank, each in enumerate(pending):
+        try:
+            results.append(each.result())
+        except Exception as error:
+            errors.append((rank, error))
+    if not errors:
+        return results
+    rank, worst = min(errors, key=lambda failed: _weight(failed[1]))
+    for other, less in errors:
+        if other != rank:
+            logger.error("worker %d of %d failed too: %s", other + 1, len(pending), less)
+    if len(pending) == 1 or _weight(worst) < 2:
+        raise worst
+    raise RuntimeError(f"Worker {rank + 1} of {len(pending)} failed: {type(worst).__name__}: {worst}") from worst
+
+
+def _weight(error: Exception) -> int:
+    """0: nothing goes on; 1: the error is fit for the user; 2: another one."""
+    if isinstance(error, EngineDeadError):
+        return 0
+    return 1 if isinstance(error, (QuireError, RowsFailedError)) else 2

@@ -119,7 +119,7 @@ class EngineProcess:
     def _wait(self, started: StartedEngine) -> None:
         """For a message, as long as it takes; what has to be done some day is done meanwhile."""
         pool = started.core.scheduler.kv.pool
-        while not self._inputs.poll(0) and started.prefault.step(pool.num_ever_used):
+        while not self._inputs.poll(0) and started.executor.use_idle_time(pool.num_ever_used):
             pass
         self._inputs.poll()
 
@@ -164,6 +164,7 @@ class EngineProcess:
         return handle
 
     def _send(self, message: EngineMessage) -> None:
+        message.engine_index = self._launch.engine_index
         self._outputs.send(self._encoder.encode(message))
 
     def _send_progress(self, phase: str, fraction: float, detail: str) -> None:
@@ -181,7 +182,8 @@ class EngineProcess:
             while True:
                 predicted = 0.0 if self._core is None else self._core.predicted_seconds
                 with suppress(zmq.Again):  # the front end has not read a thousand of them: it is stopped
-                    socket.send(encoder.encode(EngineBeat(predicted)), zmq.NOBLOCK)
+                    beat = EngineBeat(predicted, engine_index=self._launch.engine_index)
+                    socket.send(encoder.encode(beat), zmq.NOBLOCK)
                 if self._closing.wait(BEAT_SECONDS):
                     return
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import EngineConfig
+from quire.engine.bring_up import bring_up
 from quire.engine.core import EngineCore
-from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.engine.expectation import expectation
 from quire.engine.warm_up import produce_tokens
 from quire.kv_groups import kv_groups
+from quire.life_cycle import Worker, WorkerExecutor
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
-from quire.schedule import Executor
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
-from quire.settings import Planned, Resolved, as_dict
-from quire.worker.prefault import Prefault
-from quire.worker.worker import Worker, start_worker
+from quire.settings import Planned, as_dict
+from quire.worker.worker import DeviceWorker
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StartedEngine:
     core: EngineCore
     resolved: Planned
     model_config: ModelConfig
-    prefault: Prefault
+    executor: WorkerExecutor
 
     def ready_message(self) -> EngineReady:
         resolved = self.resolved
@@ -45,13 +45,26 @@ class StartedEngine:
         )
 
 
-def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, progress: Progress) -> StartedEngine:
+def one_worker(model_config: ModelConfig, progress: Progress) -> Sequence[Worker]:
+    """A device of this machine."""
+    return [DeviceWorker(model_config, progress)]
+
+
+def start_engine(
+    config: EngineConfig,
+    model_folder: Path,
+    *,
+    is_server: bool,
+    progress: Progress,
+    make_workers: Callable[[ModelConfig, Progress], Sequence[Worker]] = one_worker,
+) -> StartedEngine:
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user."""
     model_config = load_model_config(
         model_folder, config.hf_overrides, any_architecture=config.model_impl in ("auto", "transformers")
     )
-    worker = start_worker(config, model_config, is_server=is_server, progress=progress)
-    resolved = worker.resolved
+    workers = make_workers(model_config, progress)
+    running = bring_up(config, model_config, workers, is_server=is_server, progress=progress)
+    resolved, measured = running.resolved, running.measured
     model, schedule = resolved.model, resolved.scheduler
     kv = KVCacheManager(
         BlockPool(
@@ -79,17 +92,11 @@ def start_engine(config: EngineConfig, model_folder: Path, *, is_server: bool, p
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         rope_switches_after=model_config.rope.switches_after(model.max_model_len),
     )
-    core = EngineCore(scheduler, _executor(worker, resolved), depth=2 if schedule.async_scheduling else 1)
-    num_tokens, prompt = worker.measured_step
-    core.cost.add(num_tokens, prompt.seconds)
+    core = EngineCore(scheduler, running.executor, depth=schedule.depth)
+    core.cost.add(measured.num_tokens, measured.step.seconds)
     progress("warm up", 2 / 3, "producing a token")
-    steps = produce_tokens(core)
-    resolved = resolved.noting(expectation(schedule.max_num_seqs, model_config, steps, num_tokens, prompt))
+    expected = expectation(
+        schedule.max_num_seqs, model_config, produce_tokens(core), measured.num_tokens, measured.step
+    )
     progress("warm up", 1.0, "first token produced")
-    return StartedEngine(core, resolved, model_config, worker.prefault)
-
-
-def _executor(worker: Worker, resolved: Resolved) -> Executor:
-    if worker.runner.device.runs_ahead:
-        return worker.runner  # it launches, and waits for results when they are asked for
-    return ThreadExecutor(worker.runner) if resolved.scheduler.async_scheduling else InlineExecutor(worker.runner)
+    return StartedEngine(core, resolved.noting(expected), model_config, running.executor)

@@ -30,13 +30,12 @@ MAX_REFUSAL_DELAY_SECONDS = 10.0
 
 
 class Admission:
-    """What the engine last said of its queue, what was sent to it since, and how long requests have taken lately."""
+    """What an engine last said of its queue, what was sent to it since, and how long requests have taken lately."""
 
     def __init__(self) -> None:
         self.max_num_queued_reqs: int | None = None
         self._num_waiting = self._num_running = 0
         self._num_sent = 0  # since the last step
-        self._next_refusal = 0.0  # the time of the first refusal that is not free, as if none had been
         self._services: deque[float] = deque(maxlen=SERVICES_REMEMBERED)
 
     def on_ready(self, ready: EngineReady) -> None:
@@ -89,12 +88,19 @@ class Admission:
             error.retry_after_seconds = self.retry_after_seconds
             raise error
 
-    def refusal_delay(self, now: float) -> float:
+
+class Refusals:
+    """The pace of refusals, of all engines together: it is this process that refuses."""
+
+    def __init__(self) -> None:
+        self._next = 0.0  # the time of the first refusal that is not free, as if none had been
+
+    def delay(self, now: float) -> float:
         """Seconds until the turn of a refusal at `now`, in monotonic seconds; counts it."""
         earliest = now - FREE_REFUSALS / REFUSALS_PER_SECOND
-        self._next_refusal = max(self._next_refusal, earliest) + 1 / REFUSALS_PER_SECOND
+        self._next = max(self._next, earliest) + 1 / REFUSALS_PER_SECOND
         latest = now + MAX_REFUSAL_DELAY_SECONDS - REFUSAL_TURN_SECONDS  # its turn may come that much later
-        self._next_refusal = min(self._next_refusal, latest)
-        if self._next_refusal <= now:
+        self._next = min(self._next, latest)
+        if self._next <= now:
             return 0.0
-        return math.ceil(self._next_refusal / REFUSAL_TURN_SECONDS) * REFUSAL_TURN_SECONDS - now
+        return math.ceil(self._next / REFUSAL_TURN_SECONDS) * REFUSAL_TURN_SECONDS - now

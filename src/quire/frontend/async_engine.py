@@ -1,99 +1,61 @@
-"""AsyncEngine: the front end as a server uses it. One task receives from the engine; every request has a stream."""
+"""AsyncEngine: the front end as a server uses it. Every request has a stream, and one of the engines computes it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Unpack
 
-from quire.errors import (
-    EngineDeadError,
-    EngineRestartedError,
-    InvalidRequestError,
-    NotReadyError,
-    QueueFullError,
-    QuireError,
-    ShuttingDownError,
-)
-from quire.frontend.admission import Admission
-from quire.frontend.client import EngineClient
+from quire.errors import InvalidRequestError, NotReadyError, QuireError, ShuttingDownError
+from quire.frontend.admission import Refusals
 from quire.frontend.input_processor import InputProcessor, ProcessedRequest, RequestOptions
-from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.prompts import PromptType
-from quire.frontend.stats import FailureReason
+from quire.frontend.replica import Replica, as_dead
 from quire.frontend.stream import RequestStream
-from quire.frontend.supervisor import EngineStarter, RecoveryLimits, Supervisor
-from quire.logs import get_logger
-from quire.messages import (
-    Abort,
-    Command,
-    EngineMessage,
-    EngineOutputs,
-    EngineProgress,
-    EngineReady,
-    SetLimits,
-)
-from quire.outputs import FinishReason, RequestOutput
-from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.schedule import StepRecord
-
-logger = get_logger(__name__)
+from quire.frontend.timeline import RequestTimeline
+from quire.messages import EngineProgress, EngineReady, SetLimits
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
 
 INLINE_PROMPT_CHARS = 4096  # about 1 ms of tokenization; longer texts are tokenized in a thread
 
 
 class AsyncEngine:
-    """Requests in, streams of outputs out, over one engine at a time.
+    """Requests in, streams of outputs out, over one or more engines of the same model and settings.
+
+    The first start is one of all replicas: it ends when the last is ready, and one that cannot start ends them all.
+    From then on requests are taken while any replica is ready. A replica whose engine fails starts the next one by
+    itself and keeps its requests. One that gives up leaves its work to the others; the last one is the end.
 
     Args:
-        client: the connection to the engine; owned from now on.
-        input_processor: replaced by one with the engine's context length once that is known.
-        output_processor: owned from now on; its metrics also hear of every step.
-        starter: starts another engine after one that served has failed; None: there is no other.
-        recovery: when an engine counts as failed.
-        clock: monotonic seconds.
+        replicas: one or more, by their index; owned from now on.
+        input_processor: replaced by one with the engines' context length once that is known.
+        clock: monotonic seconds; the replicas' too.
     """
 
     def __init__(
         self,
-        client: EngineClient,
+        replicas: Sequence[Replica],
         input_processor: InputProcessor,
-        output_processor: OutputProcessor,
         *,
-        starter: EngineStarter | None = None,
-        recovery: RecoveryLimits = RecoveryLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.replicas = list(replicas)
         self.input_processor = input_processor
-        self.output_processor = output_processor
-        self.ready: EngineReady | None = None
-        self.progress: EngineProgress | None = None  # of the start or the start after a failure, until ready
         self.on_progress: Callable[[EngineProgress], None] | None = None  # hears every report of a start
-        self.error: QuireError | None = None  # why the engine is gone
-        self.last_record: StepRecord | None = None  # of the engine's last step
-        self.admission = Admission()
+        self.error: QuireError | None = None  # why no engine is left
+        self.refusals = Refusals()
         self._clock = clock
-        self._streams: dict[str, RequestStream] = {}
-        self._supervisor = Supervisor(self, client, starter, recovery, clock)
-        self._lost_ready: EngineReady | None = None  # of the engine that failed, until the next is ready
-        self._moved_limits: dict[str, int] = {}  # since the start of the first engine
-        self._task: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # ready or dead
 
     def start(self) -> None:
         """Begin to receive. Needs a running event loop; once."""
-        assert self._task is None, "started twice"
-        self._task = asyncio.get_running_loop().create_task(self._supervise(), name="engine outputs")
-
-    @property
-    def client(self) -> EngineClient:
-        """The connection to the engine of the moment."""
-        return self._supervisor.client
+        for replica in self.replicas:
+            replica.start(self._on_change, self._on_progress)
 
     async def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        """Wait until the engine has produced a token.
+        """Wait until requests are taken.
 
         Raises:
             QuireError: why it could not start. NotReadyError: not within `timeout` seconds.
@@ -108,25 +70,50 @@ class AsyncEngine:
         return self.ready
 
     @property
+    def ready(self) -> EngineReady | None:
+        """What the first replica that takes requests says of its engine; None: no request is taken."""
+        if self.error is not None or not self._has_started:
+            return None
+        return next((replica.facts for replica in self.replicas if replica.is_ready), None)
+
+    @property
+    def _has_started(self) -> bool:
+        """Every replica has been ready once."""
+        return all(replica.facts is not None for replica in self.replicas)
+
+    @property
     def is_ready(self) -> bool:
-        """A real token has been produced, and the engine lives."""
-        return self.ready is not None and self.error is None
+        """Requests are taken: real tokens have been produced, and an engine lives."""
+        return self.ready is not None
 
     @property
     def is_healthy(self) -> bool:
-        """Ready, gives signs of life, and a step has ended in time if there is work."""
-        verdict = self._supervisor.watch.verdict(self._clock(), has_work=self.num_unfinished > 0)
-        return self.is_ready and self.client.is_alive and verdict is None
+        """Requests are taken, and there is a replica whose engine gives signs of life and ends its steps in time.
+
+        Another one that does not is replaced: that must not cost the requests of those that are well.
+        """
+        return self.is_ready and any(replica.is_healthy for replica in self.replicas)
 
     @property
     def is_restarting(self) -> bool:
-        """An engine has failed, and the next is not ready yet."""
-        return self._lost_ready is not None and self.error is None
+        """Every replica's engine has failed, and none of the next ones is ready yet."""
+        return self.error is None and self._has_started and not self.is_ready
+
+    @property
+    def progress(self) -> EngineProgress | None:
+        """Of the first replica that starts; None: none does, or requests are taken."""
+        reports = (replica.progress for replica in self.replicas if replica.progress is not None)
+        return None if self.is_ready else next(reports, None)
 
     @property
     def num_unfinished(self) -> int:
         """Requests without their last output."""
-        return self.output_processor.num_unfinished
+        return sum(replica.num_unfinished for replica in self.replicas)
+
+    def timeline(self, request_id: str) -> RequestTimeline | None:
+        """Of a recent request; None: it is not known any more."""
+        timelines = (replica.output_processor.timelines.get(request_id) for replica in self.replicas)
+        return next((timeline for timeline in timelines if timeline is not None), None)
 
     async def add_request(
         self,
@@ -141,8 +128,7 @@ class AsyncEngine:
             InvalidRequestError, ContextLengthError: the request is refused. QueueFullError: the engine's queue is full.
             NotReadyError, EngineDeadError: as it says.
         """
-        self.check_running()
-        self.check_room()
+        self._pick().check_room()
         arrival_time = self._clock()
 
         def process() -> ProcessedRequest:
@@ -152,22 +138,21 @@ class AsyncEngine:
 
         spells = isinstance(sampling_params, SamplingParams) and bool(sampling_params.bad_words)
         processed = await asyncio.to_thread(process) if spells or _is_long(prompt) else process()
-        self.check_running()
-        if request_id in self.output_processor:
+        replica = self._pick()
+        if any(request_id in each.output_processor for each in self.replicas):
             raise InvalidRequestError(
                 "The request id is in use", value=request_id, fix="Use another id", param="request_id"
             )
-        if self.num_unfinished == 0:
-            self._supervisor.watch.on_step(self._clock())
-        self.output_processor.add(processed)
-        is_delta = processed.sampling_params.output_kind is RequestOutputKind.DELTA
-        stream = RequestStream(request_id, is_delta=is_delta, on_leave=self._on_leave)
-        self._streams[request_id] = stream
-        with suppress(EngineDeadError):  # what is received last says so too: then it is sent to the next engine
-            for message in processed.requests:
-                self.client.send(message)
-            self.admission.on_sent(len(processed.requests))
-        return stream
+        return replica.add(processed)
+
+    def _pick(self) -> Replica:
+        """The replica for a new request: of those that are ready, the one with the fewest unfinished requests.
+
+        Raises NotReadyError, EngineDeadError.
+        """
+        self.check_running()
+        ready = (replica for replica in self.replicas if replica.is_ready)
+        return min(ready, key=lambda replica: (not replica.client.is_alive, replica.num_unfinished))
 
     async def generate(
         self,
@@ -185,173 +170,69 @@ class AsyncEngine:
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests. Their readers' streams end without a further output; unknown ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                stream.close()
-
-    def _on_leave(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        self._send_abort(self.output_processor.abort([request_id]))
-
-    def _send_abort(self, engine_ids: list[str]) -> None:
-        if engine_ids and self.error is None:
-            with suppress(EngineDeadError):  # then there is nothing left to abort; `receive` reports the death
-                self.client.send(Abort(engine_ids))
+            for replica in self.replicas:
+                replica.abort(request_id)
 
     def set_limits(self, limits: SetLimits) -> None:
-        """Move limits of the running engine. Raises NotReadyError, EngineDeadError."""
+        """Move limits of every engine. Raises NotReadyError, EngineDeadError."""
         self.check_running()
-        self.client.send(limits)
-        given = {name: getattr(limits, name) for name in limits.__struct_fields__}
-        self._moved_limits |= {name: value for name, value in given.items() if value is not None}
-        if limits.max_num_queued_reqs is not None:
-            self.admission.max_num_queued_reqs = limits.max_num_queued_reqs
+        for replica in self.replicas:
+            replica.set_limits(limits)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prompts that no running request uses. Raises NotReadyError, EngineDeadError."""
         self.check_running()
-        self.client.send(Command("reset_prefix_cache"))
+        for replica in self.replicas:
+            replica.reset_prefix_cache()
 
     def check_running(self) -> None:
-        """Raise NotReadyError before the engine is ready, EngineDeadError (ShuttingDownError) after its end."""
+        """Raise NotReadyError while no engine is ready, EngineDeadError (ShuttingDownError) when none will be."""
         if self.error is not None:
-            raise _as_dead(self.error) from self.error
-        if self.ready is None:
+            raise as_dead(self.error) from self.error
+        if not self.is_ready:
             again = " again, after a failure" if self.is_restarting else ""
-            phase = f" ({self.progress.phase}, {self.progress.fraction:.0%})" if self.progress is not None else ""
+            progress = self.progress
+            phase = f" ({progress.phase}, {progress.fraction:.0%})" if progress is not None else ""
             raise NotReadyError(f"The engine is starting{again}{phase}", fix="Retry in a few seconds")
 
     def check_room(self) -> None:
         """Refuse at the door, before a request costs anything. Raises QueueFullError."""
-        if self.num_unfinished == 0:
-            self.admission.on_idle()
-        try:
-            self.admission.check()
-        except QueueFullError:
-            self.output_processor.metrics.on_rejected("queue_full")
-            raise
+        if self.is_ready:
+            self._pick().check_room()
 
-    async def _supervise(self) -> None:
-        try:
-            await self._supervisor.run()
-        except Exception as error:  # nobody can be served without this task: everybody must hear of it
-            logger.exception("receiving from the engine failed")
-            self.on_gone(EngineDeadError(f"Receiving from the engine failed ({type(error).__name__})"))
+    def _on_progress(self, progress: EngineProgress) -> None:
+        if self.on_progress is not None:
+            self.on_progress(progress)
 
-    def on_message(self, message: EngineMessage) -> None:
-        """For the supervisor: the engine of the moment says something."""
-        match message:
-            case EngineOutputs():
-                self._handle_outputs(message)
-            case EngineProgress():
-                self.progress = message
-                if self.on_progress is not None:
-                    self.on_progress(message)
-            case EngineReady():
-                if self._lost_ready is not None:
-                    self._restore(message, self._lost_ready)
-                self.ready, self.progress, self._lost_ready = message, None, None
-                self.output_processor.metrics.on_ready(message)
-                self.admission.on_ready(message)
-                self.input_processor = self.input_processor.with_max_model_len(message.max_model_len)
-                self._settled.set()
-
-    def _restore(self, ready: EngineReady, before: EngineReady) -> None:
-        """Bring a new engine to where the last one was: moved limits, and the requests that it can still answer."""
-        moved = self._moved_limits
-        ready.resolved |= {name: before.resolved[name] for name in moved if name in before.resolved}
-        ready.max_num_seqs = moved.get("max_num_seqs", ready.max_num_seqs)
-        ready.max_num_batched_tokens = moved.get("max_num_batched_tokens", ready.max_num_batched_tokens)
-        if moved:
-            self.client.send(SetLimits(**moved))
-        for message in self.output_processor.send_again():
-            self.client.send(message)
-        logger.info("the engine is ready again; %d requests are sent to it again", self.num_unfinished)
-
-    def on_lost(self, reason: FailureReason) -> None:
-        """For the supervisor: the engine is gone with what it had computed, and the next one is on its way.
-
-        Requests of which nothing was handed on wait for it, once; the others end now.
-        """
-        if self.ready is not None:
-            self._lost_ready, self.ready = self.ready, None
+    def _on_change(self) -> None:
+        """A replica became ready, lost its engine, or is gone."""
+        errors = [replica.error for replica in self.replicas if replica.error is not None]
+        if self.error is None and errors and (len(errors) == len(self.replicas) or not self._has_started):
+            self.error = errors[0]
+            for replica in self.replicas:  # those that wait for the one that could not start
+                if replica.error is None:
+                    replica.close(self.error, "error")
+        if self.is_ready:
+            max_model_len = min(replica.facts.max_model_len for replica in self.replicas if replica.facts is not None)
+            self.input_processor = self.input_processor.with_max_model_len(max_model_len)
+        if self.is_ready or self.error is not None:
+            self._settled.set()
+        else:
             self._settled.clear()
-            self.admission.on_idle()
-            for request_id in self.output_processor.lose_engine():
-                self._streams.pop(request_id).fail(
-                    EngineRestartedError("The engine failed, and this request could not be saved", fix="Send it again")
-                )
-        self.progress = EngineProgress("restart", 0.0, "the engine has failed")
-        self.output_processor.metrics.on_restart(reason)
-
-    def _handle_outputs(self, message: EngineOutputs) -> None:
-        self._supervisor.watch.on_step(self._clock())
-        if message.record is not None:
-            self.last_record = message.record
-            self.admission.on_step(message.record)
-            self.output_processor.metrics.on_step(message.record)
-        result = self.output_processor.process(message.deltas)
-        streams = self._streams
-        for output in result.outputs:
-            stream = streams.get(output.request_id)
-            if stream is not None:
-                if output.finished:
-                    del streams[output.request_id]
-                    self._count_service(output)
-                stream.put(output)
-                if output.error is not None:
-                    stream.fail(self._completed(result.errors[output.request_id]))
-        self._send_abort(result.abort_ids)
-
-    def _count_service(self, output: RequestOutput) -> None:
-        metrics = output.metrics
-        if metrics is not None and metrics.finished_time is not None and metrics.first_scheduled_time is not None:
-            self.admission.on_finished(metrics.finished_time - metrics.first_scheduled_time)
-
-    def _completed(self, error: QuireError) -> QuireError:
-        """The engine knows only its queue's length; when to come again is known here."""
-        if isinstance(error, QueueFullError):
-            error.retry_after_seconds = self.admission.retry_after_seconds
-            self.output_processor.metrics.on_rejected("queue_full")
-        return error
-
-    def on_gone(self, error: QuireError) -> None:
-        """For the supervisor: there is no engine any more. All streams end with an error; no request is taken."""
-        for _ in self._streams:
-            self.output_processor.metrics.on_unsaved("gave_up")
-        self._end(error, "error")
-
-    def _end(self, error: QuireError, reason: FinishReason) -> None:
-        if self.error is not None:
-            return
-        self.error = error
-        streams, self._streams = self._streams, {}
-        self.output_processor.abort(list(streams), reason)
-        for stream in streams.values():
-            stream.fail(_as_dead(error))
-        self._settled.set()
 
     def close(self) -> None:
-        """Tell the engine to stop, end every stream and free the connection. May be called again."""
-        if self.error is None:
-            with suppress(EngineDeadError):  # already gone is what was asked for
-                self.client.send(Command("shutdown"))
-        self._end(ShuttingDownError("The server is shutting down", fix="Ask another server"), "abort")
-        if self._task is not None:
-            self._task.cancel()
-        self.client.close()
+        """Tell the engines to stop, end every stream and free the connections. May be called again."""
+        error = ShuttingDownError("The server is shutting down", fix="Ask another server")
+        self.error = self.error or error
+        for replica in self.replicas:
+            replica.close(error, "abort")
+        self._settled.set()
 
     async def shutdown(self) -> None:
         """`close`, and wait until nothing is received any more."""
         self.close()
-        if self._task is not None:
-            await asyncio.wait((self._task,))  # awaiting the task itself could not be told from being cancelled
-
-
-def _as_dead(error: QuireError) -> EngineDeadError:
-    """What a request is told of an engine that is gone: an exception of its own."""
-    kind = ShuttingDownError if isinstance(error, ShuttingDownError) else EngineDeadError
-    return kind(error.message)
+        for replica in self.replicas:
+            await replica.wait_closed()
 
 
 def _is_long(prompt: PromptType) -> bool:

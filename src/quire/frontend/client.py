@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from quire.errors import EngineDeadError
-from quire.messages import EngineFailed, EngineInput, EngineMessage
+from quire.messages import AddRequest, EngineFailed, EngineInput, EngineMessage
+from quire.sampling_params import SpelledWords
 
 RETRY_SECONDS = 0.005  # between attempts to send while the engine has not connected yet
 LIFE_CHECK_SECONDS = 0.1
@@ -55,12 +57,17 @@ class ProcessClient:
         input_address: where the engine connects its PULL socket: `ipc://` and a path in a folder of mode 0700.
         output_address: where it connects its PUSH socket.
         is_process_alive: asked every LIFE_CHECK_SECONDS while receiving; False counts as `mark_dead`.
+        engine_index: of the engine, which its messages carry.
     """
 
     def __init__(
-        self, input_address: str, output_address: str, is_process_alive: Callable[[], bool] = lambda: True
+        self,
+        input_address: str,
+        output_address: str,
+        is_process_alive: Callable[[], bool] = lambda: True,
+        engine_index: int = 0,
     ) -> None:
-        self._output_address = output_address
+        self._output_address, self._engine_index = output_address, engine_index
         self._is_process_alive = is_process_alive
         self._life_check: asyncio.TimerHandle | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -73,6 +80,7 @@ class ProcessClient:
         self._output.bind(output_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+        self._words: tuple[SpelledWords | None, Any] = None, None  # sent last, and how they are encoded
         self._unsent: deque[bytes] = deque()
         self._retry: asyncio.TimerHandle | None = None
         self._death: str | None = None
@@ -84,9 +92,20 @@ class ProcessClient:
     def send(self, message: EngineInput) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)
-        self._unsent.append(self._encoder.encode(message))
+        self._unsent.append(self._encode(message))
         if self._retry is None:
             self._flush()
+
+    def _encode(self, message: EngineInput) -> bytes:
+        """The spellings of bad words, which may be long, once for all continuations of a request."""
+        words = message.sampling_params.bad_words_spelled if isinstance(message, AddRequest) else None
+        if isinstance(message, AddRequest) and words is not None:
+            if words is not self._words[0]:
+                self._words = words, msgspec.Raw(self._encoder.encode(words))
+            params = copy.copy(message.sampling_params)
+            params.bad_words_spelled = self._words[1]
+            message = msgspec.structs.replace(message, sampling_params=params)
+        return self._encoder.encode(message)
 
     def _flush(self) -> None:
         """Send what is queued. A bound PUSH socket has nowhere to put a message before the engine has connected."""
@@ -104,11 +123,14 @@ class ProcessClient:
             self._check_life()
         try:
             frame = await self._output.recv(0 if self._death is None else zmq.NOBLOCK)
-            return self._decoder.decode(frame)
+            message: EngineMessage = self._decoder.decode(frame)
         except zmq.ZMQError:  # nothing is left of what was sent before the death, or the connection is closed
             raise EngineDeadError(self._death or "The connection to the engine is closed") from None
         except msgspec.MsgspecError as error:
             raise EngineDeadError(f"The engine sent a message that cannot be read: {error}") from error
+        if message.engine_index != self._engine_index:
+            raise EngineDeadError(f"A message to engine {self._engine_index} is from engine {message.engine_index}")
+        return message
 
     def _check_life(self) -> None:
         if self._is_process_alive():
@@ -124,7 +146,7 @@ class ProcessClient:
         with self._context.socket(zmq.PUSH) as waker:  # wakes a pending receive
             waker.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
             waker.connect(self._output_address)
-            waker.send(self._encoder.encode(EngineFailed(message)))
+            waker.send(self._encoder.encode(EngineFailed(message, engine_index=self._engine_index)))
 
     def close(self) -> None:
         for timer in (self._retry, self._life_check):

@@ -44,6 +44,7 @@ class EchoClient:
         error_of: the error to answer a request with, or None for those to be served.
         max_num_queued_reqs: waiting requests above this are refused with QueueFullError; None: no limit.
         is_ready: False holds EngineReady back until `make_ready`.
+        engine_index: which its messages carry.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class EchoClient:
         max_num_queued_reqs: int | None = None,
         error_of: Callable[[AddRequest], QuireError | None] = lambda request: None,
         is_ready: bool = True,
+        engine_index: int = 0,
     ) -> None:
         self._answer = None if answer is None else list(answer)
         self.step_seconds, self.tokens_per_step = step_seconds, tokens_per_step
@@ -65,7 +67,7 @@ class EchoClient:
             max_num_seqs,
             max_num_queued_reqs,
         )
-        self._error_of = error_of
+        self._error_of, self._engine_index = error_of, engine_index
         self._waiting: deque[_Row] = deque()
         self._running: dict[str, _Row] = {}
         self._messages: deque[EngineMessage] = deque()
@@ -97,6 +99,7 @@ class EchoClient:
 
     def push(self, message: EngineMessage) -> None:
         """Send a message to the front end as if the engine had."""
+        message.engine_index = self._engine_index
         self._messages.append(message)
         self._wake.set()
 
@@ -184,7 +187,7 @@ class EchoClient:
             if delta.finish_reason is not None:
                 del self._running[delta.request_id]
         self._admit()
-        return EngineOutputs(deltas, self._record(rows, num_prefill, num_decode))
+        return EngineOutputs(deltas, self._record(rows, num_prefill, num_decode), engine_index=self._engine_index)
 
     def _advance(self, row: _Row) -> RequestDelta:
         request = row.request

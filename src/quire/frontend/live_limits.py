@@ -40,26 +40,22 @@ def live_limits(ready: EngineReady) -> dict[str, LiveLimit]:
 
 
 def move_limits(engine: AsyncEngine, changes: Mapping[str, Any]) -> None:
-    """Move limits from the engine's next step on, all or none, and write them into `engine.ready.resolved`.
+    """Move limits from the next step of every engine on, all or none, and write them into the records of the replicas.
 
     Raises:
         InvalidRequestError: an unknown name, one that cannot move, a value out of its bounds, or limits that contradict
             each other. NotReadyError, EngineDeadError: there is no engine to move limits of.
     """
     engine.check_running()
-    ready = engine.ready
-    assert ready is not None, "a running engine has said that it is ready"
-    limits = live_limits(ready)
-    if not changes:
-        raise InvalidRequestError("Nothing is to be moved", expected=_movable(limits))
-    for name, value in changes.items():
-        _check(name, value, limits, ready)
-    _check_together(changes, limits, ready)
+    records = [replica.facts for replica in engine.replicas if replica.facts is not None]
+    for ready in records:
+        _check_all(changes, ready)
     engine.set_limits(SetLimits(**changes))
-    for name, value in changes.items():
-        ready.resolved[name] = _moved(_record(ready, name), value)
-    ready.max_num_seqs = changes.get("max_num_seqs", ready.max_num_seqs)
-    ready.max_num_batched_tokens = changes.get("max_num_batched_tokens", ready.max_num_batched_tokens)
+    for ready in records:
+        for name, value in changes.items():
+            ready.resolved[name] = _moved(_record(ready, name), value)
+        ready.max_num_seqs = changes.get("max_num_seqs", ready.max_num_seqs)
+        ready.max_num_batched_tokens = changes.get("max_num_batched_tokens", ready.max_num_batched_tokens)
 
 
 def _record(ready: EngineReady, name: str) -> dict[str, Any]:
@@ -70,6 +66,15 @@ def _record(ready: EngineReady, name: str) -> dict[str, Any]:
 
 def _movable(limits: Mapping[str, LiveLimit]) -> str:
     return "one or more of " + ", ".join(f"{name} ({limit.bounds})" for name, limit in limits.items())
+
+
+def _check_all(changes: Mapping[str, Any], ready: EngineReady) -> None:
+    limits = live_limits(ready)
+    if not changes:
+        raise InvalidRequestError("Nothing is to be moved", expected=_movable(limits))
+    for name, value in changes.items():
+        _check(name, value, limits, ready)
+    _check_together(changes, limits, ready)
 
 
 def _check(name: str, value: Any, limits: Mapping[str, LiveLimit], ready: EngineReady) -> None:

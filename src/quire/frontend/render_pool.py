@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from quire import envs
 from quire.errors import ConfigError, InvalidRequestError, RendererLostError
 from quire.frontend.render_process import LENGTH, OUT_OF_MEMORY, Render, Templates, framed, receive, send, text_of
-from quire.logs import get_logger
+from quire.logs import RateLimited, get_logger
 
 logger = get_logger(__name__)
+_lost_log, _fault_log = RateLimited(logger), RateLimited(logger)
 
 MAX_RENDER_SECONDS = 5.0  # of processor time: a machine with much to do delays a chat and refuses none
 # A process that is waited for and gets no processor time from one look to the next, so often, is stopped or hangs.
@@ -205,7 +206,7 @@ class RenderPool:
         try:
             return await self._render_in(await self._free_process(), frame)
         except RendererLostError as error:
-            logger.warning("%s A new process renders this chat again", error.message)
+            _lost_log.warning("%s A new process renders this chat again", error.message)
         return await self._render_in(await self._new_process(), frame)  # an idle one may have been stopped as well
 
     async def _render_in(self, process: _RenderProcess, frame: bytes) -> str:
@@ -217,7 +218,7 @@ class RenderPool:
                     "The process that renders chats ended or stood still",
                     fix="Send the request again; the operator finds in the system's log what ended it",
                 ) from None
-            logger.warning("a chat template %s and was stopped", fault)
+            _fault_log.warning("a chat template %s and was stopped", fault)
             raise InvalidRequestError(
                 f"The chat template {fault} on these messages",
                 fix="Send fewer or shorter messages; the operator may give another template with --chat-template",

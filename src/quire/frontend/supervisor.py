@@ -141,7 +141,7 @@ class EngineStarter(Protocol):
 
 
 class SupervisedFrontEnd(Protocol):
-    """What the supervisor tells: AsyncEngine."""
+    """What the supervisor tells: Replica."""
 
     @property
     def num_unfinished(self) -> int: ...

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
-    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -14,21 +14,9 @@ _BLOCK = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}
-_SANDWICH = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_OWN = {
-    "gemma2": _SANDWICH,
-    "gemma3": _SANDWICH,
-    "olmo2": _SANDWICH,
-    "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }
 # Numbers of the configuration that are stored as tensors, or follow from it.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -41,8 +29,11 @@ def is_weight(name: str) -> bool:
     return name not in CONFIG_TENSORS and not _DERIVED.fullmatch(name)
 
 
-def hf_name(name: str, architecture: str) -> str:
-    """The name in a Hugging Face checkpoint; an unknown one stays as it is, for the loader to report."""
+def hf_name(name: str, own: Mapping[str, str]) -> str:
+    """The name in a Hugging Face checkpoint; an unknown one stays as it is, for the loader to report.
+
+    `own`: names in a layer that differ between families, by llama.cpp's.
+    """
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{suffix}"
@@ -50,5 +41,5 @@ def hf_name(name: str, architecture: str) -> str:
     if match is None:
         return name
     layer, part, suffix = match.groups()
-    ours = (_BLOCK | _OWN.get(architecture, {})).get(part)
+    ours = own.get(part, _BLOCK.get(part))
     return name if ours is None else f"model.layers.{int(layer)}.{ours}.{suffix}"

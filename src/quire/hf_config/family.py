@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from quire.hf_config.fields import Fields
+from quire.hf_config.gguf_metadata import GgufMetadata
 from quire.layer_spec import Cut, Dense, Full, LayerSpec, LinearShape, Norms, NormShape, QkNorm, RopeConfig, Window
 
 LayerRule = Callable[[Fields, int], bool]  # (file with defaults, layer) -> does it hold for this layer?
@@ -36,22 +37,14 @@ def always(fields: Fields, layer: int) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class HfFamily:
-    """One model_type. `has_window` is asked only if the file sets a sliding_window."""
+def by_layer_types(default: LayerRule) -> LayerRule:
+    """`layer_types` decides where the file has it, else `default`."""
 
-    architectures: tuple[str, ...]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    has_window: LayerRule = never
-    has_rope: LayerRule = always
-    qk_norm: QkNorm = "none"
-    norms: NormNames = PRE_NORM
-    qkv_bias: bool | None = (
-        None  # None: attention_bias of the file decides for q, k, v and o; else fixed, and o has none
-    )
-    reads: tuple[str, ...] = ()  # of OPTIONAL_FIELDS; the others change nothing, as in its own modelling code
-    scales_embeddings: bool = False  # by sqrt(hidden_size)
-    has_fused_checkpoint: bool = False  # it holds qkv_proj and gate_up_proj
+    def has_window(fields: Fields, layer: int) -> bool:
+        layer_types = fields.sequence("layer_types", str, fields.integer("num_hidden_layers"))
+        return default(fields, layer) if layer_types is None else layer_types[layer] == "sliding_attention"
+
+    return has_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +57,7 @@ class LayerFacts:
     """
 
     fields: Fields
-    family: HfFamily
+    family: Family
     hidden_size: int
     intermediate_size: int
     num_q_heads: int
@@ -135,3 +128,67 @@ def _feed_forward(facts: LayerFacts, prefix: str) -> Dense:
         ),
         activation=facts.activation,
     )
+
+
+def _no_windows(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
+    metadata.refuse_windows(sizes)
+    return {}
+
+
+@dataclass(frozen=True)
+class GgufForm:
+    """How llama.cpp's files hold a family.
+
+    Attributes:
+        architecture: as they name it.
+        fields: of config.json, from the metadata and what is known already: what is there no key for.
+        is_interleaved: heads rotate neighbouring dimensions there, and converters reorder the rows of q and k for it.
+        fits_float16: activations do.
+    """
+
+    architecture: str
+    fields: Callable[[GgufMetadata, Fields], dict[str, Any]] = _no_windows
+    is_interleaved: bool = False
+    fits_float16: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What one model_type declares: what config.json leaves out, and what its layers are made of.
+
+    Attributes:
+        defaults: of transformers' config class.
+        has_window: is asked only if the file sets a sliding_window.
+        qkv_bias: None: attention_bias of the file decides for q, k, v and o; else fixed, and o has none.
+        norm_offset: added to every norm weight. GGUF files hold the sum.
+        reads: of OPTIONAL_FIELDS; the others change nothing, as in its own modelling code.
+        scales_embeddings: by sqrt(hidden_size).
+        has_fused_checkpoint: it holds qkv_proj and gate_up_proj.
+        renamed_prefixes: (in the checkpoint, ours), the first that fits. Our names are those of Llama's checkpoints:
+            `model.embed_tokens`, `model.layers.<i>.self_attn.q_proj`, ..., `model.norm`, `lm_head`.
+        ignored_prefixes: parts of the checkpoint that we do not run.
+        layer: makes the spec of one layer.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_window: LayerRule = never
+    has_rope: LayerRule = always
+    qk_norm: QkNorm = "none"
+    norms: NormNames = PRE_NORM
+    norm_offset: float = 0.0
+    qkv_bias: bool | None = None
+    reads: tuple[str, ...] = ()
+    scales_embeddings: bool = False
+    has_fused_checkpoint: bool = False
+    renamed_prefixes: tuple[tuple[str, str], ...] = ()
+    ignored_prefixes: tuple[str, ...] = ()
+    layer: Callable[[LayerFacts, int], LayerSpec] = decoder_layer
+    gguf: GgufForm | None = None  # None: not read from there
+
+    def gguf_names(self) -> dict[str, str]:
+        """Names of modules in a layer that differ between families, by llama.cpp's."""
+        keys = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+        names = {key: name for key, name in zip(keys, self.norms, strict=True) if name is not None}
+        return names | ({"ffn_up": "mlp.gate_up_proj"} if self.has_fused_checkpoint else {})

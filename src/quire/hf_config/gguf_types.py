@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from quire.gguf.file import GgufFile
 from quire.gguf.names import hf_name, is_weight
 from quire.gguf.types import TensorType
+from quire.hf_config.family import Family, GgufForm
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class GgufWeights:
 
     types: Mapping[str, TensorType] = field(hash=False)
     counts: Mapping[str, int] = field(hash=False)
+    names: Mapping[str, str] = field(hash=False)  # of all tensors that a model loads: Hugging Face's by the file's
+    is_interleaved: bool  # heads rotate neighbouring dimensions
     method: str = "gguf"
 
     def type_of(self, name: str) -> TensorType | None:
@@ -31,12 +34,13 @@ class GgufWeights:
         return ", ".join(f"{name} {count / total:.0%}" for name, count in ordered) + " of the weights"
 
 
-def gguf_weights(file: GgufFile) -> GgufWeights:
+def gguf_weights(file: GgufFile, family: Family, form: GgufForm) -> GgufWeights:
     """What the header says."""
-    types, counts = {}, Counter[str]()
-    for info in file.tensors.values():
-        name = hf_name(info.name, file.metadata["general.architecture"])
-        if is_weight(info.name) and name.endswith(".weight") and len(info.shape) == 2:
+    types, counts, own = {}, Counter[str](), family.gguf_names()
+    names = {name: hf_name(name, own) for name in file.tensors if is_weight(name)}
+    for tensor, name in names.items():
+        info = file.tensors[tensor]
+        if name.endswith(".weight") and len(info.shape) == 2:
             types[name.removesuffix(".weight")] = info.type
             counts[info.type.name] += math.prod(info.shape)
-    return GgufWeights(types, counts)
+    return GgufWeights(types, counts, names, form.is_interleaved)

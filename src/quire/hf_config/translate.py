@@ -7,21 +7,47 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelConfigError
-from quire.hf_config.families import (
-    ALIASES,
-    COMMON_DEFAULTS,
-    FAMILIES,
-    NATIVE_ARCHITECTURES,
-    OPTIONAL_FIELDS,
-    UNKNOWN,
-)
-from quire.hf_config.family import HfFamily, LayerFacts, decoder_layer
+from quire.hf_config.family import Family, LayerFacts
 from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_quantization
 from quire.hf_config.refusal import refusal
 from quire.hf_config.rope import max_model_len, parse_rope
 from quire.layer_spec import RopeConfig
 
+# What changes the arithmetic of some families only, with the value that changes nothing.
+OPTIONAL_FIELDS: Mapping[str, Any] = {
+    "partial_rotary_factor": 1.0,
+    "rope_local_base_freq": None,
+    "use_sliding_window": True,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "attention_multiplier": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "hidden_activation": None,
+    "mlp_bias": False,
+}
+
+COMMON_DEFAULTS: Mapping[str, Any] = {
+    "rope_theta": 10_000.0,
+    "hidden_act": "silu",
+    "eos_token_id": 2,
+}
+
+# For architectures that only the transformers backend runs; older ones call the same things otherwise.
+UNKNOWN = Family(model_type="", architectures=(), defaults={"eos_token_id": None})
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim", "d_ff", "ffn_hidden_size"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "max_position_embeddings": (
+        *("n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length", "model_max_length"),
+    ),
+}
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -54,16 +80,19 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict[str, Any]:
+def translate(
+    raw: Mapping[str, Any], path: str, families: Mapping[str, Family], any_architecture: bool
+) -> dict[str, Any]:
     """Keyword arguments for ModelConfig, all but the folder and the overrides.
 
     Args:
         raw: the object of config.json.
         path: the file, for errors.
+        families: native ones, by model_type.
         any_architecture: accept an architecture, or an activation, without native implementation.
     """
     outer = Fields(raw, path)
-    architecture, family = _find_family(outer, any_architecture)
+    architecture, family = _find_family(outer, families, any_architecture)
     fields = Fields(merge(raw, outer.object("text_config").values), path)
     _refuse_unsupported(fields)
     values, ignored = _split_off_ignored(fields.values, family)
@@ -91,20 +120,20 @@ def translate(raw: Mapping[str, Any], path: str, any_architecture: bool) -> dict
     }
 
 
-def _find_family(fields: Fields, any_architecture: bool) -> tuple[str, HfFamily]:
+def _find_family(fields: Fields, families: Mapping[str, Family], any_architecture: bool) -> tuple[str, Family]:
+    native = {architecture: family for family in families.values() for architecture in family.architectures}
     named = tuple(fields.sequence("architectures", str) or ())
-    if not named and fields.get("model_type") in tuple(FAMILIES):
-        named = FAMILIES[fields.get("model_type")].architectures[:1]
+    if not named and fields.get("model_type") in tuple(families):
+        named = families[fields.get("model_type")].architectures[:1]
     for architecture in named:
-        for family in FAMILIES.values():
-            if architecture in family.architectures:
-                return architecture, family
+        if architecture in native:
+            return architecture, native[architecture]
     if named and any_architecture:
         return named[0], UNKNOWN
     raise ModelConfigError(
         f"{fields.path} names " + ("an architecture that has no native implementation" if named else "no architecture"),
         value=", ".join(named) or fields.get("model_type"),
-        expected="one of " + ", ".join(NATIVE_ARCHITECTURES),
+        expected="one of " + ", ".join(native),
         fix="Use --model-impl transformers to run it through transformers' modelling code",
     )
 
@@ -116,7 +145,7 @@ def _refuse_unsupported(fields: Fields) -> None:
         )
 
 
-def _split_off_ignored(values: Mapping[str, Any], family: HfFamily) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _split_off_ignored(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], tuple[str, ...]]:
     """`values` without the optional fields that the family does not read, and the names of those that ask for more."""
     kept: dict[str, Any] = {}
     ignored: list[str] = []
@@ -159,7 +188,7 @@ def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _facts(fields: Fields, family: HfFamily, is_native: bool) -> dict[str, Any]:
+def _facts(fields: Fields, family: Family, is_native: bool) -> dict[str, Any]:
     hidden_size, num_q_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", default=num_q_heads)
     if num_q_heads % num_kv_heads:
@@ -186,10 +215,13 @@ def _facts(fields: Fields, family: HfFamily, is_native: bool) -> dict[str, Any]:
     return {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden_size,
-        "layers": tuple(decoder_layer(facts, layer) for layer in range(num_layers)),
+        "layers": tuple(family.layer(facts, layer) for layer in range(num_layers)),
         "max_model_len": max_model_len(fields, rope),
         "rope": rope,
         "logits_soft_cap": fields.number("final_logit_softcapping", 0.0, minimum=0.0),
+        "norm_offset": family.norm_offset,
+        "renamed_prefixes": family.renamed_prefixes,
+        "ignored_prefixes": family.ignored_prefixes,
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, minimum=0.0),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "embedding_multiplier": (

@@ -21,6 +21,7 @@ from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.guards import check_dtype, check_last_stride, check_places, check_shape
 from quire.kernels.ops import check_gated, check_norm
+from quire.kernels.packed_codes import PackedCodes
 from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import Fp8Format
@@ -31,16 +32,9 @@ _FEWEST_QUANTIZED_ROWS = 257
 
 
 @dataclass(frozen=True)
-class PackedFp8:
-    """An FP8 weight in the form `fp8_linear` reads. Opaque: the layout belongs to the path that packed it.
+class PackedFp8(PackedCodes[Fp8Weight]):
+    """An FP8 weight in the form `fp8_linear` reads. Only the CPU kernels have panels."""
 
-    `data` is the CPU kernels' panel layout (uint8), or None where others compute: then `weight` is kept.
-    """
-
-    data: Tensor | None
-    weight: Fp8Weight | None
-    N: int
-    K: int
     group_size: int
 
     @cached_property
@@ -48,25 +42,6 @@ class PackedFp8:
         """`data` as the kernels of a CPU take it."""
         assert self.data is not None
         return cpu.packed_weight(self.data, self.N, self.K, fp8_group_size=self.group_size)
-
-    @property
-    def is_packed(self) -> bool:
-        return self.data is not None
-
-    @property
-    def nbytes(self) -> int:
-        if self.data is not None:
-            return self.data.nbytes
-        assert self.weight is not None
-        return self.weight.nbytes
-
-    @property
-    def tensor(self) -> Tensor:
-        """One of those it is made of."""
-        if self.data is not None:
-            return self.data
-        assert self.weight is not None
-        return self.weight.codes_NK
 
 
 @dataclass(frozen=True)

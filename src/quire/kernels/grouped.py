@@ -19,24 +19,20 @@ from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.grouped_panels import rows_of_panels, to_panels
 from quire.kernels.grouped_weight import GroupedWeight, check_groups
 from quire.kernels.guards import check_shape
+from quire.kernels.packed_codes import PackedCodes
 from quire.kernels.product import check_product, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
 from quire.weight_format import GroupedFormat
 
 
 @dataclass(frozen=True)
-class PackedGrouped:
-    """An integer weight in the form `grouped_linear` reads. Opaque: the layout belongs to the path that packed it.
+class PackedGrouped(PackedCodes[GroupedWeight]):
+    """An integer weight in the form `grouped_linear` reads. The kernels of CPUs and GPUs share its panels.
 
-    `data` is the panel layout (uint8) that the kernels of CPUs and GPUs share, beside it the order of its columns
-    (int32); where ops run on plain torch, `weight` is kept instead.
+    `order_K` is the order of their columns (int32).
     """
 
-    data: Tensor | None
     order_K: Tensor | None
-    weight: GroupedWeight | None
-    N: int
-    K: int
     format: GroupedFormat
 
     @cached_property
@@ -47,23 +43,8 @@ class PackedGrouped:
         return cpu.packed_weight(self.data, self.N, self.K, form=form, order_K=self.order_K)
 
     @property
-    def is_packed(self) -> bool:
-        return self.data is not None
-
-    @property
     def nbytes(self) -> int:
-        if self.data is not None:
-            return self.data.nbytes + (0 if self.order_K is None else self.order_K.nbytes)
-        assert self.weight is not None
-        return self.weight.nbytes
-
-    @property
-    def tensor(self) -> Tensor:
-        """One of those it is made of."""
-        if self.data is not None:
-            return self.data
-        assert self.weight is not None
-        return self.weight.codes_NK
+        return super().nbytes + (0 if self.order_K is None else self.order_K.nbytes)
 
 
 def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWeight:
@@ -107,9 +88,9 @@ def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
     bands = chain([first], bands)
     del first  # held by nothing else: the next band is made in its memory
     if gpu.serves(device):
-        return PackedGrouped(to_panels(GroupedWeight.joined([*bands])), order_K, None, N, K, form)
+        return PackedGrouped(to_panels(GroupedWeight.joined([*bands])), None, N, K, order_K, form)
     if not (cpu.available() and device.type == "cpu"):
-        return PackedGrouped(None, None, GroupedWeight.joined([*bands]), N, K, form)
+        return PackedGrouped(None, GroupedWeight.joined([*bands]), N, K, None, form)
     codes = cpu.grouped_form(form)
 
     def bytes_of(band: GroupedWeight) -> int:
@@ -122,7 +103,7 @@ def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
         cpu.grouped_pack(_contiguous(band), to)
 
     data = weight_memory.filled(cpu.grouped_packed_bytes(N, K, codes), bands, bytes_of, pack)
-    return PackedGrouped(data, order_K, None, N, K, form)
+    return PackedGrouped(data, None, N, K, order_K, form)
 
 
 def _contiguous(weight: GroupedWeight) -> GroupedWeight:

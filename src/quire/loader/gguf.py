@@ -11,9 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from quire.gguf.file import GgufFile, TensorInfo, open_gguf
-from quire.gguf.names import hf_name, is_weight
 from quire.gguf.types import FLOAT_TYPES
-from quire.hf_config.from_gguf import INTERLEAVED_ROPE, NORMS_PLUS_ONE
+from quire.hf_config.gguf_types import GgufWeights
 from quire.layer_spec import Full
 from quire.loader.safetensors import map_tensors
 from quire.loader.safetensors_headers import TensorEntry
@@ -31,8 +30,10 @@ class GgufCheckpoint:
 
     def __init__(self, config: ModelConfig) -> None:
         self._file: GgufFile = open_gguf(Path(config.model))
-        self._num_heads = dict(_rotating(config))
-        self._architecture: str = self._file.metadata["general.architecture"]
+        assert isinstance(config.quantized, GgufWeights)
+        self._names = config.quantized.names
+        self._num_heads = dict(_rotating(config)) if config.quantized.is_interleaved else {}
+        self._norm_offset = config.norm_offset
 
     @property
     def files(self) -> list[Path]:
@@ -44,7 +45,7 @@ class GgufCheckpoint:
         for path, infos in self._file.parts.items():
             entries = [_entry(info) for info in infos]
             for info, (_, tensor) in zip(infos, map_tensors(path, entries), strict=True):
-                if is_weight(info.name):
+                if info.name in self._names:
                     yield self._as_hugging_face_has_it(info, tensor)
                 del tensor
                 done += info.end - info.begin
@@ -52,12 +53,12 @@ class GgufCheckpoint:
                     progress("load", done / total, f"{shown_bytes(done)} of {shown_bytes(total)}")
 
     def _as_hugging_face_has_it(self, info: TensorInfo, tensor: Tensor) -> tuple[str, Tensor]:
-        name = hf_name(info.name, self._architecture)
+        name = self._names[info.name]
         module = name.rpartition(".")[0]  # of a name without dots: nothing
-        if self._architecture in INTERLEAVED_ROPE and module in self._num_heads:
+        if module in self._num_heads:
             tensor = _half_split(tensor, self._num_heads[module])
-        if self._architecture in NORMS_PLUS_ONE and module.endswith("norm"):
-            tensor = tensor.float() - 1
+        if self._norm_offset and module.endswith("norm"):
+            tensor = tensor.float() - self._norm_offset
         return name, tensor
 
 

@@ -30,6 +30,7 @@ def load_model(
     dtype: torch.dtype,
     load_format: str = "auto",
     progress: Progress | None = None,
+    *,
     model_impl: str = "auto",
     quantization: str | None = None,
     packed_weights_cache: bool = False,

@@ -29,9 +29,9 @@ _HEAD = """\
 its dashboards and alerts work. vLLM does not have the metrics that begin with `quire_`. This page is generated from
 `src/quire/metrics/registry.py` by `python -m quire.metrics.document > docs/metrics.md`.
 
-- Every series of the engine has the labels `model_name` (the first served name) and `engine` (0). The table has the
-  other labels, with all values that they can have. No label holds a text that a client sent, so the number of series
-  does not grow.
+- Every series of an engine has the labels `model_name` (the first served name) and `engine` (its index, from 0). The
+  table has the other labels, with all values that they can have. No label holds a text that a client sent, so the
+  number of series does not grow.
 - A request with `n` above 1 has `n` continuations. vLLM counts each of them as a request. These metrics do the same
   where the table says "per continuation".
 - Histograms of continuations and requests hold only those that ended by themselves (`stop`, `length`). The times to

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from quire.metrics.registry import COMMON_LABELS, Kind
+from quire.metrics.registry import Kind
 
 # The throughput gauges speak of this long, as the line in the log does.
 WINDOW_SECONDS = 10.0
@@ -19,7 +19,7 @@ WINDOW_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class LegacyMetric:
-    """A name of old. It repeats the family `now`; without one it has a value of its own: see `LegacyNames`."""
+    """A name of old. It repeats the family `now`; without one it has a value of its own: see `LegacyValues`."""
 
     name: str
     kind: Kind
@@ -99,32 +99,42 @@ class RecentTokens:
             self._steps.popleft()
 
 
+@dataclass(frozen=True)
+class LegacyValues:
+    """What the names of old that repeat no family show of one engine.
+
+    Args:
+        labels: COMMON_LABELS with their values.
+        hit_rate: of the prefix cache, 0 to 1.
+    """
+
+    labels: dict[str, str]
+    recent_tokens: RecentTokens
+    hit_rate: Callable[[], float]
+
+    def by_name(self) -> dict[str, float]:
+        """Of those that are not always 0."""
+        prompt, generated = self.recent_tokens.per_second()
+        return {PROMPT_THROUGHPUT: prompt, GENERATION_THROUGHPUT: generated, GPU_HIT_RATE: self.hit_rate()}
+
+
 class LegacyNames(Collector):
     """The families of LEGACY_METRICS, made at every scrape.
 
     Args:
         current: the families that have been renamed, by their names of today.
-        labels: values of COMMON_LABELS.
-        hit_rate: of the prefix cache, 0 to 1.
+        engines: the values of each engine.
     """
 
-    def __init__(
-        self,
-        current: Mapping[str, Collector],
-        labels: tuple[str, ...],
-        recent_tokens: RecentTokens,
-        hit_rate: Callable[[], float],
-    ) -> None:
-        self._current, self._recent_tokens, self._hit_rate = current, recent_tokens, hit_rate
-        self._labels = dict(zip(COMMON_LABELS, labels, strict=True))
+    def __init__(self, current: Mapping[str, Collector], engines: Sequence[LegacyValues]) -> None:
+        self._current, self._engines = current, engines
 
     def collect(self) -> Iterable[Family]:
-        prompt, generated = self._recent_tokens.per_second()
-        own = {PROMPT_THROUGHPUT: prompt, GENERATION_THROUGHPUT: generated, GPU_HIT_RATE: self._hit_rate()}
+        own = [(engine.labels, engine.by_name()) for engine in self._engines]
         for metric in LEGACY_METRICS:
             family = Family(metric.name, metric.help, metric.kind)
             if metric.now is None:
-                family.samples = [Sample(metric.name, self._labels, own.get(metric.name, 0.0))]
+                family.samples = [Sample(metric.name, labels, values.get(metric.name, 0.0)) for labels, values in own]
             else:
                 (current,) = self._current[metric.now].collect()
                 family.samples = [

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -77,9 +78,10 @@ class StatsLine:
         return level, f"{self._prefix}: " + ", ".join(parts)
 
 
-async def log_forever(line: StatsLine, interval: float) -> None:
-    """Log the line every `interval` seconds until cancelled."""
+async def log_forever(lines: Sequence[StatsLine], interval: float) -> None:
+    """Log the lines, one for each engine, every `interval` seconds until cancelled."""
     while True:
         await asyncio.sleep(interval)
-        if (taken := line.take(time.monotonic())) is not None:
-            logger.log(*taken)
+        for line in lines:
+            if (taken := line.take(time.monotonic())) is not None:
+                logger.log(*taken)

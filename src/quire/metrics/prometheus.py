@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Protocol
 
 from prometheus_client import (
@@ -19,7 +19,7 @@ from prometheus_client import (
 
 from quire.messages import EngineReady
 from quire.metrics.http import HttpMetrics
-from quire.metrics.legacy import LegacyNames, RecentTokens
+from quire.metrics.legacy import LegacyNames, LegacyValues, RecentTokens
 from quire.metrics.log_line import StatsLine
 from quire.metrics.registry import (
     CACHE_CONFIG_INFO,
@@ -36,6 +36,9 @@ from quire.schedule import StepRecord
 
 # Else every counter and histogram has a second series that nobody reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+Family = Counter | Gauge | Histogram
 
 
 class ArrivedRequest(Protocol):
@@ -79,70 +82,101 @@ class EndedRequest(Protocol):
 
 
 class PrometheusMetrics:
-    """The front end's EngineMetrics. Label values come from closed sets only, so the number of series never grows.
+    """Every family, in a registry of its own. Label values come from closed sets: the number of series never grows.
 
     Args:
-        model_name: label of every series of the engine's.
+        model_name: label of every series of the engines.
         max_model_len: last bucket of the length histograms.
-        engine: index of the engine, a label.
+        num_engines: each has series of its own, whose label `engine` is its index.
         model: what is counted of it in estimates of work; None: nothing.
         legacy_names: show the names of old too.
         kv_blocks: show how long KV blocks keep their content.
+
+    Attributes:
+        engines: the front end's EngineMetrics of each engine, by its index.
     """
 
     def __init__(
         self,
         model_name: str,
         max_model_len: int,
-        engine: int = 0,
+        num_engines: int = 1,
         model: ModelConfig | None = None,
         *,
         legacy_names: bool = False,
         kv_blocks: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.stats_line = StatsLine(f"{engine:03d}")
-        self._label_values = {"model_name": model_name, "engine": str(engine)}
         self._max_model_len = max_model_len
-        self._model = model
+        declared = METRICS + (KV_BLOCK_METRICS if kv_blocks else ())
+        families = {metric: self._add(metric) for metric in declared}
+        info = CACHE_CONFIG_INFO
+        cache_config = Gauge(info.name, info.help, (*info.common, *CACHE_CONFIG_LABELS), registry=self.registry)
+        self.engines = [
+            EngineSeries(families, cache_config, {"model_name": model_name, "engine": str(index)}, model)
+            for index in range(num_engines)
+        ]
+        self.http = HttpMetrics(self.registry)
+        if legacy_names:
+            current = {metric.name: family for metric, family in families.items()}
+            self.registry.register(LegacyNames(current, [engine.legacy_values() for engine in self.engines]))
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+
+    def _add(self, metric: Metric) -> Family:
+        """A family without series."""
+        labels = (*metric.common, metric.label) if metric.label else metric.common
+        if metric.kind == "counter":
+            return Counter(metric.name, metric.help, labels, registry=self.registry)
+        if metric.kind == "gauge":
+            return Gauge(metric.name, metric.help, labels, registry=self.registry)
+        buckets = steps_up_to(self._max_model_len) if metric.buckets == UP_TO_MODEL_LEN else metric.buckets
+        return Histogram(metric.name, metric.help, labels, buckets=buckets, registry=self.registry)
+
+    def render(self) -> bytes:
+        """All series in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class EngineSeries:
+    """The series of one engine: the front end's EngineMetrics.
+
+    Args:
+        families: by their declarations.
+        cache_config: the family vllm:cache_config_info.
+        labels: values of COMMON_LABELS. Families without the label `engine` have one series for all engines.
+        model: as for PrometheusMetrics.
+    """
+
+    def __init__(
+        self, families: Mapping[Metric, Family], cache_config: Gauge, labels: dict[str, str], model: ModelConfig | None
+    ) -> None:
+        self.stats_line = StatsLine(f"{int(labels['engine']):03d}")
+        self._labels, self._cache_config, self._model = labels, cache_config, model
         self._step_work: StepWork | None = None
         self._has_cache_config = False
         self._num_unfinished = 0
+        self._recent_tokens: RecentTokens | None = None
         # The series by name and, where the family has a label of its own, its value.
         self._counters: dict[tuple[str, str], Counter] = {}
         self._gauges: dict[tuple[str, str], Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
-        declared = METRICS + (KV_BLOCK_METRICS if kv_blocks else ())
-        families = {metric.name: self._add(metric) for metric in declared}
+        for metric, family in families.items():
+            own = {name: labels[name] for name in metric.common}
+            for value in metric.values if metric.label else ("",):
+                series = family.labels(**own, **({metric.label: value} if metric.label else {}))
+                if isinstance(series, Counter):
+                    self._counters[metric.name, value] = series
+                elif isinstance(series, Gauge):
+                    self._gauges[metric.name, value] = series
+                else:
+                    self._histograms[metric.name] = series
         self._gauges["vllm:engine_sleep_state", "awake"].set(1)
-        self.http = HttpMetrics(self.registry)
-        self._recent_tokens: RecentTokens | None = None
-        if legacy_names:
-            self._recent_tokens = RecentTokens()
-            labels = tuple(self._label_values.values())
-            self.registry.register(
-                LegacyNames(families, labels, self._recent_tokens, lambda: self.stats_line.prefix_cache_hit_rate)
-            )
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self.registry)
 
-    def _add(self, metric: Metric) -> Counter | Gauge | Histogram:
-        """A family with all its series."""
-        labels = (*metric.common, metric.label) if metric.label else metric.common
-        own = [self._label_values[name] for name in metric.common]
-        series = [(value, (*own, value)) for value in metric.values] if metric.label else [("", tuple(own))]
-        if metric.kind == "counter":
-            counter = Counter(metric.name, metric.help, labels, registry=self.registry)
-            self._counters |= {(metric.name, value): counter.labels(*all_values) for value, all_values in series}
-            return counter
-        if metric.kind == "gauge":
-            gauge = Gauge(metric.name, metric.help, labels, registry=self.registry)
-            self._gauges |= {(metric.name, value): gauge.labels(*all_values) for value, all_values in series}
-            return gauge
-        buckets = steps_up_to(self._max_model_len) if metric.buckets == UP_TO_MODEL_LEN else metric.buckets
-        histogram = Histogram(metric.name, metric.help, labels, buckets=buckets, registry=self.registry)
-        self._histograms[metric.name] = histogram.labels(*own)
-        return histogram
+    def legacy_values(self) -> LegacyValues:
+        """What the names of old show of this engine; counted from now on."""
+        self._recent_tokens = RecentTokens()
+        return LegacyValues(self._labels, self._recent_tokens, lambda: self.stats_line.prefix_cache_hit_rate)
 
     def _count(self, name: str, amount: float = 1, value: str = "") -> None:
         self._counters[name, value].inc(amount)
@@ -239,7 +273,7 @@ class PrometheusMetrics:
         self._count("quire_requests_lost", 1, reason)
 
     def on_event_loop_lag(self, seconds: float) -> None:
-        """The event loop was looked at, and came `seconds` late."""
+        """The event loop was looked at, and came `seconds` late. All engines share this series."""
         self._observe("quire_event_loop_lag_seconds", seconds)
 
     def _set_idle(self) -> None:
@@ -261,16 +295,9 @@ class PrometheusMetrics:
         if self._model is not None and isinstance(dtype, str):
             weights = quantization if isinstance(quantization, str) else None
             self._step_work = StepWork(self._model, dtype, weights, str(_setting(ready, "kv_cache_dtype") or "auto"))
-        if self._has_cache_config:
-            return
-        self._has_cache_config = True
-        metric = CACHE_CONFIG_INFO
-        gauge = Gauge(metric.name, metric.help, (*metric.common, *CACHE_CONFIG_LABELS), registry=self.registry)
-        gauge.labels(**self._label_values, **cache_config(ready)).set(1)
-
-    def render(self) -> bytes:
-        """All series in Prometheus' text format."""
-        return generate_latest(self.registry)
+        if not self._has_cache_config:
+            self._has_cache_config = True
+            self._cache_config.labels(**self._labels, **cache_config(ready)).set(1)
 
 
 def cache_config(ready: EngineReady) -> dict[str, str]:

@@ -286,6 +286,7 @@ METRICS: tuple[Metric, ...] = (
         "histogram",
         "seconds",
         "How late the API process' event loop was, which holds up every stream. Measured 20 times a second.",
+        common=("model_name",),
         buckets=_LAG,
     ),
     Metric("vllm:request_params_n", "histogram", "continuations", "n, per request.", buckets=_N),

@@ -1,4 +1,4 @@
-"""One decoder layer: its parts, and the pre-norm block that most families are made of.
+"""One decoder layer, made from its LayerSpec.
 
 Dimensions: T tokens, D hidden, H query heads, G kv heads, E head dim, I intermediate, R rotary dims, L positions.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.layer import Attention
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
-from quire.layer_spec import Dense, Full, LayerSpec, LinearShape, NormShape, RopeConfig
+from quire.layer_spec import Dense, Full, LayerSpec, LinearShape, NormShape, RopeConfig, Window
 from quire.layers.activation import gated_activation
 from quire.layers.linear import Projection, make_linear
 from quire.layers.norm import RMSNorm
@@ -37,17 +37,44 @@ class Weighted(Protocol):
     def weight_bytes(self) -> int: ...
 
 
-class Block(Protocol):
-    """One layer. It changes the residual stream in place and returns the input of the next block's attention.
+class Mixer(Protocol):
+    """What a layer computes between two norms."""
 
-    `next_norm` makes that input: it is the next block's `input_norm`, or the model's final norm after the last block.
-    So the addition to the residual and the norm behind it are one kernel, also across blocks.
+    @property
+    def reader(self) -> Projection:
+        """What reads its input, and nothing else does."""
+        ...
+
+    def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor: ...
+
+
+class Sublayer:
+    """residual += c * norm(mixer(norm(residual))), where both norms may be missing.
+
+    It changes the residual stream in place and returns the input of the next one. `next_norm` makes that input: it is
+    the next sublayer's `input_norm`, or the model's final norm after the last one. So the addition to the residual and
+    the norm behind it are one kernel, also across layers.
     """
 
-    input_norm: RMSNorm | None
-    next_norm: RMSNorm | None
+    def __init__(
+        self, mixer: Mixer, input_norm: RMSNorm | None, output_norm: RMSNorm | None, multiplier: float
+    ) -> None:
+        self._mixer, self._output_norm, self._multiplier = mixer, output_norm, multiplier
+        self.input_norm = input_norm
+        self.next_norm: RMSNorm | None = None
+        if input_norm is not None:
+            input_norm.feeds = mixer.reader
 
-    def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows: ...
+    def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows:
+        y_TD = self._mixer(x_TD, batch)
+        if self._output_norm is not None:
+            y_TD = self._output_norm(y_TD, out=y_TD)
+        if self._multiplier != 1.0:
+            y_TD.mul_(self._multiplier)
+        if self.next_norm is None:
+            residual_TD += y_TD
+            return residual_TD
+        return self.next_norm.add(y_TD, residual_TD)
 
 
 class SelfAttention:
@@ -65,11 +92,11 @@ class SelfAttention:
         self._heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
         self._num_heads, self._head_dim = sum(self._heads), spec.head_dim
         self._q_width, self._kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._attention, self.qkv, self._output = attention, qkv, output
+        self._attention, self.reader, self._output = attention, qkv, output
         self._q_norm, self._k_norm = q_norm, k_norm
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
-        qkv = self.qkv(x_TD)
+        qkv = self.reader(x_TD)
         if self._q_norm is not None and self._k_norm is not None:  # OLMo 2: over all q heads, and over all k heads
             q, k, _ = qkv.split_with_sizes((self._q_width, self._kv_width, self._kv_width), 1)
             self._q_norm(q, out=q)
@@ -84,10 +111,10 @@ class MLP:
     """Gated MLP. Input [T, D], output [T, D]."""
 
     def __init__(self, gate_up: Projection, activation: Callable[[Tensor], Rows], down: Projection) -> None:
-        self.gate_up, self._activation, self._down = gate_up, activation, down
+        self.reader, self._activation, self._down = gate_up, activation, down
 
-    def __call__(self, x_TD: Rows) -> Tensor:
-        return self._down(self._activation(self.gate_up(x_TD)))
+    def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
+        return self._down(self._activation(self.reader(x_TD)))
 
 
 @dataclass
@@ -95,22 +122,27 @@ class LayerBuilder:
     """Makes the parts of one layer and remembers under which name the checkpoint has them."""
 
     config: ModelConfig
-    layer: int
+    spec: LayerSpec
+    cache: int  # index of the layer's cache in ForwardBatch.caches
     dtype: torch.dtype
     quantization: str | None
-    norm_offset: float
     rope_table: Callable[[RopeConfig], Tensor]  # cos_sin_LR
     backend: Callable[[AttentionSpec], AttentionBackend]
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
 
-    @property
-    def spec(self) -> LayerSpec:
-        return self.config.layers[self.layer]
+    def sublayers(self) -> list[Sublayer]:
+        """The layer."""
+        sublayers = []
+        for part, norms in self.spec.parts:
+            before = self.norm(norms.before) if norms.before else None
+            mixer = _MIXERS[type(part)](self, part)
+            after = self.norm(norms.after) if norms.after else None
+            sublayers.append(Sublayer(mixer, before, after, self.spec.residual_multiplier))
+        return sublayers
 
-    def norm(self, shape: NormShape | None) -> RMSNorm:
-        """An RMS norm that the layer has."""
-        assert shape is not None, "the block has a norm where its family declares none"
-        norm = RMSNorm(shape.size, self.config.rms_norm_eps, self.norm_offset, self.dtype)
+    def norm(self, shape: NormShape) -> RMSNorm:
+        """One of its RMS norms."""
+        norm = RMSNorm(shape.size, self.config.rms_norm_eps, self.config.norm_offset, self.dtype)
         self.parts.append((f"{shape.name}.", norm))
         return norm
 
@@ -120,10 +152,8 @@ class LayerBuilder:
         self.parts += [(shape.prefix, part) for part in linear.parts]
         return linear
 
-    def attention(self) -> SelfAttention:
-        """Self-attention as the layer's spec describes it."""
-        spec = self.spec.attention
-        assert isinstance(spec, Full)
+    def attention(self, spec: Full) -> SelfAttention:
+        """Self-attention, with a window or without."""
         qkv, output = self.linear(spec.qkv), self.linear(spec.output)
         backend = self.backend(
             AttentionSpec(
@@ -139,29 +169,16 @@ class LayerBuilder:
         norms = [self.norm(shape) for shape in spec.norms]
         head_norms, wide_norms = ([], norms) if spec.qk_norm == "full" else (norms, [])
         table = None if spec.rope is None else self.rope_table(spec.rope)
-        return SelfAttention(spec, Attention(self.layer, backend, table, *head_norms), qkv, output, *wide_norms)
+        return SelfAttention(spec, Attention(self.cache, backend, table, *head_norms), qkv, output, *wide_norms)
 
-    def mlp(self) -> MLP:
-        """The gated MLP as the layer's spec describes it."""
-        spec = self.spec.feed_forward
-        assert isinstance(spec, Dense)
+    def mlp(self, spec: Dense) -> MLP:
+        """A gated MLP."""
         gate_up, down = self.linear(spec.gate_up), self.linear(spec.down)
         return MLP(gate_up, gated_activation(spec.activation, feeds=down), down)
 
 
-class PreNormBlock:
-    """x + attention(norm(x)), then x + mlp(norm(x)): Llama and most others."""
-
-    def __init__(self, build: LayerBuilder) -> None:
-        input_norm = build.norm(build.spec.attention_norms.before)
-        self.input_norm: RMSNorm | None = input_norm
-        self.next_norm: RMSNorm | None = None
-        self.attention = build.attention()
-        self.mlp_norm = build.norm(build.spec.feed_forward_norms.before)
-        self.mlp = build.mlp()
-        input_norm.feeds, self.mlp_norm.feeds = self.attention.qkv, self.mlp.gate_up
-
-    def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows:
-        assert self.next_norm is not None
-        x_TD = self.mlp_norm.add(self.attention(x_TD, batch), residual_TD)
-        return self.next_norm.add(self.mlp(x_TD), residual_TD)
+_MIXERS: dict[type, Callable[[LayerBuilder, Any], Mixer]] = {
+    Full: LayerBuilder.attention,
+    Window: LayerBuilder.attention,
+    Dense: LayerBuilder.mlp,
+}

@@ -1,4 +1,4 @@
-"""The decoder every native family shares: embed, blocks, final norm, logits.
+"""The decoder every native family shares: embed, layers, final norm, logits.
 
 Dimensions: T tokens, R rows whose logits are wanted, D hidden, V vocabulary, L positions.
 """
@@ -23,8 +23,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import WeightSlot
 from quire.model_config import ModelConfig
-from quire.models.block import LayerBuilder, Weighted
-from quire.models.family import Family
+from quire.models.block import LayerBuilder, Sublayer, Weighted
 from quire.models.weights import WeightTable
 
 
@@ -33,7 +32,6 @@ class Decoder:
 
     Args:
         config: `max_model_len` bounds the positions (rows of the rotary tables).
-        family: what config does not say.
         dtype: of weights and activations.
         quantization: a key of ON_LOAD, or None: weights as the checkpoint has them.
         device: where `load_weights` brings the tensors it gets, and where the model runs.
@@ -44,7 +42,6 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        family: Family,
         dtype: torch.dtype,
         quantization: str | None,
         device: torch.device,
@@ -58,17 +55,17 @@ class Decoder:
         self._parts: list[tuple[str, Weighted]] = []
         self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
         self._embed = self._make_embeddings(quantization)
-        self._blocks = [family.block(build) for build in self._layer_builders(family, quantization)]
-        final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset, dtype)
+        self._layers = list(self._make_layers(quantization))
+        final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype)
         self._parts.append(("model.norm.", final_norm))
-        for block, successor in pairwise(self._blocks):
-            block.next_norm = successor.input_norm
-        self._blocks[-1].next_norm = final_norm
-        self._first_norm = self._blocks[0].input_norm
+        self._sublayers = [sublayer for layer in self._layers for sublayer in layer]
+        for sublayer, successor in pairwise(self._sublayers):
+            sublayer.next_norm = successor.input_norm
+        self._sublayers[-1].next_norm = final_norm
         # transformers rounds Gemma's factor to the dtype; Granite's are exact in every dtype
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
-        ignored = family.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
-        self._weights = WeightTable(self._slots(), family.renamed_prefixes, ignored)
+        ignored = config.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
+        self._weights = WeightTable(self._slots(), config.renamed_prefixes, ignored)
 
     def _make_embeddings(self, quantization: str | None) -> Embedding | PackedEmbedding:
         config, dtype = self.config, self.dtype
@@ -85,7 +82,7 @@ class Decoder:
         self._parts.append(("model.embed_tokens.", table))
         return table
 
-    def _layer_builders(self, family: Family, quantization: str | None) -> Iterable[LayerBuilder]:
+    def _make_layers(self, quantization: str | None) -> Iterable[list[Sublayer]]:
         tables: dict[RopeConfig, Tensor] = {}
 
         def rope_table(rope: RopeConfig) -> Tensor:
@@ -93,18 +90,20 @@ class Decoder:
                 tables[rope] = cos_sin_table(rope, self.config.max_model_len).to(self.device)
             return tables[rope]
 
-        for layer in range(self.config.num_layers):
+        num_caches = 0
+        for spec in self.config.layers:
             build = LayerBuilder(
                 config=self.config,
-                layer=layer,
+                spec=spec,
+                cache=num_caches,
                 dtype=self.dtype,
                 quantization=quantization,
-                norm_offset=family.norm_offset,
                 rope_table=rope_table,
-                backend=partial(self._backends.get, layer),
+                backend=partial(self._backends.get, num_caches),
             )
-            yield build
+            yield build.sublayers()
             self._parts += build.parts
+            num_caches += spec.kv_spec is not None
 
     def _slots(self) -> dict[str, WeightSlot]:
         return {prefix + name: slot for prefix, part in self._parts for name, slot in part.slots()}
@@ -156,10 +155,8 @@ class Decoder:
         return self.run_blocks(self.embed(batch.token_ids_T), batch)
 
     def run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        """All blocks and the final norm, on the residual stream [T, D], which they change."""
-        x_TD: Rows = residual_TD if self._first_norm is None else self._first_norm.feed(residual_TD)
-        for block in self._blocks:
-            x_TD = block(x_TD, residual_TD, batch)
+        """All layers and the final norm, on the residual stream [T, D], which they change."""
+        x_TD = _run(self._sublayers, residual_TD, batch)
         assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD
 
@@ -186,8 +183,7 @@ class Decoder:
     def run_layer(self, layer: int, residual_TD: Tensor, batch: ForwardBatch) -> None:
         """One layer alone, for calibration: changes the residual stream in place. Only its own weights must be there:
         what the next layer's norm makes of the stream is dropped."""
-        block = self._blocks[layer]
-        block(residual_TD if block.input_norm is None else block.input_norm.feed(residual_TD), residual_TD, batch)
+        _run(self._layers[layer], residual_TD, batch)
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         """logits_RV in float32, scaled and soft-capped as the family does."""
@@ -199,3 +195,11 @@ class Decoder:
             cap = config.logits_soft_cap
             logits_RV = logits_RV.div_(cap).tanh_().mul_(cap)
         return logits_RV
+
+
+def _run(sublayers: list[Sublayer], residual_TD: Tensor, batch: ForwardBatch) -> Rows:
+    first_norm = sublayers[0].input_norm
+    x_TD: Rows = residual_TD if first_norm is None else first_norm.feed(residual_TD)
+    for sublayer in sublayers:
+        x_TD = sublayer(x_TD, residual_TD, batch)
+    return x_TD

@@ -1,4 +1,4 @@
-"""What a model is to the rest of the engine, and which family builds a config."""
+"""What a model is to the rest of the engine, and the native one of a config."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ from torch import Tensor
 from quire.errors import ModelConfigError
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.model_config import ModelConfig
-from quire.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from quire.models.decoder import Decoder
-from quire.models.family import Family
 
 CPU = torch.device("cpu")
-
-_MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, smollm3, olmo2, granite)
-
-FAMILIES: dict[str, Family] = {name: module.FAMILY for module in _MODULES for name in module.FAMILY.architectures}
 
 
 class CausalLM(Protocol):
@@ -72,12 +66,10 @@ def build_model(
     Positions are bounded by `config.max_model_len`: replace it with the length that is served. Raises ModelConfigError
     for an architecture without native implementation.
     """
-    family = FAMILIES.get(config.architecture)
-    if family is None:
+    if not config.is_native:
         raise ModelConfigError(
             f"{config.model} has an architecture without native implementation",
             value=config.architecture,
-            expected="one of " + ", ".join(FAMILIES),
             fix="Use --model-impl transformers to run it through transformers' modelling code",
         )
-    return Decoder(config, family, dtype, quantization, device, attention_backend, cache_dtype)
+    return Decoder(config, dtype, quantization, device, attention_backend, cache_dtype)

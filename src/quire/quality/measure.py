@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from quire.config import EngineConfig
+from quire.engine.bring_up import bring_up
 from quire.errors import ConfigError
 from quire.frontend.tokenizer import Tokenizer
 from quire.launch import find_model
@@ -22,7 +23,7 @@ from quire.messages import Progress
 from quire.quality.divergence import Positions, compare
 from quire.quality.summary import Quality, summarize
 from quire.worker.model_runner import ModelRunner
-from quire.worker.worker import Worker, start_worker
+from quire.worker.worker import DeviceWorker
 
 STEP_TOKENS = 512  # of one forward pass: bounds activations
 
@@ -115,10 +116,20 @@ def download(config: EngineConfig, progress: Progress) -> None:
     find_model(config, progress, weights=True)
 
 
-def load(config: EngineConfig, progress: Progress) -> Worker:
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is compared."""
+
+    runner: ModelRunner
+    dtype: str
+
+
+def load(config: EngineConfig, progress: Progress) -> Loaded:
     """A model on the way a server would run it: weights, kernels and KV cache. Raises QuireErrors."""
     *_, model_config = find_model(config, progress, weights=True)
-    return start_worker(config, model_config, is_server=False, progress=progress)
+    worker = DeviceWorker(model_config, progress)
+    running = bring_up(config, model_config, [worker], is_server=False, progress=progress)
+    return Loaded(worker.runner, running.resolved.model.dtype)
 
 
 def measure(

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.demo import DEMO_MODEL_NAME
-from quire.quality.measure import Row, Text
+from quire.quality.measure import Loaded, Row, Text
 from quire.quality.summary import Estimate
 from quire.resolve import shown_bytes
-from quire.worker.worker import Worker
 
 _HEAD = ("", "weights", "perplexity", "ratio", "KL mean (nats)", "KL 99 %", "same top token")
 
 
-def base_name(name: str | None, base: Worker) -> str:
+def base_name(name: str | None, base: Loaded) -> str:
     """The base and its dtype."""
-    return f"{name or DEMO_MODEL_NAME}, {base.resolved.model.dtype}"
+    return f"{name or DEMO_MODEL_NAME}, {base.dtype}"
 
 
 def text(text: Text, base: str, file: str, rows: Sequence[Row]) -> str:

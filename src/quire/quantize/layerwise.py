@@ -116,7 +116,7 @@ class Layerwise:
         row = NewRow("window", [0] * num_tokens, num_tokens, params, list(range(num_blocks)), rope_offset=offset)
         batch = ScheduledBatch(0, [row.request_id], [0], [num_tokens], [[]], [row])
         inputs.apply(batch)
-        return inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [cache] * config.num_layers)
+        return inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [cache] * len(config.kv_specs()))
 
 
 def _described(prefix: str, part: Linear) -> LayerLinear:

@@ -177,7 +177,7 @@ class Door:
                     self._state.engine.check_room()
             except QuireError as error:
                 if isinstance(error, QueueFullError):
-                    await asyncio.sleep(self._state.engine.admission.refusal_delay(time.monotonic()))
+                    await asyncio.sleep(self._state.engine.refusals.delay(time.monotonic()))
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -195,10 +195,11 @@ def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextM
             state.engine.start()
         tasks = []
         if state.metrics is not None:
-            tasks.append(asyncio.create_task(loop_lag.watch(state.metrics.on_event_loop_lag)))
+            series = state.metrics.engines
+            tasks.append(asyncio.create_task(loop_lag.watch(series[0].on_event_loop_lag)))
             if state.settings.log_stats_interval > 0:
-                line = log_line.log_forever(state.metrics.stats_line, state.settings.log_stats_interval)
-                tasks.append(asyncio.create_task(line))
+                lines = [engine.stats_line for engine in series]
+                tasks.append(asyncio.create_task(log_line.log_forever(lines, state.settings.log_stats_interval)))
         try:
             yield
         finally:

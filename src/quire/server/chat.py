@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -15,9 +15,9 @@ from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
-from quire.server import beam_search, generation
+from quire.server import generation
+from quire.server.answer import Writer, respond
 from quire.server.generation import Generation
-from quire.server.limits import read_json
 from quire.server.logprobs import LogprobWriter, prompt_logprobs
 from quire.server.protocol.chat import (
     AnswerMessage,
@@ -30,8 +30,8 @@ from quire.server.protocol.chat import (
 )
 from quire.server.protocol.common import make_usage
 from quire.server.protocol.fields import REFUSED_IN_CHAT, BodyDecoder
-from quire.server.sse import DONE, EventStream, event, run_until_disconnect
-from quire.server.state import SYSTEM_FINGERPRINT, ServerState, request_id_of, state_of
+from quire.server.sse import DONE, event
+from quire.server.state import SYSTEM_FINGERPRINT, ServerState
 from quire.server.timeline import timings
 
 _decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
@@ -39,18 +39,12 @@ _decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
 
 async def chat_completions(request: Request) -> Response:
     """One answer, or its events as they come."""
-    state = state_of(request)
-    body, ignored = await read_json(request, state.settings.limits, _decoder.decode)
-    return await run_until_disconnect(_answer(state, body, ignored, request_id_of(request.scope)), request.receive)
+    return await respond(request, _decoder, _prepare)
 
 
-async def _answer(state: ServerState, body: ChatRequest, ignored: list[str], request_id: str) -> Response:
-    state.check_accepting()
-    state.check_model(body.model)
-    generation.check_stream_options(body)
-    generation.apply_defaults(state, body)
-    generation.check_truncation(body)
-    generation.check_beam_search(body)
+async def _prepare(
+    state: ServerState, body: ChatRequest, ignored: list[str], request_id: str
+) -> tuple[Generation, Writer]:
     ignored += _check_tools(body)
     if body.response_format is not None and body.response_format.type != "text":
         raise UnsupportedFieldError(
@@ -60,23 +54,10 @@ async def _answer(state: ServerState, body: ChatRequest, ignored: list[str], req
             fix="Remove response_format and check the text yourself",
             param="response_format",
         )
-    if body.priority and not state.settings.has_priorities:
-        ignored.append("priority")
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
     asked = _generation(state, body, await _render(state, body), request_id)
-    writer = _ChatWriter(state, body, asked)
-    headers = generation.ignored_headers(ignored)
-    if body.use_beam_search:
-        if body.is_streamed:
-            return await EventStream.start(writer.events(beam_search.stream(state, body, asked)), headers)
-        outputs = await beam_search.run(state, body, asked)
-    else:
-        streams = await generation.start(state, asked)
-        if body.is_streamed:
-            return await EventStream.start(writer.events(generation.merged(streams)), headers)
-        outputs = await generation.collect(streams)
-    return await generation.write(lambda: writer.response(outputs[0], headers), outputs)
+    return asked, _ChatWriter(state, body, asked)
 
 
 def _check_tools(body: ChatRequest) -> list[str]:
@@ -114,18 +95,16 @@ async def _render(state: ServerState, body: ChatRequest) -> str:
 def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: str) -> Generation:
     defaults = dict(state.settings.default_sampling_params)
     default_max_tokens = defaults.pop("max_tokens", None)
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    asked = getattr(body, body.max_tokens_name)
     max_tokens, is_chosen = generation.choose_max_tokens(state, asked, default_max_tokens)
     params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=_num_logprobs(state, body))
-    return Generation(
-        response_id=generation.response_id("chatcmpl", body, request_id),
-        prompts=[prompt],
-        params=params,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt,
+    return generation.of_body(
+        body,
+        request_id,
+        "chatcmpl",
+        [prompt],
+        params,
         add_special_tokens=bool(body.add_special_tokens),
-        truncation=body.truncation,
-        request_id=request_id,
         max_tokens_is_default=not is_chosen,
     )
 
@@ -164,8 +143,9 @@ class _ChatWriter:
                 state.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids), max_top=max_top
             )
 
-    def response(self, output: RequestOutput, headers: dict[str, str]) -> Response:
+    def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
         """The whole answer."""
+        (output,) = outputs
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         answer = ChatResponse(
             id=self._id,

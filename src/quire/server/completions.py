@@ -17,9 +17,9 @@ from quire.frontend.async_engine import INLINE_PROMPT_CHARS
 from quire.frontend.prompts import PromptType, split_prompts
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
-from quire.server import beam_search, generation
+from quire.server import generation
+from quire.server.answer import Writer, respond
 from quire.server.generation import Generation
-from quire.server.limits import read_json
 from quire.server.logprobs import LogprobWriter, prompt_logprobs
 from quire.server.protocol.common import PromptLogprobs, Usage, make_usage
 from quire.server.protocol.completions import (
@@ -31,8 +31,8 @@ from quire.server.protocol.completions import (
     CompletionResponse,
 )
 from quire.server.protocol.fields import REFUSED_IN_COMPLETIONS, BodyDecoder
-from quire.server.sse import DONE, EventStream, event, run_until_disconnect
-from quire.server.state import SYSTEM_FINGERPRINT, ServerState, request_id_of, state_of
+from quire.server.sse import DONE, event
+from quire.server.state import SYSTEM_FINGERPRINT, ServerState
 from quire.server.timeline import timings
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -44,34 +44,15 @@ _decoder = BodyDecoder(CompletionRequest, REFUSED_IN_COMPLETIONS)
 
 async def completions(request: Request) -> Response:
     """The continuations of one or several prompts, or their events as they come."""
-    state = state_of(request)
-    body, ignored = await read_json(request, state.settings.limits, _decoder.decode)
-    return await run_until_disconnect(_answer(state, body, ignored, request_id_of(request.scope)), request.receive)
+    return await respond(request, _decoder, _prepare)
 
 
-async def _answer(state: ServerState, body: CompletionRequest, ignored: list[str], request_id: str) -> Response:
-    state.check_accepting()
-    state.check_model(body.model)
-    generation.check_stream_options(body)
-    generation.apply_defaults(state, body)
-    generation.check_truncation(body)
-    generation.check_beam_search(body)
-    if body.priority and not state.settings.has_priorities:
-        ignored.append("priority")
+async def _prepare(
+    state: ServerState, body: CompletionRequest, ignored: list[str], request_id: str
+) -> tuple[Generation, Writer]:
     prompts = split_prompts(body.prompt) if len(body.prompt) <= INLINE_PROMPT_CHARS else await _split_long(body.prompt)
     asked = _generation(state, body, prompts, request_id)
-    writer = _CompletionWriter(state, body, asked)
-    headers = generation.ignored_headers(ignored)
-    if body.use_beam_search:
-        if body.is_streamed:
-            return await EventStream.start(writer.events(beam_search.stream(state, body, asked)), headers)
-        outputs = await beam_search.run(state, body, asked)
-    else:
-        streams = await generation.start(state, asked)
-        if body.is_streamed:
-            return await EventStream.start(writer.events(generation.merged(streams)), headers)
-        outputs = await generation.collect(streams)
-    return await generation.write(lambda: writer.response(outputs, headers), outputs)
+    return asked, _CompletionWriter(state, body, asked)
 
 
 async def _split_long(prompt: str | list[Any]) -> list[PromptType]:
@@ -92,15 +73,13 @@ def _generation(state: ServerState, body: CompletionRequest, prompts: list[Promp
     if body.echo and params.prompt_logprobs is None and body.logprobs is not None:
         params.prompt_logprobs = body.logprobs
         params.skip_reading_prefix_cache = True
-    return Generation(
-        response_id=generation.response_id("cmpl", body, request_id),
-        prompts=prompts,
-        params=params,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt,
+    return generation.of_body(
+        body,
+        request_id,
+        "cmpl",
+        prompts,
+        params,
         add_special_tokens=body.add_special_tokens is not False,
-        truncation=body.truncation,
-        request_id=request_id,
         max_tokens_is_default=not is_chosen,
     )
 

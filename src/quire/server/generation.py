@@ -145,7 +145,7 @@ def _close(streams: Sequence[RequestStream]) -> None:
         stream.close()
 
 
-def response_id(prefix: str, body: GenerationRequest, header_id: str) -> str:
+def _response_id(prefix: str, body: GenerationRequest, header_id: str) -> str:
     """The id of the answer: the body's request_id, or the id of the HTTP request."""
     if body.request_id is not None and sane_request_id(body.request_id) is None:
         raise InvalidRequestError(
@@ -154,7 +154,48 @@ def response_id(prefix: str, body: GenerationRequest, header_id: str) -> str:
     return f"{prefix}-{body.request_id or header_id}"
 
 
-def check_stream_options(body: GenerationRequest) -> None:
+def check(state: ServerState, body: GenerationRequest, ignored: list[str]) -> None:
+    """What every route refuses before it looks further, and the server's defaults. Adds fields without effect."""
+    state.check_accepting()
+    state.check_model(body.model)
+    _check_stream_options(body)
+    _apply_defaults(state, body)
+    _check_truncation(body)
+    _check_beam_search(body)
+    if body.priority and not state.settings.has_priorities:
+        ignored.append("priority")
+
+
+def of_body(
+    body: GenerationRequest,
+    request_id: str,
+    prefix: str,
+    prompts: Sequence[PromptType],
+    params: SamplingParams,
+    *,
+    add_special_tokens: bool,
+    max_tokens_is_default: bool,
+) -> Generation:
+    """What a body asks of the engine, with what its route has chosen.
+
+    Args:
+        request_id: of the HTTP request.
+        prefix: of the answer's id.
+    """
+    return Generation(
+        response_id=_response_id(prefix, body, request_id),
+        prompts=prompts,
+        params=params,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        add_special_tokens=add_special_tokens,
+        truncation=body.truncation,
+        request_id=request_id,
+        max_tokens_is_default=max_tokens_is_default,
+    )
+
+
+def _check_stream_options(body: GenerationRequest) -> None:
     if body.stream_options is not None and not body.is_streamed:
         raise InvalidRequestError(
             "stream_options is only for streamed answers",
@@ -163,7 +204,7 @@ def check_stream_options(body: GenerationRequest) -> None:
         )
 
 
-def apply_defaults(state: ServerState, body: GenerationRequest) -> None:
+def _apply_defaults(state: ServerState, body: GenerationRequest) -> None:
     """The operator's: usage over the request's wish, as in vLLM, the others where the request does not say."""
     if body.return_tokens_as_token_ids is None:
         body.return_tokens_as_token_ids = state.settings.returns_tokens_as_token_ids
@@ -185,7 +226,7 @@ def choose_max_tokens(state: ServerState, asked: int | None, default: int | None
     return chosen, asked is not None
 
 
-def check_truncation(body: GenerationRequest) -> None:
+def _check_truncation(body: GenerationRequest) -> None:
     if body.truncation_side is not None and body.truncate_prompt_tokens is None:
         raise InvalidRequestError(
             "truncation_side needs truncate_prompt_tokens",
@@ -206,7 +247,7 @@ NOT_WITH_BEAMS: dict[str, tuple[object, ...]] = {
 }
 
 
-def check_beam_search(body: GenerationRequest) -> None:
+def _check_beam_search(body: GenerationRequest) -> None:
     """What beam search cannot do is refused; its own field without it too."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import is_ssl
 
 from quire.logs import RateLimited, get_logger
@@ -143,7 +143,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_unparsed_bytes = 0  # that came since the chunk in which the headers began
         self._num_unread_bytes = 0  # of a body whose answer is complete
         self._num_lingering_bytes = 0  # that came since our side was closed
-        self._cycle_before = self.cycle  # the request before `cycle`
+        self._unanswered: list[RequestResponseCycle] = []  # the one that is answered now, and those behind it
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -155,7 +155,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._connection.on_lost()
         self._stop_reading_timer()
         self._stop_writing_timer()
+        for cycle in self._unanswered:  # uvicorn tells only the last one
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """The answer that is being sent is the last: uvicorn would go on to the requests behind it."""
+        for cycle in self._unanswered:
+            cycle.keep_alive = False
+        super().shutdown()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -253,8 +262,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse_malformed()
             return
         self._await_body()
-        self._cycle_before = self.cycle
         super().on_headers_complete()
+        self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete] + [self.cycle]
 
     def _await_body(self) -> None:
         self._read_timer = self.loop.call_later(self.limits.body_seconds, self._on_slow_body)
@@ -331,7 +340,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_reading_timer()
         if self.pipeline and self.cycle.more_body:  # it has not begun to run, and shall not
             self.pipeline.popleft()
-            self.cycle = self._cycle_before
+            self._unanswered.pop()
+            self.cycle = self._unanswered[-1]
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             self._write_error(error)

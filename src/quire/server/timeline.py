@@ -27,7 +27,7 @@ async def get_timeline(request: Request) -> Response:
     state = state_of(request)
     entry = state.recent.get(request.path_params["request_id"])
     response_id, parts = entry if entry is not None else ("", [])
-    found = [(index, state.engine.output_processor.timelines.get(part)) for index, part in enumerate(parts)]
+    found = [(index, state.engine.timeline(part)) for index, part in enumerate(parts)]
     prompts = [_prompt(index, timeline) for index, timeline in found if timeline is not None]
     if not prompts:
         raise HttpError(

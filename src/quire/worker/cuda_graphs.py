@@ -21,44 +21,20 @@ import torch
 from torch import Tensor
 
 from quire.forward_batch import LayerCache
-from quire.graph_sizes import GraphSizes, graph_sizes
-from quire.logs import get_logger
+from quire.life_cycle import WorkerSettings
 from quire.models.registry import CausalLM
-from quire.settings import Resolved
 from quire.worker.accelerator import Accelerator, Graph
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.input_batch import Padding, StagedStep, StepRows
 
-logger = get_logger(__name__)
 
-
-def paddings(resolved: Resolved) -> list[Padding]:
+def paddings(settings: WorkerSettings) -> list[Padding]:
     """What is captured with these settings, the largest first: the smaller ones fit into its scratch memory."""
-    sizes = _sizes(resolved)
+    sizes = settings.graph_sizes()
     found = [Padding(size, size) for size in sizes.decodes]
     # one row at least computes several tokens
-    found += [Padding(size, min(resolved.scheduler.max_num_seqs, size - 1)) for size in sizes.mixed]
+    found += [Padding(size, min(settings.max_num_seqs, size - 1)) for size in sizes.mixed]
     return in_order(found)
-
-
-def warn_about_dropped_sizes(resolved: Resolved) -> None:
-    """Log what was wished and is not captured."""
-    sizes = _sizes(resolved)
-    if sizes.dropped:
-        logger.warning("not every size of --cudagraph-capture-sizes is captured: %s", sizes.describe())
-    bound = resolved.settings["max_cudagraph_capture_size"]
-    if resolved.device.cudagraph_mode != "NONE" and bound.detail:
-        logger.warning("--max-cudagraph-capture-size is taken as %d: %s", bound.value, bound.detail)
-
-
-def _sizes(resolved: Resolved) -> GraphSizes:
-    return graph_sizes(
-        resolved.device.cudagraph_mode,
-        resolved.scheduler.max_num_seqs,
-        resolved.scheduler.max_num_batched_tokens,
-        resolved.device.cudagraph_capture_sizes,
-        resolved.device.max_cudagraph_capture_size,
-    )
 
 
 def in_order(sizes: Sequence[Padding]) -> list[Padding]:

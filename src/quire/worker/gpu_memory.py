@@ -5,17 +5,22 @@ Everything runs on a cache of one block: where keys and values lie does not chan
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
+from quire.cost.stopwatch import Lap
 from quire.kv_groups import kv_groups, num_tables
+from quire.life_cycle import Measured, WorkerSettings
+from quire.memory_plan import MemoryFacts, logits_bytes
+from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
-from quire.settings import Resolved
+from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator
 from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_inputs import DeviceInputBatch
@@ -38,59 +43,95 @@ class GpuWork:
     largest_step: tuple[int, float]
 
 
-def make_inputs(
-    resolved: Resolved, model: ModelConfig, accelerator: Accelerator, steps_in_flight: int
-) -> DeviceInputBatch:
+class OnGpu:
+    """A GPU as a worker's device."""
+
+    kv_cache_knob = "--gpu-memory-utilization"
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.memory_device = accelerator.device
+        self._accelerator = accelerator
+
+    def measure(self, model: CausalLM, settings: WorkerSettings) -> Measured:
+        """The largest step, and all graphs."""
+        gc.collect()  # what loading has left of tensors
+        cache = kv_cache.allocate_for(model.config, settings.model, 1, self.memory_device)
+        work = measure_work(model, cache, settings, self._accelerator)
+        del cache
+        gc.collect()
+        self._accelerator.release()
+        free_bytes, total_bytes = self._accelerator.memory()
+        num_tokens, seconds = work.largest_step
+        memory = MemoryFacts(
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            weight_bytes=model.weight_bytes(),
+            work_bytes=work.step_bytes + work.graph_bytes,
+            logits_bytes=logits_bytes(model.config, settings.max_num_seqs),
+            work_detail=f"{work.step_bytes:,} in a step of {num_tokens} tokens, {work.graph_bytes:,} in graphs",
+        )
+        return Measured(memory, num_tokens, Lap(seconds))
+
+    def runner(self, model: CausalLM, cache: PagedCache, settings: WorkerSettings, progress: Progress) -> ModelRunner:
+        """Captures the graphs."""
+        inputs = make_inputs(settings, model.config, self._accelerator)
+        graphs = None
+        if sizes := paddings(settings):
+            graphs = StepGraphs(model, cache.layers, inputs, self._accelerator, sizes)
+            graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
+        return ModelRunner(model, cache, inputs, settings.model.logprobs_mode, self._accelerator, graphs)
+
+
+def make_inputs(settings: WorkerSettings, model: ModelConfig, accelerator: Accelerator) -> DeviceInputBatch:
     """Rows for all requests that may run, and staging for the largest step."""
     return DeviceInputBatch(
-        resolved.scheduler.max_num_seqs,
-        resolved.model.max_model_len,
-        resolved.model.block_size,
+        settings.max_num_seqs,
+        settings.model.max_model_len,
+        settings.model.block_size,
         model.vocab_size,
         num_tables(kv_groups(model)),
-        max_tokens=max(resolved.scheduler.max_num_batched_tokens, resolved.scheduler.max_num_seqs),
+        max_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
         accelerator=accelerator,
-        steps_in_flight=steps_in_flight,
+        steps_in_flight=settings.steps_in_flight,
     )
 
 
-def measure(model: CausalLM, cache: PagedCache, resolved: Resolved, accelerator: Accelerator) -> GpuWork:
+def measure_work(model: CausalLM, cache: PagedCache, settings: WorkerSettings, accelerator: Accelerator) -> GpuWork:
     """Load all kernels, run the largest step, twice, and capture the two largest graphs.
 
     Args:
         cache: of one page.
     """
-    inputs = make_inputs(resolved, model.config, accelerator, 1)
+    inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator)
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator)
-    before = accelerator.release()
-    tables, limits = inputs.num_tables, resolved.scheduler
+    before, tables = accelerator.release(), inputs.num_tables
     for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
         for params in (GREEDY, RANDOM):
-            if num_rows <= limits.max_num_seqs and length * num_rows <= limits.max_num_batched_tokens:
-                _run(runner, prompts(resolved, [length] * num_rows, params, tables))
+            if num_rows <= settings.max_num_seqs and length * num_rows <= settings.max_num_batched_tokens:
+                _run(runner, prompts(settings, [length] * num_rows, params, tables))
     accelerator.release()  # what stays is scratch of kernels, and counts
-    _run(runner, largest_batch(resolved, tables))
+    _run(runner, largest_batch(settings, tables))
     step_bytes = accelerator.reserved_peak() - before
-    batch = largest_batch(resolved, tables)
+    batch = largest_batch(settings, tables)
     started = time.perf_counter()
     _run(runner, batch)
     largest_step = batch.num_tokens, time.perf_counter() - started
-    graph_bytes = _measure_graphs(model, cache, inputs, resolved, accelerator)
+    graph_bytes = _measure_graphs(model, cache, inputs, settings, accelerator)
     return GpuWork(step_bytes, graph_bytes, largest_step)
 
 
-def largest_batch(resolved: Resolved, num_tables: int) -> ScheduledBatch:
+def largest_batch(settings: WorkerSettings, num_tables: int) -> ScheduledBatch:
     """Prompts of all requests that may run at once, together of the whole token budget; all of them sample."""
-    num_rows = min(resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens)
-    num_tokens = min(resolved.scheduler.max_num_batched_tokens, num_rows * resolved.model.max_model_len)
-    return prompts(resolved, [(num_tokens + row) // num_rows for row in range(num_rows)], RANDOM, num_tables)
+    num_rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
+    num_tokens = min(settings.max_num_batched_tokens, num_rows * settings.model.max_model_len)
+    return prompts(settings, [(num_tokens + row) // num_rows for row in range(num_rows)], RANDOM, num_tables)
 
 
-def prompts(resolved: Resolved, lens: Sequence[int], params: SamplingParams, num_tables: int) -> ScheduledBatch:
+def prompts(settings: WorkerSettings, lens: Sequence[int], params: SamplingParams, num_tables: int) -> ScheduledBatch:
     """New rows with prompts of these lengths, computed in one step."""
     batch = ScheduledBatch(step_id=0)
     for row, length in enumerate(lens):
-        blocks = [0] * -(-length // resolved.model.block_size) * num_tables
+        blocks = [0] * -(-length // settings.model.block_size) * num_tables
         batch.request_ids.append(f"profile {row}")
         batch.num_computed_tokens.append(0)
         batch.num_scheduled_tokens.append(length)
@@ -105,10 +146,14 @@ def _run(runner: ModelRunner, batch: ScheduledBatch) -> None:
 
 
 def _measure_graphs(
-    model: CausalLM, cache: PagedCache, inputs: DeviceInputBatch, resolved: Resolved, accelerator: Accelerator
+    model: CausalLM,
+    cache: PagedCache,
+    inputs: DeviceInputBatch,
+    settings: WorkerSettings,
+    accelerator: Accelerator,
 ) -> int:
     """Bytes of all graphs: the largest one brings the scratch memory, each further one what the second one takes."""
-    sizes = paddings(resolved)
+    sizes = paddings(settings)
     if not sizes:
         return 0
     free = []

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu, gpu
-from quire.kv_format import KV_FORMATS
-from quire.kv_groups import KvGroup, page_bytes
+from quire.kv_format import KV_FORMATS, kv_format
+from quire.kv_groups import KvGroup, kv_groups, page_bytes
 from quire.layer_spec import KvSpec
+from quire.model_config import ModelConfig
+from quire.settings import ModelSettings
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class PagedCache:
 
     Attributes:
         pages: uint8 [B, bytes of a page]. A block of tokens is one piece of memory.
-        layers: views of it, by layer; empty where one keeps nothing. What a layer has in a page lies side by side: K,
-            V, and scales of both.
+        layers: views of it, by layer that keeps something. What a layer has in a page lies side by side: K, V, and
+            scales of both.
     """
 
     pages: Tensor
@@ -62,8 +64,18 @@ def allocate(
         layer_bytes = block_size * group.spec.bytes_per_token(kv)
         for at, layer in enumerate(of_table):
             layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype, table)
-    nothing = LayerCache(pages.new_empty(0), pages.new_empty(0))
-    return PagedCache(pages, [layers.get(layer, nothing) for layer in range(max(layers) + 1)])
+    return PagedCache(pages, [layers[layer] for layer in range(len(layers))])
+
+
+def allocate_for(model: ModelConfig, form: ModelSettings, num_pages: int, device: torch.device) -> PagedCache:
+    """The cache of a model in the form that was settled."""
+    return allocate(kv_groups(model), num_pages, form.block_size, cache_dtype(form), device)
+
+
+def cache_dtype(form: ModelSettings) -> torch.dtype:
+    """Of the elements of K and V."""
+    dtype: torch.dtype = getattr(torch, kv_format(form.kv_cache_dtype, form.dtype).torch_dtype)
+    return dtype
 
 
 def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtype, table: int) -> LayerCache:

@@ -144,10 +144,7 @@ def dense_case(M: int, is_split: bool, dtype: torch.dtype, wgmma: bool, is_even:
     }
     types = dict.fromkeys(("x_ptr", "weight_ptr"), POINTERS[dtype])
     types["out_ptr"] = "*fp32" if is_split else POINTERS[dtype]
-    tile = parts.choose_tile(M, 4096, dtype, wgmma)
-    case = tiled_case(dense._dense_kernel, constants, types, tile)
-    case["options"]["num_warps"] = dense.num_warps(tile)
-    return case
+    return tiled_case(dense._dense_kernel, constants, types, dense.for_dense(parts.choose_tile(M, 4096, dtype, wgmma)))
 
 
 def fp8_case(M: int, is_split: bool, is_grouped: bool, wgmma: bool) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from quire.kernels.triton import attention, dense
 from quire.kernels.triton.attention import AttentionShape, choose_fixed_shape
 from quire.kernels.triton.launch import IS_INTERPRETED
 from quire.kernels.triton.parts import part_length
+from tests.covering import covering
 from tests.kernels.triton.test_paged_attention import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
@@ -35,11 +36,9 @@ BATCHES = ((0, 1), (3, 5), (16, 33), (0, 70))
 
 
 def _product(a: Any, b: Any) -> np.ndarray[Any, Any]:
-    """a @ b in float32 with one order of sums for every element, wherever it is: BLAS has others at the edges."""
-    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    for k in range(a.shape[1]):
-        total += a[:, k : k + 1] * b[k : k + 1]
-    return total
+    """a @ b in float32 by float64, where sums of these products are exact: BLAS has another order at the edges."""
+    product: np.ndarray[Any, Any] = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+    return product
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +95,7 @@ def test_rows_of_products_are_those_of_the_row_alone(kind: str, monkeypatch: pyt
 
     all_MN = product(x_MK)
     for is_split in (True, False):
-        monkeypatch.setattr(f"quire.kernels.triton.{kind}.is_split", lambda *_, is_split=is_split: is_split)
+        monkeypatch.setattr("quire.kernels.triton.parts.is_split", lambda *_, is_split=is_split: is_split)
         for begin, end in BATCHES:
             assert torch.equal(product(x_MK[begin:end]), all_MN[begin:end]), f"{begin} to {end}, split: {is_split}"
 
@@ -119,12 +118,18 @@ def pieces(length: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in pairwise(edges) if begin < end]
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (40, 0.0), (0, 3.0)])
-@pytest.mark.parametrize("codes", [None, *kv_codes.CODE_DTYPES], ids=str)
+@pytest.mark.parametrize(
+    ("codes", "form", "how"),
+    covering(
+        [None, *kv_codes.CODE_DTYPES], [(0, 0.0), (40, 0.0), (0, 3.0)], ["in pieces", "beside others", "as decodes"]
+    ),
+    ids=str,
+)
 def test_attention_does_not_depend_on_the_batch_nor_on_the_cut(
-    codes: torch.dtype | None, window: int, soft_cap: float, monkeypatch: pytest.MonkeyPatch
+    codes: torch.dtype | None, form: tuple[int, float], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranges of 64 keys: a prompt of 150 tokens at once, in pieces, beside others, and its last tokens as decodes."""
+    """Ranges of 64 keys: a prompt of 150 tokens at once, in pieces, beside others, and some of it as decodes."""
+    window, soft_cap = form
     monkeypatch.setattr(attention, "_SHORTEST_RANGE", 64)
     monkeypatch.setattr(attention, "_PROGRAMS_WANTED", 6)  # up to two sequences are split
     length, H, G, E, P = 150, 4, 2, 32, 16
@@ -164,15 +169,17 @@ def test_attention_does_not_depend_on_the_batch_nor_on_the_cut(
     torch.testing.assert_close(whole, expected, atol=2e-3, rtol=2e-3)
     for cuts in ((7, 64, 65), (100,)):
         for begin, end in pieces(length, cuts):
-            assert torch.equal(attend([0], [begin], [end]), whole[begin:end]), f"positions {begin} to {end}"
-            beside = attend([1, 0, 2], [99, begin, 39], [100, end, 40])
-            assert torch.equal(beside[1:-1], whole[begin:end]), f"positions {begin} to {end} beside others"
-    for position in (0, 63, 64, 149):
+            if how == "in pieces":
+                assert torch.equal(attend([0], [begin], [end]), whole[begin:end]), f"positions {begin} to {end}"
+            elif how == "beside others":
+                beside = attend([1, 0, 2], [99, begin, 39], [100, end, 40])
+                assert torch.equal(beside[1:-1], whole[begin:end]), f"positions {begin} to {end} beside others"
+    for position in (0, 63, 64, 149) if how == "as decodes" else ():
         for rows, at in (([0], 0), ([2, 0], 1), ([1, 2, 0, 1], 2)):
             ends = [position + 1 if row == 0 else 100 - 60 * (row == 2) for row in rows]
             row = attend(rows, [end - 1 for end in ends], ends)[at]
             assert torch.equal(row, whole[position]), f"position {position} as decode of {len(rows)}"
-    assert set(splits) == {1, 3}, "sequences were all split, or none"
+    assert set(splits) == ({1} if how == "beside others" else {1, 3}), "sequences were all split, or none"
 
 
 @pytest.mark.parametrize("max_keys", [1024, 8192, 131072])
@@ -222,4 +229,4 @@ def test_tiles_of_products_have_one_instruction() -> None:
     tiles = [choose_tile(M, 4096, torch.bfloat16, is_wgmma=True) for M in (1, 16, 64, 65, 2048)]
     assert {tile.block_m for tile in tiles} == {64, 128}
     assert {tile.block_k for tile in tiles} == {64}
-    assert {dense.num_warps(tile) for tile in tiles} == {8}
+    assert {dense.for_dense(tile).num_warps for tile in tiles} == {8}

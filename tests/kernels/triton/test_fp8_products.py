@@ -15,6 +15,7 @@ from quire.kernels import fp8, gpu, reference
 from quire.kernels.fp8 import fp8_linear, fp8_rows, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.triton import fp8 as triton_fp8
+from quire.kernels.triton import parts
 from quire.kernels.triton.parts import Tile, part_length
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
@@ -80,7 +81,7 @@ def test_rows_do_not_depend_on_their_number(group_size: int, monkeypatch: pytest
     expected_TN = reference.fp8_linear(x_TK, weight, bias_N, torch.float32)
     torch.testing.assert_close(all_TN, expected_TN, atol=ATOL, rtol=0)
     for is_split in (True, False):
-        monkeypatch.setattr(triton_fp8, "is_split", lambda *_, is_split=is_split: is_split)
+        monkeypatch.setattr(parts, "is_split", lambda *_, is_split=is_split: is_split)
         for begin, end in ((0, 1), (16, 33), (0, 70)):
             some_TN = fp8_linear(x_TK[begin:end], packed, bias_N, torch.float32)
             assert torch.equal(some_TN, all_TN[begin:end]), f"rows {begin} to {end}, split: {is_split}"

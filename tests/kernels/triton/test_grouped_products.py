@@ -16,7 +16,7 @@ from quire.kernels import cpu, gpu, reference
 from quire.kernels.grouped import grouped_linear, grouped_rows, pack_grouped
 from quire.kernels.grouped_panels import to_panels
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.kernels.triton import grouped
+from quire.kernels.triton import grouped, parts
 from quire.kernels.triton.parts import Tile, choose_tile, part_length
 from quire.weight_format import GroupedFormat
 from tests.kernels.grouped_weights import FORMATS, random_weight
@@ -104,7 +104,7 @@ def test_rows_do_not_depend_on_their_number(dtype: torch.dtype, monkeypatch: pyt
     all_TN = grouped_linear(x_TK, packed, bias_N, torch.float32)
     torch.testing.assert_close(all_TN, twin(x_TK, weight, bias_N), atol=ATOL[dtype], rtol=0)
     for is_split in (True, False):
-        monkeypatch.setattr(grouped, "is_split", lambda *_, is_split=is_split: is_split)
+        monkeypatch.setattr(parts, "is_split", lambda *_, is_split=is_split: is_split)
         for begin, end in ((0, 1), (16, 33), (0, 70)):
             some_TN = grouped_linear(x_TK[begin:end], packed, bias_N, torch.float32)
             assert torch.equal(some_TN, all_TN[begin:end]), f"rows {begin} to {end}, split: {is_split}"

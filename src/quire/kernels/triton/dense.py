@@ -8,13 +8,14 @@ Dimensions: M rows, K in-features, N out-features.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma
-from quire.kernels.triton.parts import Tile, choose_tile, is_split, join_parts, part_length
+from quire.kernels.triton.launch import has_wgmma
+from quire.kernels.triton.parts import Launch, Tile, choose_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -72,42 +73,29 @@ def _dense_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
 
 
-def num_warps(tile: Tile) -> int:
+def for_dense(tile: Tile) -> Tile:
     """Tiles of 64 rows are spread over 8 warps: on sm_80 the split form of 4 spills."""
-    return 8 if tile.block_m == 64 else tile.num_warps
+    return replace(tile, num_warps=8) if tile.block_m == 64 else tile
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor) -> None:
     """out = x @ weight.T + bias, float32 sums rounded once. The last dimension of every tensor is contiguous."""
     M, K = x_MK.shape
     N = weight_NK.shape[0]
-    tile = choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device))
-    part_len = part_length(N, K)
-    parts = ceil_div(K, part_len)
-    splits = parts > 1 and is_split(tile, M, N)
-    out = torch.empty((parts, M, N), dtype=torch.float32, device=x_MK.device) if splits else out_MN
-    _dense_kernel[(ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), parts if splits else 1)](
+    tile = for_dense(choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device)))
+    launch = Launch(tile, x_MK, N, bias_N, out_MN)
+    _dense_kernel[launch.grid](
         x_MK,
         weight_NK,
-        None if splits else bias_N,
-        out,
+        launch.bias_N,
+        launch.out,
         M,
         N,
         K,
-        part_len,
+        launch.part_len,
         x_MK.stride(0),
         weight_NK.stride(0),
-        out.stride(-2),
-        PARTS=parts,
-        IS_SPLIT=splits,
-        HAS_BIAS=bias_N is not None and not splits,
-        EVEN_K=K % tile.block_k == 0,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        UPCAST=IS_INTERPRETED,
-        num_warps=num_warps(tile),
-        num_stages=tile.num_stages,
+        launch.out.stride(-2),
+        **launch.constants,
     )
-    if splits:
-        join_parts(out, bias_N, out_MN)
+    launch.join()

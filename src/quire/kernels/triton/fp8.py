@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton import codes
-from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2
-from quire.kernels.triton.parts import Tile, choose_tile, is_split, join_parts, part_length
+from quire.kernels.triton.launch import has_wgmma, next_power_of_2
+from quire.kernels.triton.parts import Launch, Tile, choose_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -101,40 +101,27 @@ def fp8_linear(
     is_grouped = scales_NG.shape[1] > 1
     tile = choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device))
     tile = in_groups(tile, group_size) if is_grouped else tile
-    part_len = part_length(N, K)
-    parts = ceil_div(K, part_len)
-    splits = parts > 1 and is_split(tile, M, N)
-    out = torch.empty((parts, M, N), dtype=torch.float32, device=x_MK.device) if splits else out_MN
-    _fp8_kernel[(ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), parts if splits else 1)](
+    launch = Launch(tile, x_MK, N, bias_N, out_MN)
+    _fp8_kernel[launch.grid](
         x_MK,
         codes_NK.view(torch.int8),
         scales_NG,
-        None if splits else bias_N,
-        out,
+        launch.bias_N,
+        launch.out,
         M,
         N,
         K,
         group_size,
-        part_len,
+        launch.part_len,
         x_MK.stride(0),
         codes_NK.stride(0),
         scales_NG.stride(0),
-        out.stride(-2),
+        launch.out.stride(-2),
         IS_GROUPED=is_grouped,
-        PARTS=parts,
-        IS_SPLIT=splits,
-        HAS_BIAS=bias_N is not None and not splits,
-        EVEN_K=K % tile.block_k == 0,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        UPCAST=IS_INTERPRETED,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
         enable_fp_fusion=False,  # sums of parts are rounded alike, in one program or in several
+        **launch.constants,
     )
-    if splits:
-        join_parts(out, bias_N, out_MN)
+    launch.join()
 
 
 @triton.jit

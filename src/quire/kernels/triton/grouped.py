@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma
-from quire.kernels.triton.parts import choose_tile, is_split, join_parts, part_length
+from quire.kernels.triton.launch import ceil_div, has_wgmma
+from quire.kernels.triton.parts import Launch, choose_tile
 from quire.weight_format import GroupedFormat
 
 _PANEL_WIDTH = 64  # kPanelWidth of grouped_layout.h
@@ -171,29 +171,26 @@ def grouped_linear(
     """
     M, K = x_MK.shape
     tile = choose_tile(M, N, x_MK.dtype, has_wgmma(x_MK.device))
-    part_len = part_length(N, K)
-    parts = ceil_div(K, part_len)
-    splits = parts > 1 and is_split(tile, M, N)
-    out = torch.empty((parts, M, N), dtype=torch.float32, device=x_MK.device) if splits else out_MN
+    launch = Launch(tile, x_MK, N, bias_N, out_MN)
     assert weight_format.group_size is not None
     sections = _Sections(weight_format, packed, N, K)
     step = min(weight_format.group_size & -weight_format.group_size, tile.block_k)
-    _grouped_kernel[(ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), parts if splits else 1)](
+    _grouped_kernel[launch.grid](
         x_MK,
         packed.view(torch.int32),
         packed.view(sections.scales),
         None if sections.offsets is None else packed.view(sections.offsets),
         packed.view(torch.float16) if sections.super_bytes else None,
-        None if splits else bias_N,
-        out,
+        launch.bias_N,
+        launch.out,
         M,
         N,
         K,
         weight_format.group_size,
         weight_format.super_size,
-        part_len,
+        launch.part_len,
         x_MK.stride(0),
-        out.stride(-2),
+        launch.out.stride(-2),
         sections.panel_bytes,
         sections.group_bytes,
         sections.super_bytes,
@@ -205,19 +202,9 @@ def grouped_linear(
         SCALE_BYTES=sections.scales.itemsize,
         OFFSETS=sections.kind,
         OFFSET_BYTES=1 if sections.offsets is None else sections.offsets.itemsize,
-        PARTS=parts,
-        IS_SPLIT=splits,
-        HAS_BIAS=bias_N is not None and not splits,
-        EVEN_K=K % tile.block_k == 0,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        UPCAST=IS_INTERPRETED,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **launch.constants,
     )
-    if splits:
-        join_parts(out, bias_N, out_MN)
+    launch.join()
 
 
 class _Sections:

@@ -9,13 +9,14 @@ Dimensions: M rows, K in-features, N out-features, P parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import ceil_div
+from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div
 
 # Programs that a launch should have: four for each multiprocessor of an H100, which hide each other's waits.
 _PROGRAMS_WANTED = 528
@@ -56,6 +57,45 @@ def is_split(tile: Tile, M: int, N: int) -> bool:
     """Whether parts get programs of their own: only where whole sums are too few programs."""
     num_programs: int = ceil_div(M, tile.block_m) * ceil_div(N, tile.block_n)
     return num_programs < _PROGRAMS_WANTED
+
+
+class Launch:
+    """What the launches of all products have in common.
+
+    Attributes:
+        grid: programs along M, N and, where parts get programs of their own, the parts.
+        part_len: elements of K in a part.
+        bias_N: for the kernel; None if there is none, or if it is added when the parts are joined.
+        out: where the kernel writes: out_MN, or float32 [parts, M, N].
+        constants: of the kernel, and what the compiler is told.
+    """
+
+    def __init__(self, tile: Tile, x_MK: Tensor, N: int, bias_N: Tensor | None, out_MN: Tensor) -> None:
+        M, K = x_MK.shape
+        self.part_len = part_length(N, K)
+        parts = ceil_div(K, self.part_len)
+        splits = parts > 1 and is_split(tile, M, N)
+        self.grid = ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), parts if splits else 1
+        self._own_bias_N, self._out_MN = bias_N, out_MN
+        self.bias_N = None if splits else bias_N
+        self.out = torch.empty((parts, M, N), dtype=torch.float32, device=x_MK.device) if splits else out_MN
+        self.constants: dict[str, Any] = {
+            "PARTS": parts,
+            "IS_SPLIT": splits,
+            "HAS_BIAS": self.bias_N is not None,
+            "EVEN_K": K % tile.block_k == 0,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "UPCAST": IS_INTERPRETED,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+
+    def join(self) -> None:
+        """After the kernel: add the parts, if they had programs of their own."""
+        if self.out is not self._out_MN:
+            join_parts(self.out, self._own_bias_N, self._out_MN)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -35,6 +35,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     response_format: ResponseFormat | None = None
 
     @property
+    def max_tokens_name(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables for the chat template. reasoning_effort is one and decides enable_thinking, as in vLLM."""
         kwargs = dict(self.chat_template_kwargs or {})

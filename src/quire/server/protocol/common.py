@@ -90,6 +90,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_metrics: bool | None = None
 
     @property
+    def max_tokens_name(self) -> str:
+        """The field that bounds the answer."""
+        return "max_tokens"
+
+    @property
     def is_streamed(self) -> bool:
         return bool(self.stream)
 

@@ -1,0 +1,115 @@
+"""Takes workers through their life, up to the first step: they say what they have, the engine decides, they obey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quire.config import EngineConfig
+from quire.engine.executor import InlineExecutor, ThreadExecutor
+from quire.errors import ConfigError
+from quire.life_cycle import CacheSize, Measured, Worker, WorkerExecutor, WorkerSettings
+from quire.logs import get_logger
+from quire.memory_plan import MemoryFacts, plan_kv_cache, planned_weight_bytes, weights_do_not_fit
+from quire.messages import Progress
+from quire.model_config import ModelConfig
+from quire.resolve import DeviceFacts, resolve, shown_bytes
+from quire.settings import Planned, Resolved
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunningWorkers:
+    """Workers that are ready for steps."""
+
+    executor: WorkerExecutor
+    resolved: Planned
+    measured: Measured  # by the slowest of them
+
+
+def bring_up(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    workers: Sequence[Worker],
+    *,
+    is_server: bool,
+    progress: Progress,
+) -> RunningWorkers:
+    """Settle everything and get the workers ready. Raises ConfigError, WeightsError or MemoryPlanError."""
+    facts = least_facts(InlineExecutor(workers).facts(config.device != "cpu"))
+    resolved = resolve(config, model_config, facts, is_server=is_server)
+    total_bytes, _ = facts.memory_of(resolved.device.device)
+    # Refused before minutes are spent on reading them.
+    planned_bytes = planned_weight_bytes(resolved, model_config)
+    if planned_bytes >= total_bytes:
+        raise weights_do_not_fit(resolved, planned_bytes, total_bytes)
+    executor = _executor(workers, resolved)
+    settings = WorkerSettings.of(resolved)
+    progress("load", 0.0, "")
+    executor.load(settings)
+    progress("warm up", 0.0, "measuring working memory")
+    measured = executor.measure()
+    planned, memory = plan_least(config, model_config, resolved, [each.memory for each in measured])
+    if resolved.device.device == "cuda":
+        warn_about_dropped_sizes(resolved)
+    elif planned.memory.kv_cache_bytes + memory.work_bytes > memory.free_bytes:
+        logger.warning(
+            "the KV cache may grow to %s, and only %s are free: when it does, the system may end this process",
+            shown_bytes(planned.memory.kv_cache_bytes),
+            shown_bytes(memory.free_bytes),
+        )
+    progress("warm up", 1 / 3, "allocating the KV cache")
+    num_blocks, num_bytes = planned.memory.num_blocks, planned.memory.kv_cache_bytes
+    executor.allocate(CacheSize(num_blocks, num_bytes, planned.model.max_model_len))
+    executor.capture()
+    return RunningWorkers(executor, planned, max(measured, key=lambda each: each.step.seconds))
+
+
+def least_facts(facts: Sequence[DeviceFacts]) -> DeviceFacts:
+    """What every rank has. Raises ConfigError for ranks whose kernels are not the same."""
+    first = facts[0]
+    kinds = {each.isa if each.gpu is None else f"{each.isa} and {each.gpu.isa}" for each in facts}
+    if len(kinds) > 1:
+        raise ConfigError(
+            "The devices of one engine are not alike",
+            value=sorted(kinds),
+            fix="Run an engine on devices of one kind",
+        )
+    gpus = [each.gpu for each in facts if each.gpu is not None]
+    gpu = first.gpu and replace(
+        first.gpu,
+        total_memory_bytes=min(each.total_memory_bytes for each in gpus),
+        free_memory_bytes=min(each.free_memory_bytes for each in gpus),
+    )
+    return replace(
+        first,
+        gpu=gpu,
+        num_cores=min(each.num_cores for each in facts),
+        total_memory_bytes=min(each.total_memory_bytes for each in facts),
+        free_memory_bytes=min(each.free_memory_bytes for each in facts),
+    )
+
+
+def plan_least(
+    config: EngineConfig, model_config: ModelConfig, resolved: Resolved, memories: Sequence[MemoryFacts]
+) -> tuple[Planned, MemoryFacts]:
+    """The plan of the rank with the fewest blocks, and its memory. Raises MemoryPlanError if it is too few for one."""
+    plans = [(plan_kv_cache(config, model_config, resolved, memory), memory) for memory in memories]
+    return min(plans, key=lambda plan: plan[0].memory.num_blocks)
+
+
+def warn_about_dropped_sizes(resolved: Resolved) -> None:
+    """Log what was wished and is not captured."""
+    sizes = WorkerSettings.of(resolved).graph_sizes()
+    if sizes.dropped:
+        logger.warning("not every size of --cudagraph-capture-sizes is captured: %s", sizes.describe())
+    bound = resolved.settings["max_cudagraph_capture_size"]
+    if resolved.device.cudagraph_mode != "NONE" and bound.detail:
+        logger.warning("--max-cudagraph-capture-size is taken as %d: %s", bound.value, bound.detail)
+
+
+def _executor(workers: Sequence[Worker], resolved: Resolved) -> WorkerExecutor:
+    """Threads for several ranks, and for a CPU that computes while the next step is scheduled: a GPU does by itself."""
+    is_behind = resolved.scheduler.async_scheduling and resolved.device.device == "cpu"
+    return ThreadExecutor(workers) if is_behind or len(workers) > 1 else InlineExecutor(workers)

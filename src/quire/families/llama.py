@@ -1,0 +1,11 @@
+"""Llama 1 to 3.3 and everything that uses its config: the decoder as it is. In GGUF files, Mistral's models too."""
+
+from quire.hf_config.family import Family, GgufForm
+
+FAMILY = Family(
+    model_type="llama",
+    architectures=("LlamaForCausalLM",),
+    defaults={"max_position_embeddings": 2048},
+    reads=("mlp_bias",),
+    gguf=GgufForm("llama", is_interleaved=True),
+)

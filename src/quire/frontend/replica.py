@@ -1,0 +1,281 @@
+"""Replica: one engine of the front end, from its first process to the last, with the requests that it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from quire.errors import EngineDeadError, EngineRestartedError, QueueFullError, QuireError, ShuttingDownError
+from quire.frontend.admission import Admission
+from quire.frontend.client import EngineClient
+from quire.frontend.input_processor import ProcessedRequest
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.stats import FailureReason
+from quire.frontend.stream import RequestStream
+from quire.frontend.supervisor import EngineStarter, RecoveryLimits, Supervisor
+from quire.logs import get_logger
+from quire.messages import (
+    Abort,
+    Command,
+    EngineInput,
+    EngineMessage,
+    EngineOutputs,
+    EngineProgress,
+    EngineReady,
+    SetLimits,
+)
+from quire.outputs import FinishReason, RequestOutput
+from quire.sampling_params import RequestOutputKind
+from quire.schedule import StepRecord
+
+logger = get_logger(__name__)
+
+
+class Replica:
+    """One engine after another, each taking over from the one that failed. No other replica notices.
+
+    Args:
+        client: the connection to the first engine; owned from now on.
+        output_processor: follows the requests of this replica; owned from now on. Its metrics also hear of every step.
+        index: of this replica; what its engines send carries it.
+        starter: starts another engine after one that served has failed; None: there is no other.
+        recovery: when an engine counts as failed.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        output_processor: OutputProcessor,
+        *,
+        index: int = 0,
+        starter: EngineStarter | None = None,
+        recovery: RecoveryLimits = RecoveryLimits(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index, self.output_processor = index, output_processor
+        self.facts: EngineReady | None = None  # of the last engine that was ready, with what was moved since
+        self.is_ready = False  # its engine has produced a real token, and is not known to have failed
+        self.progress: EngineProgress | None = None  # of the start or the start after a failure, until ready
+        self.error: QuireError | None = None  # why there is no engine any more
+        self.last_record: StepRecord | None = None  # of the engine's last step
+        self.admission = Admission()
+        self._clock = clock
+        self._streams: dict[str, RequestStream] = {}
+        self._supervisor = Supervisor(self, client, starter, recovery, clock)
+        self._moved_limits: dict[str, int] = {}  # since the start of the first engine
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, on_change: Callable[[], None], on_progress: Callable[[EngineProgress], None]) -> None:
+        """Begin to receive. Needs a running event loop; once.
+
+        Args:
+            on_change: is called when the replica has become ready, has lost its engine, and when it is gone.
+            on_progress: hears every report of a start.
+        """
+        assert self._task is None, "started twice"
+        self._on_change, self._on_progress = on_change, on_progress
+        self._task = asyncio.get_running_loop().create_task(self._supervise(), name=f"outputs of engine {self.index}")
+
+    @property
+    def client(self) -> EngineClient:
+        """The connection to the engine of the moment."""
+        return self._supervisor.client
+
+    @property
+    def is_healthy(self) -> bool:
+        """Ready, gives signs of life, and a step has ended in time if there is work."""
+        verdict = self._supervisor.watch.verdict(self._clock(), has_work=self.num_unfinished > 0)
+        return self.is_ready and self.client.is_alive and verdict is None
+
+    @property
+    def is_restarting(self) -> bool:
+        """An engine has failed, and the next is not ready yet."""
+        return self.facts is not None and not self.is_ready and self.error is None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests without their last output."""
+        return self.output_processor.num_unfinished
+
+    def check_room(self) -> None:
+        """Raise QueueFullError if the engine's queue is full as far as is known here."""
+        if self.num_unfinished == 0:
+            self.admission.on_idle()
+        try:
+            self.admission.check()
+        except QueueFullError:
+            self.output_processor.metrics.on_rejected("queue_full")
+            raise
+
+    def add(self, processed: ProcessedRequest) -> RequestStream:
+        """Send one request, whose id is not in use. Whoever gets the stream must iterate it to its end or close it."""
+        if self.num_unfinished == 0:
+            self._supervisor.watch.on_step(self._clock())
+        self.output_processor.add(processed)
+        is_delta = processed.sampling_params.output_kind is RequestOutputKind.DELTA
+        stream = RequestStream(processed.request_id, is_delta=is_delta, on_leave=self._on_leave)
+        self._streams[processed.request_id] = stream
+        with suppress(EngineDeadError):  # what is received last says so too: then it is sent to the next engine
+            for message in processed.requests:
+                self.client.send(message)
+            self.admission.on_sent(len(processed.requests))
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request. Its reader's stream ends without a further output; an unknown id is ignored."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.close()
+
+    def _on_leave(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        self._send_abort(self.output_processor.abort([request_id]))
+
+    def _send_abort(self, engine_ids: list[str]) -> None:
+        if engine_ids:
+            self._send(Abort(engine_ids))
+
+    def _send(self, message: EngineInput) -> None:
+        """Send what only an engine that lives has to hear: `receive` reports its death."""
+        if self.error is None:
+            with suppress(EngineDeadError):
+                self.client.send(message)
+
+    def set_limits(self, limits: SetLimits) -> None:
+        """Move limits of this engine and of those after it. One that is not ready hears of them when it is."""
+        given = {name: getattr(limits, name) for name in limits.__struct_fields__}
+        self._moved_limits |= {name: value for name, value in given.items() if value is not None}
+        if limits.max_num_queued_reqs is not None:
+            self.admission.max_num_queued_reqs = limits.max_num_queued_reqs
+        if self.is_ready:
+            self._send(limits)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prompts that no running request uses; a new engine has none."""
+        if self.is_ready:
+            self._send(Command("reset_prefix_cache"))
+
+    async def _supervise(self) -> None:
+        try:
+            await self._supervisor.run()
+        except Exception as error:  # nobody can be served without this task: everybody must hear of it
+            logger.exception("receiving from the engine failed")
+            self.on_gone(EngineDeadError(f"Receiving from the engine failed ({type(error).__name__})"))
+
+    def on_message(self, message: EngineMessage) -> None:
+        """For the supervisor: the engine of the moment says something."""
+        match message:
+            case EngineOutputs():
+                self._handle_outputs(message)
+            case EngineProgress():
+                self.progress = message
+                self._on_progress(message)
+            case EngineReady():
+                if self.is_restarting and self.facts is not None:
+                    self._restore(message, self.facts)
+                self.facts, self.is_ready, self.progress = message, True, None
+                self.output_processor.metrics.on_ready(message)
+                self.admission.on_ready(message)
+                self._on_change()
+
+    def _restore(self, ready: EngineReady, before: EngineReady) -> None:
+        """Bring a new engine to where the last one was: moved limits, and the requests that it can still answer."""
+        moved = self._moved_limits
+        ready.resolved |= {name: before.resolved[name] for name in moved if name in before.resolved}
+        ready.max_num_seqs = moved.get("max_num_seqs", ready.max_num_seqs)
+        ready.max_num_batched_tokens = moved.get("max_num_batched_tokens", ready.max_num_batched_tokens)
+        if moved:
+            self.client.send(SetLimits(**moved))
+        for message in self.output_processor.send_again():
+            self.client.send(message)
+        logger.info("the engine is ready again; %d requests are sent to it again", self.num_unfinished)
+
+    def on_lost(self, reason: FailureReason) -> None:
+        """For the supervisor: the engine is gone with what it had computed, and the next one is on its way.
+
+        Requests of which nothing was handed on wait for it, once; the others end now.
+        """
+        was_ready, self.is_ready = self.is_ready, False
+        self.progress = EngineProgress("restart", 0.0, "the engine has failed", engine_index=self.index)
+        if was_ready:
+            self.admission.on_idle()
+            for request_id in self.output_processor.lose_engine():
+                self._streams.pop(request_id).fail(
+                    EngineRestartedError("The engine failed, and this request could not be saved", fix="Send it again")
+                )
+        self.output_processor.metrics.on_restart(reason)
+        self._on_change()
+
+    def on_gone(self, error: QuireError) -> None:
+        """For the supervisor: there is no engine any more. All streams end with an error; no request is taken."""
+        for _ in self._streams:
+            self.output_processor.metrics.on_unsaved("gave_up")
+        self._end(error, "error")
+        self._on_change()
+
+    def _handle_outputs(self, message: EngineOutputs) -> None:
+        self._supervisor.watch.on_step(self._clock())
+        if message.record is not None:
+            self.last_record = message.record
+            self.admission.on_step(message.record)
+            self.output_processor.metrics.on_step(message.record)
+        result = self.output_processor.process(message.deltas)
+        streams = self._streams
+        for output in result.outputs:
+            stream = streams.get(output.request_id)
+            if stream is not None:
+                if output.finished:
+                    del streams[output.request_id]
+                    self._count_service(output)
+                stream.put(output)
+                if output.error is not None:
+                    stream.fail(self._completed(result.errors[output.request_id]))
+        self._send_abort(result.abort_ids)
+
+    def _count_service(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        if metrics is not None and metrics.finished_time is not None and metrics.first_scheduled_time is not None:
+            self.admission.on_finished(metrics.finished_time - metrics.first_scheduled_time)
+
+    def _completed(self, error: QuireError) -> QuireError:
+        """The engine knows only its queue's length; when to come again is known here."""
+        if isinstance(error, QueueFullError):
+            error.retry_after_seconds = self.admission.retry_after_seconds
+            self.output_processor.metrics.on_rejected("queue_full")
+        return error
+
+    def _end(self, error: QuireError, reason: FinishReason) -> None:
+        if self.error is not None:
+            return
+        self.error, self.is_ready = error, False
+        streams, self._streams = self._streams, {}
+        self.output_processor.abort(list(streams), reason)
+        for stream in streams.values():
+            stream.fail(as_dead(error))
+
+    def close(self, error: QuireError, reason: FinishReason) -> None:
+        """Tell the engine to stop, end every stream and free the connection. May be called again.
+
+        Args:
+            error: what readers are told.
+            reason: how their requests end.
+        """
+        self._send(Command("shutdown"))
+        self._end(error, reason)
+        if self._task is not None:
+            self._task.cancel()
+        self.client.close()
+
+    async def wait_closed(self) -> None:
+        """After `close`, wait until nothing is received any more."""
+        if self._task is not None:
+            await asyncio.wait((self._task,))  # awaiting the task itself could not be told from being cancelled
+
+
+def as_dead(error: QuireError) -> EngineDeadError:
+    """What a request is told of an engine that is gone: an exception of its own."""
+    kind = ShuttingDownError if isinstance(error, ShuttingDownError) else EngineDeadError
+    return kind(error.message)

@@ -1,0 +1,230 @@
+"""The life of workers: what is said to them, in which order, and that nothing assumes that there is only one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire import demo
+from quire.config import EngineConfig
+from quire.cost.stopwatch import Lap
+from quire.engine.bring_up import bring_up, least_facts
+from quire.engine.executor import InlineExecutor, ThreadExecutor
+from quire.engine.start import StartedEngine, start_engine
+from quire.errors import ConfigError, WeightsError
+from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
+from quire.memory_plan import MemoryFacts
+from quire.messages import Progress
+from quire.model_config import ModelConfig, load_model_config
+from quire.resolve import DeviceFacts, GpuFacts, resolve
+from quire.sampling_params import SamplingParams
+from quire.schedule import NewRow, Pending, ScheduledBatch, StepResult
+from quire.worker.worker import DeviceWorker
+from tests.engine.harness import Prompt, run
+
+MIB, GIB = 1 << 20, 1 << 30
+MODEL = load_model_config(demo.path())
+BLOCK = 16 * 2 * 6 * 2 * 64 * 2  # bytes: 16 tokens, K and V, 6 layers, 2 heads of 64, bfloat16
+FACTS = DeviceFacts("cpu", "test", "avx2", 4, 8 * GIB, 6 * GIB)
+WITH_GPU = replace(FACTS, gpu=GpuFacts("H100", 90, 80 * GIB, 79 * GIB), no_gpu="")
+PROMPTS = [
+    Prompt((5 + i, 7, 9, 11 + i), SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=6)) for i in range(5)
+]
+_ONE_POOL = threading.Lock()  # the CPU kernels of a process compute for one caller at a time
+
+
+def ignore(phase: str, share: float, detail: str) -> None: ...
+
+
+def memory_for(num_blocks: int) -> MemoryFacts:
+    """What leaves room for so many blocks."""
+    return MemoryFacts(GIB, GIB // 20 + 20 * MIB + num_blocks * BLOCK, 10 * MIB, 20 * MIB)
+
+
+class NotedWorker:
+    """Writes down what it is told; has memory for `num_blocks`."""
+
+    def __init__(self, num_blocks: int = 300, failing: str = "", error: Exception | None = None) -> None:
+        self.num_blocks, self.failing, self.error = num_blocks, failing, error
+        self.told: list[tuple[str, Any]] = []
+        self.threads: set[int] = set()
+
+    def facts(self, wants_gpu: bool) -> DeviceFacts:
+        self._note("facts", wants_gpu)
+        return FACTS
+
+    def load(self, settings: WorkerSettings) -> None:
+        self._note("load", settings)
+
+    def measure(self) -> Measured:
+        self._note("measure")
+        return Measured(memory_for(self.num_blocks), 64, Lap(0.01))
+
+    def allocate(self, size: CacheSize) -> None:
+        self._note("allocate", size)
+
+    def capture(self) -> None:
+        self._note("capture")
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        raise NotImplementedError
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self._note("execute", batch)
+        return StepResult(batch.step_id, [[self.num_blocks]])
+
+    def use_idle_time(self, num_blocks_ever_used: int) -> bool:
+        return False
+
+    def _note(self, step: str, what: Any = None) -> None:
+        self.told.append((step, what))
+        self.threads.add(threading.get_ident())
+        if step == self.failing and self.error is not None:
+            raise self.error
+
+
+def brought_up(workers: Sequence[NotedWorker], **arguments: Any) -> Any:
+    config = EngineConfig.from_kwargs(max_num_seqs=4, max_num_batched_tokens=64, device="cpu", **arguments)
+    return bring_up(config, MODEL, workers, is_server=True, progress=ignore)
+
+
+def test_the_engine_decides_and_workers_obey() -> None:
+    """In this order; the plan is made for the rank with the least memory, and told to all of them."""
+    workers = [NotedWorker(300), NotedWorker(200)]
+    running = brought_up(workers)
+    for worker in workers:
+        assert [step for step, _ in worker.told] == ["facts", "load", "measure", "allocate", "capture"]
+    assert workers[0].told == workers[1].told
+    told = dict(workers[0].told)
+    assert told["facts"] is False, "a GPU is looked for beside --device cpu"
+    assert told["load"].max_num_seqs == 4
+    assert told["allocate"] == CacheSize(200, 200 * BLOCK, 2048)
+    assert running.resolved.memory.num_blocks == 200
+    workers = [NotedWorker(30), NotedWorker(20)]
+    assert brought_up(workers, max_model_len=-1).resolved.model.max_model_len == 20 * 16
+    assert dict(workers[0].told)["allocate"].max_model_len == 20 * 16
+
+
+def test_what_is_said_is_plain_data() -> None:
+    """It survives a pipe."""
+    config = EngineConfig.from_kwargs(cudagraph_capture_sizes=[1, 4], quantization="int8")
+    said = (
+        WITH_GPU,
+        WorkerSettings.of(resolve(config, MODEL, WITH_GPU, is_server=True)),
+        Measured(memory_for(7), 64, Lap(0.25, 0.5)),
+        CacheSize(7, 7 * BLOCK, 112),
+        ScheduledBatch(3, ["a"], [0], [2], [[]], [NewRow("a", [1, 2], 2, SamplingParams(seed=4, stop=["x"]), [9])]),
+        StepResult(3, [[17]], errors={1: "why"}),
+    )
+    for message in said:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
+
+
+@pytest.mark.parametrize("failing", ["load", "measure", "allocate", "capture"])
+def test_an_error_of_one_rank_is_one_clear_error(failing: str) -> None:
+    """The user's own errors as they are, others with the rank; the other ranks have done the step."""
+    workers = [NotedWorker(), NotedWorker(failing=failing, error=WeightsError("The shard is truncated"))]
+    with pytest.raises(WeightsError, match="The shard is truncated"):
+        brought_up(workers)
+    assert workers[0].told[-1][0] == failing
+    workers = [NotedWorker(), NotedWorker(failing=failing, error=OSError("the link is down"))]
+    with pytest.raises(RuntimeError, match="Worker 2 of 2 failed: OSError: the link is down"):
+        brought_up(workers)
+    workers = [
+        NotedWorker(failing=failing, error=OSError("another")),
+        NotedWorker(failing=failing, error=WeightsError("The shard is truncated")),
+    ]
+    with pytest.raises(WeightsError, match="The shard is truncated"):
+        brought_up(workers)
+
+
+def test_every_rank_computes_a_step_on_its_thread() -> None:
+    workers = [NotedWorker(300), NotedWorker(200)]
+    executor = ThreadExecutor(workers)
+    result = executor.submit(ScheduledBatch(1, ["a"])).result()
+    executor.shutdown()
+    assert result.token_ids == [[300]], "the first rank answers"
+    assert [len(worker.threads) for worker in workers] == [1, 1]
+    assert len(workers[0].threads | workers[1].threads | {threading.get_ident()}) == 3
+
+
+def test_devices_must_be_alike() -> None:
+    small = replace(FACTS, total_memory_bytes=4 * GIB, num_cores=2)
+    least = least_facts([replace(FACTS, free_memory_bytes=GIB), small])
+    assert (least.total_memory_bytes, least.free_memory_bytes, least.num_cores) == (4 * GIB, GIB, 2)
+    assert WITH_GPU.gpu is not None
+    narrow = replace(WITH_GPU, gpu=replace(WITH_GPU.gpu, free_memory_bytes=GIB))
+    assert least_facts([WITH_GPU, narrow]).memory_of("cuda") == (80 * GIB, GIB)
+    for other in (WITH_GPU, replace(FACTS, isa="amx")):
+        with pytest.raises(ConfigError, match="not alike"):
+            least_facts([FACTS, other])
+
+
+class Rank(DeviceWorker):
+    """One of several that hold the whole model and compute the same; the second one has less memory."""
+
+    def __init__(self, rank: int, model_config: ModelConfig, progress: Progress) -> None:
+        super().__init__(model_config, progress)
+        self.rank, self.num_steps, self.fails_at = rank, 0, -1
+
+    def load(self, settings: WorkerSettings) -> None:
+        with _ONE_POOL:
+            super().load(settings)
+
+    def measure(self) -> Measured:
+        with _ONE_POOL:
+            return replace(super().measure(), memory=memory_for(100 - 60 * self.rank))
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self.num_steps += 1
+        with _ONE_POOL:
+            result = super().execute(batch)
+        if self.num_steps == self.fails_at:
+            raise OSError("the link is down")
+        return result
+
+
+def started(num_ranks: int, **arguments: Any) -> StartedEngine:
+    def make(model_config: ModelConfig, progress: Progress) -> Sequence[Worker]:
+        return [Rank(rank, model_config, progress) for rank in range(num_ranks)]
+
+    limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1, "device": "cpu"}
+    config = EngineConfig.from_kwargs(**limits | {"max_model_len": 256} | arguments)
+    return start_engine(config, demo.path(), is_server=True, progress=ignore, make_workers=make)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_two_ranks_give_the_tokens_of_one(is_async: bool) -> None:
+    one, two = started(1, async_scheduling=is_async), started(2, async_scheduling=is_async)
+    assert (one.resolved.memory.num_blocks, two.resolved.memory.num_blocks) == (100, 40)
+    executor = two.executor
+    assert isinstance(executor, ThreadExecutor)
+    assert isinstance(one.executor, ThreadExecutor if is_async else InlineExecutor)
+    assert run(one.core, PROMPTS) == run(two.core, PROMPTS)
+    first, second = executor.workers
+    assert isinstance(first, Rank)
+    assert isinstance(second, Rank)
+    assert first.num_steps == second.num_steps > 10
+    two.core.shutdown()
+    one.core.shutdown()
+
+
+def test_a_step_that_fails_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
+    """Its requests end with an error, and the ranks go on together."""
+    engine = started(2)
+    executor = engine.executor
+    assert isinstance(executor, ThreadExecutor)
+    second = executor.workers[1]
+    assert isinstance(second, Rank)
+    second.fails_at = second.num_steps + 2
+    with pytest.raises(AssertionError, match=r"The model step failed \(RuntimeError\)"):
+        run(engine.core, PROMPTS)
+    assert "Worker 2 of 2 failed: OSError: the link is down" in caplog.text
+    while engine.core.has_work():
+        engine.core.step()
+    assert run(engine.core, PROMPTS, prefix="again") == run(started(1).core, PROMPTS)
