@@ -38,6 +38,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     cache_salt: str | None = None
     lora_name: str | None = None
     fork_of: str | None = None
+    wants_vector: bool = False  # of the prompt, and no token; max_tokens is 1
     is_retry: bool = False  # was accepted by an engine that has ended: the queue's limit does not count again
 
 
@@ -92,6 +93,7 @@ class RequestDelta(msgspec.Struct, omit_defaults=True):
     # All of them at once, with the first sampled token, as `pack` writes them: unpacking those of a long prompt takes
     # too long for an event loop.
     prompt_logprobs: list[msgspec.Raw] | None = None
+    vector: list[float] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None

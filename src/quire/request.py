@@ -24,7 +24,8 @@ class Request:
 
     There is no phase: `num_computed_tokens` says how much KV is in the cache, `num_tokens` how many tokens are known,
     and a step computes some of the difference. `num_in_flight_tokens` counts tokens that a submitted batch will sample
-    and whose ids are not known here yet; they are computable (the worker knows them) but not hashable.
+    and whose ids are not known here yet; they are computable (the worker knows them) but not hashable. The scheduler
+    moves these counts in one place: scheduler/progress.py.
     """
 
     request_id: str
@@ -38,9 +39,11 @@ class Request:
     lora_name: str | None = None
     rope_offset: int = 0  # see NewRow; its KV is only for requests with the same
     fork_of: str | None = None  # request_id whose prompt blocks are shared once computed (n > 1)
+    wants_vector: bool = False  # of the prompt, and no token
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # submitted batches included
+    num_settled_tokens: int = 0  # how many of them are computed for certain: the results are here
     num_in_flight_tokens: int = 0
     num_in_flight_steps: int = 0  # submitted batches that hold this request and whose results are not here yet
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission

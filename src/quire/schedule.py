@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -23,6 +24,7 @@ class NewRow:
     block_ids: list[int]  # of its blocks in order: for each, a page for each block table of the model
     stop_token_ids: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
     lora_name: str | None = None
+    wants_vector: bool = False  # in place of logits
     rope_offset: int = 0  # row of the rotary table that belongs to position 0: not 0 for long sequences under longrope
 
 
@@ -30,15 +32,21 @@ class NewRow:
 class ScheduledBatch:
     """One step of at least one row. Lists are aligned: row i is request_ids[i].
 
-    A row samples one token iff num_computed_tokens[i] + num_scheduled_tokens[i] reaches the number of tokens the worker
-    knows for it. The worker applies, in order: removed_request_ids, new_rows, new_block_ids, block_copies; then it
-    computes.
+    A row wants the logits of its last num_logits tokens: none, while known tokens are left for later steps; one, to
+    sample the next token; or k + 1, if its last k tokens are drafts, which are guesses at the tokens to come. Logits
+    are sampled as if the drafts before were true, and a draft holds if it is the token that was sampled in its place.
+    A row that wants a vector gets it, in place of one token's logits, with its last token.
+
+    The worker applies, in order: removed_request_ids, new_rows, new_block_ids, block_copies; then it computes. The KV
+    of drafts that do not hold stays where it is: a later step writes the same slots.
     """
 
     step_id: int
     request_ids: list[str] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)  # before this step
     num_scheduled_tokens: list[int] = field(default_factory=list)
+    num_logits: list[int] = field(default_factory=list)
+    draft_token_ids: list[Sequence[int]] = field(default_factory=list)  # the last of the row's scheduled tokens; or ()
     new_block_ids: list[list[int]] = field(default_factory=list)  # appended to those of the row; [] for new rows
     new_rows: list[NewRow] = field(default_factory=list)
     removed_request_ids: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last batch
@@ -62,11 +70,13 @@ class StepResult:
     """The workers' answer, aligned with ScheduledBatch.request_ids."""
 
     step_id: int
-    token_ids: list[list[int]]  # per row: the sampled tokens ([] if the row is still in its prompt)
+    # Per row: no token, if it wants no logits; the sampled one; or the drafts that held and the token behind them.
+    token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> one per sampled token
     # row -> one per prompt position computed in this step and predicting its successor: entry j of the list describes
     # the prompt token at position num_computed_tokens[row] + j + 1. Not for a request resumed with output.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    vectors: dict[int, list[float]] = field(default_factory=dict)  # row -> what NewRow.wants_vector asks for
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
@@ -112,7 +122,7 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     """What one step did and cost: the one source for metrics, the log line and calibration. Times in seconds."""
 
     step_id: int
-    num_prefill_tokens: int  # scheduled tokens that are not a row's newest sampled token
+    num_prefill_tokens: int  # scheduled tokens that are neither a row's newest sampled token nor drafts behind it
     num_decode_tokens: int
     num_sampled_tokens: int
     num_rows: int
@@ -124,7 +134,7 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_preemptions: int  # in this step
     prefix_cache_queries: int  # tokens looked up in this step
     prefix_cache_hits: int  # tokens found
-    num_deferred: int = 0  # those of num_waiting that wait for another request, not for room
+    num_deferred: int = 0  # those of num_waiting that wait for another request or for what they need, not for room
     schedule_seconds: float = 0.0
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0

@@ -25,6 +25,7 @@ from quire.schedule import Executor
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.proposer import Proposer
 from quire.scheduler.scheduler import Scheduler
 from quire.weight_format import ON_LOAD
 from quire.worker import kv_cache
@@ -93,6 +94,7 @@ class Schedule:
     accelerator: FakeAccelerator | None = None  # run as on a GPU
     graph_sizes: tuple[int, ...] = ()  # of decode batches, there
     mixed_sizes: tuple[int, ...] = ()  # tokens of mixed steps that are captured
+    proposer: Proposer | None = None
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
@@ -119,7 +121,12 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
         max_num_seqs=schedule.max_num_seqs, max_num_batched_tokens=schedule.chunk, max_model_len=config.max_model_len
     )
     executor = _executor(schedule, config, model, cache)
-    scheduler = Scheduler(limits, kv, rope_switches_after=config.rope.switches_after(config.max_model_len))
+    scheduler = Scheduler(
+        limits,
+        kv,
+        rope_switches_after=config.rope.switches_after(config.max_model_len),
+        proposer=schedule.proposer,
+    )
     return EngineCore(scheduler, executor, depth=schedule.depth)
 
 

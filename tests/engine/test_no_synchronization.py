@@ -143,7 +143,9 @@ def test_steps(runner: ModelRunner, kernels: MetaKernels, names: list[str]) -> N
     ]
     pending = []
     for step, (start, length) in enumerate([(0, 13), (13, 7), *((20 + i, 1) for i in range(5))]):
-        batch = ScheduledBatch(step, names, [start] * len(names), [length] * len(names), [[] for _ in names])
+        batch = ScheduledBatch(step, names, [start] * len(names), [length] * len(names))
+        batch.num_logits = [int(step > 0)] * len(names)
+        batch.new_block_ids = [[] for _ in names]
         batch.new_rows = rows if step == 0 else []
         batch.block_copies = [(30, 31)] if step == 0 else []
         with Watch():
@@ -168,7 +170,8 @@ def test_steps_of_quantized_models(runner: ModelRunner, kernels: MetaKernels, pr
     row = NewRow("row", list(range(20)), 20, EVERYTHING["greedy"], [0, 1], frozenset([2]))
     for step, (start, length) in enumerate([(0, 13), (13, 7), (20, 1), (21, 1)]):
         with Watch():
-            batch = ScheduledBatch(step, ["row"], [start], [length], [[]], [row] if step == 0 else [])
+            batch = ScheduledBatch(step, ["row"], [start], [length], [int(step > 0)], new_block_ids=[[]])
+            batch.new_rows = [row] if step == 0 else []
             assert not runner.submit(batch).result().errors
     assert sum(graph.num_replays for graph in runner.device.graphs) == 2  # type: ignore[attr-defined]
     assert product in kernels.called
@@ -183,7 +186,8 @@ def test_steps_of_many_rows_of_an_fp8_model(
     monkeypatch.setattr(fp8, "_multiplies_fp8", lambda device: device == META)
     row = NewRow("row", list(range(30)), 30, EVERYTHING["greedy"], [0, 1], frozenset([2]))
     with Watch():
-        assert not runner.submit(ScheduledBatch(0, ["row"], [0], [30], [[]], [row])).result().errors
+        batch = ScheduledBatch(0, ["row"], [0], [30], [1], new_block_ids=[[]], new_rows=[row])
+        assert not runner.submit(batch).result().errors
     assert {"rms_norm_to_fp8", "gated_activation_to_fp8"} <= kernels.called
 
 

@@ -52,7 +52,7 @@ def test_exactly_what_would_complete_a_word_is_forbidden(kind: str) -> None:
     output: list[int] = []
     num_forbidden = 0
     for _ in range(60):
-        forbidden = {*words.always, *words.forbidden_now()}
+        forbidden = {*words.always, *words.forbidden_after(())}
         end = text[-20:]
         expected = {
             i for i, piece in ascii_texts.items() if any(is_completed(word, end, end + piece) for word in WORDS)
@@ -66,7 +66,7 @@ def test_exactly_what_would_complete_a_word_is_forbidden(kind: str) -> None:
     assert num_forbidden > 20, "hardly anything depended on the output"
     assert not re.search(r"(?<!\w)(the|er|a|quick fox|x_the|The)(?!\w)|!", text)
     resumed = BadWords(spelled(kind, WORDS), [], output, own.vocab_size)
-    assert set(resumed.forbidden_now()) == set(words.forbidden_now())
+    assert set(resumed.forbidden_after(())) == set(words.forbidden_after(()))
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "gemma"])
@@ -81,7 +81,7 @@ def test_characters_of_several_bytes(kind: str, word: str) -> None:
         words = BadWords(spelled(kind, [word]), [], [vocabulary[before]] if before else [], own.vocab_size)
         for token in spelling[:-1]:
             words.append(token)
-        assert (spelling[-1] in words.forbidden_now()) == forbids, f"after {before!r}"
+        assert (spelling[-1] in words.forbidden_after(())) == forbids, f"after {before!r}"
 
 
 def test_case_and_spaces_around_a_word() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import sub
 from typing import Any
 
 from quire.engine.core import EngineCore
@@ -17,6 +18,7 @@ from quire.scheduler.kv_cache_manager import NO_PAGE, BlockTable, KVCacheManager
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 from quire.settings import SchedulingPolicy
+from tests.guesser import Guesser
 
 VOCAB_SIZE = 50
 MAX_STEPS = 5000
@@ -32,17 +34,33 @@ def request(
     return AddRequest(request_id, list(prompt), params, max_tokens, stop_token_ids, **fields)
 
 
-def expected(message: AddRequest) -> tuple[list[int], str]:
-    """Tokens and finish reason of a request, by the definition of DeterministicExecutor and of stopping."""
-    stop_ids = frozenset(message.stop_token_ids)
-    tokens = expected_tokens(
+class Compilation:
+    """Something that a request waits for: it is there after so many looks, of which a step takes one."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps_left = num_steps
+
+    def is_ready(self) -> bool:
+        self.num_steps_left -= 1
+        return self.num_steps_left < 0
+
+
+def continuation(message: AddRequest) -> list[int]:
+    """As many tokens of a request as it may have, by the definition of DeterministicExecutor, whatever ends it."""
+    return expected_tokens(
         message.prompt_token_ids,
         message.sampling_params,
         message.max_tokens,
-        stop_token_ids=stop_ids,
+        stop_token_ids=frozenset(message.stop_token_ids),
         lora_name=message.lora_name,
         vocab_size=VOCAB_SIZE,
     )
+
+
+def expected(message: AddRequest) -> tuple[list[int], str]:
+    """Tokens and finish reason of a request, by the definition of DeterministicExecutor and of stopping."""
+    stop_ids = frozenset(message.stop_token_ids)
+    tokens = continuation(message)
     for count, token in enumerate(tokens, start=1):
         if token in stop_ids and count >= message.sampling_params.min_tokens:
             return tokens[:count], "stop"
@@ -74,6 +92,7 @@ class Driver:
         residency: BlockResidency | None = None,
         rope_switches_after: int | None = None,
         groups: Sequence[KvGroup] = (ONE_LAYER,),
+        proposer: Guesser | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, residency)
         self.groups, self.step_tokens = groups, max_num_batched_tokens
@@ -98,6 +117,7 @@ class Driver:
             policy=policy,
             enable_chunked_prefill=enable_chunked_prefill,
             rope_switches_after=rope_switches_after,
+            proposer=proposer,
             clock=clock,
         )
         self.executor = DeterministicExecutor(
@@ -109,7 +129,11 @@ class Driver:
             failure=failure,
             row_failure=row_failure,
         )
-        self.core = EngineCore(self.scheduler, self, depth)
+        self.core = EngineCore(self.scheduler, self, depth, sleep=lambda seconds: None)
+        self.most_drafts = 0  # whose blocks stay, though they were refused
+        if proposer is not None:
+            self.most_drafts = proposer.longest
+            proposer.continuation_of = lambda request_id: continuation(self.messages[request_id])
         self.batches: list[ScheduledBatch] = []
         self.messages: dict[str, AddRequest] = {}
         self.deltas: dict[str, list[RequestDelta]] = {}
@@ -126,10 +150,10 @@ class Driver:
 
     # What tests call
 
-    def add(self, message: AddRequest) -> None:
+    def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
         self.messages[message.request_id] = message
         self.deltas[message.request_id] = []
-        self.core.add(message)
+        self.core.add(message, is_ready)
 
     def step(self) -> list[RequestDelta]:
         deltas = self.core.step()
@@ -187,15 +211,16 @@ class Driver:
         assert set(running) == set(scheduler._running)
         assert scheduler._running == sorted(running, key=scheduler._key), "running requests are out of order"
         assert scheduler.num_waiting == len(self.live()) - len(running)
-        assert len(scheduler._queue) + len(scheduler._waiting_forks) == scheduler.num_waiting
+        assert len(scheduler._queue) + len(scheduler._deferred) == scheduler.num_waiting
         assert set(self.kv._tables) == {r.request_id for r in running}, "exactly the running requests own blocks"
         for r in running:
             num_known = r.num_tokens + r.num_in_flight_tokens  # to the worker, once the submitted batches have run
             table = self.kv.table(r)
             unused = table.num_tokens - num_known
-            assert unused < self.kv.block_size, f"{r.request_id} wastes {unused} slots"
+            assert unused < self.kv.block_size + self.most_drafts, f"{r.request_id} wastes {unused} slots"
             self._check_table(r, table)
-            assert r.num_computed_tokens <= num_known
+            assert r.num_settled_tokens <= r.num_computed_tokens <= num_known
+            assert r.num_in_flight_steps or r.num_settled_tokens == r.num_computed_tokens
             assert len(r.output_token_ids) + r.num_in_flight_tokens <= r.max_tokens
             assert r.num_in_flight_steps <= self.core.depth
 
@@ -204,9 +229,13 @@ class Driver:
         counts = batch.num_scheduled_tokens
         assert 0 < sum(counts) <= limits.max_num_batched_tokens, "the token budget is exceeded"
         assert min(counts) > 0
-        assert len(set(batch.request_ids)) == len(batch.request_ids) == len(counts) == len(batch.new_block_ids)
+        columns = (counts, batch.num_logits, batch.draft_token_ids, batch.new_block_ids)
+        assert {len(set(batch.request_ids)), *map(len, columns)} == {len(batch.request_ids)}
+        if any(batch.draft_token_ids):
+            assert sum(batch.num_logits) <= limits.max_num_seqs, "more logits than memory was planned for"
         if limits.long_prefill_token_threshold and self.scheduler._enable_chunked_prefill:
-            assert max(counts) <= limits.long_prefill_token_threshold
+            num_drafts = map(len, batch.draft_token_ids)
+            assert max(map(sub, counts, num_drafts)) <= limits.long_prefill_token_threshold
         new_ids = {new.request_id for new in batch.new_rows}
         assert len(self.scheduler._running) <= limits.max_num_seqs or not new_ids, "admitted above max_num_seqs"
         assert new_ids <= set(batch.request_ids), "admitted without a token to compute"

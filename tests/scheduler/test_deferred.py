@@ -1,10 +1,12 @@
-"""Continuations that wait for the prompt they share: not among those that wait for room, and what they share counts."""
+"""Requests that wait for something else than room: a prompt that they share, or what is still being prepared."""
 
 from __future__ import annotations
 
+import pytest
+
 from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
-from tests.scheduler.driver import Driver
+from tests.scheduler.driver import Compilation, Driver, request
 
 
 def test_continuations_wait_for_their_prompt_not_for_room() -> None:
@@ -41,3 +43,67 @@ def test_requests_without_room_are_not_deferred() -> None:
     driver.run(look)
     assert (1, 0) in waits
     assert all(deferred == 0 for _, deferred in waits)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_that_compiles_for_100_steps_delays_only_its_request(depth: int) -> None:
+    """The batches before are those of the others alone; then it runs as any other."""
+    crowd = [request(f"r{i}", [i, i + 1, 7], max_tokens=120 + i) for i in range(4)]
+    driver, alone = (Driver(num_blocks=256, depth=depth) for _ in range(2))
+    driver.add(request("slow", [3, 1, 4, 1, 5]), Compilation(100).is_ready)
+    driver.run_all(*crowd)
+    alone.run_all(*crowd)
+    first = next(index for index, batch in enumerate(driver.batches) if "slow" in batch.request_ids)
+    assert first == 100
+    for batch, other in zip(driver.batches[:first], alone.batches, strict=False):
+        assert batch == other
+
+
+def test_who_is_ready_is_served_in_the_order_of_arrival() -> None:
+    driver = Driver(max_num_seqs=1)
+    driver.add(request("running", [1, 2], max_tokens=10))
+    driver.add(request("slow", [3, 4]), Compilation(5).is_ready)
+    driver.run_all(request("later", [5, 6]))
+    assert list(dict.fromkeys(name for batch in driver.batches for name in batch.request_ids)) == [
+        "running",
+        "slow",
+        "later",
+    ]
+
+
+def test_while_nothing_else_is_there_the_engine_rests() -> None:
+    driver = Driver()
+    naps: list[float] = []
+    driver.core._sleep = naps.append
+    driver.add(request("slow", [1, 2]), Compilation(7).is_ready)
+    driver.run()
+    assert len(naps) == 7
+    driver.check_outputs()
+
+
+def test_a_deferred_request_can_be_aborted() -> None:
+    driver = Driver()
+    driver.add(request("slow", [1, 2]), lambda: False)
+    driver.step()
+    assert driver.scheduler.num_deferred == 1
+    driver.core.abort(["slow"])
+    assert not driver.core.has_work()
+    assert driver.scheduler.num_deferred == 0
+
+
+def test_a_fork_is_deferred_until_the_result_of_the_prompt_is_here() -> None:
+    """Not only until it is submitted: in the queue, without a free place, it would seem to wait for room."""
+    driver = Driver(depth=2, max_num_seqs=2)
+    driver.add(request("parent", [1, 2, 3], max_tokens=20))
+    driver.add(request("fork", [1, 2, 3], seed=1, fork_of="parent"))
+    driver.add(request("other", [4], max_tokens=20))
+    scheduler = driver.scheduler
+    first = scheduler.schedule()
+    assert first is not None
+    second = scheduler.schedule()
+    assert second is not None
+    assert second.request_ids == ["parent", "other"]
+    assert scheduler.num_deferred == 1
+    scheduler.update(first, driver.executor.submit(first).result())
+    assert scheduler.schedule() is not None
+    assert scheduler.num_deferred == 0

@@ -11,7 +11,8 @@ from quire.layer_spec import KvKind, KvSpec
 from quire.messages import SetLimits
 from quire.schedule import RowsFailedError, ScheduledBatch
 from tests.examples import examples
-from tests.scheduler.driver import Driver, expected, request
+from tests.guesser import Guesser
+from tests.scheduler.driver import Compilation, Driver, expected, request
 
 # Few different tokens and lengths, so that prefixes collide.
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -48,9 +49,12 @@ class Histories(RuleBasedStateMachine):
         caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.3, 0.9]),
         shared=st.sampled_from([0, 1, 2, 5, 16]),
+        right=st.sampled_from([None, 0.0, 0.7, 1.0]),
         groups=st.sampled_from(MODELS),
     )
-    def start(self, block_size, spare_blocks, depth, policy, chunked, caching, watermark, shared, groups) -> None:  # type: ignore[no-untyped-def]
+    def start(
+        self, block_size, spare_blocks, depth, policy, chunked, caching, watermark, shared, right, groups
+    ) -> None:  # type: ignore[no-untyped-def]
         self.next_failure: Exception | None = None
         self.is_failure_late = False
         self.bad_rows: set[str] = set()
@@ -68,6 +72,8 @@ class Histories(RuleBasedStateMachine):
             max_shared_prefill_tokens=shared,
             depth=depth,
             groups=groups,
+            # what a state was before the drafts is not kept
+            proposer=None if right is None or any(g.spec.kind == "state" for g in groups) else Guesser(right),
             failure=self.take_failure,
             row_failure=lambda request_id: "bad row" if request_id in self.bad_rows else None,
         )
@@ -93,8 +99,9 @@ class Histories(RuleBasedStateMachine):
         stop=st.booleans(),
         logprobs=st.booleans(),
         num_forks=st.integers(0, 3),
+        delay=st.sampled_from([0, 0, 0, 2, 9]),
     )
-    def add(self, prompt, max_tokens, seed, priority, salt, lora, stop, logprobs, num_forks) -> None:  # type: ignore[no-untyped-def]
+    def add(self, prompt, max_tokens, seed, priority, salt, lora, stop, logprobs, num_forks, delay) -> None:  # type: ignore[no-untyped-def]
         parent = f"r{len(self.driver.messages)}"
         for i in range(num_forks + 1):
             self.driver.add(
@@ -109,7 +116,8 @@ class Histories(RuleBasedStateMachine):
                     stop_token_ids=list(range(20)) if stop else [],
                     prompt_logprobs=1 if logprobs else None,
                     fork_of=parent if i else None,
-                )
+                ),
+                Compilation(delay).is_ready if delay else None,
             )
 
     @rule(count=st.integers(1, 6))

@@ -228,7 +228,7 @@ class Setup:
             NewRow(name, list(range(10, 40)), 30, params, [4 * i + j for j in range(4)]) for i, name in enumerate(names)
         ]
         known = [row for row in new if row.request_id not in self.inputs.row_of]
-        batch = ScheduledBatch(0, names, starts, lens, [[] for _ in names], known)
+        batch = ScheduledBatch(0, names, starts, lens, new_block_ids=[[] for _ in names], new_rows=known)
         self.inputs.apply(batch)
         return self.inputs.step_rows(batch)
 
@@ -293,7 +293,7 @@ def test_every_size_has_run_before_it_is_captured(monkeypatch: pytest.MonkeyPatc
 def test_dispatch(lens: list[int], size: int | None, mixed: tuple[int, int] | None) -> None:
     """Decodes by rows; others by tokens, if the rows are not too many."""
     rows = np.arange(len(lens))
-    step = StepRows(rows, np.ones(len(lens), dtype=bool), np.zeros_like(rows), np.array(lens))
+    step = StepRows(rows, np.zeros_like(rows), np.array(lens), rows)
     want = None if size is None else Padding(size, size)
     assert Setup().graphs.size_for(step) == want
     assert Setup(sizes=WITH_MIXED).graphs.size_for(step) == (want if mixed is None else Padding(*mixed))

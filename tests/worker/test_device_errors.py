@@ -30,7 +30,7 @@ def make_runner(accelerator: FakeAccelerator) -> ModelRunner:
 def batch(step: int) -> ScheduledBatch:
     new_rows = [NewRow("row", [1, 2, 3], 3, GREEDY, [0])] if step == 0 else []
     start, length = (0, 3) if step == 0 else (2 + step, 1)
-    return ScheduledBatch(step, ["row"], [start], [length], [[]], new_rows)
+    return ScheduledBatch(step, ["row"], [start], [length], [1], new_block_ids=[[]], new_rows=new_rows)
 
 
 def test_an_error_is_that_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:

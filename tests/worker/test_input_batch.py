@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from quire.sampling.sampler import SampledTokens
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, RowsFailedError, ScheduledBatch
+from quire.worker.drafts import verify
 from quire.worker.input_batch import InputBatch
 
 BLOCK_SIZE = 8
@@ -49,7 +53,8 @@ def test_forward_batch_is_what_the_schedule_says(seed: int) -> None:
         computed = rng.randrange(len(tokens[name]))
         rows.append((name, computed, rng.randrange(1, len(tokens[name]) - computed + 1)))
     new_rows = [_row(name, tokens[name], len(tokens[name]), tables[name]) for name in sorted(names)]
-    batch = _batch(0, rows, new_rows=new_rows)
+    num_logits = [int(computed + count == len(tokens[name])) for name, computed, count in rows]
+    batch = _batch(0, rows, new_rows=new_rows, num_logits=num_logits)
     inputs.apply(batch)
     step = inputs.step_rows(batch)
     staged = inputs.stage(step)
@@ -68,14 +73,13 @@ def test_forward_batch_is_what_the_schedule_says(seed: int) -> None:
     for (name, computed, count), table in zip(rows, places.block_tables_SM.tolist(), strict=True):
         used = -(-(computed + count) // BLOCK_SIZE)
         assert table[:used] == tables[name][:used]
-    assert step.samples_S.tolist() == [computed + count == len(tokens[name]) for name, computed, count in rows]
     last = [sum(r[2] for r in rows[: i + 1]) - 1 for i in range(len(rows))]
-    assert staged.logits_indices_R.tolist() == [last[i] for i, s in enumerate(step.samples_S) if s]
+    assert staged.logits_indices_R.tolist() == [last[i] for i, count in enumerate(num_logits) if count]
 
 
 def test_a_sampled_token_is_the_next_steps_input() -> None:
     inputs = InputBatch(1, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size=100)
-    first = _batch(0, [("a", 0, 3)], new_rows=[_row("a", [7, 8, 9], 3, [4])])
+    first = _batch(0, [("a", 0, 3)], new_rows=[_row("a", [7, 8, 9], 3, [4])], num_logits=[1])
     inputs.apply(first)
     step = inputs.step_rows(first)
     expected = inputs.expect_tokens(inputs.stage(step), step, torch.tensor([55]))
@@ -107,6 +111,60 @@ def test_a_row_that_cannot_be_added_is_named_and_can_be_removed() -> None:
     assert list(inputs.row_of) == ["a"]
     assert inputs.sampling.num_random == 0
     assert len(inputs._free_rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"wants_vector": True}, "no vector"), ({"lora_name": "a"}, "No adapter is loaded, and 'a' was asked for")],
+    ids=str,
+)
+def test_what_a_worker_cannot_do_is_refused(fields: dict[str, Any], reason: str) -> None:
+    inputs = InputBatch(2, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size=100)
+    new = replace(_row("poison", [1], 1, [1]), **fields)
+    with pytest.raises(RowsFailedError, match=reason) as caught:
+        inputs.apply(_batch(0, [("poison", 0, 1)], new_rows=[new]))
+    assert caught.value.request_ids == ["poison"]
+
+
+def test_drafts_are_computed_behind_the_known_tokens_and_written_over() -> None:
+    """Logits of the newest token and of each draft; then the tokens that came, and the slots of the drafts again."""
+    inputs = InputBatch(1, MAX_MODEL_LEN, BLOCK_SIZE, vocab_size=100)
+    new_rows = [_row("a", [7, 8, 9], 3, [4]), _row("b", [1, 2], 2, [5])]
+    inputs.apply(_batch(0, [], new_rows=new_rows))
+    batch = _batch(1, [("a", 2, 4), ("b", 1, 1)], num_logits=[4, 1], draft_token_ids=[[20, 21, 22], ()])
+    inputs.apply(batch)
+    step = inputs.step_rows(batch)
+    staged = inputs.stage(step)
+    packed = inputs.forward_batch(staged, [])
+    assert packed.token_ids_T.tolist() == [9, 20, 21, 22, 2]
+    first_of_a, first_of_b = 4 * BLOCK_SIZE, 5 * BLOCK_SIZE
+    assert packed.slot_mapping_T.tolist() == [*range(first_of_a + 2, first_of_a + 6), first_of_b + 1]
+    assert staged.logits_indices_R.tolist() == [0, 1, 2, 3, 4]
+    sampled = SampledTokens([20, 50, 51, 52, 60])
+    assert step.drafts is not None
+    assert step.drafts.before() == [(), [20], [20, 21], [20, 21, 22], ()]
+    expected = inputs.expect_tokens(staged, step, torch.tensor(sampled.token_ids))
+    ((_, first, drafts),) = step.drafts.rows
+    assert verify(sampled, first, drafts) == [20, 50]
+    inputs.learn_tokens(expected, np.array([60]))
+    inputs.learn_verified(expected, 0, [20, 50])
+    batch = _batch(2, [("a", 4, 1), ("b", 2, 1)], num_logits=[1, 1], draft_token_ids=[(), ()])
+    inputs.apply(batch)
+    packed = inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [])
+    assert packed.token_ids_T.tolist() == [50, 60]
+    assert packed.slot_mapping_T.tolist() == [first_of_a + 4, first_of_b + 2]
+    assert inputs.sampling.num_output_tokens_C[[inputs.row_of["a"], inputs.row_of["b"]]].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("failed", "token_ids"),
+    [([], [3, 4, 9]), ([0, 1], []), ([1], [3]), ([2], [3, 4])],
+    ids=str,
+)
+def test_logits_that_give_no_token_end_what_is_verified(failed: list[int], token_ids: list[int]) -> None:
+    """The row fails if they are the first; otherwise in the next step, as without drafts."""
+    sampled = SampledTokens([3, 4, 9], errors=dict.fromkeys(failed, "NaN"))
+    assert verify(sampled, 0, [3, 4]) == token_ids
 
 
 def test_prompt_logprobs_are_not_computed_again_for_a_resumed_request() -> None:

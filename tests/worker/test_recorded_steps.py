@@ -53,7 +53,8 @@ class RecordedRun(PagedRun):
     def forward(self, batch: ForwardBatch) -> Tensor:
         num_tokens, num_rows = batch.num_tokens, len(batch.seq_lens_S)
         lens = np.diff(batch.cu_seqlens_q_S1.numpy())
-        size = self.recorded.size_for(StepRows(np.arange(num_rows), lens > 0, batch.seq_lens_S.numpy() - lens, lens))
+        rows = np.arange(num_rows)
+        size = self.recorded.size_for(StepRows(rows, batch.seq_lens_S.numpy() - lens, lens, rows))
         if size is None:
             return self.model.forward(batch)
         assert (size.tokens, size.rows) == (num_tokens, num_tokens)

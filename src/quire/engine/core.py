@@ -18,6 +18,8 @@ from quire.scheduler.scheduler import Scheduler, ScheduleStats
 
 logger = get_logger(__name__)
 
+DEFERRED_SECONDS = 0.001  # between two looks at requests that wait for something outside, while there is nothing else
+
 
 @dataclass(slots=True)
 class _Step:
@@ -38,7 +40,12 @@ class EngineCore:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, depth: int = 1, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        depth: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if depth < 1:
             raise ValueError(f"The engine needs a depth of at least 1, got {depth}.")
@@ -49,13 +56,17 @@ class EngineCore:
         # Of the batches in flight; other threads may read it.
         self.predicted_seconds = 0.0
         self.last_record: StepRecord | None = None  # of the batch whose result the last step() took in, if it did
-        self._clock = clock
+        self._clock, self._sleep = clock, sleep
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []
         self._last_end_time = 0.0
 
-    def add(self, message: AddRequest) -> None:
-        """Queue a request. If it is refused, the next step answers with its error."""
+    def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
+        """Queue a request. If it is refused, the next step answers with its error.
+
+        Args:
+            is_ready: see Scheduler.add.
+        """
         request = Request(
             request_id=message.request_id,
             prompt_token_ids=message.prompt_token_ids,
@@ -67,9 +78,10 @@ class EngineCore:
             cache_salt=message.cache_salt,
             lora_name=message.lora_name,
             fork_of=message.fork_of,
+            wants_vector=message.wants_vector,
         )
         try:
-            self.scheduler.add(request, is_retry=message.is_retry)
+            self.scheduler.add(request, is_retry=message.is_retry, is_ready=is_ready)
         except QuireError as error:
             delta = RequestDelta(message.request_id, finish_reason="error", error=error.message, error_code=error.code)
             self._refused.append(delta)
@@ -114,6 +126,8 @@ class EngineCore:
             return refused
 
         if not self._in_flight:
+            if self.scheduler.num_deferred and not refused:
+                self._sleep(DEFERRED_SECONDS)
             return refused
         step = self._in_flight.popleft()
         try:

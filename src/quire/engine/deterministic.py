@@ -174,11 +174,13 @@ class DeterministicExecutor:
             return
         start = batch.num_computed_tokens[index]
         end = start + batch.num_scheduled_tokens[index]
-        name = row.new.request_id
-        assert start < end <= len(row.token_ids), f"{name}: tokens {start} .. {end} of {len(row.token_ids)}"
+        drafts, num_logits, name = batch.draft_token_ids[index], batch.num_logits[index], row.new.request_id
+        token_ids = [*row.token_ids, *drafts]
+        assert start < end <= len(token_ids), f"{name}: tokens {start} .. {end} of {len(token_ids)}"
+        assert num_logits == (len(drafts) + 1 if end == len(token_ids) else 0), f"{name}: {num_logits} logits"
         for position in range(len(row.states) - 1, end):
             state = row.states[position]
-            row.states.append(_mix(state, _mix(row.token_ids[position], position, state)))
+            row.states.append(_mix(state, _mix(token_ids[position], position, state)))
         for column, group in enumerate(self._columns):
             if group.spec.kind == "state":
                 slot = row.block_ids[column] * self.block_size
@@ -190,7 +192,7 @@ class DeterministicExecutor:
                 self._slots[self._slot(row, column, position)] = row.states[position + 1] ^ row.corruption
 
     def _compute(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
-        """One row: read what its tokens see, sample if the row's tokens are all computed."""
+        """One row: read what its tokens see, and sample behind its tokens and those drafts that hold."""
         row = self.rows[batch.request_ids[index]]
         new, params = row.new, row.new.sampling_params
         if row.error is not None:
@@ -206,13 +208,19 @@ class DeterministicExecutor:
                 state = row.states[position + 1] ^ row.corruption
                 logprobs = _logprobs(row.token_ids[position + 1], state, params.prompt_logprobs)
                 result.prompt_logprobs.setdefault(index, []).append(logprobs)
-        if end == len(row.token_ids):
-            state, num_output = row.states[end] ^ row.corruption, end - new.num_prompt_tokens
-            token = _next_token(state, num_output, params, new.stop_token_ids, self.vocab_size)
-            row.token_ids.append(token)
-            result.token_ids[index] = [token]
-            if params.logprobs is not None:
-                result.logprobs[index] = [_logprobs(token, state, params.logprobs)]
+        token_ids = [*row.token_ids, *batch.draft_token_ids[index]]
+        for position in range(end - batch.num_logits[index], end):
+            state = row.states[position + 1] ^ row.corruption
+            if new.wants_vector:
+                result.vectors[index] = [state / _MASK]
+            elif row.token_ids == token_ids[: position + 1]:  # the drafts so far hold
+                num_output = position + 1 - new.num_prompt_tokens
+                token = _next_token(state, num_output, params, new.stop_token_ids, self.vocab_size)
+                row.token_ids.append(token)
+                result.token_ids[index].append(token)
+                if params.logprobs is not None:
+                    result.logprobs.setdefault(index, []).append(_logprobs(token, state, params.logprobs))
+        del row.states[len(row.token_ids) + new.wants_vector :]  # of drafts that did not hold
 
     def _read(self, row: _Row, slot: int, expected: int) -> None:
         """What a row reads of another content than was written for it changes all that it computes from now on."""

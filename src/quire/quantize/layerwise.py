@@ -114,7 +114,7 @@ class Layerwise:
         params = SamplingParams(temperature=0.0, max_tokens=1)
         offset = config.rope.row_offset(num_tokens, config.max_model_len)
         row = NewRow("window", [0] * num_tokens, num_tokens, params, list(range(num_blocks)), rope_offset=offset)
-        batch = ScheduledBatch(0, [row.request_id], [0], [num_tokens], [[]], [row])
+        batch = ScheduledBatch(0, [row.request_id], [0], [num_tokens], new_block_ids=[[]], new_rows=[row])
         inputs.apply(batch)
         return inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [cache] * len(config.kv_specs()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from quire.sampling_params import SpelledWord, SpelledWords
 
@@ -51,8 +52,17 @@ class BadWords:
         byte = token_id // 8
         self._is_inside = byte < len(self._inside_word) and bool(self._inside_word[byte] >> token_id % 8 & 1)
 
-    def forbidden_now(self) -> list[int]:
-        """Tokens that would complete a word here, besides `always`."""
+    def forbidden_after(self, token_ids: Sequence[int]) -> list[int]:
+        """Tokens that would complete a word behind the output so far and these tokens, besides `always`."""
+        if not token_ids:
+            return self._forbidden_now()
+        later = copy(self)
+        later._counts = [set(counts) for counts in self._counts]
+        for token_id in token_ids:
+            later.append(token_id)
+        return later._forbidden_now()
+
+    def _forbidden_now(self) -> list[int]:
         forbidden: list[int] = []
         for last_steps, counts in zip(self._last_steps, self._counts, strict=True):
             if not self._is_inside:

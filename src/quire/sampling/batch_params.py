@@ -76,9 +76,9 @@ class SamplingState:
         for sparse in (self.filters, self.penalties, self.num_logprobs, self.logprob_token_ids):
             sparse.pop(row, None)
 
-    def count_tokens(self, rows_R: NDArray[np.int64]) -> None:
-        """Count one more token for each of the rows, which are distinct. Which tokens, `learn_token` says later."""
-        self.num_output_tokens_C[rows_R] += 1
+    def count_tokens(self, rows_R: NDArray[np.int64], count: int = 1) -> None:
+        """Count more tokens for each of the rows, which are distinct. Which tokens, `learn_token` says later."""
+        self.num_output_tokens_C[rows_R] += count
 
     def needs_tokens(self, rows: Iterable[int]) -> bool:
         """Whether one of the rows can be sampled only when all its earlier tokens are known here."""

@@ -68,8 +68,12 @@ class RowFilter:
         if self.bad_words is not None:
             self.bad_words.append(token_id)
 
-    def apply(self, logits_V: Tensor) -> None:
-        """Modify one row's logits in place. The order is vLLM's: allowed, bad words, min_tokens, bias."""
+    def apply(self, logits_V: Tensor, before: Sequence[int] = ()) -> None:
+        """Modify one row's logits in place. The order is vLLM's: allowed, bad words, min_tokens, bias.
+
+        Args:
+            before: tokens that are taken as appended to the output.
+        """
         device = logits_V.device
         if self.allowed_ids is not None:
             allowed_ids = gpu.place(self.allowed_ids, device)
@@ -78,17 +82,19 @@ class RowFilter:
             logits_V[allowed_ids] = kept
         if self.forbidden_ids is not None:
             logits_V[gpu.place(self.forbidden_ids, device)] = -math.inf
-        if self.bad_words is not None and (now := self.bad_words.forbidden_now()):
+        if self.bad_words is not None and (now := self.bad_words.forbidden_after(before)):
             logits_V[gpu.place(torch.tensor(now), device)] = -math.inf
-        if self.stop_ids is not None and self.num_tokens_to_min > 0:
+        if self.stop_ids is not None and self.num_tokens_to_min > len(before):
             logits_V[gpu.place(self.stop_ids, device)] = -math.inf
         if self.bias is not None:
             ids, values = (gpu.place(x, device) for x in self.bias)
             logits_V[ids] += values
 
 
-def apply_filters(logits_RV: Tensor, rows: Sequence[int], filters: dict[int, RowFilter]) -> None:
-    """Constrain in place the rows that have a filter: `logits_RV[i]` belongs to `rows[i]`."""
+def apply_filters(
+    logits_RV: Tensor, rows: Sequence[int], filters: dict[int, RowFilter], before: Sequence[Sequence[int]] = ()
+) -> None:
+    """Constrain in place the rows that have a filter: `logits_RV[i]` belongs to `rows[i]`; `before`: see Sampler."""
     for index, row in enumerate(rows):
         if (row_filter := filters.get(row)) is not None:
-            row_filter.apply(logits_RV[index])
+            row_filter.apply(logits_RV[index], before[index] if before else ())

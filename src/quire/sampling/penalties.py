@@ -62,13 +62,30 @@ class RowPenalties:
         self.counts[self.num_tokens] = 1
         self.num_tokens += 1
 
+    def counted(self, before: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Distinct tokens that matter and their counts in the output, with these tokens behind it."""
+        token_ids, counts = self.token_ids[: self.num_tokens], self.counts[: self.num_tokens]
+        if not before:
+            return token_ids, counts
+        counts, new = counts.copy(), Counter[int]()
+        for token_id in before:
+            if (index := self._index_of.get(token_id)) is None:
+                new[token_id] += 1
+            else:
+                counts[index] += 1
+        new_ids, new_counts = np.array(list(new), dtype=np.int64), np.array(list(new.values()), dtype=np.float32)
+        return np.concatenate([token_ids, new_ids]), np.concatenate([counts, new_counts])
 
-def apply_penalties(logits_RV: Tensor, rows: Sequence[int], penalties: dict[int, RowPenalties]) -> None:
-    """Penalise in place the rows that have penalties: `logits_RV[i]` belongs to `rows[i]`."""
+
+def apply_penalties(
+    logits_RV: Tensor, rows: Sequence[int], penalties: dict[int, RowPenalties], before: Sequence[Sequence[int]] = ()
+) -> None:
+    """Penalise in place the rows that have penalties: `logits_RV[i]` belongs to `rows[i]`; `before`: see Sampler."""
     found = [(index, penalties[row]) for index, row in enumerate(rows) if row in penalties]
     if not found:
         return
-    lengths = [row.num_tokens for _, row in found]
+    counted = [row.counted(before[index] if before else ()) for index, row in found]
+    lengths = [len(token_ids) for token_ids, _ in counted]
 
     def on_device(array: NDArray[Any]) -> Tensor:
         return gpu.place(torch.from_numpy(array), logits_RV.device)
@@ -80,8 +97,8 @@ def apply_penalties(logits_RV: Tensor, rows: Sequence[int], penalties: dict[int,
     repetition_N = per_token([row.repetition for _, row in found], np.float32)
     frequency_N = per_token([row.frequency for _, row in found], np.float32)
     presence_N = per_token([row.presence for _, row in found], np.float32)
-    token_ids_N = on_device(np.concatenate([row.token_ids[: row.num_tokens] for _, row in found]))
-    counts_N = on_device(np.concatenate([row.counts[: row.num_tokens] for _, row in found]))
+    token_ids_N = on_device(np.concatenate([token_ids for token_ids, _ in counted]))
+    counts_N = on_device(np.concatenate([counts for _, counts in counted]))
     logits_N = logits_RV[index_N, token_ids_N]
     logits_N = torch.where(logits_N > 0, logits_N / repetition_N, logits_N * repetition_N)
     logits_N -= frequency_N * counts_N

@@ -92,6 +92,8 @@ class LaunchedTokens:
 class Sampler:
     """Samples one token for each given row of a SamplingState. Does not change the state.
 
+    A row may be given several times, with drafts before the token: it is then sampled as if they were appended.
+
     Args:
         logprobs_mode: what is reported as logprobs. raw_*: the model's own scores; processed_*: after filters,
             penalties, temperature, min-p, top-k and top-p (what these leave out has -inf). *_logits: not normalised.
@@ -110,7 +112,13 @@ class Sampler:
         launched = self.launch(logits_RV, rows, [torch.from_numpy(array).to(device) for array in parameters])
         return launched.finish(iter([tensor.cpu() for tensor in launched.tensors()]))
 
-    def launch(self, logits_RV: Tensor, rows: Sequence[int], parameters: Sequence[Tensor]) -> LaunchedTokens:
+    def launch(
+        self,
+        logits_RV: Tensor,
+        rows: Sequence[int],
+        parameters: Sequence[Tensor],
+        before: Sequence[Sequence[int]] = (),
+    ) -> LaunchedTokens:
         """Sample one token per row; on a GPU without waiting for it.
 
         The processed_* logprob modes are the exception: they look at what they sort.
@@ -118,6 +126,7 @@ class Sampler:
         Args:
             logits_RV: float32; row i belongs to `rows[i]` and may be modified.
             parameters: `host_parameters` of the rows, on the device; empty where all rows are greedy.
+            before: per row of the call, the drafts that are taken as appended to the row's output; (): no row has any.
         """
         state = self.state
         assert logits_RV.shape == (len(rows), state.vocab_size), (
@@ -126,8 +135,8 @@ class Sampler:
         wanted = [index for index, row in enumerate(rows) if row in state.num_logprobs] if state.num_logprobs else []
         is_modified = bool(state.filters or state.penalties)
         raw_LV = _rows_of(logits_RV, wanted) if wanted and is_modified and self.reports_raw else None
-        apply_filters(logits_RV, rows, state.filters)
-        apply_penalties(logits_RV, rows, state.penalties)
+        apply_filters(logits_RV, rows, state.filters, before)
+        apply_penalties(logits_RV, rows, state.penalties, before)
         token_ids_R = ops.sample(logits_RV, *parameters) if parameters else ops.greedy(logits_RV)
         chosen_R = logits_RV.gather(1, token_ids_R.clamp(min=0)[:, None])[:, 0]
         launched = LaunchedTokens(token_ids_R, chosen_R, logits_RV if logits_RV.device.type == "cpu" else None)
@@ -160,12 +169,21 @@ class Sampler:
             chosen_R = _rows_of(token_ids_R, indices).clamp(min=0)
             yield _Report(indices, None, list(scores(scores_RV, chosen_R, num_top, self.reports_logits)))
 
-    def host_parameters(self, rows: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
-        """What ops.sample takes beside the logits; empty where every row of the state is greedy."""
+    def host_parameters(
+        self, rows: NDArray[np.int64], offsets_R: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[Any], ...]:
+        """What ops.sample takes beside the logits; empty where every row of the state is greedy.
+
+        Args:
+            offsets_R: how many drafts are before the token of each row; None: no row has any.
+        """
         state = self.state
         if state.num_random == 0:
             return ()
-        return (*self._bounds(rows), uniforms(state.seed_C[rows], state.num_output_tokens_C[rows]))
+        indices_R = state.num_output_tokens_C[rows]
+        if offsets_R is not None:
+            indices_R += offsets_R
+        return (*self._bounds(rows), uniforms(state.seed_C[rows], indices_R))
 
     def _bounds(self, rows: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Temperature (0: greedy), top-k, top-p and min-p of the rows."""

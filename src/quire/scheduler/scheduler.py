@@ -6,8 +6,9 @@ import heapq
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from quire.errors import InvalidRequestError
 from quire.logs import RateLimited, get_logger
@@ -18,13 +19,16 @@ from quire.schedule import NewRow, ScheduledBatch, StepResult
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
 from quire.scheduler.limits import SchedulerLimits, check_queue, check_request
+from quire.scheduler.progress import advance, lose_results, num_lacking, num_schedulable, settle, start_at
+from quire.scheduler.proposer import Proposer
 from quire.scheduler.queue import ORDER_KEYS, TURN_KEYS, Key, WaitingQueue
 from quire.scheduler.results import PromptLogprobs, append_tokens, delta_of
 from quire.settings import SchedulingPolicy
 
 logger = get_logger(__name__)
 
-WAITING, PREEMPTED, RUNNING, FINISHED = RequestStatus
+WAITING, PREEMPTED = RequestStatus.WAITING, RequestStatus.PREEMPTED
+RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
 SHARING_SECONDS = 10.0  # after the last step that several requests were there for, the next comer is expected
 
 
@@ -32,7 +36,7 @@ SHARING_SECONDS = 10.0  # after the last step that several requests were there f
 class ScheduleStats:
     """What scheduling did since the last `take_stats`."""
 
-    num_decode_tokens: int = 0  # scheduled tokens that are a row's newest sampled token
+    num_decode_tokens: int = 0  # scheduled tokens that are a row's newest sampled token, or drafts behind it
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens of requests admitted for the first time
     prefix_cache_hits: int = 0  # how many of them were cached
@@ -62,6 +66,7 @@ class Scheduler:
         policy: SchedulingPolicy = "fcfs",
         enable_chunked_prefill: bool = True,
         rope_switches_after: int | None = None,
+        proposer: Proposer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy not in ORDER_KEYS:
@@ -70,12 +75,14 @@ class Scheduler:
         self.kv = kv
         self._enable_chunked_prefill = enable_chunked_prefill
         self._rope_switches_after = rope_switches_after
+        self._proposer = proposer
         self._clock = clock
         self._key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
         self._queue = WaitingQueue(policy)
         self._running: list[Request] = []  # in order of service: the last one is the first to be preempted
         self._requests: dict[str, Request] = {}  # all that are not finished
-        self._waiting_forks: list[Request] = []  # not in the queue: they wait for the parent's prompt
+        # Who waits beside the queue, and the question whether it may go there: it holds up nobody.
+        self._deferred: dict[Request, Callable[[], bool]] = {}
         self._in_flight: dict[int, _Step] = {}  # by step_id, oldest first
         self._removed: list[str] = []  # the worker holds these and should not
         self._prompt_logprobs = PromptLogprobs()
@@ -97,8 +104,8 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Those of the waiting requests that wait for the prompt they share, not for room."""
-        return len(self._waiting_forks)
+        """Those of the waiting requests that wait for the prompt they share, or for what they need, not for room."""
+        return len(self._deferred)
 
     def has_requests(self) -> bool:
         """Whether any request is not finished."""
@@ -106,7 +113,7 @@ class Scheduler:
 
     def has_ready_requests(self) -> bool:
         """Whether `schedule` may find work before a result arrives; without free blocks it still answers None."""
-        return len(self._queue) > 0 or any(self._num_schedulable(request) > 0 for request in self._running)
+        return len(self._queue) > 0 or any(num_schedulable(request) > 0 for request in self._running)
 
     def take_stats(self) -> ScheduleStats:
         """Counts since the last call."""
@@ -115,8 +122,14 @@ class Scheduler:
 
     # What the caller does
 
-    def add(self, request: Request, *, is_retry: bool = False) -> None:
+    def add(self, request: Request, *, is_retry: bool = False, is_ready: Callable[[], bool] | None = None) -> None:
         """Queue a request; `is_retry`: even if the queue is full.
+
+        Args:
+            is_ready: while the answer is False, the request waits for something else than room: a grammar that is
+                compiled, an adapter that is read, KV on its way. It then takes its place in the order of arrival. The
+                question is asked before each step, so the answer has to be quick, and it must not raise: whoever
+                finds out that a request will never be ready aborts it.
 
         Raises QueueFullError, ContextLengthError if it can never fit, and InvalidRequestError for an empty prompt, an
         illegal token id or a request id in use.
@@ -132,7 +145,10 @@ class Scheduler:
         request.sequence = self._num_added
         self._num_added += 1
         self._requests[request.request_id] = request
-        self._wait(request)
+        if is_ready is None:
+            self._wait(request)
+        else:
+            self._deferred[request] = is_ready
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget these requests and free their blocks now; results on their way are ignored, and so are unknown ids."""
@@ -163,13 +179,14 @@ class Scheduler:
         """
         step = _Step(ScheduledBatch(self._next_step_id), [])
         budget = self.limits.max_num_batched_tokens
-        self._requeue_forks()
+        self._queue_ready()
         if self._rope_switches_after is not None:
             self._take_back_lengthened(self._rope_switches_after)
+        num_drafts_left = 0 if self._proposer is None else self._num_drafts()
 
         prompts: list[Request] = []
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
-            count = self._num_schedulable(request)
+            count = num_schedulable(request)
             if count > 1:
                 if not self._extend_or_preempt(request, count):
                     break
@@ -177,7 +194,9 @@ class Scheduler:
             elif count == 1 and budget > 0:
                 if not self._extend_or_preempt(request, 1):
                     break
-                budget -= self._add_row(step, request, 1)
+                drafts = self._draft(request, num_drafts_left) if num_drafts_left > 0 else ()
+                num_drafts_left -= len(drafts)
+                budget -= self._add_row(step, request, 1 + len(drafts), drafts)
 
         if self._is_shared():
             self._share(step, prompts, min(budget, self.limits.max_shared_prefill_tokens))
@@ -190,22 +209,31 @@ class Scheduler:
         deltas: list[RequestDelta] = []
         block_size, errors = self.kv.block_size, result.errors
         rows = self._in_flight.pop(batch.step_id).rows
-        columns = zip(rows, batch.num_computed_tokens, batch.num_scheduled_tokens, result.token_ids, strict=True)
-        for row, (request, start, count, token_ids) in enumerate(columns):
-            request.num_in_flight_steps -= 1
+        columns = zip(
+            rows,
+            batch.num_computed_tokens,
+            batch.num_scheduled_tokens,
+            batch.num_logits,
+            result.token_ids,
+            strict=True,
+        )
+        for row, (request, start, count, num_logits, token_ids) in enumerate(columns):
+            end = settle(request, start + count, num_logits, len(token_ids))
             if request.status is FINISHED:
                 continue
             if row in errors:
                 self._finish(request, "error", errors[row])
                 deltas.append(delta_of(request, []))
                 continue
-            end = start + count
+            num_taken, reason = append_tokens(request, token_ids) if num_logits else (0, None)
+            if num_logits > 1:  # a stop may leave drafts behind it that held
+                end = min(end, request.num_tokens)
             if request.status is RUNNING and start // block_size != end // block_size:
                 self.kv.register_computed(request, start, end)
             if result.prompt_logprobs:
                 self._prompt_logprobs.collect(request, start, row, result)
-            if end == request.num_tokens:  # all known tokens are computed: the row sampled
-                deltas.append(self._take_tokens(request, row, token_ids, result))
+            if num_logits:
+                deltas.append(self._answer(request, row, token_ids[:num_taken], reason, result))
         self._drop_stopped()
         return deltas
 
@@ -223,7 +251,7 @@ class Scheduler:
                 self._finish(request, "error", error)
                 deltas.append(delta_of(request, []))
         for request in void:
-            request.num_in_flight_steps = request.num_in_flight_tokens = 0
+            lose_results(request)
             if request.status is RUNNING:
                 self._preempt(request)
         self._drop_stopped()
@@ -237,11 +265,11 @@ class Scheduler:
     def _serve_in_order(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Give prompts what the budget holds, running ones first; nobody overtakes one that it does not hold."""
         for request in prompts:
-            count = self._chunk(_num_lacking(request), budget)
+            count = self._chunk(num_lacking(request), budget)
             if count == 0:
                 return
             budget -= self._add_row(step, request, count)
-        while budget > 0 and (candidate := self._candidate(self._queue.first_in_order, step)) is not None:
+        while budget > 0 and (candidate := self._candidate(self._queue.first_in_order)) is not None:
             request, prefix = candidate
             count = self._chunk(request.num_tokens - prefix.num_tokens, budget)
             if count == 0 or not self._admit(step, request, prefix):
@@ -256,20 +284,20 @@ class Scheduler:
         waits for blocks is the oldest sooner or later, and then nobody else is admitted. Nobody overtakes a preempted
         request: there are too few blocks.
         """
-        head = self._candidate(self._queue.first_in_order, step) if budget > 0 else None
+        head = self._candidate(self._queue.first_in_order) if budget > 0 else None
         may_admit = head is not None and head[0].status is not PREEMPTED
         if head is not None and (not prompts or self._key(head[0]) < self._key(prompts[0])):
             may_admit = self._admit(step, *head)
             prompts = [head[0], *prompts] if may_admit else prompts
         oldest = prompts[0] if prompts else None
-        reserved = 0 if oldest is None else self._chunk(_num_lacking(oldest), (budget + 1) // 2)
+        reserved = 0 if oldest is None else self._chunk(num_lacking(oldest), (budget + 1) // 2)
 
-        turns = [(self._turn_key(request, _num_lacking(request)), request) for request in prompts]
+        turns = [(self._turn_key(request, num_lacking(request)), request) for request in prompts]
         heapq.heapify(turns)
         while budget > 0:
             waiting = self._queue.first_in_turn() if may_admit and budget > reserved else None
             if waiting is not None and (not turns or waiting[0] < turns[0][0]):
-                candidate = self._candidate(self._queue.first_in_turn, step)
+                candidate = self._candidate(self._queue.first_in_turn)
                 may_admit = candidate is not None and self._admit(step, *candidate)
                 if candidate is None or not may_admit:
                     continue
@@ -279,7 +307,7 @@ class Scheduler:
             else:
                 return
             reserved = 0 if request is oldest else reserved
-            if (count := self._chunk(_num_lacking(request), budget - reserved)) > 0:
+            if (count := self._chunk(num_lacking(request), budget - reserved)) > 0:
                 budget -= self._add_row(step, request, count)
 
     def _is_shared(self) -> bool:
@@ -293,13 +321,6 @@ class Scheduler:
         is_wanted = self.limits.max_shared_prefill_tokens > 0 and self._enable_chunked_prefill
         return is_wanted and now < self._shared_until
 
-    def _num_schedulable(self, request: Request) -> int:
-        """Tokens of a running request to compute now; 0 once all it may sample are sampled or in flight."""
-        num_known = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_in_flight_tokens
-        if num_known - len(request.prompt_token_ids) >= request.max_tokens:
-            return 0
-        return num_known - request.num_computed_tokens
-
     def _chunk(self, count: int, budget: int) -> int:
         """How many of `count` tokens one request gets in one step.
 
@@ -311,21 +332,45 @@ class Scheduler:
         is_too_long = count > self.limits.max_num_batched_tokens
         return min(count, budget) if count <= budget or is_too_long else 0
 
-    def _add_row(self, step: _Step, request: Request, count: int) -> int:
-        """Put `count` tokens of a running request into the step, or as many as it has slots for; answers how many."""
-        batch, start, num_prompt = step.batch, request.num_computed_tokens, len(request.prompt_token_ids)
-        table = self.kv.table(request)
-        count = min(count, table.num_tokens - start)
+    def _num_drafts(self) -> int:
+        """Most drafts of the next step: each request that may take part in it has a token and a row of logits.
+
+        Memory was planned for the logits of max_num_seqs requests; drafts have what others leave of it.
+        """
+        num_others = len(self._running) + len(self._queue)
+        return min(self.limits.max_num_batched_tokens, self.limits.max_num_seqs) - num_others
+
+    def _draft(self, request: Request, most: int) -> Sequence[int]:
+        """Drafts behind the newest token, if that is known: see Proposer.
+
+        Nobody is preempted for drafts: without free blocks there are none.
+        """
+        assert self._proposer is not None
+        if request.num_in_flight_tokens:
+            return ()
+        most = min(most, request.max_tokens - len(request.output_token_ids) - 1)
+        if self._rope_switches_after is not None and not request.rope_offset:
+            most = min(most, self._rope_switches_after - request.num_tokens)
+        drafts = self._proposer.propose(request, most)[:most] if most > 0 else ()
+        return drafts if self.kv.extend(request, request.num_tokens + len(drafts)) else ()
+
+    def _add_row(self, step: _Step, request: Request, count: int, drafts: Sequence[int] = ()) -> int:
+        """Put `count` tokens of a running request, the drafts included, into the step; answers how many they are.
+
+        Of a prompt, they are as many as it has slots for.
+        """
+        batch, table = step.batch, self.kv.table(request)
+        count = min(count, table.num_tokens - request.num_computed_tokens)
         batch.request_ids.append(request.request_id)
-        batch.num_computed_tokens.append(start)
+        batch.num_computed_tokens.append(request.num_computed_tokens)
         batch.num_scheduled_tokens.append(count)
         batch.new_block_ids.append(table.take_new())
         step.rows.append(request)
-        end = request.num_computed_tokens = start + count
-        request.num_in_flight_steps += 1
-        if end == num_prompt + len(request.output_token_ids) + request.num_in_flight_tokens:
-            request.num_in_flight_tokens += 1
-            self._stats.num_decode_tokens += end > num_prompt
+        num_logits = advance(request, count, len(drafts))
+        batch.num_logits.append(num_logits)
+        batch.draft_token_ids.append(drafts)
+        if num_logits and request.num_computed_tokens > len(request.prompt_token_ids):
+            self._stats.num_decode_tokens += num_logits
         return count
 
     def _extend_or_preempt(self, request: Request, count: int) -> bool:
@@ -344,8 +389,8 @@ class Scheduler:
                 return False
         return True
 
-    def _candidate(self, first: Callable[[], tuple[Key, Request] | None], step: _Step) -> tuple[Request, Prefix] | None:
-        """The waiting request that is `first`, and its prefix, if it may run now. Forks on the way wait elsewhere.
+    def _candidate(self, first: Callable[[], tuple[Key, Request] | None]) -> tuple[Request, Prefix] | None:
+        """The waiting request that is `first`, and its prefix, if it may run now. Forks on the way are deferred.
 
         One that was preempted waits for its results on their way.
         """
@@ -353,39 +398,30 @@ class Scheduler:
             request = entry[1]
             if request.num_in_flight_steps > 0 or not may_join(request, self._running):
                 return None
-            prefix = self._find_prefix(request, step)
-            if prefix is not None:
-                return request, prefix
+            parent = self._parent(request)
+            if parent is None:
+                return request, self._cached_prefix(request)
+            if _is_prompt_settled(parent):
+                prefix = self.kv.fork_prefix(parent)
+                return request, self._cached_prefix(request) if prefix is None else prefix
             self._queue.remove(request)
-            self._waiting_forks.append(request)
+            self._deferred[request] = partial(_is_prompt_settled, parent)
         return None
 
-    def _find_prefix(self, request: Request, current: _Step) -> Prefix | None:
-        """The KV that exists for a waiting request; None for a fork whose parent still computes the prompt."""
+    def _parent(self, request: Request) -> Request | None:
+        """The running request whose KV of the prompt a fork takes over, once it is there."""
         self._choose_rope(request)
-        if request.sampling_params.prompt_logprobs is not None:
-            return NO_PREFIX
-        parent = self._requests.get(request.fork_of) if request.fork_of is not None else None
-        if parent is not None and parent.status is RUNNING and share_prompt(parent, request):
-            is_computed = self._num_certain_tokens(parent, current) >= parent.num_prompt_tokens
-            if not is_computed:
-                return None
-            if (prefix := self.kv.fork_prefix(parent)) is not None:
-                return prefix
-        return self._cached_prefix(request)
+        if request.fork_of is None or request.sampling_params.prompt_logprobs is not None:
+            return None
+        parent = self._requests.get(request.fork_of)
+        is_shared = parent is not None and parent.status is RUNNING and share_prompt(parent, request)
+        return parent if is_shared else None
 
     def _cached_prefix(self, request: Request) -> Prefix:
         """What the prefix cache has of a request that may read it."""
         params = request.sampling_params
         is_read = params.prompt_logprobs is None and not params.skip_reading_prefix_cache
         return self.kv.find_cached_prefix(request) if is_read else NO_PREFIX
-
-    def _num_certain_tokens(self, request: Request, current: _Step) -> int:
-        """Tokens of a running request whose KV is there: what submitted batches and this one compute may still fail."""
-        for pending in (*self._in_flight.values(), current):
-            if request in pending.rows:
-                return pending.batch.num_computed_tokens[pending.rows.index(request)]
-        return request.num_computed_tokens
 
     def _admit(self, step: _Step, request: Request, prefix: Prefix) -> bool:
         """Start a waiting request if blocks for all its known tokens are free: prompts do not compete half-way."""
@@ -394,7 +430,7 @@ class Scheduler:
             return False
         self._queue.remove(request)
         request.status = RUNNING
-        request.num_computed_tokens = prefix.num_tokens
+        start_at(request, prefix.num_tokens)
         insort(self._running, request, key=self._key)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._clock()
@@ -413,6 +449,7 @@ class Scheduler:
                 stop_token_ids=request.stop_token_ids,
                 lora_name=request.lora_name,
                 rope_offset=request.rope_offset,
+                wants_vector=request.wants_vector,
             )
         )
         return True
@@ -443,7 +480,7 @@ class Scheduler:
         """Free a running request; it waits where it stood, to be computed again from its known tokens."""
         self.kv.free(request)
         request.status = status
-        request.num_computed_tokens = 0
+        start_at(request, 0)
         self._removed.append(request.request_id)
         self._wait(request)
 
@@ -458,7 +495,7 @@ class Scheduler:
         """Running requests that the next step would bring beyond the border are computed again from the beginning."""
         for request in self._running:
             num_known = request.num_tokens + request.num_in_flight_tokens
-            if num_known > border and not request.rope_offset and self._num_schedulable(request) > 0:
+            if num_known > border and not request.rope_offset and num_schedulable(request) > 0:
                 self._take_back(request, WAITING)  # there are blocks: others may be admitted before it
         self._drop_stopped()
 
@@ -473,28 +510,19 @@ class Scheduler:
             self.kv.pool.num_blocks,
         )
 
-    def _requeue_forks(self) -> None:
-        """Back to the queue with forks whose parent has its prompt computed, is gone or was preempted."""
-        waiting_forks, self._waiting_forks = self._waiting_forks, []
-        for child in waiting_forks:
-            parent = self._requests.get(child.fork_of or "")
-            if (
-                parent is not None
-                and parent.status is RUNNING
-                and parent.num_computed_tokens < parent.num_prompt_tokens
-            ):
-                self._waiting_forks.append(child)
-            else:
-                self._wait(child)
+    def _queue_ready(self) -> None:
+        """Those take their place in the queue whose reason to be deferred is gone."""
+        if self._deferred:
+            for request in [request for request, is_ready in self._deferred.items() if is_ready()]:
+                del self._deferred[request]
+                self._wait(request)
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Free a request at once. One that runs stays in `_running` until `_drop_stopped`."""
         if request.status is RUNNING:
             self.kv.free(request)
             self._removed.append(request.request_id)
-        elif request in self._waiting_forks:
-            self._waiting_forks.remove(request)
-        else:
+        elif self._deferred.pop(request, None) is None:
             self._queue.remove(request)
         request.status = FINISHED
         request.finish_reason = reason
@@ -502,21 +530,27 @@ class Scheduler:
         del self._requests[request.request_id]
         self._prompt_logprobs.drop(request)
 
-    def _take_tokens(self, request: Request, row: int, token_ids: list[int], result: StepResult) -> RequestDelta:
-        """Add what one row sampled; if that ends the request, its blocks are free."""
+    def _answer(
+        self, request: Request, row: int, token_ids: list[int], reason: FinishReason | None, result: StepResult
+    ) -> RequestDelta:
+        """Tell what one row sampled, which the request has by now; if that ends the request, its blocks are free."""
         if not token_ids:
-            self._finish(request, "error", "The model produced no token for this request.")
-            return delta_of(request, [])
-        request.num_in_flight_tokens -= 1
+            vector = result.vectors.get(row)
+            missing = "vector" if request.wants_vector else "token"
+            error = None if vector else f"The model produced no {missing} for this request."
+            self._finish(request, "error" if error else "stop", error)
+            delta = delta_of(request, [])
+            delta.vector = vector
+            return delta
         request.is_suspect = False
-        num_taken, reason = append_tokens(request, token_ids)
-        prompt_logprobs = self._prompt_logprobs.take(request) if len(request.output_token_ids) == num_taken else None
+        is_first = len(request.output_token_ids) == len(token_ids)
+        prompt_logprobs = self._prompt_logprobs.take(request) if is_first else None
         if reason is not None:
             self._finish(request, reason)
-        delta = delta_of(request, token_ids[:num_taken])
+        delta = delta_of(request, token_ids)
         delta.prompt_logprobs = prompt_logprobs
         if row in result.logprobs:
-            delta.logprobs = result.logprobs[row][:num_taken]
+            delta.logprobs = result.logprobs[row][: len(token_ids)]
         return delta
 
     def _drop_stopped(self) -> None:
@@ -524,6 +558,6 @@ class Scheduler:
         self._running = [request for request in self._running if request.status is RUNNING]
 
 
-def _num_lacking(request: Request) -> int:
-    """Tokens of a running request that are known and not computed."""
-    return request.num_tokens - request.num_computed_tokens
+def _is_prompt_settled(parent: Request) -> bool:
+    """Whether a fork waits no longer: the KV of the prompt is there, and not only submitted, or the blocks are gone."""
+    return parent.status is not RUNNING or parent.num_settled_tokens >= parent.num_prompt_tokens

@@ -100,7 +100,8 @@ class StepGraphs:
         Args:
             on_captured: called with how many are captured, and how many there are.
         """
-        nothing = StepRows(*(np.zeros(0, dtype) for dtype in (np.int64, np.bool_, np.int64, np.int64)))
+        none = np.zeros(0, np.int64)
+        nothing = StepRows(none, none, none, none)
         pool = self._accelerator.graph_pool()
         with _little_garbage():
             for done, size in enumerate(self._sizes, 1):

@@ -2,7 +2,7 @@
 
 Where a token of a step is not known on the host, the device puts it in its place.
 
-Dimensions: T tokens of a step, S rows of a step, R rows that sample, C row capacity, M blocks of a table,
+Dimensions: T tokens of a step, S rows of a step, R rows of logits, C row capacity, M blocks of a table,
 N block tables of a request.
 """
 
@@ -111,5 +111,8 @@ class DeviceInputBatch(InputBatch):
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
         """See InputBatch; the device keeps the tokens as the newest of their rows."""
-        self._newest_C.index_copy_(0, staged.sampled_rows_R, token_ids_R.clamp(min=0))
+        newest = token_ids_R.clamp(min=0)
+        if step.drafts is not None:
+            newest = newest.index_select(0, gpu.place(torch.from_numpy(step.drafts.plain_R), newest.device))
+        self._newest_C.index_copy_(0, staged.expecting_rows, newest)
         return super().expect_tokens(staged, step, token_ids_R)

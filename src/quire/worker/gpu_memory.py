@@ -135,6 +135,7 @@ def prompts(settings: WorkerSettings, lens: Sequence[int], params: SamplingParam
         batch.request_ids.append(f"profile {row}")
         batch.num_computed_tokens.append(0)
         batch.num_scheduled_tokens.append(length)
+        batch.num_logits.append(1)
         batch.new_block_ids.append([])
         batch.new_rows.append(NewRow(f"profile {row}", [0] * length, length, params, blocks))
     return batch

@@ -93,6 +93,7 @@ def _profile_batch(num_tokens: int, pages: list[int]) -> ScheduledBatch:
         request_ids=["profile"],
         num_computed_tokens=[0],
         num_scheduled_tokens=[num_tokens],
+        num_logits=[1],
         new_block_ids=[[]],
         new_rows=[row],
     )

@@ -3,7 +3,7 @@
 A token that was sampled and has not come back yet is a negative number, which names the row whose newest token it is.
 So a step can be launched before the tokens of the one before it are known.
 
-Dimensions: T tokens of a step, S rows of a step, R rows that sample, C row capacity, M blocks of the longest table,
+Dimensions: T tokens of a step, S rows of a step, R rows of logits, C row capacity, M blocks of the longest table,
 N block tables of a request.
 """
 
@@ -21,16 +21,23 @@ from torch import Tensor
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
 from quire.sampling.batch_params import SamplingState
 from quire.schedule import NewRow, RowsFailedError, ScheduledBatch
+from quire.worker.drafts import Drafts
 
 
 @dataclass(slots=True)
 class StepRows:
-    """The rows of one step: index in the persistent arrays, and which of them sample."""
+    """The rows of one step: index in the persistent arrays, and which of them want logits."""
 
-    rows_S: np.ndarray  # int64
-    samples_S: np.ndarray  # bool: the step reaches the row's last known token
-    starts_S: np.ndarray  # int64: tokens computed before this step
-    lens_S: np.ndarray  # int64: tokens of this step
+    rows_S: NDArray[np.int64]
+    starts_S: NDArray[np.int64]  # tokens computed before this step
+    lens_S: NDArray[np.int64]  # tokens of this step
+    sampling_R: NDArray[np.int64]  # position in the batch
+    drafts: Drafts | None = None
+
+    def expecting_rows(self) -> NDArray[np.int64]:
+        """Rows, in the arrays, that sample one token. How many those with drafts get is known with the result."""
+        plain_R = self.sampling_R if self.drafts is None else self.sampling_R[self.drafts.plain_R]
+        return self.rows_S[plain_R]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +59,19 @@ class StagedStep:
     cu_seqlens_q_S1: Tensor  # int32
     seq_lens_S: Tensor  # int32
     logits_indices_R: Tensor  # int64
-    sampled_rows_R: Tensor  # int64
+    expecting_rows: Tensor  # int64: see StepRows
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
     host: HostStep
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Where the tokens belong that a step is sampling."""
+    """Where the tokens belong that a step is sampling, for the rows without drafts (N), and for those with them."""
 
-    rows_R: NDArray[np.int64]
-    occupants_R: NDArray[np.int64]  # which of the requests that have had the row
-    positions_R: NDArray[np.int64]
+    rows_N: NDArray[np.int64]
+    occupants_N: NDArray[np.int64]  # which of the requests that have had the row
+    positions_N: NDArray[np.int64]
+    verifying: list[tuple[int, int]]  # rows, and their occupants
 
 
 class StepArrays(Protocol):
@@ -136,6 +144,7 @@ class InputBatch:
         """Remove, add and extend rows, in the order ScheduledBatch prescribes.
 
         Raises RowsFailedError naming the request that cannot be added: its parameters are read here and nowhere else.
+        So what this worker cannot do is refused here.
         """
         for request_id in batch.removed_request_ids:
             row = self.row_of.pop(request_id, None)
@@ -144,6 +153,10 @@ class InputBatch:
                 self.num_prompt_logprobs.pop(row, None)
                 self._free_rows.append(row)
         for new in batch.new_rows:
+            if new.wants_vector:
+                raise RowsFailedError([new.request_id], "The model gives tokens, and no vector of a prompt.")
+            if new.lora_name is not None:
+                raise RowsFailedError([new.request_id], f"No adapter is loaded, and {new.lora_name!r} was asked for.")
             try:
                 self._add(new)
             except Exception as error:
@@ -152,6 +165,11 @@ class InputBatch:
         for request_id, block_ids in zip(batch.request_ids, batch.new_block_ids, strict=True):
             if block_ids:
                 self._append_blocks(self.row_of[request_id], block_ids)
+        if any(batch.draft_token_ids):
+            for request_id, drafts in zip(batch.request_ids, batch.draft_token_ids, strict=True):
+                row = self.row_of[request_id]
+                begin = self.num_tokens[row]
+                self.token_ids[row, begin : begin + len(drafts)] = drafts
 
     def _add(self, new: NewRow) -> None:
         assert new.request_id not in self.row_of, f"row of {new.request_id} is added twice"
@@ -193,7 +211,10 @@ class InputBatch:
         rows_S = np.fromiter((self.row_of[r] for r in batch.request_ids), dtype=np.int64, count=len(batch.request_ids))
         starts_S = np.array(batch.num_computed_tokens, dtype=np.int64)
         lens_S = np.array(batch.num_scheduled_tokens, dtype=np.int64)
-        return StepRows(rows_S, starts_S + lens_S == self.num_tokens[rows_S], starts_S, lens_S)
+        if any(batch.draft_token_ids):
+            drafts = Drafts.of(batch.num_logits, batch.draft_token_ids)
+            return StepRows(rows_S, starts_S, lens_S, drafts.sampling_R, drafts)
+        return StepRows(rows_S, starts_S, lens_S, np.flatnonzero(batch.num_logits))
 
     def stage(
         self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None
@@ -201,7 +222,7 @@ class InputBatch:
         """Start to bring one step's numbers to the device.
 
         Args:
-            parameters: Sampler.host_parameters of the rows that sample.
+            parameters: Sampler.host_parameters of the rows of logits.
             pad_to: tokens and rows behind the step's own write and read nothing.
         """
         rows_S, starts_S, lens_S = step.rows_S, step.starts_S, step.lens_S
@@ -235,7 +256,9 @@ class InputBatch:
         seq_lens = put(ends_S, width_S, np.int32)
         sums, cu_seqlens = arrays.array(width_S + 1, np.int32)
         sums[0], sums[1 : num_rows + 1], sums[num_rows + 1 :] = 0, cu_S, num_tokens
-        last_R, sampled_rows_R = cu_S[step.samples_S] - 1, rows_S[step.samples_S]
+        last_R, expecting_rows = cu_S[step.sampling_R] - 1, step.expecting_rows()
+        if step.drafts is not None:
+            last_R -= step.drafts.remaining_R
         staged = StagedStep(
             token_ids_T=token_ids,
             positions_T=positions,
@@ -244,7 +267,7 @@ class InputBatch:
             cu_seqlens_q_S1=cu_seqlens,
             seq_lens_S=seq_lens,
             logits_indices_R=put(last_R, len(last_R), np.int64),
-            sampled_rows_R=put(sampled_rows_R, len(last_R), np.int64),
+            expecting_rows=put(expecting_rows, len(expecting_rows), np.int64),
             parameters=tuple(put(values, len(values), values.dtype) for values in parameters),
             host=HostStep(rows_S, lens_S, ends_S, self.block_tables_NCM, None if pad_to is None else pad_to.rows),
         )
@@ -268,21 +291,35 @@ class InputBatch:
         )
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
-        """Each sampling row has one more token, which only the device knows: `token_ids_R` (-1: there is none)."""
-        rows_R = step.rows_S[step.samples_S]
-        positions_R = self.num_tokens[rows_R]
-        self.token_ids[rows_R, positions_R] = -1 - rows_R
-        self.num_tokens[rows_R] += 1
-        self.sampling.count_tokens(rows_R)
-        return ExpectedTokens(rows_R, self._occupant_C[rows_R], positions_R)
+        """Rows without drafts have one more token, which only the device knows: `token_ids_R` (-1: there is none)."""
+        rows_N = step.expecting_rows()
+        positions_N = self.num_tokens[rows_N]
+        self.token_ids[rows_N, positions_N] = -1 - rows_N
+        self.num_tokens[rows_N] += 1
+        self.sampling.count_tokens(rows_N)
+        verifying = [] if step.drafts is None else [int(step.rows_S[position]) for position, _, _ in step.drafts.rows]
+        with_occupants = [(row, int(self._occupant_C[row])) for row in verifying]
+        return ExpectedTokens(rows_N, self._occupant_C[rows_N], positions_N, with_occupants)
 
-    def learn_tokens(self, expected: ExpectedTokens, token_ids_R: NDArray[np.int64]) -> None:
+    def learn_tokens(self, expected: ExpectedTokens, token_ids_N: NDArray[np.int64]) -> None:
         """The tokens have come back (-1: there was none). Requests may be gone, and others have their rows."""
-        is_here_R = self._occupant_C[expected.rows_R] == expected.occupants_R
-        rows, token_ids = expected.rows_R[is_here_R], token_ids_R[is_here_R]
+        is_here_N = self._occupant_C[expected.rows_N] == expected.occupants_N
+        rows, token_ids = expected.rows_N[is_here_N], token_ids_N[is_here_N]
         # A row that failed may be in a batch that is scheduled already: it computes some token, for nothing.
-        self.token_ids[rows, expected.positions_R[is_here_R]] = token_ids.clip(min=0)
+        self.token_ids[rows, expected.positions_N[is_here_N]] = token_ids.clip(min=0)
         if self.sampling.filters or self.sampling.penalties:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 if token_id >= 0:
                     self.sampling.learn_token(row, token_id)
+
+    def learn_verified(self, expected: ExpectedTokens, index: int, token_ids: Sequence[int]) -> None:
+        """The tokens have come back of row `index` of those with drafts: these held, with the one behind them."""
+        row, occupant = expected.verifying[index]
+        if self._occupant_C[row] != occupant:
+            return
+        begin = self.num_tokens[row]
+        self.token_ids[row, begin : begin + len(token_ids)] = token_ids
+        self.num_tokens[row] += len(token_ids)
+        self.sampling.count_tokens(np.array([row]), len(token_ids))
+        for token_id in token_ids:
+            self.sampling.learn_token(row, token_id)

@@ -3,7 +3,7 @@
 A step is launched without waiting for it, and its result is taken in when somebody asks for it. On a CPU, which does
 everything at once, a launched step is a computed one.
 
-Dimensions: T tokens, S rows, R rows that sample, X prompt positions, D hidden, V vocabulary.
+Dimensions: T tokens, S rows, R rows of logits, X prompt positions, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch, StepResult
 from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
+from quire.worker.drafts import Drafts, verify
 from quire.worker.input_batch import ExpectedTokens, InputBatch, StepRows
 from quire.worker.kv_cache import PagedCache
 
@@ -47,7 +48,8 @@ class _PromptPiece:
 class _Launched:
     """What a step has on the device, and where it belongs."""
 
-    sampling: list[int] = field(default_factory=list)  # positions in the batch of the rows that sample
+    sampling: list[int] = field(default_factory=list)  # positions in the batch of the rows of logits
+    drafts: Drafts | None = None
     expected: ExpectedTokens | None = None
     tokens: LaunchedTokens | None = None
     pieces: list[_PromptPiece] = field(default_factory=list)
@@ -137,10 +139,11 @@ class ModelRunner:
         inputs.apply(batch)
         self.cache.copy_pages(batch.block_copies)
         step = inputs.step_rows(batch)
-        sampling = np.flatnonzero(step.samples_S)
+        sampling, drafts = step.sampling_R, step.drafts
         rows = step.rows_S[sampling]
+        offsets_R = None if drafts is None else drafts.offsets_R
         size = None if captured is None else captured.size_for(step)
-        staged = inputs.stage(step, self.sampler.host_parameters(rows) if len(rows) else (), size)
+        staged = inputs.stage(step, self.sampler.host_parameters(rows, offsets_R) if len(rows) else (), size)
         result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
         result.prepare_seconds = time.perf_counter() - started
         start = device.mark()
@@ -148,7 +151,7 @@ class ModelRunner:
             hidden_TD = captured.run(size, staged)[: int(step.lens_S.sum())]
         else:
             hidden_TD = self.model.forward(inputs.forward_batch(staged, self.cache.layers))
-        launched = _Launched(sampling.tolist())
+        launched = _Launched(sampling.tolist(), drafts)
         if len(sampling):
             everything = len(sampling) == len(hidden_TD)
             hidden_RD = hidden_TD if everything else hidden_TD.index_select(0, staged.logits_indices_R)
@@ -157,7 +160,8 @@ class ModelRunner:
             sampled_rows = rows.tolist()
             if inputs.sampling.needs_tokens(sampled_rows):
                 self._finish(len(self._in_flight))  # the forward pass goes on meanwhile
-            launched.tokens = self.sampler.launch(logits_RV, sampled_rows, staged.parameters)
+            before = () if drafts is None else drafts.before()
+            launched.tokens = self.sampler.launch(logits_RV, sampled_rows, staged.parameters, before)
             launched.expected = inputs.expect_tokens(staged, step, launched.tokens.token_ids_R)
         else:
             forwarded = device.mark()
@@ -185,7 +189,7 @@ class ModelRunner:
             for start in range(0, len(token_ids), step_tokens):
                 length = min(step_tokens, len(token_ids) - start)
                 new_rows = [row] if start == 0 else []
-                batch = ScheduledBatch(0, [row.request_id], [start], [length], [[]], new_rows)
+                batch = ScheduledBatch(0, [row.request_id], [start], [length], new_block_ids=[[]], new_rows=new_rows)
                 inputs.apply(batch)
                 staged = inputs.stage(inputs.step_rows(batch))
                 hidden_TD = self.model.forward(inputs.forward_batch(staged, self.cache.layers))
@@ -233,15 +237,24 @@ class ModelRunner:
 
     def _take_in(self, result: StepResult, launched: _Launched, on_host: Iterator[Tensor]) -> None:
         if launched.tokens is not None and launched.expected is not None:
-            sampled = launched.tokens.finish(on_host)
+            sampled, drafts = launched.tokens.finish(on_host), launched.drafts
+            token_ids_R = np.array(sampled.token_ids)
             for index, (position, token_id) in enumerate(zip(launched.sampling, sampled.token_ids, strict=True)):
                 if index in sampled.errors:
-                    result.errors[position] = sampled.errors[index]
+                    result.errors.setdefault(position, sampled.errors[index])
                 else:
                     result.token_ids[position].append(token_id)
-            self.input_batch.learn_tokens(launched.expected, np.array(sampled.token_ids))
+            expected = launched.expected
+            self.input_batch.learn_tokens(expected, token_ids_R if drafts is None else token_ids_R[drafts.plain_R])
             for index, logprobs in sampled.logprobs.items():
-                result.logprobs[launched.sampling[index]] = [logprobs]
+                result.logprobs.setdefault(launched.sampling[index], []).append(logprobs)
+            for index, (position, first, draft_token_ids) in enumerate(() if drafts is None else drafts.rows):
+                token_ids = result.token_ids[position] = verify(sampled, first, draft_token_ids)
+                self.input_batch.learn_verified(expected, index, token_ids)
+                if token_ids:
+                    result.errors.pop(position, None)
+                if position in result.logprobs:
+                    del result.logprobs[position][len(token_ids) :]
         for piece in launched.pieces:
             numbers = (next(on_host) for _ in piece.numbers)
             result.prompt_logprobs.setdefault(piece.position, []).extend(entries(piece.next_token_ids, *numbers))

@@ -1,0 +1,182 @@
+"""Drafts on the demo model: any sampling, logprobs and schedule gives what it gives without them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.engine.core import EngineCore
+from quire.messages import AddRequest, SetLimits
+from quire.sampling_params import SamplingParams
+from tests.engine.harness import Prompt, Schedule, build_core, demo_model, run
+from tests.engine.test_sameness import PRECISIONS, prompts
+from tests.guesser import Guesser
+from tests.worker.fake_accelerator import FakeAccelerator
+
+MOST = 24  # tokens of an output
+VOCAB_SIZE = 4096
+PROMPT = tuple(37 * i * i % 4000 + 50 for i in range(40))  # of no text, so that the model is sure of nothing
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+RANDOM: dict[str, Any] = {"temperature": 1.5, "top_p": 0.95, "seed": 7}
+
+
+KINDS = (
+    "greedy",
+    "random",
+    "flat",
+    "penalties",
+    "greedy penalties",
+    "min tokens",
+    "stop",
+    "bad words",
+    "bias",
+    "allowed",
+    "logprobs",
+    "logprobs of tokens",
+)
+
+
+@cache
+def params() -> dict[str, SamplingParams]:
+    """Every kind of sampling whose tokens depend on those before, so that drafts that are not counted would show."""
+    greedy = Prompt(PROMPT, SamplingParams(max_tokens=MOST, **GREEDY))
+    (plain,) = run(build_core(Schedule(), "bfloat16"), [greedy])
+    common = max(set(plain), key=plain.count)
+    kinds = {
+        "greedy": GREEDY,
+        "random": RANDOM,
+        "flat": {"temperature": 2.0, "top_k": 500, "min_p": 0.001, "seed": 3},
+        "penalties": RANDOM | {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+        "greedy penalties": GREEDY | {"repetition_penalty": 1.3},
+        "min tokens": GREEDY | {"min_tokens": 20, "stop_token_ids": plain[5:9]},
+        "stop": GREEDY | {"stop_token_ids": [plain[13]]},
+        "bad words": GREEDY | {"bad_words_token_ids": [plain[3:5], plain[8:11], [plain[12]]]},
+        "bias": RANDOM | {"logit_bias": {common: 4.0}, "frequency_penalty": 1.0},
+        "allowed": {"temperature": 2.0, "seed": 5, "allowed_token_ids": sorted(set(plain)), "presence_penalty": 2.0},
+        "logprobs": RANDOM | {"logprobs": 3, "prompt_logprobs": 2, "repetition_penalty": 1.2},
+        "logprobs of tokens": RANDOM | {"logprob_token_ids": [common, 7]},
+    }
+    return {name: SamplingParams(max_tokens=MOST, **fields) for name, fields in kinds.items()}
+
+
+Answer = tuple[list[int], list[Any], Any, str | None]  # tokens, logprobs, logprobs of the prompt, why it ended
+
+
+def answers(core: EngineCore, names: list[str], before_step: Any = lambda step: None) -> dict[str, Answer]:
+    """What the requests of these names get, all at once."""
+    found: dict[str, Answer] = {}
+    for name in names:
+        stop = params()[name].stop_token_ids or []
+        core.add(AddRequest(name, list(PROMPT), params()[name], MOST, stop_token_ids=stop))
+        found[name] = ([], [], None, None)
+    step = 0
+    while core.has_work():
+        before_step(step)
+        for delta in core.step():
+            assert delta.error is None, delta.error
+            tokens, logprobs, of_prompt, _ = found[delta.request_id]
+            tokens += delta.token_ids
+            logprobs += delta.logprobs or []
+            found[delta.request_id] = (tokens, logprobs, of_prompt or delta.prompt_logprobs, delta.finish_reason)
+        step += 1
+    core.scheduler.kv.check()
+    core.shutdown()
+    return found
+
+
+@cache
+def expected(name: str) -> Answer:
+    """Of the request alone, without drafts."""
+    return answers(build_core(Schedule(), "bfloat16"), [name])[name]
+
+
+def guesser(right: float, **options: Any) -> Guesser:
+    found = Guesser(right, vocab_size=VOCAB_SIZE, **options)
+    found.continuation_of = lambda name: expected(name)[0]
+    return found
+
+
+def test_the_kinds_of_sampling_differ() -> None:
+    assert tuple(params()) == KINDS
+    outputs = {name: tuple(expected(name)[0]) for name in KINDS}
+    assert len(set(outputs.values())) >= 8, f"too many kinds say the same: {outputs}"
+    assert len(outputs["min tokens"]) >= 20
+    assert expected("stop")[3] == "stop"
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_sampling(name: str, right: float) -> None:
+    proposer = guesser(right)
+    assert answers(build_core(Schedule(proposer=proposer), "bfloat16"), [name])[name] == expected(name)
+    assert proposer.num_right + proposer.num_wrong > 5
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    names=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6, unique=True),
+    right=st.floats(0.3, 1.0),
+    longest=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+    chunk=st.sampled_from([7, 16, 40, 2048]),
+    block_size=st.sampled_from([8, 16]),
+    num_blocks=st.sampled_from([12, 24, 256]),
+    depth=st.integers(1, 2),
+    prefix_caching=st.booleans(),
+    preempt_every=st.sampled_from([3, 7, 1000]),
+    on_a_device=st.booleans(),
+)
+def test_any_schedule(  # type: ignore[no-untyped-def]
+    names, right, longest, seed, chunk, block_size, num_blocks, depth, prefix_caching, preempt_every, on_a_device
+) -> None:
+    num_blocks *= 16 // block_size
+    schedule = Schedule(
+        chunk=chunk,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        depth=depth,
+        prefix_caching=prefix_caching,
+        max_num_seqs=12,
+        accelerator=FakeAccelerator() if on_a_device else None,
+        graph_sizes=(4, 12) if on_a_device else (),
+        mixed_sizes=(8, 16) if on_a_device else (),
+        proposer=guesser(right, longest=longest, seed=seed),
+    )
+    core = build_core(schedule, "bfloat16")
+
+    def interfere(step: int) -> None:
+        if step < 60 and step % preempt_every == preempt_every - 1 and core.scheduler.num_running:
+            core.scheduler.preempt_last()
+        # A request that a step has no token for knows its newest one: with two in flight it gets drafts then.
+        core.set_limits(SetLimits(max_num_batched_tokens=1 if step % 8 < 4 else chunk))
+
+    assert answers(core, names, interfere) == {name: expected(name) for name in names}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_logits_of_a_verifying_step_are_those_of_single_steps(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a bit: the rows of logits of a run with right drafts, one behind the other, are those of the run without."""
+    _, model = demo_model(precision, None)
+    compute_logits, seen = model.compute_logits, []
+
+    def noted(hidden_RD: torch.Tensor) -> torch.Tensor:
+        logits_RV = compute_logits(hidden_RD)
+        seen.append(logits_RV.clone())
+        return logits_RV
+
+    monkeypatch.setattr(model, "compute_logits", noted)
+    prompt = prompts()[0]
+    (tokens,) = run(build_core(Schedule(), precision), [prompt])
+    single_RV, num_steps = torch.cat(seen), len(seen)
+    seen.clear()
+    proposer = Guesser(1.0, longest=7)
+    proposer.continuation_of = lambda request_id: tokens
+    assert run(build_core(Schedule(proposer=proposer), precision), [prompt]) == [tokens]
+    assert len(seen) < num_steps / 2, "hardly any drafts"
+    verified_RV = torch.cat(seen)[:num_steps]  # the rows behind a stop belong to drafts that nobody wants
+    assert torch.equal(verified_RV, single_RV)

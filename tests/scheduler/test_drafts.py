@@ -1,0 +1,182 @@
+"""Drafts to verify: a proposer that is right at random gives exactly the tokens of no proposer, in fewer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.messages import SetLimits, unpack
+from tests.guesser import Guesser
+from tests.scheduler.driver import Driver, request
+from tests.scheduler.test_sameness import LENGTHS, SIZE, mixed, prompt
+
+RIGHT = [0.0, 0.6, 1.0]
+
+
+@pytest.mark.parametrize("right", RIGHT)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_num_seqs": 8},
+        {"num_blocks": 30},
+        {"long_prefill_token_threshold": 1},
+        {"max_num_batched_tokens": 30},
+        {"enable_prefix_caching": False},
+        {"enable_chunked_prefill": False},
+        {"block_size": 1},
+        {"max_shared_prefill_tokens": 5},
+    ],
+    ids=str,
+)
+def test_drafts_do_not_change_tokens(limits: dict[str, Any], right: float) -> None:
+    guesser = Guesser(right)
+    Driver(proposer=guesser, **{"num_blocks": 256, "max_num_seqs": 40, **limits}).run_all(*mixed())
+    assert (guesser.num_right > 0, guesser.num_wrong > 0) == (right > 0, right < 1)
+
+
+def test_drafts_that_hold_save_steps() -> None:
+    messages = [request("a", prompt(9), max_tokens=60)]
+    with_drafts, without = Driver(proposer=Guesser(1.0)), Driver()
+    with_drafts.run_all(*messages)
+    without.run_all(*messages)
+    assert len(with_drafts.batches) < 0.4 * len(without.batches)
+
+
+@pytest.mark.parametrize("right", RIGHT)
+def test_the_prefix_cache_holds_no_refused_draft(right: float) -> None:
+    """What a later request takes over are the blocks of tokens that came out, up to the last full one."""
+    driver = Driver(proposer=Guesser(right))
+    for length in LENGTHS:
+        name = f"first{length}"
+        output = driver.run_all(request(name, prompt(length, length), max_tokens=33))[name]
+        again = f"again{length}"
+        driver.run_all(request(again, prompt(length, length) + output, seed=1))
+        num_computed = length + len(output) - 1  # the last token is not computed
+        assert driver.last(again).num_cached_tokens == num_computed // SIZE * SIZE
+
+
+@pytest.mark.parametrize("right", RIGHT)
+@pytest.mark.parametrize("depth", [2, 3])
+def test_with_several_batches_in_flight(depth: int, right: float) -> None:
+    """Drafts are given where a newest token is known, and then for as long as the proposer has any."""
+    guesser = Guesser(right)
+    driver = Driver(proposer=guesser, depth=depth, max_num_seqs=40, num_blocks=256)
+
+    def narrow(index: int) -> None:  # whom some steps have no token for knows its newest one behind them
+        driver.core.set_limits(SetLimits(max_num_batched_tokens=1 if index % 8 < 4 else 64))
+
+    for message in mixed():
+        driver.add(message)
+    driver.run(narrow)
+    driver.check_outputs()
+    assert guesser.num_right + guesser.num_wrong > 30
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_preemption_while_drafts_are_in_flight(at: int) -> None:
+    driver = Driver(proposer=Guesser(0.7), depth=2, max_num_seqs=40, num_blocks=256)
+    for message in mixed():
+        driver.add(message)
+    verifying = []
+
+    def preempt(index: int) -> None:
+        driver.core.set_limits(SetLimits(max_num_batched_tokens=1 if index % 8 < 4 else 64))
+        if driver.core._in_flight and any(driver.batches[-1].draft_token_ids):
+            verifying.append(index)
+            while len(verifying) % 3 == at and driver.scheduler.num_running:
+                driver.scheduler.preempt_last()
+
+    driver.run(preempt)
+    driver.check_outputs()
+    assert len(verifying) > 3
+
+
+def test_nobody_is_preempted_for_drafts() -> None:
+    """Blocks that suffice for all without drafts suffice with them, and a request alone may draft to its last token."""
+    messages = [request(f"r{i}", prompt(SIZE, i), max_tokens=SIZE + 1) for i in range(4)]
+    driver = Driver(num_blocks=8, max_num_seqs=30, proposer=Guesser(0.5, longest=9))
+    driver.run_all(*messages)
+    assert all(driver.last(message.request_id).num_preemptions == 0 for message in messages)
+    assert any(any(batch.draft_token_ids) for batch in driver.batches)
+
+
+def test_drafts_leave_a_token_and_a_row_of_logits_for_everybody() -> None:
+    messages = [request(f"r{i}", prompt(3, i), max_tokens=30) for i in range(5)]
+    driver = Driver(max_num_seqs=6, proposer=Guesser(1.0, longest=9))
+    driver.run_all(*messages)
+    crowded = [batch for batch in driver.batches if len(batch.request_ids) == 5 and any(batch.draft_token_ids)]
+    assert crowded
+    assert all(sum(batch.num_logits) == 6 for batch in crowded)
+
+
+@pytest.mark.parametrize("right", RIGHT)
+def test_drafts_do_not_cross_the_border_of_longrope(right: float) -> None:
+    """KV behind the border is of the other rotary table: the request is computed again before it gets there."""
+    driver = Driver(rope_switches_after=20, proposer=Guesser(right))
+    driver.run_all(*(request(f"r{i}", prompt(15, i), max_tokens=12) for i in range(4)))
+    new = {row.request_id: [] for batch in driver.batches for row in batch.new_rows}
+    for batch in driver.batches:
+        for row in batch.new_rows:
+            new[row.request_id].append(row.rope_offset)
+        for request_id, start, count in zip(
+            batch.request_ids, batch.num_computed_tokens, batch.num_scheduled_tokens, strict=True
+        ):
+            assert start + count <= 20 or new[request_id][-1] == 20
+    assert all(offsets == [0, 20] for offsets in new.values())
+
+
+@pytest.mark.parametrize("min_tokens", [0, 12])
+def test_a_stop_among_drafts_that_hold_ends_the_request(min_tokens: int) -> None:
+    driver = Driver(proposer=Guesser(1.0))
+    driver.run_all(
+        *(
+            request(f"r{i}", prompt(5, i), 60, stop_token_ids=[*range(0, 50, 7)], min_tokens=min_tokens)
+            for i in range(9)
+        )
+    )
+    assert all(driver.last(name).finish_reason == "stop" for name in driver.messages)
+
+
+@pytest.mark.parametrize("right", RIGHT)
+def test_logprobs_come_with_their_tokens(right: float) -> None:
+    results = []
+    for proposer in (None, Guesser(right)):
+        driver = Driver(proposer=proposer)
+        driver.run_all(request("a", prompt(7), 40, logprobs=2, prompt_logprobs=1, stop_token_ids=[11, 12, 13]))
+        found = [entry for delta in driver.deltas["a"] for entry in delta.logprobs or []]
+        assert [entry.token_ids[0] for entry in found] == driver.tokens("a")
+        results.append((found, [unpack(entry).token_ids for entry in driver.deltas["a"][0].prompt_logprobs or []]))
+    assert results[0] == results[1]
+
+
+def test_a_row_that_fails_while_it_verifies_fails_alone() -> None:
+    bad: set[str] = set()
+    driver = Driver(proposer=Guesser(0.8), row_failure=lambda request_id: "bad row" if request_id in bad else None)
+    for i in range(3):
+        driver.add(request(f"r{i}", prompt(5, i), max_tokens=30))
+
+    def fail(index: int) -> None:
+        if index == 4:
+            bad.add("r1")
+
+    driver.run(fail)
+    driver.check_outputs(except_for=["r1"])
+    assert driver.last("r1").error == "bad row"
+
+
+def test_the_record_counts_drafts_as_decoding() -> None:
+    driver = Driver(proposer=Guesser(1.0))
+    driver.add(request("a", prompt(5), max_tokens=30))
+    records = []
+
+    def note(index: int) -> None:
+        if driver.core.last_record is not None:
+            records.append(driver.core.last_record)
+
+    driver.run(note)
+    driver.check_outputs()
+    assert sum(record.num_prefill_tokens for record in records) <= 5
+    assert sum(record.num_sampled_tokens for record in records) <= 30
+    assert max(record.num_decode_tokens for record in records) > 1
