@@ -20,7 +20,7 @@ template <class... Parts>
   throw std::invalid_argument(message.str());
 }
 
-// Every sequence has its query tokens in q, its positions in its table, and its blocks in the cache.
+// Every sequence has its query tokens in q, its positions in its table, and the blocks that it sees in the cache.
 void check(const AttentionArgs& a) {
   const int32_t* const cu = a.cu_seqlens_q;
   if (cu[0] < 0) refuse("cu_seqlens_q[0] is ", cu[0], ", expected 0 or more");
@@ -33,8 +33,9 @@ void check(const AttentionArgs& a) {
     if (seq_len < query_len || seq_len > most)
       refuse("seq_lens[", s, "] is ", seq_len, ", expected ", query_len, " to ", most, ": ", query_len,
              " query tokens, ", a.blocks_per_table, " blocks of ", block_size);
+    const int window = a.rule.sliding_window, first = window > 0 ? std::max(seq_len - query_len - window + 1, 0) : 0;
     check_indices({"block_tables", s}, a.block_tables.data + s * a.block_tables.stride, ceil_div(seq_len, block_size),
-                  a.cache.num_blocks);
+                  a.cache.num_blocks, first / block_size);
   }
 }
 

@@ -21,14 +21,15 @@ struct NumbersOf {
   int64_t row = -1;
 };
 
-// Throws an Error about the first of `values` that is not legal: tensor[row, i] is v, expected expected(). All are
-// looked at first, without a branch for each: the compiler vectorises that.
+// Throws an Error about the first of `values`, from `first` on, that is not legal: tensor[row, i] is v, expected
+// expected(). All are looked at first, without a branch for each: the compiler vectorises that.
 template <class Error, class T, class Legal, class Expected>
-void check_each(NumbersOf of, const T* values, int64_t count, const Legal& legal, const Expected& expected) {
+void check_each(NumbersOf of, const T* values, int64_t count, const Legal& legal, const Expected& expected,
+                int64_t first = 0) {
   bool all_are_legal = true;
-  for (int64_t i = 0; i < count; ++i) all_are_legal &= legal(values[i]);
+  for (int64_t i = first; i < count; ++i) all_are_legal &= legal(values[i]);
   if (all_are_legal) return;
-  const int64_t i = std::find_if_not(values, values + count, legal) - values;
+  const int64_t i = std::find_if_not(values + first, values + count, legal) - values;
   std::ostringstream message;
   message << of.tensor << '[';
   if (of.row >= 0) message << of.row << ", ";
@@ -36,15 +37,15 @@ void check_each(NumbersOf of, const T* values, int64_t count, const Legal& legal
   throw Error(message.str());
 }
 
-// IndexError for a value that is not in [0, end).
+// IndexError for a value from `first` on that is not in [0, end).
 template <class T>
-void check_indices(NumbersOf of, const T* values, int64_t count, int64_t end) {
+void check_indices(NumbersOf of, const T* values, int64_t count, int64_t end, int64_t first = 0) {
   using Unsigned = std::make_unsigned_t<T>;
   constexpr auto kAll = static_cast<Unsigned>(std::numeric_limits<T>::max()) + Unsigned{1};
   const auto limit = static_cast<Unsigned>(std::min<uint64_t>(std::max<int64_t>(end, 0), kAll));
   check_each<std::out_of_range>(
       of, values, count, [limit](T value) { return static_cast<Unsigned>(value) < limit; },
-      [end] { return "0 or more, and less than " + std::to_string(end); });
+      [end] { return "0 or more, and less than " + std::to_string(end); }, first);
 }
 
 }  // namespace quire

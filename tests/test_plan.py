@@ -23,7 +23,6 @@ from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.plan import ModelPlan, plan
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
-from quire.worker import kv_cache
 
 GIB = 1 << 30
 CPU = DeviceFacts(
@@ -79,9 +78,9 @@ def test_planned_kv_bytes_are_allocated(kv_cache_dtype: str, capsys: pytest.Capt
     (found,) = shown(capsys, "--device", "cpu", "--kv-cache-dtype", kv_cache_dtype, "--num-gpu-blocks-override", "200")
     fit = found["fits"][0]
     llm = LLM(kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=200, device="cpu", num_threads=1)
-    caches = llm._core.executor.workers[0].runner.caches  # type: ignore[attr-defined]
+    cache = llm._core.executor.workers[0].runner.cache  # type: ignore[attr-defined]
     assert fit["num_tokens"] == 200 * 16
-    assert kv_cache.num_bytes(caches) == fit["kv_bytes_per_token"] * fit["num_tokens"]
+    assert cache.num_bytes == fit["kv_bytes_per_token"] * fit["num_tokens"]
 
 
 def test_what_fits_is_what_a_start_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,18 +231,18 @@ def test_long_model_name_takes_a_line(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_what_fits() -> None:
-    """Chats of 4k, or of what the model allows; a chat takes whole blocks."""
-    memory = MemorySummary(GIB // 2, 6 * GIB, GIB, 8 * GIB, 32768, 16, 32768)
+    """Chats of 4k, or of what the model allows."""
+    memory = MemorySummary(GIB // 2, 6 * GIB, GIB, 8 * GIB, 32768, 16, 32768, 524288, 128)
     assert memory.plan() == "weights 512.0 MiB | KV 6.00 GiB | work 1.00 GiB | free 8.00 GiB"
     assert memory.capacity() == (
         "KV cache size: 524,288 tokens = 128 chats of 4k",
         "Maximum concurrency for 32,768 tokens per request: 16.00x",
     )
-    short = MemorySummary(GIB, GIB, GIB, -GIB, 20, 16, 160)
+    short = MemorySummary(GIB, GIB, GIB, -GIB, 20, 16, 160, 320, 2)
     assert short.plan().endswith("| free -1.00 GiB")
     assert short.capacity()[0] == "KV cache size: 320 tokens = 2 chats of 160"
-    assert MemorySummary(GIB, GIB, GIB, GIB, 20, 16, 150).num_chats == 2
-    assert MemorySummary(GIB, GIB, GIB, GIB, 19, 16, 150).capacity()[0] == "KV cache size: 304 tokens = 1 chat of 150"
+    one = MemorySummary(GIB, GIB, GIB, GIB, 19, 16, 150, 304, 1)
+    assert one.capacity()[0] == "KV cache size: 304 tokens = 1 chat of 150"
     assert short.as_dict()["num_chats"] == 2
 
 

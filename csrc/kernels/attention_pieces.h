@@ -34,16 +34,18 @@ class Piece {
   const void* const* addresses() const { return reinterpret_cast<const void* const*>(rows_); }
 
  private:
-  // What lies behind the sequence reads as zeros, since its slots may hold anything.
+  // What lies before the first position that the rows see, or behind the sequence, reads as zeros: such slots may hold
+  // anything, and the table may name no block there.
   void fill(const AttentionArgs& a, const StridedBlocks<void>& source, const StridedBlocks<float>& scales,
             const Item& item, int64_t kv_head, int start) {
     alignas(64) static const C zeros[kMaxHeadDim] = {};
     const C* head = static_cast<const C*>(source.data) + kv_head * source.head_stride;
     const int end = std::min(range.end, a.seq_lens[item.sequence] - start);
-    const int block_size = a.cache.block_size;
-    const int32_t* block =
-        a.block_tables.data + item.sequence * a.block_tables.stride + (start + range.begin) / block_size;
-    int p = range.begin, offset = (start + p) % block_size;
+    const int begin = std::max(range.begin, item.first_position - start), block_size = a.cache.block_size;
+    for (int p = range.begin; p < begin; ++p) rows_[p] = zeros;
+    if constexpr (Rows<C>::kHasScales) std::fill(scales_ + range.begin, scales_ + begin, 0.0f);
+    const int32_t* block = a.block_tables.data + item.sequence * a.block_tables.stride + (start + begin) / block_size;
+    int p = begin, offset = (start + p) % block_size;
     for (; p < end; ++block, offset = 0) {
       const int run_end = std::min(p + block_size - offset, end);
       const C* row = head + *block * source.block_stride + static_cast<int64_t>(offset) * a.head_dim;

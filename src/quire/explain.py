@@ -10,12 +10,19 @@ from quire import __version__
 from quire.config import EngineConfig, ServerConfig
 from quire.cost.stopwatch import busy_machine
 from quire.errors import MemoryPlanError
-from quire.kv_format import kv_format
+from quire.kv_format import KvFormat, kv_format
 from quire.layer_kernels import LayerKernel, layer_kernels
-from quire.memory_plan import least_work_bytes, logits_bytes, memory_settings, plan_kv_cache, predict_memory
+from quire.memory_plan import (
+    KvPages,
+    least_work_bytes,
+    logits_bytes,
+    memory_settings,
+    plan_kv_cache,
+    predict_memory,
+)
 from quire.memory_summary import MemorySummary
 from quire.model_config import DTYPE_BYTES, ModelConfig
-from quire.resolve import GIB, DeviceFacts, kv_bytes_per_token, resolve, resolve_server, shown_bytes
+from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
 from quire.settings import Record, Resolved, Setting
 from quire.weight_format import packs_floats
 
@@ -29,6 +36,7 @@ class Explanation:
     Args:
         settings: of the engine, then of the server.
         layers: how the weights are held and multiplied with.
+        pages: what requests take of the KV cache.
         next_costs: what the next larger value costs, where that can be said.
         error: why a start would fail, if it would.
     """
@@ -38,6 +46,7 @@ class Explanation:
     device: DeviceFacts
     settings: dict[str, Setting]
     layers: list[LayerKernel]
+    pages: KvPages
     next_costs: dict[str, str]
     error: MemoryPlanError | None = None
 
@@ -86,6 +95,7 @@ class Explanation:
         if (gpu := self.device.gpu) is not None:
             memory = f"{shown_bytes(gpu.total_memory_bytes)}, {shown_bytes(gpu.free_memory_bytes)} free now"
             yield f"gpu      {gpu.name}, {gpu.isa}, {memory}"
+        yield from self._kv_groups()
         if "num_blocks" in self.settings:
             yield from self._memory()
         yield from self._layers()
@@ -125,8 +135,17 @@ class Explanation:
             label = ""
 
     def _kv_bytes_per_token(self) -> int:
-        kv = kv_format(self.settings["kv_cache_dtype"].value, self.settings["dtype"].value)
-        return self.model.kv_bytes_per_token(kv)
+        return self.model.kv_bytes_per_token(self._kv_format())
+
+    def _kv_format(self) -> KvFormat:
+        return kv_format(self.settings["kv_cache_dtype"].value, self.settings["dtype"].value)
+
+    def _kv_groups(self) -> Iterator[str]:
+        """Layers that keep keys and values in the same way."""
+        label = "kv"
+        for line in self.pages.lines(self.settings["max_model_len"].value, self._kv_format()):
+            yield f"{label:<8} {line}"
+            label = ""
 
     def _memory(self) -> Iterator[str]:
         """The plan, in the words of the first screen. Only the work is not what a start finds: that measures it."""
@@ -164,7 +183,8 @@ def explain(
     settings = {**resolved.settings, **resolve_server(server)}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
-    return Explanation(model_name, model, device, settings, layers, _next_costs(resolved, model), error)
+    pages = KvPages.of(resolved, model)
+    return Explanation(model_name, model, device, settings, layers, pages, _next_costs(resolved, model, pages), error)
 
 
 def _expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: float, waited: float) -> Mapping[str, Setting]:
@@ -182,8 +202,11 @@ def _expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: float, 
     return record
 
 
-def _next_costs(resolved: Resolved, model: ModelConfig) -> dict[str, str]:
-    kv, form, schedule = kv_bytes_per_token(resolved, model), resolved.model, resolved.scheduler
+def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages) -> dict[str, str]:
+    form, schedule = resolved.model, resolved.scheduler
+
+    def shown_request(num_tokens: int) -> str:
+        return shown_bytes(pages.for_request(num_tokens) * pages.page_bytes)
 
     def kv_in(dtype: str) -> int:
         own = form.kv_cache_dtype in DTYPE_BYTES
@@ -200,12 +223,13 @@ def _next_costs(resolved: Resolved, model: ModelConfig) -> dict[str, str]:
         "max_num_seqs": f"{2 * seqs}: {logits} more work memory, and each of more running requests gets fewer tokens/s",
         "max_num_batched_tokens": f"{2 * budget}: at least {work} more work memory, and steps up to twice as long",
         "block_size": f"{2 * block}: up to {2 * block - 1} tokens of cache wasted per request, now {block - 1}",
-        "max_model_len": f"{2 * length}: one full request takes {shown_bytes(2 * length * kv)} of KV cache, "
-        f"now {shown_bytes(length * kv)}"
+        "max_model_len": f"{2 * length}: one full request takes {shown_request(2 * length)} of KV cache, "
+        f"now {shown_request(length)}"
         + ("; beyond what the model was trained for" if 2 * length > model.max_model_len else ""),
     }
     if "num_blocks" in resolved.settings:
-        costs["num_blocks"] = f"each GiB more holds {GIB // kv:,} tokens"
+        more = pages.num_tokens(GIB // pages.page_bytes, length)
+        costs["num_blocks"] = f"each GiB more holds {more:,} tokens"
     if model.quantized is None and form.quantization is not None:
         costs["quantization"] = f"none: weights of {weights_in(form.dtype, None)}"
     elif form.dtype == "float32":

@@ -5,16 +5,17 @@ The bytes planned here are the bytes the allocator takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from quire import envs
 from quire.config import EngineConfig
 from quire.errors import MemoryPlanError
-from quire.kv_format import kv_format
+from quire.kv_format import KvFormat, kv_format
+from quire.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for, tokens_that_fit
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
-from quire.resolve import GIB, DeviceFacts, kv_bytes_per_token, shown_bytes
+from quire.resolve import GIB, DeviceFacts, shown_bytes
 from quire.settings import MemorySettings, Planned, Record, Resolved, Setting
 from quire.weight_format import packs_floats
 
@@ -24,6 +25,7 @@ RESERVE_SHARE = 0.05  # of total memory, left to the operating system and to all
 GPU_RESERVE_SHARE = 0.02  # of a GPU's: fragments of the allocator, and libraries that load kernels late
 FREE_MEMORY_MARGIN = 0.95  # of measured free memory in advice: it will not be the same at the next start
 MIN_SUGGESTED_BUDGET = 256  # tokens per step; below it prompts become slow
+CHAT_TOKENS = 4096  # of a chat that is neither short nor long
 LOGITS_COPIES = 2  # float32 rows of logits held at once: the model's, and the sampler's scratch
 
 
@@ -75,6 +77,58 @@ def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) 
 
 
 @dataclass(frozen=True)
+class KvPages:
+    """What requests of a model take of the KV cache with some settings.
+
+    Attributes:
+        step_tokens: most tokens of one request in a step.
+        page_bytes: a page is what the pool calls a block.
+    """
+
+    groups: tuple[KvGroup, ...]
+    block_size: int
+    step_tokens: int
+    page_bytes: int
+
+    @classmethod
+    def of(cls, resolved: Resolved, model: ModelConfig, kv: KvFormat | None = None) -> KvPages:
+        """With the KV cache in the format of the settings, or in another one."""
+        groups, kv = kv_groups(model), kv or kv_format(resolved.model.kv_cache_dtype, resolved.model.dtype)
+        size = resolved.model.block_size
+        return cls(groups, size, resolved.scheduler.max_num_batched_tokens, page_bytes(groups, kv, size))
+
+    def for_request(self, num_tokens: int) -> int:
+        """Pages of one request, at most."""
+        return pages_for(self.groups, num_tokens, self.block_size, self.step_tokens)
+
+    def longest(self, num_pages: int) -> int:
+        """Tokens of the longest request that so many pages hold."""
+        return longest_request(self.groups, num_pages, self.block_size, self.step_tokens)
+
+    def num_requests(self, num_pages: int, num_tokens: int) -> int:
+        """Requests of `num_tokens` tokens that fit while they decode; they share nothing."""
+        if self.for_request(num_tokens) > num_pages:
+            return 0
+        return num_pages // pages_for(self.groups, num_tokens, self.block_size)
+
+    def num_tokens(self, num_pages: int, length: int) -> int:
+        """Tokens of requests of `length` tokens that fit while they decode."""
+        return tokens_that_fit(self.groups, num_pages, self.block_size, length)
+
+    def lines(self, length: int, kv: KvFormat) -> Iterator[str]:
+        """For people: a line per group, with what a request of `length` tokens takes."""
+        for group in self.groups:
+            tables = f" in {group.num_tables} block tables" if group.num_tables > 1 else ""
+            window = f" of {group.spec.window:,} tokens" if group.spec.window else ""
+            num_bytes = group.num_tables * group.most_blocks(length, self.block_size, 1) * self.page_bytes
+            per_token = len(group.layers) * group.spec.bytes_per_token(kv)
+            yield (
+                f"{len(group.layers)} x {group.spec.kind}{window}{tables}: {per_token:,} bytes per token, "
+                f"{shown_bytes(num_bytes)} for {length:,} tokens"
+            )
+
+
+@dataclass(frozen=True)
 class _Offer:
     """What may be spent on the KV cache, and why."""
 
@@ -92,20 +146,22 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     """
     record = Record(resolved.settings)
     record.update(memory_settings(model, resolved, memory))
-    block_size = resolved.model.block_size
-    block_bytes = block_size * kv_bytes_per_token(resolved, model)
-    offer = _useful(_offer(config, resolved, memory, block_bytes), resolved, block_bytes)
-    num_blocks = max(offer.num_bytes, 0) // block_bytes
-    length = length_that_starts(config, resolved, num_blocks)
+    pages = KvPages.of(resolved, model)
+    offer = _useful(_offer(config, resolved, memory, pages.page_bytes), resolved, pages)
+    num_blocks = max(offer.num_bytes, 0) // pages.page_bytes
+    length = length_that_starts(config, resolved, pages, num_blocks)
     if length < resolved.model.max_model_len:
-        detail = f"{num_blocks} blocks x {block_size} tokens fit; the model allows {model.max_model_len}"
+        detail = f"{num_blocks} blocks of {pages.page_bytes:,} bytes fit; the model allows {model.max_model_len}"
         record.put("max_model_len", length, "formula", detail)
-    blocks_needed = -(-length // block_size)
-    if num_blocks < blocks_needed:
-        raise _Shortage(config, model, resolved, memory, offer, block_bytes, blocks_needed).error()
+    if num_blocks < pages.for_request(length):
+        raise _Shortage(config, model, resolved, memory, offer, pages, pages.for_request(length)).error()
     record.put("num_blocks", num_blocks, offer.source, offer.detail)
-    kv_bytes = num_blocks * block_bytes
-    record.put("kv_cache_bytes", kv_bytes, "formula", f"{num_blocks} blocks x {block_bytes:,} bytes")
+    kv_bytes = num_blocks * pages.page_bytes
+    record.put("kv_cache_bytes", kv_bytes, "formula", f"{num_blocks} blocks x {pages.page_bytes:,} bytes")
+    num_tokens, chat = pages.num_tokens(num_blocks, length), min(CHAT_TOKENS, length)
+    record.put("kv_cache_tokens", num_tokens, "formula", f"in requests of {length:,} tokens that decode")
+    chats = pages.num_requests(num_blocks, chat)
+    record.put("kv_cache_chats", chats, "formula", f"requests of {chat:,} tokens that decode")
     detail = f"{memory.free_bytes:,} free after the weights - {kv_bytes:,} KV cache - {memory.work_bytes:,} work"
     unplanned = record.put("unplanned_bytes", memory.free_bytes - kv_bytes - memory.work_bytes, "measured", detail)
     return Planned(
@@ -117,9 +173,9 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     )
 
 
-def length_that_starts(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:
+def length_that_starts(config: EngineConfig, resolved: Resolved, pages: KvPages, num_blocks: int) -> int:
     """max_model_len, which -1 lets a start cut to the blocks there are."""
-    most, wanted = num_blocks * resolved.model.block_size, resolved.model.max_model_len
+    most, wanted = pages.longest(num_blocks), resolved.model.max_model_len
     return most if config.max_model_len == -1 and 0 < most < wanted else wanted
 
 
@@ -130,7 +186,7 @@ def bytes_for_kv_cache(
 
     Negative if weights, work and reserve take more than there is.
     """
-    offer = _offer(config, resolved, memory, resolved.model.block_size * kv_bytes_per_token(resolved, model))
+    offer = _offer(config, resolved, memory, KvPages.of(resolved, model).page_bytes)
     return offer.num_bytes, offer.detail
 
 
@@ -183,17 +239,13 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
     return _Offer(free, "measured", free_detail, True, is_all_that_is_free=True)
 
 
-def _useful(offer: _Offer, resolved: Resolved, block_bytes: int) -> _Offer:
+def _useful(offer: _Offer, resolved: Resolved, pages: KvPages) -> _Offer:
     """Not all that is free, if nobody has said so: what running requests can use."""
-    useful = (
-        -(-resolved.model.max_model_len // resolved.model.block_size)
-        * resolved.scheduler.max_num_seqs
-        * MAX_USEFUL_CONTEXTS
-    )
-    if not offer.is_all_that_is_free or useful * block_bytes >= offer.num_bytes:
+    useful = pages.for_request(resolved.model.max_model_len) * resolved.scheduler.max_num_seqs * MAX_USEFUL_CONTEXTS
+    if not offer.is_all_that_is_free or useful * pages.page_bytes >= offer.num_bytes:
         return offer
     detail = f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; more would fit: {offer.detail}"
-    return _Offer(useful * block_bytes, "formula", detail, False)
+    return _Offer(useful * pages.page_bytes, "formula", detail, False)
 
 
 @dataclass(frozen=True)
@@ -205,12 +257,12 @@ class _Shortage:
     resolved: Resolved
     memory: MemoryFacts
     offer: _Offer
-    block_bytes: int
+    pages: KvPages
     blocks_needed: int
 
     def error(self) -> MemoryPlanError:
         """What is missing, and the changes that would fit."""
-        needed, offered, memory = self.blocks_needed * self.block_bytes, self.offer.num_bytes, self.memory
+        needed, offered, memory = self.blocks_needed * self.pages.page_bytes, self.offer.num_bytes, self.memory
         fixes = self._fixes()
         return MemoryPlanError(
             f"The KV cache for one request of {self.resolved.model.max_model_len} tokens does not fit: "
@@ -224,25 +276,24 @@ class _Shortage:
 
     def _fixes(self) -> list[str]:
         """Single changes, each of which makes the same start succeed."""
-        config, model, resolved, memory, offer = self.config, self.model, self.resolved, self.memory, self.offer
-        needed = self.blocks_needed * self.block_bytes
+        config, resolved, memory, offer = self.config, self.resolved, self.memory, self.offer
+        needed = self.blocks_needed * self.pages.page_bytes
         missing = needed - offer.num_bytes
         fixes = []
         available = int(offer.num_bytes * (FREE_MEMORY_MARGIN if offer.is_measured else 1))
-        fitting = available // self.block_bytes
+        fitting = self.pages.longest(available // self.pages.page_bytes)
         if fitting > 0:
-            fixes.append(f"--max-model-len {fitting * resolved.model.block_size}")
+            fixes.append(f"--max-model-len {fitting}")
         if config.num_gpu_blocks_override is not None:
             fixes.append(f"--num-gpu-blocks-override {self.blocks_needed}")
         elif needed <= memory.free_bytes - memory.work_bytes:
             fixes.append(f"--kv-cache-memory-bytes {needed}")
         with_half_weights = offer.num_bytes + (memory.weight_bytes // 2 if offer.is_measured else 0)
-        tokens_needed = self.blocks_needed * resolved.model.block_size
-        halved = tokens_needed * model.kv_bytes_per_token(kv_format(resolved.model.kv_cache_dtype, "bfloat16"))
+        halved = self._needed_in(kv_format(resolved.model.kv_cache_dtype, "bfloat16"))
         if resolved.model.dtype == "float32" and config.num_gpu_blocks_override is None and with_half_weights >= halved:
             what = "weights and KV cache" if halved < needed else "the weights"
             fixes.append(f"--dtype bfloat16 (halves {what})")
-        codes = tokens_needed * model.kv_bytes_per_token(kv_format("fp8", resolved.model.dtype))
+        codes = self._needed_in(kv_format("fp8", resolved.model.dtype))
         if config.num_gpu_blocks_override is None and codes < needed and codes <= available:
             fixes.append("--kv-cache-dtype fp8 (shrinks the KV cache, at a cost in quality)")
         budget, lowest = (
@@ -254,6 +305,10 @@ class _Shortage:
             if saved >= missing:
                 fixes.append(f"--max-num-batched-tokens {lowest} (less work memory, slower prompts)")
         return fixes
+
+    def _needed_in(self, kv: KvFormat) -> int:
+        """Bytes of as many pages in another format."""
+        return self.blocks_needed * KvPages.of(self.resolved, self.model, kv).page_bytes
 
 
 def weights_do_not_fit(resolved: Resolved, weight_bytes: int, total_bytes: int) -> MemoryPlanError:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quire.memory_plan import CHAT_TOKENS
 from quire.resolve import shown_bytes
-
-CHAT_TOKENS = 4096  # of a chat that is neither short nor long
 
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """Bytes and blocks of a plan: the resolved settings of these names."""
+    """Bytes, blocks and capacity of a plan: the resolved settings of these names."""
 
     weight_bytes: int
     kv_cache_bytes: int
@@ -22,6 +21,8 @@ class MemorySummary:
     num_blocks: int
     block_size: int
     max_model_len: int
+    kv_cache_tokens: int
+    kv_cache_chats: int  # of `chat_tokens`
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MemorySummary:
@@ -29,17 +30,8 @@ class MemorySummary:
         return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
     @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
     def chat_tokens(self) -> int:
         return min(CHAT_TOKENS, self.max_model_len)
-
-    @property
-    def num_chats(self) -> int:
-        """Chats of `chat_tokens` that the KV cache holds: none of them shares a block."""
-        return self.num_blocks // -(-self.chat_tokens // self.block_size)
 
     def plan(self) -> str:
         """What takes how much."""
@@ -54,16 +46,20 @@ class MemorySummary:
 
     def capacity(self) -> tuple[str, str]:
         """What fits into the KV cache; the words up to the number of tokens, and the second line, are vLLM's."""
-        chats = "1 chat" if self.num_chats == 1 else f"{self.num_chats:,} chats"
+        chats = "1 chat" if self.kv_cache_chats == 1 else f"{self.kv_cache_chats:,} chats"
         length = self.chat_tokens
         size = f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"
-        concurrency = f"{self.num_tokens / self.max_model_len:.2f}x"
+        concurrency = f"{self.kv_cache_tokens / self.max_model_len:.2f}x"
         return (
-            f"KV cache size: {self.num_tokens:,} tokens = {chats} of {size}",
+            f"KV cache size: {self.kv_cache_tokens:,} tokens = {chats} of {size}",
             f"Maximum concurrency for {self.max_model_len:,} tokens per request: {concurrency}",
         )
 
     def as_dict(self) -> dict[str, int]:
         """For JSON."""
-        derived = {"num_tokens": self.num_tokens, "chat_tokens": self.chat_tokens, "num_chats": self.num_chats}
+        derived = {
+            "num_tokens": self.kv_cache_tokens,
+            "chat_tokens": self.chat_tokens,
+            "num_chats": self.kv_cache_chats,
+        }
         return asdict(self) | derived

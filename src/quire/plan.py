@@ -13,7 +13,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_format import kv_format
-from quire.memory_plan import MemoryFacts, bytes_for_kv_cache, length_that_starts, predict_memory
+from quire.memory_plan import KvPages, MemoryFacts, bytes_for_kv_cache, length_that_starts, predict_memory
 from quire.model_config import ModelConfig, WeightBytes
 from quire.resolve import DeviceFacts, resolve, shown_bytes
 from quire.settings import Resolved
@@ -54,7 +54,8 @@ class Fit:
     """Weights and KV cache in one pair of formats.
 
     Args:
-        kv_bytes_per_token: over all layers, scales included.
+        kv_bytes_per_token: over all layers, scales included, of a token that all of them keep.
+        pages: what requests take.
         num_bytes: that there are for the KV cache; negative if weights, work and reserve already take too much.
         why: that many, in numbers.
         max_model_len: of a start, which cuts -1 to what fits.
@@ -67,7 +68,7 @@ class Fit:
     kv_bytes_per_token: int
     num_bytes: int
     why: str
-    block_size: int
+    pages: KvPages
     max_model_len: int
     memory: MemoryFacts
     flags: tuple[str, ...]
@@ -75,25 +76,22 @@ class Fit:
 
     @property
     def num_blocks(self) -> int:
-        return max(self.num_bytes, 0) // self._block_bytes
+        return max(self.num_bytes, 0) // self.pages.page_bytes
 
     @property
     def missing_bytes(self) -> int:
         """For the first block."""
-        return max(self._block_bytes - self.num_bytes, 0)
+        return max(self.pages.page_bytes - self.num_bytes, 0)
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """In requests of max_model_len tokens each, that decode."""
+        return self.pages.num_tokens(self.num_blocks, self.max_model_len)
 
     @property
     def num_sequences(self) -> int:
         """Of max_model_len tokens each, which share no blocks."""
-        return self.num_blocks // -(-self.max_model_len // self.block_size)
-
-    @property
-    def _block_bytes(self) -> int:
-        return self.block_size * self.kv_bytes_per_token
+        return self.pages.num_requests(self.num_blocks, self.max_model_len)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -202,6 +200,10 @@ class ModelPlan:
         for fit in self.fits:
             kinds[kv_format(fit.kv_cache_dtype, fit.weights.dtype).name] = f"{fit.kv_bytes_per_token:,}"
         yield "KV bytes per token: " + ", ".join(f"{name} {count}" for name, count in kinds.items())
+        first = self.fits[0]
+        kv = kv_format(first.kv_cache_dtype, first.weights.dtype)
+        yield f"Layers that keep the same, in {kv.name}:"
+        yield from (f"  {line}" for line in first.pages.lines(self.resolved.model.max_model_len, kv))
         names = list(dict.fromkeys(fit.kv_cache_dtype for fit in self.fits))
         cells = {
             (fit.weights.name, fit.kv_cache_dtype): f"{fit.num_tokens:,} = {fit.num_sequences:,}" for fit in self.fits
@@ -228,14 +230,15 @@ class ModelPlan:
                 return
             wanted = f"{self.num_sequences} x {longest:,} tokens"
             yield f"best     none holds {wanted}; {_words(most.flags)} holds {most.num_tokens:,} tokens"
-            length = most.num_blocks // self.num_sequences * most.block_size
+            length = most.pages.longest(most.num_blocks // self.num_sequences)
             if length:
                 yield f"         --max-model-len {length} starts, with {_words(most.flags)}"
             return
         wanted = f"{self.num_sequences} x {best.max_model_len:,} tokens"
         yield f"best     {_words(best.flags)}: loses least of what holds {wanted}"
         if best.max_model_len < longest:
-            whole = (fit for fit in self.fits if fit.num_tokens >= self.num_sequences * longest)
+            count = self.num_sequences
+            whole = (fit for fit in self.fits if fit.pages.num_requests(fit.num_blocks, longest) >= count)
             other = min(whole, key=lambda fit: fit.expected_loss, default=None)
             instead = "no format holds" if other is None else f"{_words(other.flags)} holds"
             yield f"         --max-model-len -1 starts with so many; {instead} all {longest:,}"
@@ -305,13 +308,13 @@ def plan(
                 kv_bytes_per_token=model.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype)),
                 num_bytes=kv_cache_bytes,
                 why=why,
-                block_size=resolved.model.block_size,
+                pages=KvPages.of(resolved, model),
                 max_model_len=resolved.model.max_model_len,
                 memory=memory,
                 flags=flags + (() if kv_is_own else ("--kv-cache-dtype", kv_cache_dtype)),
                 expected_loss=weights_loss + kv_loss,
             )
-            fits.append(replace(fit, max_model_len=length_that_starts(paired, resolved, fit.num_blocks)))
+            fits.append(replace(fit, max_model_len=length_that_starts(paired, resolved, fit.pages, fit.num_blocks)))
     return ModelPlan(model_name, model, memory_name, own, rows, fits, refused, num_sequences)
 
 

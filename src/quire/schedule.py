@@ -21,7 +21,7 @@ class NewRow:
     token_ids: list[int]  # prompt and the output sampled so far
     num_prompt_tokens: int
     sampling_params: SamplingParams
-    block_ids: list[int]
+    block_ids: list[int]  # of its blocks in order: for each, a page for each block table of the model
     stop_token_ids: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
     lora_name: str | None = None
     wants_vector: bool = False  # in place of logits
@@ -47,7 +47,7 @@ class ScheduledBatch:
     num_scheduled_tokens: list[int] = field(default_factory=list)
     num_logits: list[int] = field(default_factory=list)
     draft_token_ids: list[Sequence[int]] = field(default_factory=list)  # the last of the row's scheduled tokens; or ()
-    new_block_ids: list[list[int]] = field(default_factory=list)  # appended to the row's block table; [] for new rows
+    new_block_ids: list[list[int]] = field(default_factory=list)  # appended to those of the row; [] for new rows
     new_rows: list[NewRow] = field(default_factory=list)
     removed_request_ids: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last batch
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination): copy-on-write

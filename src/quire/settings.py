@@ -25,6 +25,8 @@ _FURTHER_LIMITS = {
     "kv_cache_bytes": "context held for all requests together",
     "unplanned_bytes": "what other programs may take",
     "num_blocks": "context held for all requests together",
+    "kv_cache_tokens": "context held for all requests together",
+    "kv_cache_chats": "chats that need not wait for each other",
     "expected_tokens_per_second": "what one request can get",
     "expected_total_tokens_per_second": "what max_num_seqs requests can get together",
     "expectation_waited_share": "how much the two expectations are worth",

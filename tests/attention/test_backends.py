@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.select import SharedBackends, select_backend
 from quire.errors import ConfigError
-from quire.forward_batch import ForwardBatch, LayerCache
+from quire.forward_batch import ForwardBatch, LayerCache, StepTable
 from quire.kernels import cpu
 
 CPU = torch.device("cpu")
@@ -75,10 +75,9 @@ def make_batch(
     batch = ForwardBatch(
         token_ids_T=unused,
         positions_T=unused,
-        slot_mapping_T=unused,
         cu_seqlens_q_S1=torch.cat([torch.zeros(1), query_lens.cumsum(0)]).int(),
         seq_lens_S=torch.tensor([seq_len for _, seq_len in rows], dtype=torch.int32),
-        block_tables_SM=tables.int(),
+        tables=(StepTable(unused, tables.int()),),
         caches=[cache],
     )
     return batch, keys, values, queries
@@ -126,15 +125,14 @@ def test_rows_do_not_depend_on_their_mates(backend_name):
     batch, _, _, queries = make_batch(spec, 8, ROWS)
     backend = select_backend(spec, CPU, backend_name)
     together = run(backend, batch, queries)
-    start = 0
+    start, unused_T = 0, batch.tables[0].slot_mapping_T
     for row, (query_len, seq_len) in enumerate(ROWS):
         alone = ForwardBatch(
             token_ids_T=batch.token_ids_T[:query_len],
             positions_T=batch.positions_T[:query_len],
-            slot_mapping_T=batch.slot_mapping_T[:query_len],
             cu_seqlens_q_S1=torch.tensor([0, query_len], dtype=torch.int32),
             seq_lens_S=torch.tensor([seq_len], dtype=torch.int32),
-            block_tables_SM=batch.block_tables_SM[row : row + 1],
+            tables=(StepTable(unused_T[:query_len], batch.tables[0].block_tables_SM[row : row + 1]),),
             caches=batch.caches,
         )
         piece = slice(start, start + query_len)
@@ -181,7 +179,8 @@ def test_heads_too_wide_for_the_kernel_run_on_the_reference(monkeypatch):
         select_backend(wide, CPU, "CPU_ATTN")
 
 
-def test_layers_of_one_spec_share_a_backend():
-    backends = SharedBackends(CPU)
-    assert backends.get(SPECS["plain"]) is backends.get(SPECS["plain"])
-    assert backends.get(SPECS["plain"]) is not backends.get(SPECS["window"])
+def test_layers_of_one_spec_and_one_block_table_share_a_backend():
+    backends = SharedBackends([0, 0, 1], CPU)
+    assert backends.get(0, SPECS["plain"]) is backends.get(1, SPECS["plain"])
+    assert backends.get(0, SPECS["plain"]) is not backends.get(1, SPECS["window"])
+    assert backends.get(0, SPECS["plain"]) is not backends.get(2, SPECS["plain"])

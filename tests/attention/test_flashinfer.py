@@ -22,7 +22,7 @@ from quire.attention.select import SharedBackends, select_backend
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.explain import explain
-from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
 from quire.kernels import cpu, gpu
 from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
@@ -61,12 +61,12 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def host_step(batch: ForwardBatch, rows: list[tuple[int, int]], padded_rows: int | None = None) -> HostStep:
     """The tables in other rows of a worker's than those of the step, and wider."""
-    count, width = batch.block_tables_SM.shape
+    count, width = batch.tables[0].block_tables_SM.shape
     tables_CM = np.full((count + 3, width + 2), -7, dtype=np.int32)
     rows_S = np.arange(count)[::-1] + 2
-    tables_CM[rows_S, :width] = batch.block_tables_SM.numpy()
+    tables_CM[rows_S, :width] = batch.tables[0].block_tables_SM.numpy()
     query_lens_S, seq_lens_S = np.array(rows).T
-    return HostStep(rows_S, query_lens_S, seq_lens_S, tables_CM, padded_rows)
+    return HostStep(rows_S, query_lens_S, seq_lens_S, tables_CM[None], padded_rows)
 
 
 @pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
@@ -127,11 +127,11 @@ def test_captured_steps_read_buffers_that_stay() -> None:
         batch, _, _, q_THE = make_batch(spec, BLOCK_SIZE, rows)
         wide = make_batch(spec, BLOCK_SIZE, [(1, 40)] * len(rows))[0]
         step = host_step(batch, rows, size)
-        tables = np.zeros((12, wide.block_tables_SM.shape[1]), np.int32)
-        tables[:, : step.block_tables_CM.shape[1] - 2] = 0
-        count = batch.block_tables_SM.shape[1]
-        tables[step.rows_S, :count] = batch.block_tables_SM.numpy()
-        backend.prepare(replace(step, block_tables_CM=tables), batch.caches[0])
+        tables = np.zeros((12, wide.tables[0].block_tables_SM.shape[1]), np.int32)
+        tables[:, : step.block_tables_NCM.shape[2] - 2] = 0
+        count = batch.tables[0].block_tables_SM.shape[1]
+        tables[step.rows_S, :count] = batch.tables[0].block_tables_SM.numpy()
+        backend.prepare(replace(step, block_tables_NCM=tables[None]), batch.caches[0])
         padded = torch.cat((q_THE, torch.zeros(size - len(q_THE), *q_THE.shape[1:])))
         actual = backend.forward(padded, padded, padded, batch.caches[0], batch)[: len(q_THE)]
         expected = ReferenceAttention(spec).forward(q_THE, q_THE, q_THE, batch.caches[0], batch)
@@ -149,7 +149,7 @@ def assert_replays_follow_plans(
     """Sizes are captured without rows, the largest first, as StepGraphs does; then each replay computes the step that
     was planned before it: other rows, lengths and queries, at the same addresses."""
     batch, _, _, _ = make_batch(spec, BLOCK_SIZE, [(1, 40), (1, 33), (1, 40), (1, 17)])
-    tables_CM = np.pad(batch.block_tables_SM.numpy(), ((3, 0), (0, 2)), constant_values=-7)
+    tables_CM = np.pad(batch.tables[0].block_tables_SM.numpy(), ((3, 0), (0, 2)), constant_values=-7)
     cache = LayerCache(*(tensor.nan_to_num().to(device) for tensor in batch.caches[0].tensors()))
     backend, captured = FlashInferAttention(spec), {}
     nothing = np.zeros(0, np.int64)
@@ -157,7 +157,7 @@ def assert_replays_follow_plans(
         q_THE = torch.zeros(size, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
         out_THE = torch.empty_like(q_THE)
         forward = partial(backend.forward, q_THE, q_THE, q_THE, cache, batch)
-        backend.prepare(HostStep(nothing, nothing, nothing, tables_CM, size), cache)
+        backend.prepare(HostStep(nothing, nothing, nothing, tables_CM[None], size), cache)
         forward()
         captured[size] = q_THE, out_THE, capture(lambda out=out_THE, run=forward: out.copy_(run()))
     generator = torch.Generator().manual_seed(3)
@@ -172,13 +172,13 @@ def assert_replays_follow_plans(
         queries_SHE = torch.randn(len(rows), *q_THE.shape[1:], generator=generator).to(spec.dtype)
         q_THE.zero_()
         q_THE[: len(rows)].copy_(queries_SHE)
-        backend.prepare(HostStep(np.array(rows) + 3, np.ones_like(rows), np.array(lens), tables_CM, size), cache)
+        backend.prepare(HostStep(np.array(rows) + 3, np.ones_like(rows), np.array(lens), tables_CM[None], size), cache)
         graph.replay()
         step = replace(
             batch,
             cu_seqlens_q_S1=torch.arange(len(rows) + 1, dtype=torch.int32),
             seq_lens_S=torch.tensor(lens, dtype=torch.int32),
-            block_tables_SM=batch.block_tables_SM[rows],
+            tables=(StepTable(batch.token_ids_T, batch.tables[0].block_tables_SM[rows]),),
         )
         want_SHE = ReferenceAttention(spec).forward(queries_SHE, queries_SHE, queries_SHE, batch.caches[0], step)
         torch.testing.assert_close(out_THE[: len(rows)].cpu(), want_SHE, atol=tolerance, rtol=tolerance)
@@ -405,7 +405,7 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
         select_backend(replace(spec, cache_dtype=torch.int8), cuda, "FLASHINFER")
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
-        SharedBackends(cuda, "FLASHINFER", torch.int8).get(spec)
+        SharedBackends([0], cuda, "FLASHINFER", torch.int8).get(0, spec)
     monkeypatch.setattr(gpu, "_is_deterministic", True)
     with pytest.raises(ConfigError, match="--deterministic is set"):
         select_backend(spec, cuda, "FLASHINFER")

@@ -9,18 +9,16 @@ import pytest
 
 from quire import LLM, demo
 from quire.errors import MemoryPlanError
-from quire.forward_batch import LayerCache
 from quire.kv_format import kv_format
 from quire.model_config import load_model_config
-from quire.worker import kv_cache
+from quire.worker.kv_cache import PagedCache
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
-def _caches(llm: LLM) -> list[LayerCache]:
-    runner = llm._core.executor.workers[0].runner  # type: ignore[attr-defined]
-    caches: list[LayerCache] = runner.caches
-    return caches
+def _cache(llm: LLM) -> PagedCache:
+    cache: PagedCache = llm._core.executor.workers[0].runner.cache  # type: ignore[attr-defined]
+    return cache
 
 
 def _stored_bytes() -> int:
@@ -42,9 +40,10 @@ def test_planned_kv_cache_is_allocated(dtype: str, kv_cache_dtype: str, block_si
     wanted = (1 << 23) + 12345
     settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
     llm = LLM(**settings, kv_cache_memory_bytes=wanted, max_model_len=256, num_threads=1)
-    caches = _caches(llm)
-    assert kv_cache.num_bytes(caches) == llm.resolved.memory.kv_cache_bytes
-    storage = sum(t.untyped_storage().nbytes() for cache in caches for t in cache.tensors())
+    cache = _cache(llm)
+    assert cache.num_bytes == llm.resolved.memory.kv_cache_bytes
+    (storage,) = {t.untyped_storage().nbytes() for layer in cache.layers for t in layer.tensors()}
+    assert storage == sum(t.nbytes for layer in cache.layers for t in layer.tensors()), "all of it is used"
     assert storage == llm.resolved.memory.kv_cache_bytes
     block_bytes = block_size * llm.model_config.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype))
     assert wanted - block_bytes < storage <= wanted
@@ -72,7 +71,7 @@ def test_utilization_is_planned_on_this_machine() -> None:
     llm = LLM(gpu_memory_utilization=0.2, num_threads=1)
     setting = llm.resolved.settings["num_blocks"]
     assert setting.source in ("formula", "measured")
-    assert kv_cache.num_bytes(_caches(llm)) == llm.resolved.memory.kv_cache_bytes
+    assert _cache(llm).num_bytes == llm.resolved.memory.kv_cache_bytes
 
 
 def test_more_than_the_system_promises() -> None:

@@ -13,8 +13,8 @@ import torch
 import quire.demo
 from quire.engine.core import EngineCore
 from quire.engine.executor import ThreadExecutor
-from quire.forward_batch import LayerCache
 from quire.kv_format import kv_format
+from quire.kv_groups import kv_groups, num_tables
 from quire.loader.load import load_model
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
@@ -33,6 +33,7 @@ from quire.worker.accelerator import Host
 from quire.worker.cuda_graphs import StepGraphs, in_order
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.input_batch import InputBatch, Padding
+from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recorded_steps import RecordedSteps
 from tests.quantization.checkpoints import Format, write_quantized
@@ -103,22 +104,23 @@ def build_core(schedule: Schedule, precision: str) -> EngineCore:
 
 def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precision: str) -> EngineCore:
     """A core over any model with an empty cache."""
-    spec = config.kv_specs()[0]
-    shape = (spec.num_kv_heads, schedule.block_size, spec.head_dim_k)
     dtype: torch.dtype = getattr(
         torch, kv_format(schedule.kv_cache_dtype, str(dtype_of(precision)).removeprefix("torch.")).torch_dtype
     )
-    caches = kv_cache.allocate(len(config.kv_specs()), schedule.num_blocks, *shape, dtype, torch.device("cpu"))
-    for tensor in (tensor for layer in caches for tensor in layer.tensors()):
+    cache = kv_cache.allocate(kv_groups(config), schedule.num_blocks, schedule.block_size, dtype, torch.device("cpu"))
+    for tensor in (tensor for layer in cache.layers for tensor in layer.tensors()):
         if tensor.dtype != torch.int8:
             tensor.copy_(torch.tensor(float("nan")))  # a slot read before it is written must show
     kv = KVCacheManager(
-        BlockPool(schedule.num_blocks, schedule.block_size), enable_prefix_caching=schedule.prefix_caching
+        BlockPool(schedule.num_blocks, schedule.block_size),
+        kv_groups(config),
+        step_tokens=schedule.chunk,
+        enable_prefix_caching=schedule.prefix_caching,
     )
     limits = SchedulerLimits(
         max_num_seqs=schedule.max_num_seqs, max_num_batched_tokens=schedule.chunk, max_model_len=config.max_model_len
     )
-    executor = _executor(schedule, config, model, caches)
+    executor = _executor(schedule, config, model, cache)
     scheduler = Scheduler(
         limits,
         kv,
@@ -128,12 +130,13 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
     return EngineCore(scheduler, executor, depth=schedule.depth)
 
 
-def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, caches: list[LayerCache]) -> Executor:
-    sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size)
+def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache) -> Executor:
+    tables = num_tables(kv_groups(config))
+    sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size, tables)
     if (accelerator := schedule.accelerator) is None:
         inputs = InputBatch(*sizes)
-        recorded = RecordedSteps(model, inputs, caches) if isinstance(model, Decoder) else None
-        runner = ModelRunner(model, caches, inputs, "raw_logprobs", Host(), recorded)
+        recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
+        runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded)
         return runner if schedule.depth == 1 else ThreadExecutor([runner])
     max_tokens = max(schedule.chunk, *sizes[:1])
     inputs = DeviceInputBatch(*sizes, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth)
@@ -141,9 +144,9 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, caches: 
     if schedule.graph_sizes:
         captured = [Padding(size, size) for size in schedule.graph_sizes]
         captured += [Padding(size, min(sizes[0], size - 1)) for size in schedule.mixed_sizes if size <= max_tokens]
-        graphs = StepGraphs(model, caches, inputs, accelerator, in_order(captured))
+        graphs = StepGraphs(model, cache.layers, inputs, accelerator, in_order(captured))
         graphs.capture()
-    return ModelRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
+    return ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, graphs)
 
 
 def run(

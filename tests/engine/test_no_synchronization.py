@@ -20,6 +20,7 @@ import quire.demo
 from quire.kernels import fp8, gpu
 from quire.kernels.triton import kernels as triton_kernels
 from quire.kv_format import kv_format
+from quire.kv_groups import kv_groups
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
@@ -108,17 +109,15 @@ def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> ModelRunner:
     config = load_model_config(quire.demo.path("target"))
     model = load_model(config, torch.bfloat16, quantization=quantization, device=META)
     accelerator = MetaAccelerator()
-    spec = config.kv_specs()[0]
-    shape = (32, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim_k)
     dtype = getattr(torch, kv_format(cache_dtype, "bfloat16").torch_dtype)
-    caches = kv_cache.allocate(config.num_layers, *shape, dtype, META)
+    cache = kv_cache.allocate(kv_groups(config), 32, BLOCK_SIZE, dtype, META)
     inputs = DeviceInputBatch(
         8, 256, BLOCK_SIZE, config.vocab_size, max_tokens=256, accelerator=accelerator, steps_in_flight=2
     )
     with Watch():
-        graphs = StepGraphs(model, caches, inputs, accelerator, [Padding(n, n) for n in (8, 4, 2, 1)])
+        graphs = StepGraphs(model, cache.layers, inputs, accelerator, [Padding(n, n) for n in (8, 4, 2, 1)])
         graphs.capture()
-    return ModelRunner(model, caches, inputs, "raw_logprobs", accelerator, graphs)
+    return ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, graphs)
 
 
 WORDS = SamplingParams(temperature=0.0)

@@ -55,7 +55,7 @@ def attend(
     function: Callable[..., Tensor] = ops.paged_attention,
     codes: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """One call for tokens [begin, end) of each sequence, over a shuffled cache whose unused slots are NaN.
+    """One call for tokens [begin, end) of each sequence, over a shuffled cache whose unseen slots are NaN.
 
     `codes` of the cache; None: it has the dtype of the sequences.
     """
@@ -72,14 +72,18 @@ def attend(
     if codes == torch.int8:  # behind one another in each block, like those of one layer of a page-major cache
         scales = list(torch.full((len(order), 2, G, P), math.nan).unbind(1))
     block_tables = torch.full((len(parts), max(num_blocks) + 1), -1, dtype=torch.int32)
-    for row, ((s, _, end), count) in enumerate(zip(parts, num_blocks, strict=True)):
-        block_tables[row, :count] = order[sum(num_blocks[:row]) :][:count]
-        blocks, offsets = block_tables[row].long()[torch.arange(end) // P], torch.arange(end) % P
+    for row, ((s, begin, end), count) in enumerate(zip(parts, num_blocks, strict=True)):
+        first = max(begin - options.sliding_window + 1, 0) if options.sliding_window else 0
+        block_tables[row, first // P : count] = order[sum(num_blocks[:row]) :][first // P : count]
+        positions = torch.arange(first, end)  # what no token of the call sees is nowhere
+        blocks, offsets = block_tables[row].long()[positions // P], positions % P
         for x_LGE, cache_BGPE, scales_BGP in (
             (s.k_LGE, k_cache_BGPE, scales[0]),
             (s.v_LGE, v_cache_BGPE, scales[1]),
         ):
-            rows, row_scales = (x_LGE[:end], None) if codes is None else kv_codes.encode(x_LGE[:end].float(), codes)
+            rows, row_scales = (
+                (x_LGE[first:end], None) if codes is None else kv_codes.encode(x_LGE[first:end].float(), codes)
+            )
             cache_BGPE[blocks, :, offsets] = rows
             if scales_BGP is not None:
                 scales_BGP[blocks, :, offsets] = row_scales

@@ -120,7 +120,7 @@ def with_codes(inputs: dict[str, Tensor | float | None], codes: torch.dtype) -> 
     for name in ("k", "v"):
         inputs[f"{name}_cache_BGPE"] = torch.full(shape, 1.0).to(codes)
         if codes == torch.int8:
-            inputs[f"{name}_scales_BGP"] = torch.full(shape[:3], -1.0)
+            inputs[f"{name}_scales_BGP"] = torch.full((shape[0], 2, *shape[1:3]), -1.0)[:, 1]
     return inputs
 
 

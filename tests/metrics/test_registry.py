@@ -73,7 +73,8 @@ def record(**fields: object) -> StepRecord:
 @pytest.fixture
 def metrics() -> PrometheusMetrics:
     metrics = PrometheusMetrics('na"me\nwith\\all', 4000)
-    resolved = {"kv_cache_dtype": {"value": "int8"}, "enable_prefix_caching": {"value": True}}
+    values = {"kv_cache_dtype": "int8", "enable_prefix_caching": True, "kv_cache_tokens": 8192}
+    resolved = {name: {"value": value} for name, value in values.items()}
     metrics.engines[0].on_ready(EngineReady(4000, 512, 16, 8, 2048, resolved))
     return metrics
 

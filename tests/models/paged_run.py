@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from quire.forward_batch import ForwardBatch, LayerCache
+from quire.forward_batch import ForwardBatch, LayerCache, StepTable
 from quire.models.registry import CausalLM
 
 
@@ -53,10 +53,9 @@ class PagedRun:
         batch = ForwardBatch(
             token_ids_T=torch.tensor(token_ids),
             positions_T=torch.tensor(positions) + self.rope_offset,
-            slot_mapping_T=torch.tensor(slots),
             cu_seqlens_q_S1=torch.tensor(starts, dtype=torch.int32),
             seq_lens_S=torch.tensor([self.lengths[sequence] for sequence in rows], dtype=torch.int32),
-            block_tables_SM=torch.tensor(tables, dtype=torch.int32),
+            tables=(StepTable(torch.tensor(slots), torch.tensor(tables, dtype=torch.int32)),),
             caches=self.caches,
         )
         logits = self.model.compute_logits(self.forward(batch))

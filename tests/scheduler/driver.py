@@ -8,12 +8,13 @@ from typing import Any
 
 from quire.engine.core import EngineCore
 from quire.engine.deterministic import DeterministicExecutor, expected_tokens
+from quire.kv_groups import ONE_LAYER, KvGroup, num_tables
 from quire.messages import AddRequest, RequestDelta
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
 from quire.scheduler.block_pool import BlockPool
-from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.kv_cache_manager import NO_PAGE, BlockTable, KVCacheManager
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 from quire.settings import SchedulingPolicy
@@ -90,10 +91,18 @@ class Driver:
         clock: Callable[[], float] = lambda: 0.0,
         residency: BlockResidency | None = None,
         rope_switches_after: int | None = None,
+        groups: Sequence[KvGroup] = (ONE_LAYER,),
         proposer: Guesser | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, residency)
-        self.kv = KVCacheManager(self.pool, enable_prefix_caching=enable_prefix_caching, watermark=watermark)
+        self.groups, self.step_tokens = groups, max_num_batched_tokens
+        self.kv = KVCacheManager(
+            self.pool,
+            groups,
+            step_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            watermark=watermark,
+        )
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -114,6 +123,7 @@ class Driver:
         self.executor = DeterministicExecutor(
             num_blocks,
             block_size,
+            groups,
             vocab_size=VOCAB_SIZE,
             is_delayed=depth > 1,
             failure=failure,
@@ -205,8 +215,10 @@ class Driver:
         assert set(self.kv._tables) == {r.request_id for r in running}, "exactly the running requests own blocks"
         for r in running:
             num_known = r.num_tokens + r.num_in_flight_tokens  # to the worker, once the submitted batches have run
-            unused = len(self.kv.block_table(r)) * self.kv.block_size - num_known
+            table = self.kv.table(r)
+            unused = table.num_tokens - num_known
             assert unused < self.kv.block_size + self.most_drafts, f"{r.request_id} wastes {unused} slots"
+            self._check_table(r, table)
             assert r.num_settled_tokens <= r.num_computed_tokens <= num_known
             assert r.num_in_flight_steps or r.num_settled_tokens == r.num_computed_tokens
             assert len(r.output_token_ids) + r.num_in_flight_tokens <= r.max_tokens
@@ -228,6 +240,19 @@ class Driver:
         assert len(self.scheduler._running) <= limits.max_num_seqs or not new_ids, "admitted above max_num_seqs"
         assert new_ids <= set(batch.request_ids), "admitted without a token to compute"
         for request_id, start, count in zip(batch.request_ids, batch.num_computed_tokens, counts, strict=True):
-            table = self.kv._tables[request_id]
+            pages = self.kv._tables[request_id].pages
+            columns = [group for group in self.groups for _ in group.tables()]
             for index in range(start // size, -(-(start + count) // size)):
-                assert self.pool.ref_count(table[index]) == 1, f"{request_id} writes into a shared block"
+                for column, group in enumerate(columns):
+                    block = 0 if group.spec.kind == "state" else index
+                    page = pages[block * len(columns) + column]
+                    assert self.pool.ref_count(page) == 1, f"{request_id} writes into a shared block"
+
+    def _check_table(self, request: Request, table: BlockTable) -> None:
+        """No group holds more than it may: all blocks, or those that one step reads and writes."""
+        first, width = 0, num_tables(self.groups)
+        for group in self.groups:
+            for column in range(first, first + group.num_tables):
+                num_held = sum(page != NO_PAGE for page in table.pages[column::width])
+                assert num_held <= group.most_blocks(table.num_tokens, self.kv.block_size, self.step_tokens), group
+            first += group.num_tables

@@ -60,7 +60,7 @@ def test_tokens_in_flight_are_not_shared() -> None:
 def num_found(driver: Driver, prompt: list[int]) -> int:
     """Blocks of a prompt that a lookup finds, without using them."""
     looked_up = Request("look-up", [*prompt, 0], SamplingParams(), 1, frozenset())
-    return len(driver.kv.find_cached_prefix(looked_up).blocks)
+    return len(driver.kv.find_cached_prefix(looked_up).pages)
 
 
 def test_eviction_takes_the_oldest_request_first_and_the_end_of_a_prefix_before_its_beginning() -> None:

@@ -6,6 +6,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from quire.kv_groups import KvGroup, pages_for
+from quire.layer_spec import KvKind, KvSpec
 from quire.messages import SetLimits
 from quire.schedule import RowsFailedError, ScheduledBatch
 from tests.examples import examples
@@ -16,6 +18,23 @@ from tests.scheduler.driver import Compilation, Driver, expected, request
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 MAX_MODEL_LEN = 30
 BLOCK_SIZES = (1, 2, 3, 4, 8)
+MOST_STEP_TOKENS = 16
+
+
+def group(kind: KvKind, window: int = 0, num_tables: int = 1) -> KvGroup:
+    spec = KvSpec(kind=kind, num_kv_heads=1, head_dim_k=1, head_dim_v=1, window=window)
+    return KvGroup(spec, tuple(range(num_tables)), 1)
+
+
+MODELS = (
+    (group("full"),),
+    (group("window", 5),),
+    (group("window", 3, 2), group("full")),
+    (group("latent", num_tables=2), group("chunked", 6)),
+    (group("chunked", 4), group("window", 9)),
+    (group("state", num_tables=2), group("full"), group("window", 2)),
+    (group("state"),),
+)
 
 
 class Histories(RuleBasedStateMachine):
@@ -31,17 +50,20 @@ class Histories(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.3, 0.9]),
         shared=st.sampled_from([0, 1, 2, 5, 16]),
         right=st.sampled_from([None, 0.0, 0.7, 1.0]),
+        groups=st.sampled_from(MODELS),
     )
-    def start(self, block_size, spare_blocks, depth, policy, chunked, caching, watermark, shared, right) -> None:  # type: ignore[no-untyped-def]
+    def start(
+        self, block_size, spare_blocks, depth, policy, chunked, caching, watermark, shared, right, groups
+    ) -> None:  # type: ignore[no-untyped-def]
         self.next_failure: Exception | None = None
         self.is_failure_late = False
         self.bad_rows: set[str] = set()
         self.failed_rows: set[str] = set()
         self.driver = Driver(
-            num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
+            num_blocks=pages_for(groups, MAX_MODEL_LEN, block_size, MOST_STEP_TOKENS) + spare_blocks,
             block_size=block_size,
             max_num_seqs=4,
-            max_num_batched_tokens=16,
+            max_num_batched_tokens=MOST_STEP_TOKENS,
             max_model_len=MAX_MODEL_LEN,
             policy=policy,
             enable_chunked_prefill=chunked,
@@ -49,7 +71,9 @@ class Histories(RuleBasedStateMachine):
             watermark=watermark,
             max_shared_prefill_tokens=shared,
             depth=depth,
-            proposer=None if right is None else Guesser(right),
+            groups=groups,
+            # what a state was before the drafts is not kept
+            proposer=None if right is None or any(g.spec.kind == "state" for g in groups) else Guesser(right),
             failure=self.take_failure,
             row_failure=lambda request_id: "bad row" if request_id in self.bad_rows else None,
         )

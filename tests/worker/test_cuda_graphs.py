@@ -20,6 +20,7 @@ from quire.errors import ConfigError
 from quire.explain import explain
 from quire.forward_batch import ForwardBatch
 from quire.graph_sizes import LARGEST_BATCH, capture_sizes, mixed_sizes
+from quire.kv_groups import kv_groups
 from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
 from quire.resolve import DeviceFacts, GpuFacts, resolve
@@ -204,9 +205,8 @@ class Setup:
     def __init__(self, num_rows: int = 8, sizes: list[Padding] = SIZES) -> None:
         config, self.model = demo_model("float32", None)
         self.accelerator = FakeAccelerator()
-        spec = config.kv_specs()[0]
-        shape = (spec.num_kv_heads, BLOCK_SIZE, spec.head_dim_k)
-        self.caches = kv_cache.allocate(config.num_layers, 64, *shape, torch.float32, torch.device("cpu"))
+        cache = kv_cache.allocate(kv_groups(config), 64, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+        self.caches = cache.layers
         for tensor in (tensor for cache in self.caches for tensor in cache.tensors()):
             tensor.fill_(float("nan"))
         self.inputs = DeviceInputBatch(

@@ -16,9 +16,10 @@ from quire.engine.bring_up import bring_up as bring_up_workers
 from quire.engine.core import EngineCore
 from quire.errors import MemoryPlanError
 from quire.life_cycle import WorkerSettings
+from quire.memory_plan import KvPages
 from quire.messages import AddRequest
 from quire.model_config import load_model_config
-from quire.resolve import DeviceFacts, GpuFacts, kv_bytes_per_token, resolve
+from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.sampling_params import SamplingParams
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
@@ -78,7 +79,7 @@ def bring_up(accelerator: FakeAccelerator, **arguments: Any) -> tuple[DeviceWork
 )
 def test_the_largest_step(arguments: dict[str, Any], lens: list[int]) -> None:
     """The whole budget where the rows can use it, over as many rows as may run, all of which sample."""
-    batch = gpu_memory.largest_batch(settings_for(**arguments))
+    batch = gpu_memory.largest_batch(settings_for(**arguments), 1)
     assert batch.num_scheduled_tokens == lens
     assert [len(row.token_ids) for row in batch.new_rows] == lens
     assert all(set(row.block_ids) == {0} for row in batch.new_rows), "the cache has one block"
@@ -105,11 +106,11 @@ def test_what_is_measured_is_not_given_to_the_cache() -> None:
     work = 60 * MIB + 100 * MIB + 10 * MIB * (len(paddings(WorkerSettings.of(resolved))) - 1)
     assert resolved.memory.work_bytes == work
     assert "in a step of 96 tokens" in resolved.settings["work_bytes"].detail
-    block = resolved.model.block_size * kv_bytes_per_token(resolved, MODEL)
+    block = KvPages.of(resolved, MODEL).page_bytes
     weights = worker.runner.model.weight_bytes()
     assert resolved.memory.num_blocks == (int(0.25 * GIB) - weights - work) // block
     assert resolved.memory.unplanned_bytes == 480 * MIB - resolved.memory.kv_cache_bytes - work
-    assert kv_cache.num_bytes(worker.runner.caches) == resolved.memory.kv_cache_bytes
+    assert worker.runner.cache.num_bytes == resolved.memory.kv_cache_bytes
 
 
 def test_too_little_memory() -> None:
@@ -122,10 +123,10 @@ def test_too_little_memory() -> None:
 def test_a_refused_cache_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = kv_cache.allocate
 
-    def refuse(num_layers: int, num_blocks: int, *rest: Any) -> Any:
-        if num_blocks > 1:
+    def refuse(groups: Any, num_pages: int, *rest: Any) -> Any:
+        if num_pages > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 70.00 GiB")
-        return allocate(num_layers, num_blocks, *rest)
+        return allocate(groups, num_pages, *rest)
 
     monkeypatch.setattr(kv_cache, "allocate", refuse)
     with pytest.raises(MemoryPlanError, match=r"refuses .* Lower .*--gpu-memory-utilization"):
@@ -173,7 +174,7 @@ def test_an_engine_that_nobody_holds_gives_its_memory_back(monkeypatch: pytest.M
     core.add(AddRequest("r", [5, 7, 9], SamplingParams(temperature=0.0, max_tokens=9), 9))
     while core.has_work():
         core.step()
-    owners = (core, running, worker, runner, runner.captured, runner.model, runner.caches[0].k_BGPE)
+    owners = (core, running, worker, runner, runner.captured, runner.model, runner.cache.pages)
     alive = [weakref.ref(each) for each in owners]
     del accelerator, worker, running, runner, core, owners
     gc.collect()

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.forward_batch import LayerCache
 from quire.sampling.sampler import SampledTokens
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, RowsFailedError, ScheduledBatch
 from quire.worker.drafts import verify
 from quire.worker.input_batch import InputBatch
-from quire.worker.kv_cache import allocate, copy_blocks, num_bytes
 
 BLOCK_SIZE = 8
 MAX_MODEL_LEN = 64
@@ -67,11 +65,12 @@ def test_forward_batch_is_what_the_schedule_says(seed: int) -> None:
         for name, computed, count in rows
         for p in range(computed, computed + count)
     ]
-    actual = zip(packed.token_ids_T.tolist(), packed.positions_T.tolist(), packed.slot_mapping_T.tolist(), strict=True)
+    (places,) = packed.tables
+    actual = zip(packed.token_ids_T.tolist(), packed.positions_T.tolist(), places.slot_mapping_T.tolist(), strict=True)
     assert list(actual) == expected
     assert packed.seq_lens_S.tolist() == [computed + count for _, computed, count in rows]
     assert packed.cu_seqlens_q_S1.tolist() == [sum(r[2] for r in rows[:i]) for i in range(len(rows) + 1)]
-    for (name, computed, count), table in zip(rows, packed.block_tables_SM.tolist(), strict=True):
+    for (name, computed, count), table in zip(rows, places.block_tables_SM.tolist(), strict=True):
         used = -(-(computed + count) // BLOCK_SIZE)
         assert table[:used] == tables[name][:used]
     last = [sum(r[2] for r in rows[: i + 1]) - 1 for i in range(len(rows))]
@@ -88,7 +87,7 @@ def test_a_sampled_token_is_the_next_steps_input() -> None:
     batch = _batch(1, [("a", 3, 1)])
     inputs.apply(batch)
     packed = inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [])
-    assert (packed.token_ids_T.tolist(), packed.slot_mapping_T.tolist()) == ([55], [4 * BLOCK_SIZE + 3])
+    assert (packed.token_ids_T.tolist(), packed.tables[0].slot_mapping_T.tolist()) == ([55], [4 * BLOCK_SIZE + 3])
 
 
 def test_removed_rows_are_reused_and_unknown_ids_ignored() -> None:
@@ -97,7 +96,7 @@ def test_removed_rows_are_reused_and_unknown_ids_ignored() -> None:
     row = inputs.row_of["a"]
     inputs.apply(_batch(1, [("b", 0, 1)], removed_request_ids=["a", "never"], new_rows=[_row("b", [2], 1, [3])]))
     assert inputs.row_of == {"b": row}
-    assert inputs.block_tables[row, 0] == 3
+    assert inputs.block_tables_NCM[0, row, 0] == 3
 
 
 def test_a_row_that_cannot_be_added_is_named_and_can_be_removed() -> None:
@@ -174,19 +173,3 @@ def test_prompt_logprobs_are_not_computed_again_for_a_resumed_request() -> None:
     rows = [NewRow("new", [1, 2], 2, params, [0]), NewRow("resumed", [1, 2, 3], 2, params, [1])]
     inputs.apply(_batch(0, [("new", 0, 2), ("resumed", 0, 3)], new_rows=rows))
     assert inputs.num_prompt_logprobs == {inputs.row_of["new"]: 3}
-
-
-def test_block_copies_read_before_they_write() -> None:
-    caches = allocate(2, 4, 1, BLOCK_SIZE, 2, torch.float32, torch.device("cpu"))
-    for cache in caches:
-        for tensor in (cache.k_BGPE, cache.v_BGPE):
-            tensor.copy_(torch.arange(4.0).view(4, 1, 1, 1).expand_as(tensor))
-    copy_blocks(caches, [(0, 1), (1, 2)])
-    for cache in caches:
-        for tensor in (cache.k_BGPE, cache.v_BGPE):
-            assert tensor[:, 0, 0, 0].tolist() == [0.0, 0.0, 1.0, 3.0]
-
-
-def test_num_bytes() -> None:
-    caches: list[LayerCache] = allocate(3, 5, 2, BLOCK_SIZE, 16, torch.bfloat16, torch.device("cpu"))
-    assert num_bytes(caches) == 3 * 2 * 5 * 2 * BLOCK_SIZE * 16 * 2

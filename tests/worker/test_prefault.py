@@ -1,49 +1,39 @@
-"""Pages of KV blocks are taken ahead of use, in order, up to the lead, and keep what was written."""
+"""The memory of KV pages is taken ahead of use, in order, up to the lead, and keeps what was written."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire.forward_batch import LayerCache
 from quire.scheduler.block_pool import BlockPool
 from quire.worker.prefault import Prefault
 
 MIB = 1 << 20
-NUM_BLOCKS = 8192
-BLOCK_SHAPE = (2, 16, 64)  # of bfloat16, 4 KiB: in each of four tensors, 128 MiB
-BLOCK_BYTES = 4 * 4096
+NUM_PAGES = 8192
+PAGE_BYTES = 4 * 4096
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise with MADV_POPULATE_WRITE")
 
 
-def allocate() -> list[LayerCache]:
-    """Two layers in memory that the system has just mapped: an allocator may hand out what a test before has used."""
-
-    def tensor() -> Tensor:
-        memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES // 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(memory, dtype=torch.bfloat16).view(NUM_BLOCKS, *BLOCK_SHAPE)
-
-    return [LayerCache(tensor(), tensor()) for _ in range(2)]
+def allocate() -> Tensor:
+    """128 MiB that the system has just mapped: an allocator may hand out what a test before has used."""
+    memory = mmap.mmap(-1, NUM_PAGES * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(NUM_PAGES, PAGE_BYTES)
 
 
-def resident_bytes(caches: Sequence[LayerCache]) -> int:
-    """How much of their memory has pages, by mincore(2): what else the process takes or frees does not count."""
+def resident_bytes(cache: Tensor) -> int:
+    """How much of its memory has pages, by mincore(2): what else the process takes or frees does not count."""
     libc = ctypes.CDLL(None, use_errno=True)
-    num_pages = 0
-    for tensor in (tensor for cache in caches for tensor in cache.tensors()):
-        begin = tensor.data_ptr() & -mmap.PAGESIZE
-        num_bytes = tensor.data_ptr() + tensor.nbytes - begin
-        pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
-        assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), pages) == 0, ctypes.get_errno()
-        num_pages += sum(page & 1 for page in pages)
-    return num_pages * mmap.PAGESIZE
+    begin = cache.data_ptr() & -mmap.PAGESIZE
+    num_bytes = cache.data_ptr() + cache.nbytes - begin
+    pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
+    assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), pages) == 0, ctypes.get_errno()
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 def run(prefault: Prefault, num_ever_used: int) -> int:
@@ -55,32 +45,31 @@ def run(prefault: Prefault, num_ever_used: int) -> int:
 
 
 def test_the_lead_is_taken_and_no_more() -> None:
-    caches = allocate()
-    prefault = Prefault(caches, lead_bytes=64 * MIB)
-    assert resident_bytes(caches) < 4 * MIB
+    cache = allocate()
+    prefault = Prefault(cache, lead_bytes=64 * MIB)
+    assert resident_bytes(cache) < 4 * MIB
     assert run(prefault, 0) > 10, "in steps that are short"
-    taken = resident_bytes(caches)
+    taken = resident_bytes(cache)
     assert 60 * MIB < taken < 76 * MIB  # huge pages are whole
     assert run(prefault, 0) == 0
-    run(prefault, NUM_BLOCKS)  # everything was in use once
-    assert resident_bytes(caches) < taken + 4 * MIB
+    run(prefault, NUM_PAGES)  # everything was in use once
+    assert resident_bytes(cache) < taken + 4 * MIB
 
 
 def test_it_goes_on_where_use_has_come_to() -> None:
-    caches = allocate()
-    prefault = Prefault(caches, lead_bytes=16 * MIB)
+    cache = allocate()
+    prefault = Prefault(cache, lead_bytes=16 * MIB)
     run(prefault, 0)
-    before = resident_bytes(caches)
-    run(prefault, 16 * MIB // BLOCK_BYTES)
-    assert 12 * MIB < resident_bytes(caches) - before < 28 * MIB
+    before = resident_bytes(cache)
+    run(prefault, 16 * MIB // PAGE_BYTES)
+    assert 12 * MIB < resident_bytes(cache) - before < 28 * MIB
 
 
 def test_what_was_written_stays() -> None:
-    caches = allocate()
-    for cache in caches:
-        cache.k_BGPE[:100] = 3.0
-    run(Prefault(caches, lead_bytes=1 << 30, free_bytes=lambda: 1 << 40), 0)
-    assert all(bool((cache.k_BGPE[:100] == 3.0).all()) for cache in caches)
+    cache = allocate()
+    cache[:100] = 3
+    run(Prefault(cache, lead_bytes=1 << 30, free_bytes=lambda: 1 << 40), 0)
+    assert bool((cache[:100] == 3).all())
 
 
 def test_it_leaves_memory_to_others() -> None:

@@ -63,7 +63,10 @@ class RecordedRun(PagedRun):
             batch,
             cu_seqlens_q_S1=functional.pad(batch.cu_seqlens_q_S1, (0, more), value=num_tokens),
             seq_lens_S=functional.pad(batch.seq_lens_S, (0, more)),
-            block_tables_SM=functional.pad(batch.block_tables_SM, (0, 0, 0, more)),
+            tables=tuple(
+                replace(table, block_tables_SM=functional.pad(table.block_tables_SM, (0, 0, 0, more)))
+                for table in batch.tables
+            ),
         )
         return self.recorded.forward(padded).clone()  # the next step writes to it
 

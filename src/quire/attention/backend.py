@@ -29,7 +29,7 @@ class AttentionSpec:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of new tokens over the cache, for the layers of one AttentionSpec."""
+    """Causal attention of new tokens over the cache, for the layers of one AttentionSpec and one block table."""
 
     name: str
 
@@ -37,7 +37,7 @@ class AttentionBackend(Protocol):
         """Host work of a step on a GPU, once before the layers run. The backend keeps what it needs until the next one.
 
         Args:
-            cache: of any layer.
+            cache: of any layer that the backend serves.
         """
         ...
 

@@ -108,7 +108,7 @@ class FlashInferAttention:
     def prepare(self, step: HostStep, cache: LayerCache) -> None:
         """Plan the step."""
         device = cache.k_BGPE.device
-        pages = _pages(step, cache.k_BGPE.shape[2], device)
+        pages = _pages(step, cache.table, cache.k_BGPE.shape[2], self._spec.sliding_window, device)
         is_decode = bool((step.query_lens_S <= 1).all())
         if step.padded_rows is not None:
             wrapper = self._captured_wrapper(step, device)
@@ -149,7 +149,7 @@ class FlashInferAttention:
         size = step.padded_rows
         assert size is not None
         if size not in self._captured:
-            num_indices = size * step.block_tables_CM.shape[1]
+            num_indices = size * step.block_tables_NCM.shape[2]
             if self._captured_indices is None or self._captured_plan is None or self._captured_workspace is None:
                 self._captured_workspace = self._workspace(device, size)
                 self._captured_indices = torch.empty(num_indices, dtype=torch.int32, device=device)
@@ -202,15 +202,19 @@ def _pinned(values: NDArray[np.int64], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
-def _pages(step: HostStep, block_size: int, device: torch.device) -> _Pages:
-    """Rows of padding have a sequence of one token in block 0: a page holds at least one."""
+def _pages(step: HostStep, table: int, block_size: int, window: int, device: torch.device) -> _Pages:
+    """Rows of padding have a sequence of one token in block 0: a page holds at least one.
+
+    Blocks before a window are left out, as if the sequence began behind them: there may be none in the table.
+    """
     padding = 0 if step.padded_rows is None else step.padded_rows - len(step.rows_S)
-    seq_lens_S = np.concatenate((step.seq_lens_S, np.ones(padding, np.int64)))
+    firsts_S = (step.seq_lens_S - step.query_lens_S - window + 1).clip(min=0) // block_size if window else 0
+    seq_lens_S = np.concatenate((step.seq_lens_S - firsts_S * block_size, np.ones(padding, np.int64)))
     counts_S = -(-seq_lens_S // block_size)
     indptr_S1 = _sums(counts_S)
     real = counts_S[: len(step.rows_S)]
-    columns_I = np.arange(real.sum()) - np.repeat(indptr_S1[: len(real)], real)
-    indices_I = step.block_tables_CM[np.repeat(step.rows_S, real), columns_I]
+    columns_I = np.arange(real.sum()) - np.repeat(indptr_S1[: len(real)] - firsts_S, real)
+    indices_I = step.block_tables_NCM[table, np.repeat(step.rows_S, real), columns_I]
     indices_I = np.concatenate((indices_I, np.zeros(padding, np.int32)))
     return _Pages(
         _pinned(indptr_S1, device),

@@ -41,7 +41,8 @@ class Attention:
     def __call__(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, H, E], contiguous. q, k, v may be views of one fused tensor; q and k may change in place."""
         cache = batch.caches[self._layer]
-        rope_and_cache(q_THE, k_TGE, v_TGE, batch.positions_T, batch.slot_mapping_T, cache, self._head_rotation())
+        slots_T = batch.tables[cache.table].slot_mapping_T
+        rope_and_cache(q_THE, k_TGE, v_TGE, batch.positions_T, slots_T, cache, self._head_rotation())
         return self._attend(q_THE, k_TGE, v_TGE, cache, batch)
 
     def _head_rotation(self) -> HeadRotation:

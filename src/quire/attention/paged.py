@@ -36,7 +36,8 @@ class PagedAttention:
         """There is nothing to prepare."""
 
     def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
-        return self.attend(q_THE, cache, batch.block_tables_SM, batch.seq_lens_S, batch.cu_seqlens_q_S1, self._rule)
+        tables_SM = batch.tables[cache.table].block_tables_SM
+        return self.attend(q_THE, cache, tables_SM, batch.seq_lens_S, batch.cu_seqlens_q_S1, self._rule)
 
 
 class CpuAttention(PagedAttention):

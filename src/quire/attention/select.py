@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -36,23 +37,34 @@ def select_backend(spec: AttentionSpec, device: torch.device, name: str = "auto"
 
 
 class SharedBackends:
-    """The backends of one model: layers with the same spec share an instance, and with it what prepare() does.
+    """The backends of one model.
+
+    Layers with the same spec and block table share an instance, and with it what prepare() does.
 
     Args:
+        tables: by layer, the number of its block table.
         cache_dtype: of the KV cache; None: each layer's own.
     """
 
-    def __init__(self, device: torch.device, name: str = "auto", cache_dtype: torch.dtype | None = None) -> None:
-        self._device, self._name, self._cache_dtype = device, name, cache_dtype
-        self._by_spec: dict[AttentionSpec, AttentionBackend] = {}
+    def __init__(
+        self,
+        tables: Sequence[int],
+        device: torch.device,
+        name: str = "auto",
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._tables, self._device, self._name, self._cache_dtype = tables, device, name, cache_dtype
+        self._backends: dict[tuple[AttentionSpec, int], tuple[int, AttentionBackend]] = {}  # and one of their layers
 
-    def get(self, spec: AttentionSpec) -> AttentionBackend:
+    def get(self, layer: int, spec: AttentionSpec) -> AttentionBackend:
+        """That of a layer with this spec."""
         spec = replace(spec, cache_dtype=self._cache_dtype)
-        if spec not in self._by_spec:
-            self._by_spec[spec] = select_backend(spec, self._device, self._name)
-        return self._by_spec[spec]
+        key = spec, self._tables[layer]
+        if key not in self._backends:
+            self._backends[key] = layer, select_backend(spec, self._device, self._name)
+        return self._backends[key][1]
 
-    def prepare(self, step: HostStep, cache: LayerCache) -> None:
-        """Once per step on a GPU, before the first layer. `cache`: of any layer."""
-        for backend in self._by_spec.values():
-            backend.prepare(step, cache)
+    def prepare(self, step: HostStep, caches: Sequence[LayerCache]) -> None:
+        """Once per step on a GPU, before the first layer. `caches`: by layer."""
+        for layer, backend in self._backends.values():
+            backend.prepare(step, caches[layer])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from quire.kv_groups import ONE_LAYER, KvGroup
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, Pending, ScheduledBatch, StepResult, TokenLogprobs
 
@@ -58,6 +59,8 @@ class _Row:
     new: NewRow
     token_ids: list[int]
     block_ids: list[int]
+    states: list[int]  # before each token, and behind the last one
+    corruption: int = 0  # of what it has read; 0: none
     error: str | None = None  # it failed: batches submitted before the scheduler knew skip it
 
 
@@ -77,15 +80,17 @@ class _PendingStep:
 class DeterministicExecutor:
     """Runs batches as a worker does, on integers.
 
-    Each computed token writes a fingerprint of (token, position, all tokens before) into the slot that the block table
-    names, and each next token hashes what it reads back from the slots of all tokens before. A wrong block, a missed
-    copy, a stale or an overwritten slot changes the output. Tokens of the output are comparable with `expected_tokens`.
+    Each computed token writes a fingerprint of (token, position, all tokens before) into the slot that each block table
+    names, and each next token depends on what it reads back from the slots that layers of the table's group read. A
+    wrong block, a missed copy, a stale or an overwritten slot changes the output. Tokens of the output are comparable
+    with `expected_tokens`.
     """
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
+        groups: Sequence[KvGroup] = (ONE_LAYER,),
         *,
         vocab_size: int = 1000,
         is_delayed: bool = False,
@@ -102,6 +107,7 @@ class DeterministicExecutor:
         self.vocab_size = vocab_size
         self.rows: dict[str, _Row] = {}
         self.is_shut_down = False
+        self._columns = [group for group in groups for _ in group.tables()]
         self._slots = [0] * (num_blocks * block_size)
         self._is_delayed = is_delayed
         self._failure, self._row_failure = failure, row_failure
@@ -130,6 +136,8 @@ class DeterministicExecutor:
         self._raise_failure(batch, is_computed=False)
         self._apply(batch)
         result = StepResult(batch.step_id, [])
+        for row in range(len(batch.request_ids)):  # a layer writes the keys of all rows, and then it reads
+            self._write(batch, row, result)
         for row in range(len(batch.request_ids)):
             self._compute(batch, row, result)
         self._raise_failure(batch, is_computed=True)
@@ -145,7 +153,8 @@ class DeterministicExecutor:
             self.rows.pop(request_id, None)
         for new in batch.new_rows:
             assert new.request_id not in self.rows, f"{new.request_id} is added twice"
-            self.rows[new.request_id] = _Row(new, list(new.token_ids), list(new.block_ids))
+            state = zlib.crc32((new.lora_name or "").encode())
+            self.rows[new.request_id] = _Row(new, list(new.token_ids), list(new.block_ids), [state])
         for request_id, block_ids in zip(batch.request_ids, batch.new_block_ids, strict=True):
             self.rows[request_id].block_ids += block_ids
 
@@ -155,44 +164,74 @@ class DeterministicExecutor:
                 source * size : (source + 1) * size
             ]
 
-    def _compute(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
-        """One row: read the slots before, write the new ones, sample if the row's tokens are all computed."""
+    def _write(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
+        """One row: the fingerprints of its new tokens."""
         row = self.rows[batch.request_ids[index]]
-        new, params = row.new, row.new.sampling_params
         result.token_ids.append([])
-        row.error = row.error or self._row_failure(new.request_id)
+        row.error = row.error or self._row_failure(row.new.request_id)
         if row.error is not None:
             result.errors[index] = row.error
             return
         start = batch.num_computed_tokens[index]
         end = start + batch.num_scheduled_tokens[index]
-        drafts, num_logits = batch.draft_token_ids[index], batch.num_logits[index]
+        drafts, num_logits, name = batch.draft_token_ids[index], batch.num_logits[index], row.new.request_id
         token_ids = [*row.token_ids, *drafts]
-        assert start < end <= len(token_ids), f"{new.request_id}: tokens {start} .. {end} of {len(token_ids)}"
-        assert num_logits == (len(drafts) + 1 if end == len(token_ids) else 0), f"{new.request_id}: {num_logits} logits"
-        num_prompt_logprobs = params.prompt_logprobs if len(new.token_ids) == new.num_prompt_tokens else None
-        state = zlib.crc32((new.lora_name or "").encode())
-        for position in range(start):
-            state = _mix(state, self._slots[self._slot(row, position)])
-        for position in range(start, end):
-            slot = self._slot(row, position)
-            self._slots[slot] = _mix(token_ids[position], position, state)
-            state = _mix(state, self._slots[slot])
-            if num_prompt_logprobs is not None and position + 1 < new.num_prompt_tokens:
-                logprobs = _logprobs(token_ids[position + 1], state, num_prompt_logprobs)
+        assert start < end <= len(token_ids), f"{name}: tokens {start} .. {end} of {len(token_ids)}"
+        assert num_logits == (len(drafts) + 1 if end == len(token_ids) else 0), f"{name}: {num_logits} logits"
+        for position in range(len(row.states) - 1, end):
+            state = row.states[position]
+            row.states.append(_mix(state, _mix(token_ids[position], position, state)))
+        for column, group in enumerate(self._columns):
+            if group.spec.kind == "state":
+                slot = row.block_ids[column] * self.block_size
+                if start > 0:
+                    self._read(row, slot, row.states[start])
+                self._slots[slot] = row.states[end] ^ row.corruption
+                continue
+            for position in range(start, end):
+                self._slots[self._slot(row, column, position)] = row.states[position + 1] ^ row.corruption
+
+    def _compute(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
+        """One row: read what its tokens see, and sample behind its tokens and those drafts that hold."""
+        row = self.rows[batch.request_ids[index]]
+        new, params = row.new, row.new.sampling_params
+        if row.error is not None:
+            return
+        start = batch.num_computed_tokens[index]
+        end = start + batch.num_scheduled_tokens[index]
+        for column, group in enumerate(self._columns):
+            if group.spec.kind != "state":
+                for position in range(group.first_needed(start), end):
+                    self._read(row, self._slot(row, column, position), row.states[position + 1])
+        if params.prompt_logprobs is not None and len(new.token_ids) == new.num_prompt_tokens:
+            for position in range(start, min(end, new.num_prompt_tokens - 1)):
+                state = row.states[position + 1] ^ row.corruption
+                logprobs = _logprobs(row.token_ids[position + 1], state, params.prompt_logprobs)
                 result.prompt_logprobs.setdefault(index, []).append(logprobs)
-            if new.wants_vector and position >= end - num_logits:
+        token_ids = [*row.token_ids, *batch.draft_token_ids[index]]
+        for position in range(end - batch.num_logits[index], end):
+            state = row.states[position + 1] ^ row.corruption
+            if new.wants_vector:
                 result.vectors[index] = [state / _MASK]
-            elif position >= end - num_logits and row.token_ids == token_ids[: position + 1]:  # the drafts so far hold
+            elif row.token_ids == token_ids[: position + 1]:  # the drafts so far hold
                 num_output = position + 1 - new.num_prompt_tokens
                 token = _next_token(state, num_output, params, new.stop_token_ids, self.vocab_size)
                 row.token_ids.append(token)
                 result.token_ids[index].append(token)
                 if params.logprobs is not None:
                     result.logprobs.setdefault(index, []).append(_logprobs(token, state, params.logprobs))
+        del row.states[len(row.token_ids) + new.wants_vector :]  # of drafts that did not hold
 
-    def _slot(self, row: _Row, position: int) -> int:
-        return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+    def _read(self, row: _Row, slot: int, expected: int) -> None:
+        """What a row reads of another content than was written for it changes all that it computes from now on."""
+        if (found := self._slots[slot]) != expected:
+            row.corruption = _mix(row.corruption, found)
+
+    def _slot(self, row: _Row, column: int, position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        page = row.block_ids[block * len(self._columns) + column]
+        assert page >= 0, f"{row.new.request_id}: position {position} is in no page of table {column}"
+        return page * self.block_size + offset
 
 
 def _logprobs(token: int, state: int, count: int) -> TokenLogprobs:

@@ -11,6 +11,7 @@ from quire.engine.bring_up import bring_up
 from quire.engine.core import EngineCore
 from quire.engine.expectation import expectation
 from quire.engine.warm_up import produce_tokens
+from quire.kv_groups import kv_groups
 from quire.life_cycle import Worker, WorkerExecutor
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
@@ -71,6 +72,8 @@ def start_engine(
             model.block_size,
             BlockResidency(schedule.kv_cache_metrics_sample) if schedule.kv_cache_metrics else None,
         ),
+        kv_groups(model_config),
+        step_tokens=schedule.max_num_batched_tokens,
         enable_prefix_caching=schedule.enable_prefix_caching,
         watermark=schedule.watermark,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.forward_batch import LayerCache
 from quire.kernels import gpu
 
 
@@ -53,12 +54,15 @@ def check_dtype(name: str, x: Tensor, *legal: torch.dtype) -> None:
         raise TypeError(f"{name} is {x.dtype}, expected {' or '.join(map(str, legal))}")
 
 
-def check_alike(k_cache_BGPE: Tensor, v_cache_BGPE: Tensor) -> None:
-    """The caches of K and V have the same strides: a kernel takes one set for both."""
-    if k_cache_BGPE.stride() != v_cache_BGPE.stride():
-        raise ValueError(
-            f"v_cache has strides {v_cache_BGPE.stride()}, expected {k_cache_BGPE.stride()}, those of k_cache"
-        )
+def check_strides(cache: LayerCache) -> None:
+    """K and V lie alike, and so do their scales, contiguous in a block: for kernels that take one stride for both."""
+    pairs = {"cache": (cache.k_BGPE, cache.v_BGPE), "scales": (cache.k_scales_BGP, cache.v_scales_BGP)}
+    for name, (k, v) in pairs.items():
+        if k is not None and v is not None and k.stride() != v.stride():
+            raise ValueError(f"v_{name} has strides {v.stride()}, expected {k.stride()}, those of k_{name}")
+    scales_BGP = cache.k_scales_BGP
+    if scales_BGP is not None and scales_BGP.stride()[1:] != (scales_BGP.shape[2], 1):
+        raise ValueError(f"the scales have strides {scales_BGP.stride()}, expected contiguous blocks")
 
 
 def check_last_stride(**tensors: Tensor | None) -> None:

@@ -178,8 +178,8 @@ def paged_attention(
     tokens included) is seq_lens[s]; position i lies in block block_tables[s, i // P] (tables, lengths and sums: int32).
     Softmax in float32; a token's result does not depend on the other tokens of the call, bit for bit. q may be strided
     (last dimension contiguous); the cache has its dtype or holds codes (see kv_codes), int8 with scales; seq_lens are
-    below 2^24. What else the cache holds is never used. Tokens of q that belong to no sequence, behind the last one,
-    have no result.
+    below 2^24. What else the cache holds is never used, and entries of the tables before the first position that a
+    sequence sees may be any numbers. Tokens of q that belong to no sequence, behind the last one, have no result.
     """
     _check_cache(q_THE, cache)
     check_places(q=q_THE, block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1, out=out_THE)

@@ -207,25 +207,28 @@ def paged_attention(
     rule: AttentionRule,
 ) -> Tensor:
     """Dense softmax attention of each sequence over its gathered keys and values; see ops.paged_attention."""
-    H, (B, G, P) = q_THE.shape[1], cache.k_BGPE.shape[:3]
-    _check_batch(len(q_THE), B, P, block_tables_SM, seq_lens_S, cu_seqlens_q_S1)
+    H, (B, G, P), window = q_THE.shape[1], cache.k_BGPE.shape[:3], rule.sliding_window
+    firsts_S = seq_lens_S - cu_seqlens_q_S1.diff() - window + 1 if window > 0 else seq_lens_S * 0
+    _check_batch(len(q_THE), B, P, block_tables_SM, firsts_S, seq_lens_S, cu_seqlens_q_S1)
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     starts = cu_seqlens_q_S1.tolist()
-    for s, seq_len in enumerate(seq_lens_S.tolist()):
+    for s, (first, seq_len) in enumerate(zip(firsts_S.clamp(min=0).tolist(), seq_lens_S.tolist(), strict=True)):
         tokens = slice(starts[s], starts[s + 1])
-        blocks = block_tables_SM[s, : -(-seq_len // P)].long()
+        first_block = first // P
+        blocks = block_tables_SM[s, first_block : -(-seq_len // P)].long()
+        seen = slice(first - first_block * P, seq_len - first_block * P)
         # [blocks, G, P, E] -> [H, positions, E]
         k_HLE, v_HLE = (
             kv_codes.decode(cache_BGPE[blocks], None if scales_BGP is None else scales_BGP[blocks])
             .transpose(0, 1)
-            .flatten(1, 2)[:, :seq_len]
+            .flatten(1, 2)[:, seen]
             .repeat_interleave(H // G, dim=0)
             for cache_BGPE, scales_BGP in ((cache.k_BGPE, cache.k_scales_BGP), (cache.v_BGPE, cache.v_scales_BGP))
         )
         scores_HQL = rule.scale * (q_THE[tokens].float().transpose(0, 1) @ k_HLE.transpose(1, 2))
         if rule.soft_cap > 0:
             scores_HQL = rule.soft_cap * torch.tanh(scores_HQL / rule.soft_cap)
-        key_L = torch.arange(seq_len, device=q_THE.device)
+        key_L = torch.arange(first, seq_len, device=q_THE.device)
         query_Q1 = torch.arange(seq_len - (starts[s + 1] - starts[s]), seq_len, device=q_THE.device).unsqueeze(1)
         is_visible_QL = key_L <= query_Q1
         if rule.sliding_window > 0:
@@ -235,8 +238,10 @@ def paged_attention(
     return out_THE
 
 
-def _check_batch(T: int, B: int, P: int, block_tables_SM: Tensor, seq_lens_S: Tensor, cu_seqlens_q_S1: Tensor) -> None:
-    """Every sequence has its query tokens in q, its positions in its table, and its blocks in the cache."""
+def _check_batch(
+    T: int, B: int, P: int, block_tables_SM: Tensor, firsts_S: Tensor, seq_lens_S: Tensor, cu_seqlens_q_S1: Tensor
+) -> None:
+    """Every sequence has its query tokens in q, its positions in its table, and the blocks it sees in the cache."""
     M = block_tables_SM.shape[1]
     most = min(M * P, _MAX_SEQ_LEN)
     _check_numbers("cu_seqlens_q", cu_seqlens_q_S1, lambda x: (x >= 0) & (x <= T), f"0 to {T}")
@@ -244,7 +249,8 @@ def _check_batch(T: int, B: int, P: int, block_tables_SM: Tensor, seq_lens_S: Te
     _check_numbers("lengths in cu_seqlens_q", query_lens_S, lambda x: x >= 0, "0 or more")
     expected = f"those of its query tokens to {most}: {M} blocks of {P}"
     _check_numbers("seq_lens", seq_lens_S, lambda x: (x >= query_lens_S) & (x <= most), expected)
-    is_unused_SM = torch.arange(M, device=seq_lens_S.device) * P >= seq_lens_S[:, None]
+    begin_M = torch.arange(M, device=seq_lens_S.device) * P
+    is_unused_SM = (begin_M >= seq_lens_S[:, None]) | (begin_M + P <= firsts_S[:, None])
     _check_indices("block_tables", block_tables_SM.masked_fill(is_unused_SM, 0), B)
 
 

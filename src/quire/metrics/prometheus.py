@@ -302,7 +302,7 @@ class EngineSeries:
 
 def cache_config(ready: EngineReady) -> dict[str, str]:
     """Values of CACHE_CONFIG_LABELS; "None" where a setting was left to Quire or does not exist here."""
-    num_tokens = ready.num_blocks * ready.block_size
+    num_tokens = _setting(ready, "kv_cache_tokens")
     known = {
         "block_size": ready.block_size,
         "cache_dtype": _setting(ready, "kv_cache_dtype"),
@@ -310,7 +310,7 @@ def cache_config(ready: EngineReady) -> dict[str, str]:
         "enable_prefix_caching": _setting(ready, "enable_prefix_caching"),
         "gpu_memory_utilization": _setting(ready, "gpu_memory_utilization"),
         "is_attention_free": False,
-        "kv_cache_max_concurrency": f"{num_tokens / ready.max_model_len:.2f}",
+        "kv_cache_max_concurrency": f"{num_tokens / ready.max_model_len:.2f}" if isinstance(num_tokens, int) else None,
         "kv_cache_memory_bytes": _setting(ready, "kv_cache_bytes"),
         "kv_cache_size_tokens": num_tokens,
         "num_gpu_blocks": ready.num_blocks,

@@ -6,6 +6,7 @@ Dimensions: T tokens, R rows whose logits are wanted, D hidden, V vocabulary, L 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from quire.attention.select import SharedBackends
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels.fp8 import Rows
+from quire.kv_groups import kv_groups, table_of_layer
 from quire.layer_spec import RopeConfig
 from quire.layers.embedding import Embedding, OutputProjection, PackedEmbedding
 from quire.layers.norm import RMSNorm
@@ -51,7 +53,7 @@ class Decoder:
         self.device = device
         self.mapped_bytes = 0
         self._parts: list[tuple[str, Weighted]] = []
-        self._backends = SharedBackends(device, attention_backend, cache_dtype)
+        self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
         self._embed = self._make_embeddings(quantization)
         self._layers = list(self._make_layers(quantization))
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype)
@@ -97,7 +99,7 @@ class Decoder:
                 dtype=self.dtype,
                 quantization=quantization,
                 rope_table=rope_table,
-                backend=self._backends.get,
+                backend=partial(self._backends.get, num_caches),
             )
             yield build.sublayers()
             self._parts += build.parts
@@ -144,7 +146,7 @@ class Decoder:
 
     def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
         """Host work of a step, which cannot be captured."""
-        self._backends.prepare(step, caches[0])
+        self._backends.prepare(step, caches)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""

@@ -29,6 +29,7 @@ from quire.hf_config.refusal import refusal
 from quire.hf_config.translate import merge
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.pages import copied
+from quire.kv_groups import kv_groups, table_of_layer
 from quire.model_config import ModelConfig
 from quire.models import transformers_attention as attention
 from quire.models.weights import check_fit, without_kv_scales
@@ -76,7 +77,9 @@ class TransformersModel:
         self._model_class, self._hf_config = _classes(config)
         self._hf_config.dtype = dtype
         attention.register()
-        self._backends = SharedBackends(device, attention_backend)
+        groups = kv_groups(config)
+        self._windows = {layer: group.spec.window for group in groups for layer in group.layers}
+        self._backends = SharedBackends(table_of_layer(groups), device, attention_backend)
         self._context = attention.StepContext()
         self._model: Any = None  # with weights, from load_weights on
         self._body: Any = None  # embeddings to final norm
@@ -122,7 +125,7 @@ class TransformersModel:
         attention.check_calls(calls, self._probe(_PROBE_SHIFT), self.config.architecture, self.config.num_layers)
         for call in calls:
             self._check_cache_shape(call)
-            paged = Attention(call.layer, self._backends.get(call.spec), cos_sin_LR=None)
+            paged = Attention(call.layer, self._backends.get(call.layer, call.spec), cos_sin_LR=None)
             attention.attach_layer(call.module, attention.LayerAttention(self._context, paged, self.dtype))
         _set_attention(self._body, attention.PAGED)
 
@@ -137,7 +140,7 @@ class TransformersModel:
 
     def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
         """Host work of a step."""
-        self._backends.prepare(step, caches[0])
+        self._backends.prepare(step, caches)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""
@@ -194,6 +197,12 @@ class TransformersModel:
                 config.architecture,
                 f"layer {call.layer} stores {actual[0]} heads of {actual[1]} per token, but config.json describes "
                 f"{spec.num_kv_heads} of {spec.head_dim_k}",
+            )
+        window = self._windows[call.layer]
+        if window and call.spec.sliding_window != window:
+            raise refusal(
+                config.architecture,
+                f"layer {call.layer} sees {call.spec.sliding_window or 'all'} tokens, and config.json says {window}",
             )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.forward_batch import ForwardBatch
+from quire.kv_groups import KvGroup, kv_groups
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.model_config import ModelConfig
@@ -107,9 +108,8 @@ class Layerwise:
         """One window, all of it; every layer has the same cache, because only one runs."""
         config, num_tokens = self.config, self.num_tokens
         num_blocks = -(-num_tokens // BLOCK_SIZE)
-        spec = config.kv_specs()[0]
-        heads = (spec.num_kv_heads, BLOCK_SIZE, spec.head_dim_k)
-        (cache,) = kv_cache.allocate(1, num_blocks, *heads, self.dtype, torch.device("cpu"))
+        one_layer = KvGroup(kv_groups(config)[0].spec, (0,), 1)
+        (cache,) = kv_cache.allocate([one_layer], num_blocks, BLOCK_SIZE, self.dtype, torch.device("cpu")).layers
         inputs = InputBatch(1, num_tokens, BLOCK_SIZE, config.vocab_size)
         params = SamplingParams(temperature=0.0, max_tokens=1)
         offset = config.rope.row_offset(num_tokens, config.max_model_len)

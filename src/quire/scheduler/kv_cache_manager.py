@@ -1,28 +1,63 @@
-"""Which blocks each request owns: prefix lookup, allocation, sharing between forks, registration for reuse."""
+"""Which pages each request owns: prefix lookup, allocation, sharing between forks, registration for reuse."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import add
 
 from quire.errors import InvalidRequestError
+from quire.kv_groups import ONE_LAYER, KvGroup, longest_request, num_tables
 from quire.request import Request
 from quire.scheduler.block_hash import BlockHasher
 from quire.scheduler.block_pool import BlockPool
+
+NO_PAGE = -1  # in a block table: the group keeps nothing there that a step reads
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """The part of a request's tokens whose KV exists already."""
 
-    blocks: Sequence[int]  # full blocks to share; never written again by anybody
+    pages: Sequence[int]  # of full blocks to share, as in BlockTable; never written again by anybody
     num_tokens: int  # what the request has for nothing: the shared blocks and the head of `copy_from`
-    copy_from: int | None = None  # a block whose first num_tokens % block_size slots are to be copied
+    copy_from: Sequence[int] = ()  # pages of a block whose first num_tokens % block_size slots are to be copied
     is_forgotten: bool = False  # computed before the cache was reset: nobody else may find what follows from it
 
 
 NO_PREFIX = Prefix((), 0)
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """Pages of one running request.
+
+    Attributes:
+        pages: of its blocks, in the order of its tokens; of each block, one for each block table of the model.
+        num_tokens: that the blocks have slots for.
+        num_sent: entries of `pages` that the worker has been told.
+        reserved: for blocks to come, of groups that keep all.
+        num_reserved_blocks: those that `reserved` suffices for, `pages` included.
+        first_blocks: by group: the blocks before are given back.
+    """
+
+    pages: list[int]
+    num_tokens: int = 0
+    num_sent: int = 0
+    reserved: list[int] = field(default_factory=list)
+    num_reserved_blocks: int = 0
+    first_blocks: list[int] = field(default_factory=list)
+
+    def take_new(self) -> list[int]:
+        """The pages that the worker does not know yet."""
+        new = self.pages[self.num_sent :]
+        self.num_sent = len(self.pages)
+        return new
+
+    def held(self) -> list[int]:
+        """All pages that the request has a reference on, in the order of its tokens."""
+        return [page for page in self.pages if page != NO_PAGE] + self.reserved
 
 
 def share_prompt(parent: Request, child: Request) -> bool:
@@ -41,33 +76,68 @@ class KVCacheManager:
     Only full blocks are shared, and nobody writes into a shared block: a prefix ends before the first token to compute.
     A fork that starts inside a block of its parent gets its own copy of that block when it is admitted, which is copy-
     on-write at the only moment at which it can be due.
+
+    A group that does not keep all, of layers with a window for example, has pages for the blocks that the next tokens
+    read and write, and no others: what lies before is given back when the next ones are needed.
     """
 
-    def __init__(self, pool: BlockPool, *, enable_prefix_caching: bool = True, watermark: float = 0.0) -> None:
-        """`watermark` is the share of blocks that admission leaves free while other requests run.
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: Sequence[KvGroup] = (ONE_LAYER,),
+        *,
+        step_tokens: int = 1,
+        enable_prefix_caching: bool = True,
+        watermark: float = 0.0,
+    ) -> None:
+        """`watermark` is the share of pages that admission leaves free while other requests run.
 
-        Raises ValueError if it is not in [0, 1).
+        Args:
+            step_tokens: most tokens of one request in a step, which groups that do not keep all have pages for.
+
+        Raises ValueError if the watermark is not in [0, 1).
         """
         if not 0 <= watermark < 1:
             raise ValueError(f"The watermark is a share of the KV blocks in [0, 1), got {watermark}.")
         self.pool = pool
         self.block_size = pool.block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._num_watermark_blocks = int(watermark * pool.num_blocks)
+        self.longest_request = longest_request(groups, pool.num_blocks, pool.block_size, step_tokens)
+        self._bounded = [group for group in groups if not group.keeps_all and group.spec.kind != "state"]
+        self._has_state = any(group.spec.kind == "state" for group in groups)
+        self._width = num_tables(groups)
+        ends = [num_tables(groups[: index + 1]) for index in range(len(groups))]
+        self._columns = {group: range(end - group.num_tables, end) for group, end in zip(groups, ends, strict=True)}
+        # What a block has in one table is found by the block's hash and the number of the table.
+        self._suffixes = {
+            column: column.to_bytes(2, "little") if column else b""
+            for group, columns in self._columns.items()
+            if group.spec.kind != "state"
+            for column in columns
+        }
+        self._kept_columns = [column for group in groups if group.keeps_all for column in self._columns[group]]
+        longest = pool.num_blocks * pool.block_size
+        self._most_blocks = [group.most_blocks(longest, pool.block_size, step_tokens) for group in self._bounded]
+        self._num_watermark_pages = int(watermark * pool.num_blocks)
         self._hasher = BlockHasher(pool.block_size)
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, BlockTable] = {}
         self._forgotten: set[str] = set()  # requests that hold blocks from before the cache was reset
 
     @property
     def usage(self) -> float:
-        """Share of blocks that running requests hold. Cached blocks without an owner count as free."""
+        """Share of pages that running requests hold. Cached pages without an owner count as free."""
         return self.pool.num_used_blocks / self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of tokens, each with a page for every block table, that the free pages make."""
+        return self.pool.num_free_blocks // self._width
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def block_table(self, request: Request) -> list[int]:
-        """Blocks of an admitted request, in the order of its tokens; the manager's own list."""
+    def table(self, request: Request) -> BlockTable:
+        """Of an admitted request; the manager's own."""
         return self._tables[request.request_id]
 
     def hash_prompt(self, request: Request) -> None:
@@ -82,71 +152,173 @@ class KVCacheManager:
             ) from error
 
     def find_cached_prefix(self, request: Request) -> Prefix:
-        """The longest cached run of full blocks that leaves a token to compute: without one there are no logits."""
-        if not self.enable_prefix_caching:
-            return NO_PREFIX
-        num_full_blocks = (request.num_tokens - 1) // self.block_size
-        blocks: list[int] = []
-        for block_hash in self._hasher.extend(request, num_full_blocks)[:num_full_blocks]:
-            block = self.pool.lookup(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return Prefix(blocks, len(blocks) * self.block_size)
+        """The longest run of full blocks that all groups can serve and that leaves a token to compute.
 
-    def fork_prefix(self, parent: Request) -> Prefix:
-        """What a fork takes over from a parent whose prompt is computed: all but the last token, for the logits."""
+        Without one there are no logits. Of a group that does not keep all, the blocks that the next token reads are
+        enough.
+        """
+        if not self.enable_prefix_caching or self._has_state:
+            return NO_PREFIX
+        num_blocks, width = (request.num_tokens - 1) // self.block_size, self._width
+        hashes = self._hasher.extend(request, num_blocks)[:num_blocks]
+        found: dict[int, list[int]] = {}  # by column, from the first block that is read
+        for column in self._kept_columns:
+            found[column] = self._cached_beginning(hashes[:num_blocks], self._suffixes[column])
+            num_blocks = len(found[column])
+        before = -1
+        while before != num_blocks:
+            before = num_blocks
+            for group in self._bounded:
+                num_blocks = self._most_cached(group, hashes, num_blocks)
+        pages = [NO_PAGE] * (num_blocks * width)
+        for column in self._kept_columns:
+            pages[column::width] = found[column][:num_blocks]
+        for group in self._bounded:
+            first = group.first_needed(num_blocks * self.block_size) // self.block_size
+            for column in self._columns[group]:
+                read = self._cached_beginning(hashes[first:num_blocks], self._suffixes[column])
+                pages[first * width + column :: width] = read
+        return Prefix(pages, num_blocks * self.block_size)
+
+    def _cached_beginning(self, hashes: list[bytes], suffix: bytes) -> list[int]:
+        """Pages of the blocks up to the first one that is not cached."""
+        lookup, pages = self.pool.lookup, []
+        for block_hash in hashes:
+            page = lookup(block_hash + suffix)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _most_cached(self, group: KvGroup, hashes: list[bytes], num_blocks: int) -> int:
+        """The largest number of blocks, at most `num_blocks`, behind which a request finds what it reads of a group."""
+        lookup, suffixes = self.pool.lookup, [self._suffixes[column] for column in self._columns[group]]
+        while num_blocks > 0:
+            first = group.first_needed(num_blocks * self.block_size) // self.block_size
+            needed = range(num_blocks - 1, first - 1, -1)
+            missing = next((b for b in needed if any(lookup(hashes[b] + each) is None for each in suffixes)), None)
+            if missing is None:
+                break
+            num_blocks = missing
+        return num_blocks
+
+    def fork_prefix(self, parent: Request) -> Prefix | None:
+        """What a fork takes over from a parent whose prompt is computed: all but the last token, for the logits.
+
+        None: the parent has given back what the fork would read.
+        """
         num_tokens = parent.num_prompt_tokens - 1
         num_full_blocks, rest = divmod(num_tokens, self.block_size)
         table = self._tables[parent.request_id]
-        copy_from = table[num_full_blocks] if rest else None
-        return Prefix(table[:num_full_blocks], num_tokens, copy_from, parent.request_id in self._forgotten)
+        if self._has_state or not self._holds(table, num_tokens):
+            return None
+        width = self._width
+        pages = table.pages[: num_full_blocks * width]
+        for group in self._bounded:
+            first = group.first_needed(num_tokens) // self.block_size
+            for column in self._columns[group]:
+                pages[column : first * width : width] = [NO_PAGE] * first
+        copy_from = table.pages[num_full_blocks * width :][:width] if rest else ()
+        return Prefix(pages, num_tokens, copy_from, parent.request_id in self._forgotten)
+
+    def _holds(self, table: BlockTable, position: int) -> bool:
+        """Whether nothing is given back that the token at `position` reads."""
+        return all(
+            first <= group.first_needed(position) // self.block_size
+            for group, first in zip(self._bounded, table.first_blocks, strict=True)
+        )
 
     def admit(
         self, request: Request, prefix: Prefix, num_tokens: int, *, keep_watermark: bool
     ) -> list[tuple[int, int]] | None:
-        """Give `request` its block table: the prefix's blocks and new ones up to `num_tokens` tokens.
+        """Give `request` its block table: the prefix's pages and new ones for `num_tokens` tokens.
 
-        Answers the block copies (source, destination) that must run before the request computes, or None, with nothing
-        changed, if the free blocks do not suffice.
+        A group that does not keep all gets those of the next step. Answers the page copies (source, destination) that
+        must run before the request computes, or None, with nothing changed, if the free pages do not suffice.
         """
         pool = self.pool
-        num_new = self.num_blocks_for(num_tokens) - len(prefix.blocks)
-        num_left = pool.num_free_blocks - pool.num_free_among(prefix.blocks) - num_new
-        if num_left < (self._num_watermark_blocks if keep_watermark else 0):
+        num_blocks, num_shared = self.num_blocks_for(num_tokens), len(prefix.pages) // self._width
+        first_blocks = [group.first_needed(prefix.num_tokens) // self.block_size for group in self._bounded]
+        end = self._end(first_blocks, num_blocks)
+        num_placed = (end - num_shared) * len(self._suffixes) + self._width - len(self._suffixes)
+        num_reserved = (num_blocks - end) * len(self._kept_columns)
+        shared = [page for page in prefix.pages if page != NO_PAGE]
+        num_left = pool.num_free_blocks - pool.num_free_among(shared) - num_placed - num_reserved
+        if num_left < (self._num_watermark_pages if keep_watermark else 0):
             return None
         assert request.request_id not in self._tables, f"{request.request_id} is admitted twice"
-        pool.acquire(prefix.blocks)
-        new_blocks = pool.allocate(num_new)
-        self._tables[request.request_id] = [*prefix.blocks, *new_blocks]
+        pool.acquire(shared)
+        table = BlockTable(list(prefix.pages), num_reserved_blocks=num_blocks, first_blocks=first_blocks)
+        self._place(table, pool.allocate(num_placed), end)
+        table.reserved = pool.allocate(num_reserved)
+        self._tables[request.request_id] = table
         if prefix.is_forgotten:
             self._forgotten.add(request.request_id)
-        return [] if prefix.copy_from is None else [(prefix.copy_from, new_blocks[0])]
+        new = table.pages[len(prefix.pages) :][: len(prefix.copy_from)]
+        return list(zip(prefix.copy_from, new, strict=True))
 
-    def extend(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Grow the table to `num_tokens` tokens: the new blocks, or None, with nothing changed, if too few are free."""
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Have slots for the first `num_tokens` tokens; False, and no page taken, if too few are free.
+
+        What no further token of the request reads is given back first.
+        """
         table = self._tables[request.request_id]
-        if num_tokens <= len(table) * self.block_size:
-            return []
-        num_new = self.num_blocks_for(num_tokens) - len(table)
+        return num_tokens <= table.num_tokens or self._grow(table, request.num_computed_tokens, num_tokens)
+
+    def _grow(self, table: BlockTable, position: int, num_tokens: int) -> bool:
+        """The next token is that at `position`."""
+        self._give_back(table, position)
+        end = self._end(table.first_blocks, max(table.num_reserved_blocks, self.num_blocks_for(num_tokens)))
+        num_more = end - len(table.pages) // self._width
+        num_reserved = min(num_more * len(self._kept_columns), len(table.reserved))
+        num_new = num_more * len(self._suffixes) - num_reserved
         if num_new > self.pool.num_free_blocks:
-            return None
-        new_blocks = self.pool.allocate(num_new)
-        table += new_blocks
-        return new_blocks
+            return False
+        self._place(table, table.reserved[:num_reserved] + self.pool.allocate(num_new), end)
+        del table.reserved[:num_reserved]
+        return num_tokens <= table.num_tokens
+
+    def _end(self, first_blocks: list[int], num_blocks: int) -> int:
+        """Blocks that a table may have: no group holds more than a step needs, unless it keeps all."""
+        return min(num_blocks, *map(add, first_blocks, self._most_blocks)) if first_blocks else num_blocks
+
+    def _place(self, table: BlockTable, pages: list[int], end: int) -> None:
+        """Append pages for the blocks up to `end`. A state has one page in the first block and none in the others."""
+        if self._has_state:
+            left, blocks = iter(pages), range(len(table.pages) // self._width, end)
+            cells = ((block, column) for block in blocks for column in range(self._width))
+            pages = [next(left) if block == 0 or column in self._suffixes else NO_PAGE for block, column in cells]
+        table.pages += pages
+        table.num_tokens = end * self.block_size
+
+    def _give_back(self, table: BlockTable, position: int) -> None:
+        """Release what neither the token at `position` nor a later one reads."""
+        dead = []
+        for index, group in enumerate(self._bounded):
+            first = group.first_needed(position) // self.block_size
+            for block in range(table.first_blocks[index], first):
+                for column in self._columns[group]:
+                    at = block * self._width + column
+                    dead.append(table.pages[at])
+                    table.pages[at] = NO_PAGE
+            table.first_blocks[index] = max(table.first_blocks[index], first)
+        self.pool.release(dead)
 
     def register_computed(self, request: Request, start: int, end: int) -> None:
         """Let others find the blocks that got full while tokens start .. end - 1, all known by now, were computed."""
         first, last = start // self.block_size, end // self.block_size
         if first == last or not self.enable_prefix_caching or request.request_id in self._forgotten:
             return
-        hashes, table = self._hasher.extend(request, last), self._tables[request.request_id]
-        for index in range(first, last):
-            self.pool.register(table[index], hashes[index])
+        hashes, pages = self._hasher.extend(request, last), self._tables[request.request_id].pages
+        for block in range(first, last):
+            for column, suffix in self._suffixes.items():
+                page = pages[block * self._width + column]
+                if page != NO_PAGE:  # given back since, where the step was submitted before another one
+                    self.pool.register(page, hashes[block] + suffix)
 
     def free(self, request: Request) -> None:
-        """Return all blocks, the last one first, so that the longest-lived part of a prefix is its beginning."""
-        self.pool.release(reversed(self._tables.pop(request.request_id)))
+        """Return all pages, the last one first, so that the longest-lived part of a prefix is its beginning."""
+        self.pool.release(reversed(self._tables.pop(request.request_id).held()))
         self._forgotten.discard(request.request_id)
 
     def forget_cached_prefixes(self) -> None:
@@ -156,4 +328,4 @@ class KVCacheManager:
 
     def check(self) -> None:
         """Assert the invariants of tables and pool together: for tests."""
-        self.pool.check(self._tables.values())
+        self.pool.check([table.held() for table in self._tables.values()])

@@ -40,8 +40,8 @@ def check_queue(num_waiting: int, limits: SchedulerLimits) -> None:
         )
 
 
-def check_request(request: Request, limits: SchedulerLimits, num_blocks: int, block_size: int) -> None:
-    """Refuse a request that could never finish within `limits` and a cache of `num_blocks` blocks.
+def check_request(request: Request, limits: SchedulerLimits, longest_request: int) -> None:
+    """Refuse a request that could never finish within `limits` and a cache that holds `longest_request` tokens of one.
 
     Raises InvalidRequestError or ContextLengthError.
     """
@@ -60,10 +60,10 @@ def check_request(request: Request, limits: SchedulerLimits, num_blocks: int, bl
             param="max_tokens",
         )
     num_computed = num_prompt + request.max_tokens - 1  # the last token is never computed
-    if num_computed > num_blocks * block_size:
+    if num_computed > longest_request:
         raise ContextLengthError(
             f"Prompt and output need room for {num_computed} tokens in the KV cache",
-            expected=f"at most {num_blocks * block_size}, the whole cache",
+            expected=f"at most {longest_request}, the whole cache",
             fix="Lower max_tokens, or give the KV cache more memory",
             param="max_tokens",
         )

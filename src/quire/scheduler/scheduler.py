@@ -138,7 +138,7 @@ class Scheduler:
             check_queue(self.num_waiting, self.limits)
         if request.request_id in self._requests:
             raise InvalidRequestError("The request id is in use", value=request.request_id, param="request_id")
-        check_request(request, self.limits, self.kv.pool.num_blocks, self.kv.block_size)
+        check_request(request, self.limits, self.kv.longest_request)
         self._choose_rope(request)
         self.kv.hash_prompt(request)
         request.received_time = self._clock()
@@ -188,14 +188,15 @@ class Scheduler:
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
             count = num_schedulable(request)
             if count > 1:
+                if not self._extend_or_preempt(request, count):
+                    break
                 prompts.append(request)
             elif count == 1 and budget > 0:
-                new_blocks = self._extend_or_preempt(request)
-                if new_blocks is None:
+                if not self._extend_or_preempt(request, 1):
                     break
-                drafts = self._draft(request, new_blocks, num_drafts_left) if num_drafts_left > 0 else ()
+                drafts = self._draft(request, num_drafts_left) if num_drafts_left > 0 else ()
                 num_drafts_left -= len(drafts)
-                budget -= self._add_row(step, request, 1 + len(drafts), new_blocks, drafts)
+                budget -= self._add_row(step, request, 1 + len(drafts), drafts)
 
         if self._is_shared():
             self._share(step, prompts, min(budget, self.limits.max_shared_prefill_tokens))
@@ -339,8 +340,8 @@ class Scheduler:
         num_others = len(self._running) + len(self._queue)
         return min(self.limits.max_num_batched_tokens, self.limits.max_num_seqs) - num_others
 
-    def _draft(self, request: Request, new_blocks: list[int], most: int) -> Sequence[int]:
-        """Drafts behind the newest token, if that is known: see Proposer. `new_blocks` gets the blocks that they need.
+    def _draft(self, request: Request, most: int) -> Sequence[int]:
+        """Drafts behind the newest token, if that is known: see Proposer.
 
         Nobody is preempted for drafts: there are none unless a free block is left for each running request.
         """
@@ -350,29 +351,22 @@ class Scheduler:
         most = min(most, request.max_tokens - len(request.output_token_ids) - 1)
         if self._rope_switches_after is not None and not request.rope_offset:
             most = min(most, self._rope_switches_after - request.num_tokens)
-        if most <= 0 or self.kv.pool.num_free_blocks <= len(self._running) + most // self.kv.block_size:
+        if most <= 0 or self.kv.num_free_blocks <= len(self._running) + most // self.kv.block_size:
             return ()
         drafts = self._proposer.propose(request, most)[:most]
-        more = self.kv.extend(request, request.num_tokens + len(drafts))
-        if more is None:
-            return ()
-        new_blocks += more
-        return drafts
+        return drafts if self.kv.extend(request, request.num_tokens + len(drafts)) else ()
 
-    def _add_row(
-        self,
-        step: _Step,
-        request: Request,
-        count: int,
-        new_blocks: Sequence[int] = (),
-        drafts: Sequence[int] = (),
-    ) -> int:
-        """Put `count` tokens of a running request, the drafts included, into the step; answers `count`."""
-        batch = step.batch
+    def _add_row(self, step: _Step, request: Request, count: int, drafts: Sequence[int] = ()) -> int:
+        """Put `count` tokens of a running request, the drafts included, into the step; answers how many they are.
+
+        Of a prompt, they are as many as it has slots for.
+        """
+        batch, table = step.batch, self.kv.table(request)
+        count = min(count, table.num_tokens - request.num_computed_tokens)
         batch.request_ids.append(request.request_id)
         batch.num_computed_tokens.append(request.num_computed_tokens)
         batch.num_scheduled_tokens.append(count)
-        batch.new_block_ids.append(list(new_blocks))
+        batch.new_block_ids.append(table.take_new())
         step.rows.append(request)
         num_logits = advance(request, count, len(drafts))
         batch.num_logits.append(num_logits)
@@ -381,15 +375,21 @@ class Scheduler:
             self._stats.num_decode_tokens += num_logits
         return count
 
-    def _extend_or_preempt(self, request: Request) -> list[int] | None:
-        """New blocks for one more token. None: the request itself was the last running one, and is preempted."""
-        while (new_blocks := self.kv.extend(request, request.num_computed_tokens + 1)) is None:
+    def _extend_or_preempt(self, request: Request, count: int) -> bool:
+        """Slots for up to `count` more tokens, for one at least.
+
+        False: the request itself was the last running one, and is preempted.
+        """
+        start = request.num_computed_tokens
+        if self.kv.extend(request, start + count):
+            return True
+        while not self.kv.extend(request, start + 1):
             victim = self._running[-1]
             self._warn_of_preemption(victim)
             self.preempt_last()
             if victim is request:
-                return None
-        return new_blocks
+                return False
+        return True
 
     def _candidate(self, first: Callable[[], tuple[Key, Request] | None]) -> tuple[Request, Prefix] | None:
         """The waiting request that is `first`, and its prefix, if it may run now. Forks on the way are deferred.
@@ -404,7 +404,8 @@ class Scheduler:
             if parent is None:
                 return request, self._cached_prefix(request)
             if _is_prompt_settled(parent):
-                return request, self.kv.fork_prefix(parent)
+                prefix = self.kv.fork_prefix(parent)
+                return request, self._cached_prefix(request) if prefix is None else prefix
             self._queue.remove(request)
             self._deferred[request] = partial(_is_prompt_settled, parent)
         return None
@@ -446,7 +447,7 @@ class Scheduler:
                 token_ids=request.token_ids(),
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling_params=request.sampling_params,
-                block_ids=list(self.kv.block_table(request)),
+                block_ids=self.kv.table(request).take_new(),
                 stop_token_ids=request.stop_token_ids,
                 lora_name=request.lora_name,
                 rope_offset=request.rope_offset,

@@ -2,7 +2,8 @@
 
 Where a token of a step is not known on the host, the device puts it in its place.
 
-Dimensions: T tokens of a step, S rows of a step, R rows of logits, C row capacity, M blocks of a table.
+Dimensions: T tokens of a step, S rows of a step, R rows of logits, C row capacity, M blocks of a table,
+N block tables of a request.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.forward_batch import ForwardBatch, LayerCache
+from quire.forward_batch import ForwardBatch, LayerCache, StepTable
 from quire.kernels import gpu
 from quire.worker.accelerator import Accelerator
 from quire.worker.input_batch import ExpectedTokens, InputBatch, Padding, StagedStep, StepRows
 from quire.worker.staging import ALIGNMENT, Staging
 
 # Bytes per token and per row of a step, and how many arrays there are: see InputBatch.stage.
-_TOKEN_BYTES, _ROW_BYTES, _NUM_ARRAYS = 3 * 8, 3 * 8 + 2 * 4 + 4 * 4 + 8, 16
+_TOKEN_BYTES, _ROW_BYTES, _NUM_ARRAYS = 2 * 8, 3 * 8 + 2 * 4 + 4 * 4 + 8, 15
+_SLOT_BYTES = 8  # per token and block table
 
 
 class DeviceInputBatch(InputBatch):
@@ -40,23 +42,25 @@ class DeviceInputBatch(InputBatch):
         max_model_len: int,
         block_size: int,
         vocab_size: int,
+        num_tables: int = 1,
         *,
         max_tokens: int,
         accelerator: Accelerator,
         steps_in_flight: int,
     ) -> None:
-        num_bytes = _TOKEN_BYTES * max_tokens + _ROW_BYTES * max_num_rows + 4 + ALIGNMENT * _NUM_ARRAYS
+        num_bytes = (_TOKEN_BYTES + _SLOT_BYTES * num_tables) * max_tokens + _ROW_BYTES * max_num_rows + 4
+        num_bytes += ALIGNMENT * (_NUM_ARRAYS + num_tables)
         staging = Staging(accelerator, num_bytes, steps_in_flight + 1)
-        super().__init__(max_num_rows, max_model_len, block_size, vocab_size, staging)
+        super().__init__(max_num_rows, max_model_len, block_size, vocab_size, num_tables, staging)
         device = accelerator.device
-        self._block_tables_CM = torch.zeros((max_num_rows, self.max_blocks), dtype=torch.int32, device=device)
+        self._block_tables_NCM = torch.zeros(self.block_tables_NCM.shape, dtype=torch.int32, device=device)
         self._newest_C = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
         self._new_blocks: list[tuple[int, int, int]] = []  # (row, begin, end) in the tables, not on the device yet
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         begin = int(self.num_blocks[row])
         super()._append_blocks(row, block_ids)
-        self._new_blocks.append((row, begin, begin + len(block_ids)))
+        self._new_blocks.append((row, begin, int(self.num_blocks[row])))
 
     def _grow(self) -> None:
         raise AssertionError(f"more than the {len(self.num_tokens)} rows that memory was planned for")
@@ -77,14 +81,14 @@ class DeviceInputBatch(InputBatch):
         Tables have their full width whatever is in use: kernels are compiled for a stride.
         """
         token_ids_T = staged.token_ids_T
+        tables_NSM = self._block_tables_NCM.index_select(1, staged.rows_S)
         newest_T = self._newest_C.index_select(0, (-1 - token_ids_T).clamp(min=0))
         return ForwardBatch(
             token_ids_T=torch.where(token_ids_T < 0, newest_T, token_ids_T),
             positions_T=staged.positions_T,
-            slot_mapping_T=staged.slot_mapping_T,
             cu_seqlens_q_S1=staged.cu_seqlens_q_S1,
             seq_lens_S=staged.seq_lens_S,
-            block_tables_SM=self._block_tables_CM.index_select(0, staged.rows_S),
+            tables=tuple(map(StepTable, staged.slot_mappings_T, tables_NSM.unbind(0))),
             caches=caches,
             host=None if is_prepared else staged.host,
         )
@@ -94,13 +98,16 @@ class DeviceInputBatch(InputBatch):
         if not self._new_blocks:
             return
         indices, values = [], []
+        num_rows = len(self.num_tokens)
         for row, begin, end in self._new_blocks:
-            indices.append(np.arange(row * self.max_blocks + begin, row * self.max_blocks + end))
-            values.append(self.block_tables[row, begin:end])
+            for table in range(self.num_tables):
+                first = (table * num_rows + row) * self.max_blocks
+                indices.append(np.arange(first + begin, first + end))
+                values.append(self.block_tables_NCM[table, row, begin:end])
         self._new_blocks.clear()
         both = torch.from_numpy(np.stack((np.concatenate(indices), np.concatenate(values).astype(np.int64))))
-        at_N, blocks_N = gpu.place(both, self._block_tables_CM.device)
-        self._block_tables_CM.view(-1).scatter_(0, at_N, blocks_N.to(torch.int32))
+        at_N, blocks_N = gpu.place(both, self._block_tables_NCM.device)
+        self._block_tables_NCM.view(-1).scatter_(0, at_N, blocks_N.to(torch.int32))
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
         """See InputBatch; the device keeps the tokens as the newest of their rows."""

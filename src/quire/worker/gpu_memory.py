@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from quire.cost.stopwatch import Lap
-from quire.forward_batch import LayerCache
+from quire.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Measured, WorkerSettings
 from quire.memory_plan import MemoryFacts, logits_bytes
 from quire.messages import Progress
+from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
@@ -23,6 +24,7 @@ from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator
 from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
@@ -70,50 +72,47 @@ class OnGpu:
         )
         return Measured(memory, num_tokens, Lap(seconds))
 
-    def runner(
-        self, model: CausalLM, caches: list[LayerCache], settings: WorkerSettings, progress: Progress
-    ) -> ModelRunner:
+    def runner(self, model: CausalLM, cache: PagedCache, settings: WorkerSettings, progress: Progress) -> ModelRunner:
         """Captures the graphs."""
-        inputs = make_inputs(settings, model.config.vocab_size, self._accelerator)
+        inputs = make_inputs(settings, model.config, self._accelerator)
         graphs = None
         if sizes := paddings(settings):
-            graphs = StepGraphs(model, caches, inputs, self._accelerator, sizes)
+            graphs = StepGraphs(model, cache.layers, inputs, self._accelerator, sizes)
             graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
-        return ModelRunner(model, caches, inputs, settings.model.logprobs_mode, self._accelerator, graphs)
+        return ModelRunner(model, cache, inputs, settings.model.logprobs_mode, self._accelerator, graphs)
 
 
-def make_inputs(settings: WorkerSettings, vocab_size: int, accelerator: Accelerator) -> DeviceInputBatch:
+def make_inputs(settings: WorkerSettings, model: ModelConfig, accelerator: Accelerator) -> DeviceInputBatch:
     """Rows for all requests that may run, and staging for the largest step."""
     return DeviceInputBatch(
         settings.max_num_seqs,
         settings.model.max_model_len,
         settings.model.block_size,
-        vocab_size,
+        model.vocab_size,
+        num_tables(kv_groups(model)),
         max_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
         accelerator=accelerator,
         steps_in_flight=settings.steps_in_flight,
     )
 
 
-def measure_work(
-    model: CausalLM, cache: list[LayerCache], settings: WorkerSettings, accelerator: Accelerator
-) -> GpuWork:
+def measure_work(model: CausalLM, cache: PagedCache, settings: WorkerSettings, accelerator: Accelerator) -> GpuWork:
     """Load all kernels, run the largest step, twice, and capture the two largest graphs.
 
     Args:
-        cache: of one block.
+        cache: of one page.
     """
-    inputs = make_inputs(replace(settings, steps_in_flight=1), model.config.vocab_size, accelerator)
+    inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator)
     runner = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator)
-    before = accelerator.release()
+    before, tables = accelerator.release(), inputs.num_tables
     for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
         for params in (GREEDY, RANDOM):
             if num_rows <= settings.max_num_seqs and length * num_rows <= settings.max_num_batched_tokens:
-                _run(runner, prompts(settings, [length] * num_rows, params))
+                _run(runner, prompts(settings, [length] * num_rows, params, tables))
     accelerator.release()  # what stays is scratch of kernels, and counts
-    _run(runner, largest_batch(settings))
+    _run(runner, largest_batch(settings, tables))
     step_bytes = accelerator.reserved_peak() - before
-    batch = largest_batch(settings)
+    batch = largest_batch(settings, tables)
     started = time.perf_counter()
     _run(runner, batch)
     largest_step = batch.num_tokens, time.perf_counter() - started
@@ -121,18 +120,18 @@ def measure_work(
     return GpuWork(step_bytes, graph_bytes, largest_step)
 
 
-def largest_batch(settings: WorkerSettings) -> ScheduledBatch:
+def largest_batch(settings: WorkerSettings, num_tables: int) -> ScheduledBatch:
     """Prompts of all requests that may run at once, together of the whole token budget; all of them sample."""
     num_rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     num_tokens = min(settings.max_num_batched_tokens, num_rows * settings.model.max_model_len)
-    return prompts(settings, [(num_tokens + row) // num_rows for row in range(num_rows)], RANDOM)
+    return prompts(settings, [(num_tokens + row) // num_rows for row in range(num_rows)], RANDOM, num_tables)
 
 
-def prompts(settings: WorkerSettings, lens: Sequence[int], params: SamplingParams) -> ScheduledBatch:
+def prompts(settings: WorkerSettings, lens: Sequence[int], params: SamplingParams, num_tables: int) -> ScheduledBatch:
     """New rows with prompts of these lengths, computed in one step."""
     batch = ScheduledBatch(step_id=0)
     for row, length in enumerate(lens):
-        blocks = [0] * -(-length // settings.model.block_size)
+        blocks = [0] * -(-length // settings.model.block_size) * num_tables
         batch.request_ids.append(f"profile {row}")
         batch.num_computed_tokens.append(0)
         batch.num_scheduled_tokens.append(length)
@@ -149,7 +148,7 @@ def _run(runner: ModelRunner, batch: ScheduledBatch) -> None:
 
 def _measure_graphs(
     model: CausalLM,
-    cache: list[LayerCache],
+    cache: PagedCache,
     inputs: DeviceInputBatch,
     settings: WorkerSettings,
     accelerator: Accelerator,
@@ -159,7 +158,7 @@ def _measure_graphs(
     if not sizes:
         return 0
     free = []
-    graphs = StepGraphs(model, cache, inputs, accelerator, sizes[:2])
+    graphs = StepGraphs(model, cache.layers, inputs, accelerator, sizes[:2])
 
     def note(done: int = 0, total: int = 0) -> None:
         accelerator.release()

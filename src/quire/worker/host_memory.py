@@ -7,7 +7,7 @@ import sys
 
 from quire.cost import devices
 from quire.cost.stopwatch import Lap, Stopwatch
-from quire.forward_batch import LayerCache
+from quire.kv_groups import kv_groups, num_tables, pages_alone
 from quire.life_cycle import Measured, WorkerSettings
 from quire.memory_plan import MemoryFacts, least_work_bytes, logits_bytes
 from quire.messages import Progress
@@ -18,6 +18,7 @@ from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.accelerator import Host
 from quire.worker.input_batch import InputBatch
+from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recorded_steps import RecordedSteps
 
@@ -44,14 +45,13 @@ class OnHost:
         )
         return Measured(memory, num_tokens, step)
 
-    def runner(
-        self, model: CausalLM, caches: list[LayerCache], settings: WorkerSettings, progress: Progress
-    ) -> ModelRunner:
+    def runner(self, model: CausalLM, cache: PagedCache, settings: WorkerSettings, progress: Progress) -> ModelRunner:
         """Steps are recorded when they first come."""
         form = settings.model
-        inputs = InputBatch(settings.max_num_seqs, form.max_model_len, form.block_size, model.config.vocab_size)
-        recorded = RecordedSteps(model, inputs, caches) if isinstance(model, Decoder) else None
-        return ModelRunner(model, caches, inputs, form.logprobs_mode, Host(), recorded)
+        sizes = (settings.max_num_seqs, form.max_model_len, form.block_size, model.config.vocab_size)
+        inputs = InputBatch(*sizes, num_tables(kv_groups(model.config)))
+        recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
+        return ModelRunner(model, cache, inputs, form.logprobs_mode, Host(), recorded)
 
 
 def _measure_step(model: CausalLM, settings: WorkerSettings) -> tuple[int, int, Lap]:
@@ -62,17 +62,18 @@ def _measure_step(model: CausalLM, settings: WorkerSettings) -> tuple[int, int, 
     """
     form, budget = settings.model, settings.max_num_batched_tokens
     num_tokens = min(PROFILE_TOKENS, budget, form.max_model_len)
-    num_blocks = -(-num_tokens // form.block_size)
-    caches = kv_cache.allocate_for(model.config, form, num_blocks, CPU)
-    inputs = InputBatch(1, num_tokens, form.block_size, model.config.vocab_size)
-    runner = ModelRunner(model, caches, inputs, "raw_logprobs", Host())
+    groups = kv_groups(model.config)
+    pages = pages_alone(groups, num_tokens, form.block_size, num_tokens)
+    cache = kv_cache.allocate_for(model.config, form, len(pages), CPU)
+    inputs = InputBatch(1, num_tokens, form.block_size, model.config.vocab_size, num_tables(groups))
+    runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host())
     before = devices.resident_memory_bytes()
     peak_before = _peak_resident_bytes()
     watch = Stopwatch()
-    result = runner.execute(_profile_batch(num_tokens, num_blocks))
+    result = runner.execute(_profile_batch(num_tokens, pages))
     waited = watch.lap().waited
-    held = kv_cache.num_bytes(caches)
-    growth = max(_peak_resident_bytes() - max(before, peak_before), devices.resident_memory_bytes() - before) - held
+    growth = max(_peak_resident_bytes() - max(before, peak_before), devices.resident_memory_bytes() - before)
+    growth -= cache.num_bytes
     floor = least_work_bytes(model.config, num_tokens, form.dtype)  # the peak may hide under that of loading
     seconds = result.prepare_seconds + result.forward_seconds + result.sample_seconds
     return int(max(growth, floor) * (budget / num_tokens)), num_tokens, Lap(seconds, waited)
@@ -84,9 +85,9 @@ def _peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _profile_batch(num_tokens: int, num_blocks: int) -> ScheduledBatch:
+def _profile_batch(num_tokens: int, pages: list[int]) -> ScheduledBatch:
     params = SamplingParams(temperature=0.0, max_tokens=1)
-    row = NewRow("profile", [0] * num_tokens, num_tokens, params, list(range(num_blocks)))
+    row = NewRow("profile", [0] * num_tokens, num_tokens, params, pages)
     return ScheduledBatch(
         step_id=0,
         request_ids=["profile"],

@@ -3,7 +3,8 @@
 A token that was sampled and has not come back yet is a negative number, which names the row whose newest token it is.
 So a step can be launched before the tokens of the one before it are known.
 
-Dimensions: T tokens of a step, S rows of a step, R rows of logits, C row capacity, M blocks of the longest table.
+Dimensions: T tokens of a step, S rows of a step, R rows of logits, C row capacity, M blocks of the longest table,
+N block tables of a request.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
 from quire.sampling.batch_params import SamplingState
 from quire.schedule import NewRow, RowsFailedError, ScheduledBatch
 from quire.worker.drafts import Drafts
@@ -53,7 +54,7 @@ class StagedStep:
 
     token_ids_T: Tensor  # int64; -1 - row: the newest token of the row
     positions_T: Tensor  # int64
-    slot_mapping_T: Tensor  # int64; -1: padding
+    slot_mappings_T: list[Tensor]  # of each block table, int64; -1: padding
     rows_S: Tensor  # int64
     cu_seqlens_q_S1: Tensor  # int32
     seq_lens_S: Tensor  # int32
@@ -109,6 +110,7 @@ class InputBatch:
     Capacity grows by doubling, because max_num_seqs may move while serving.
 
     Args:
+        num_tables: block tables of a request.
         arrays: where a step's numbers are written; None: in the host's memory, where the step is computed too.
     """
 
@@ -118,15 +120,17 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
+        num_tables: int = 1,
         arrays: StepArrays | None = None,
     ) -> None:
         self.block_size = block_size
+        self.num_tables = num_tables
         self.max_blocks = -(-max_model_len // block_size)
         # One slot more than the context: the token sampled at the limit is stored too.
         self.token_ids = np.zeros((max_num_rows, max_model_len + 1), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_rows, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
-        self.block_tables = np.zeros((max_num_rows, self.max_blocks), dtype=np.int32)
+        self.block_tables_NCM = np.zeros((num_tables, max_num_rows, self.max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_rows, dtype=np.int64)
         self.rope_offsets = np.zeros(max_num_rows, dtype=np.int64)
         self.num_prompt_logprobs: dict[int, int] = {}  # row -> top-n wanted for the prompt
@@ -187,13 +191,15 @@ class InputBatch:
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         begin = self.num_blocks[row]
-        self.block_tables[row, begin : begin + len(block_ids)] = block_ids
-        self.num_blocks[row] = begin + len(block_ids)
+        end = begin + len(block_ids) // self.num_tables
+        self.block_tables_NCM[:, row, begin:end] = np.reshape(block_ids, (-1, self.num_tables)).T
+        self.num_blocks[row] = end
 
     def _grow(self) -> None:
         capacity = len(self.num_tokens)
         self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
-        self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])
+        tables_NCM = self.block_tables_NCM
+        self.block_tables_NCM = np.concatenate([tables_NCM, np.zeros_like(tables_NCM)], axis=1)
         for name in ("num_tokens", "num_prompt_tokens", "num_blocks", "rope_offsets", "_occupant_C"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
@@ -229,8 +235,9 @@ class InputBatch:
         else:
             row_T = np.repeat(rows_S, lens_S)
             positions_T = np.arange(num_tokens) - np.repeat(cu_S - lens_S - starts_S, lens_S)
-        block_T = self.block_tables[row_T, positions_T // self.block_size].astype(np.int64)
-        slots_T = block_T * self.block_size + positions_T % self.block_size
+        block_T, offsets_T = np.divmod(positions_T, self.block_size)
+        pages_T = (table_CM[row_T, block_T].astype(np.int64) for table_CM in self.block_tables_NCM)
+        slots_T = [page_T * self.block_size + offsets_T for page_T in pages_T]
 
         arrays = self._arrays
         arrays.begin()
@@ -244,7 +251,7 @@ class InputBatch:
 
         token_ids = put(self.token_ids[row_T, positions_T], width_T, np.int64)
         positions = put(positions_T + self.rope_offsets[row_T], width_T, np.int64)
-        slots = put(slots_T, width_T, np.int64, -1)
+        slots = [put(of_table_T, width_T, np.int64, -1) for of_table_T in slots_T]
         rows = put(rows_S, width_S, np.int64)
         seq_lens = put(ends_S, width_S, np.int32)
         sums, cu_seqlens = arrays.array(width_S + 1, np.int32)
@@ -255,14 +262,14 @@ class InputBatch:
         staged = StagedStep(
             token_ids_T=token_ids,
             positions_T=positions,
-            slot_mapping_T=slots,
+            slot_mappings_T=slots,
             rows_S=rows,
             cu_seqlens_q_S1=cu_seqlens,
             seq_lens_S=seq_lens,
             logits_indices_R=put(last_R, len(last_R), np.int64),
             expecting_rows=put(expecting_rows, len(expecting_rows), np.int64),
             parameters=tuple(put(values, len(values), values.dtype) for values in parameters),
-            host=HostStep(rows_S, lens_S, ends_S, self.block_tables, None if pad_to is None else pad_to.rows),
+            host=HostStep(rows_S, lens_S, ends_S, self.block_tables_NCM, None if pad_to is None else pad_to.rows),
         )
         arrays.send()
         return staged
@@ -274,10 +281,12 @@ class InputBatch:
         return ForwardBatch(
             token_ids_T=staged.token_ids_T,
             positions_T=staged.positions_T,
-            slot_mapping_T=staged.slot_mapping_T,
             cu_seqlens_q_S1=staged.cu_seqlens_q_S1,
             seq_lens_S=staged.seq_lens_S,
-            block_tables_SM=torch.from_numpy(self.block_tables[rows_S, :num_table_blocks]),
+            tables=tuple(
+                StepTable(slots_T, torch.from_numpy(table_CM[rows_S, :num_table_blocks]))
+                for slots_T, table_CM in zip(staged.slot_mappings_T, self.block_tables_NCM, strict=True)
+            ),
             caches=caches,
         )
 

@@ -1,52 +1,75 @@
-"""The memory of the paged KV cache: K and V of each layer, with scales where its dtype has them, and block copies.
+"""The memory of the paged KV cache: pages of one size, each with a block of tokens of several layers, and page copies.
 
-Dimensions: B blocks, G kv heads, P block size, E head dim.
+Dimensions: B pages, G kv heads, P block size, E head dim.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu, gpu
-from quire.kv_format import kv_format
+from quire.kv_format import KV_FORMATS, kv_format
+from quire.kv_groups import KvGroup, kv_groups, page_bytes
+from quire.layer_spec import KvSpec
 from quire.model_config import ModelConfig
 from quire.settings import ModelSettings
 
 
+@dataclass(frozen=True)
+class PagedCache:
+    """All memory of the KV cache.
+
+    Attributes:
+        pages: uint8 [B, bytes of a page]. A block of tokens is one piece of memory.
+        layers: views of it, by layer that keeps something. What a layer has in a page lies side by side: K, V, and
+            scales of both.
+    """
+
+    pages: Tensor
+    layers: list[LayerCache]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it takes when fully written."""
+        return self.pages.nbytes
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (source, destination). Sources are read before destinations are written."""
+        if not copies:
+            return
+        sources, destinations = (
+            gpu.place(torch.tensor(pages), self.pages.device) for pages in zip(*copies, strict=True)
+        )
+        self.pages[destinations] = self.pages[sources]
+
+
 def allocate(
-    num_layers: int,
-    num_blocks: int,
-    num_kv_heads: int,
-    block_size: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[LayerCache]:
-    """Uninitialised caches of `dtype`, int8 with scales. On CPU the pages, huge ones where there are some, are taken by
-    the operating system when first written."""
-    shape = (num_blocks, num_kv_heads, block_size, head_dim)
-
-    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        if tensor.device.type == "cpu":
-            cpu.advise_huge_pages(tensor)
-        return tensor
-
-    def layer() -> LayerCache:
-        scales = [empty(shape[:3], torch.float32) for _ in "kv"] if dtype == torch.int8 else []
-        return LayerCache(empty(shape, dtype), empty(shape, dtype), *scales)
-
-    return [layer() for _ in range(num_layers)]
+    groups: Sequence[KvGroup], num_pages: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> PagedCache:
+    """An uninitialised cache of `dtype`, int8 with scales. On CPU the memory, in huge pages where there are some, is
+    taken by the operating system when first written."""
+    kv = next(kv for kv in KV_FORMATS.values() if kv.torch_dtype == str(dtype).removeprefix("torch."))
+    pages = torch.empty((num_pages, page_bytes(groups, kv, block_size)), dtype=torch.uint8, device=device)
+    if pages.device.type == "cpu":
+        cpu.advise_huge_pages(pages)
+    layers: dict[int, LayerCache] = {}
+    tables = [(group, of_table) for group in groups for of_table in group.tables()]
+    for table, (group, of_table) in enumerate(tables):
+        layer_bytes = block_size * group.spec.bytes_per_token(kv)
+        for at, layer in enumerate(of_table):
+            layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype, table)
+    return PagedCache(pages, [layers[layer] for layer in range(len(layers))])
 
 
-def allocate_for(model: ModelConfig, form: ModelSettings, num_blocks: int, device: torch.device) -> list[LayerCache]:
-    """The caches of a model in the form that was settled."""
-    spec, *others = model.kv_specs()
-    shape = (1 + len(others), num_blocks, spec.num_kv_heads, form.block_size, spec.head_dim_k)
-    return allocate(*shape, cache_dtype(form), device)
+def allocate_for(model: ModelConfig, form: ModelSettings, num_pages: int, device: torch.device) -> PagedCache:
+    """The cache of a model in the form that was settled."""
+    return allocate(kv_groups(model), num_pages, form.block_size, cache_dtype(form), device)
 
 
 def cache_dtype(form: ModelSettings) -> torch.dtype:
@@ -55,16 +78,18 @@ def cache_dtype(form: ModelSettings) -> torch.dtype:
     return dtype
 
 
-def num_bytes(caches: Sequence[LayerCache]) -> int:
-    """Bytes the caches take when fully written."""
-    return sum(tensor.nbytes for cache in caches for tensor in cache.tensors())
+def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtype, table: int) -> LayerCache:
+    """Views of the bytes that each page begins with."""
+    begin = 0
 
+    def view(dtype: torch.dtype, *shape: int) -> Tensor:
+        nonlocal begin
+        num_bytes = math.prod(shape) * dtype.itemsize
+        piece = pages[:, begin : begin + num_bytes].view(dtype)
+        begin += num_bytes
+        return piece.view(len(pages), *shape)
 
-def copy_blocks(caches: Sequence[LayerCache], copies: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks (source, destination) in every layer. Sources are read before destinations are written."""
-    if not copies:
-        return
-    device = caches[0].k_BGPE.device
-    sources, destinations = (gpu.place(torch.tensor(blocks), device) for blocks in zip(*copies, strict=True))
-    for tensor in (tensor for cache in caches for tensor in cache.tensors()):
-        tensor[destinations] = tensor[sources]
+    rows = (spec.num_kv_heads, block_size)
+    elements = view(dtype, *rows, spec.head_dim_k), view(dtype, *rows, spec.head_dim_v)
+    scales = (view(torch.float32, *rows), view(torch.float32, *rows)) if dtype == torch.int8 else (None, None)
+    return LayerCache(*elements, *scales, table)

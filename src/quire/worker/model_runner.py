@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.forward_batch import LayerCache
 from quire.kernels import gpu
+from quire.kv_groups import kv_groups, pages_alone
 from quire.models.registry import CausalLM
 from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens, Sampler
@@ -29,7 +29,7 @@ from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.drafts import Drafts, verify
 from quire.worker.input_batch import ExpectedTokens, InputBatch, StepRows
-from quire.worker.kv_cache import copy_blocks
+from quire.worker.kv_cache import PagedCache
 
 # Prompt positions turned into logits at once: bounds the [X, V] float32 scratch (64 x 152k x 4 bytes = 39 MB).
 PROMPT_LOGPROBS_CHUNK = 64
@@ -97,14 +97,14 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        caches: list[LayerCache],
+        cache: PagedCache,
         input_batch: InputBatch,
         logprobs_mode: str,
         device: Device,
         captured: CapturedSteps | None = None,
     ) -> None:
         self.model = model
-        self.caches = caches
+        self.cache = cache
         self.input_batch = input_batch
         self.sampler = Sampler(input_batch.sampling, logprobs_mode=logprobs_mode)
         self.device = device
@@ -137,7 +137,7 @@ class ModelRunner:
         started = time.perf_counter()
         inputs, device, captured = self.input_batch, self.device, self.captured
         inputs.apply(batch)
-        copy_blocks(self.caches, batch.block_copies)
+        self.cache.copy_pages(batch.block_copies)
         step = inputs.step_rows(batch)
         sampling, drafts = step.sampling_R, step.drafts
         rows = step.rows_S[sampling]
@@ -150,7 +150,7 @@ class ModelRunner:
         if captured is not None and size is not None:
             hidden_TD = captured.run(size, staged)[: int(step.lens_S.sum())]
         else:
-            hidden_TD = self.model.forward(inputs.forward_batch(staged, self.caches))
+            hidden_TD = self.model.forward(inputs.forward_batch(staged, self.cache.layers))
         launched = _Launched(sampling.tolist(), drafts)
         if len(sampling):
             everything = len(sampling) == len(hidden_TD)
@@ -180,9 +180,9 @@ class ModelRunner:
             step_tokens: most tokens of one forward pass.
         """
         inputs = self.input_batch
-        block_ids = list(range(-(-len(token_ids) // inputs.block_size)))
         params = SamplingParams(temperature=0.0, max_tokens=1)
         config = self.model.config
+        block_ids = pages_alone(kv_groups(config), len(token_ids), inputs.block_size, step_tokens)
         offset = config.rope.row_offset(len(token_ids), config.max_model_len)
         row = NewRow("sequence", token_ids, len(token_ids), params, block_ids, rope_offset=offset)
         try:
@@ -192,7 +192,7 @@ class ModelRunner:
                 batch = ScheduledBatch(0, [row.request_id], [start], [length], new_block_ids=[[]], new_rows=new_rows)
                 inputs.apply(batch)
                 staged = inputs.stage(inputs.step_rows(batch))
-                hidden_TD = self.model.forward(inputs.forward_batch(staged, self.caches))
+                hidden_TD = self.model.forward(inputs.forward_batch(staged, self.cache.layers))
                 for hidden_XD in torch.split(hidden_TD, PROMPT_LOGPROBS_CHUNK):
                     yield self.model.compute_logits(hidden_XD)
         finally:

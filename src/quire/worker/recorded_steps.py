@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from quire.forward_batch import ForwardBatch, LayerCache
+from quire.forward_batch import ForwardBatch, LayerCache, StepTable
 from quire.kernels import cpu
 from quire.kernels.recording import Arena, record
 from quire.logs import get_logger
@@ -20,6 +21,8 @@ from quire.models.decoder import Decoder
 from quire.worker.input_batch import InputBatch, Padding, StagedStep, StepRows
 
 logger = get_logger(__name__)
+
+Inputs = TypeVar("Inputs", ForwardBatch, StepTable)
 
 MAX_TOKENS = 32  # with more, what Python costs is lost in the kernels' time
 _MIN_TABLE_WIDTH = 64
@@ -85,30 +88,37 @@ class RecordedSteps:
         return result_TD
 
 
-def _with_own_inputs(batch: ForwardBatch) -> ForwardBatch | None:
+def _with_own_inputs(batch: Inputs) -> Inputs | None:
     """The batch with tensors of its own, which stay where they are; None: it has something that is no tensor."""
     own: dict[str, Any] = {}
     for name, value in _inputs_of(batch):
-        if name in _FIXED_FIELDS:
-            continue
-        if not isinstance(value, Tensor):
-            logger.debug("steps are not recorded: ForwardBatch.%s is no tensor", name)
+        if name == "tables":
+            own[name] = tuple(_with_own_inputs(table) for table in value)
+            if any(table is None for table in own[name]):
+                return None
+        elif isinstance(value, Tensor):
+            shape = list(value.shape)
+            if name == "block_tables_SM":
+                shape[1] = max(_MIN_TABLE_WIDTH, 1 << (shape[1] - 1).bit_length())
+            with torch.inference_mode(False):
+                own[name] = torch.zeros(shape, dtype=value.dtype)
+        elif name not in _FIXED_FIELDS:
+            logger.debug("steps are not recorded: %s.%s is no tensor", type(batch).__name__, name)
             return None
-        shape = list(value.shape)
-        if name == "block_tables_SM":
-            shape[1] = max(_MIN_TABLE_WIDTH, 1 << (shape[1] - 1).bit_length())
-        with torch.inference_mode(False):
-            own[name] = torch.zeros(shape, dtype=value.dtype)
     return replace(batch, **own)
 
 
-def _copy_inputs(batch: ForwardBatch, to: ForwardBatch) -> bool:
+def _copy_inputs(batch: ForwardBatch | StepTable, to: ForwardBatch | StepTable) -> bool:
     """Copy all that a layer may read and that changes from step to step; False: something does not fit.
 
     A tensor may be smaller than the place that it has: tables have the width of the longest one.
     """
     for name, value in _inputs_of(batch):
         target = getattr(to, name)
+        if name == "tables":
+            if len(value) != len(target) or not all(map(_copy_inputs, value, target)):
+                return False
+            continue
         if name in _FIXED_FIELDS:
             if value is not target:
                 return False
@@ -123,5 +133,10 @@ def _copy_inputs(batch: ForwardBatch, to: ForwardBatch) -> bool:
     return True
 
 
-def _inputs_of(batch: ForwardBatch) -> list[tuple[str, Any]]:
-    return [(field.name, getattr(batch, field.name)) for field in fields(batch)]
+def _inputs_of(batch: ForwardBatch | StepTable) -> list[tuple[str, Any]]:
+    return [(name, getattr(batch, name)) for name in _field_names(type(batch))]
+
+
+@cache
+def _field_names(kind: type[ForwardBatch] | type[StepTable]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))

@@ -10,7 +10,6 @@ import torch
 
 from quire.cost import devices
 from quire.errors import MemoryPlanError
-from quire.forward_batch import LayerCache
 from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
 from quire.loader.load import load_model
@@ -23,6 +22,7 @@ from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
 from quire.worker.gpu_memory import OnGpu
 from quire.worker.host_memory import OnHost
+from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner, PendingStep
 from quire.worker.prefault import Prefault
 
@@ -37,9 +37,7 @@ class Place(Protocol):
         """Memory and time of a step, measured on a KV cache that is thrown away."""
         ...
 
-    def runner(
-        self, model: CausalLM, caches: list[LayerCache], settings: WorkerSettings, progress: Progress
-    ) -> ModelRunner:
+    def runner(self, model: CausalLM, cache: PagedCache, settings: WorkerSettings, progress: Progress) -> ModelRunner:
         """What runs the steps, with those captured that are repeated."""
         ...
 
@@ -62,7 +60,7 @@ class DeviceWorker:
         self.place: Place
         self.model: CausalLM
         self.measured: Measured
-        self.caches: list[LayerCache]
+        self.cache: PagedCache
         self.runner: ModelRunner
         self._prefault: Prefault
 
@@ -106,7 +104,7 @@ class DeviceWorker:
         form = replace(self.settings.model, max_model_len=size.max_model_len)
         self.settings = replace(self.settings, model=form)
         try:
-            self.caches = kv_cache.allocate_for(self.model.config, form, size.num_blocks, self.place.memory_device)
+            self.cache = kv_cache.allocate_for(self.model.config, form, size.num_blocks, self.place.memory_device)
         except RuntimeError as error:  # torch's allocator: more than the system promises to anybody
             raise MemoryPlanError(
                 f"The system refuses {shown_bytes(size.num_bytes)} for the KV cache",
@@ -114,10 +112,10 @@ class DeviceWorker:
                 fix=f"Lower --kv-cache-memory-bytes, {self.place.kv_cache_knob} or --num-gpu-blocks-override",
                 param="kv_cache_memory_bytes",
             ) from error
-        self._prefault = Prefault(self.caches)
+        self._prefault = Prefault(self.cache.pages)
 
     def capture(self) -> None:
-        self.runner = self.place.runner(self.model, self.caches, self.settings, self._progress)
+        self.runner = self.place.runner(self.model, self.cache, self.settings, self._progress)
 
     def submit(self, batch: ScheduledBatch) -> PendingStep:
         return self.runner.submit(batch)

@@ -25,18 +25,20 @@ TOLERANCES = {torch.float32: (5e-6, 1e-5), torch.float16: (2e-3, 2e-3), torch.bf
 
 
 def make(
-    H: int, G: int, E: int, P: int, rows: list[tuple[int, int]], dtype: torch.dtype
+    H: int, G: int, E: int, P: int, rows: list[tuple[int, int]], dtype: torch.dtype, window: int = 0
 ) -> tuple[Tensor, LayerCache, Tensor, Tensor, Tensor]:
-    """Arguments for rows of (query tokens, length): q as a view of a fused tensor, unused slots of the cache NaN."""
+    """Arguments for rows of (query tokens, length): q as a view of a fused tensor, unseen slots of the cache NaN."""
     generator = torch.Generator().manual_seed(H * 31 + E)
     num_blocks = [-(-length // P) for _, length in rows]
     order = torch.randperm(sum(num_blocks) + 2, generator=generator).int()
     caches = torch.full((2, len(order), G, P, E), math.nan).to(dtype)
     tables = torch.full((len(rows), max(num_blocks) + 1), -1, dtype=torch.int32)
-    for s, ((_, length), count) in enumerate(zip(rows, num_blocks, strict=True)):
-        tables[s, :count] = order[sum(num_blocks[:s]) :][:count]
-        blocks, offsets = tables[s].long()[torch.arange(length) // P], torch.arange(length) % P
-        caches[:, blocks, :, offsets] = torch.randn(length, 2, G, E, generator=generator).to(dtype)
+    for s, ((query_len, length), count) in enumerate(zip(rows, num_blocks, strict=True)):
+        first = max(length - query_len - window + 1, 0) if window else 0
+        tables[s, first // P : count] = order[sum(num_blocks[:s]) :][first // P : count]
+        positions = torch.arange(first, length)  # what no token of the call sees is nowhere
+        blocks, offsets = tables[s].long()[positions // P], positions % P
+        caches[:, blocks, :, offsets] = torch.randn(len(positions), 2, G, E, generator=generator).to(dtype)
     query_lens = torch.tensor([query_len for query_len, _ in rows])
     fused = torch.randn(int(query_lens.sum()), (H + 3) * E, generator=generator).to(dtype)
     caches = caches.to(DEVICE)
@@ -64,7 +66,7 @@ MIXED = [
 def test_equals_the_twin(
     H: int, G: int, E: int, P: int, window: int, soft_cap: float, rows: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
-    arguments = make(H, G, E, P, rows, dtype)
+    arguments = make(H, G, E, P, rows, dtype, window)
     rule = AttentionRule(1.3 / math.sqrt(E), window, soft_cap)
     expected = reference.paged_attention(*arguments, rule)
     out = torch.full_like(expected, math.nan)
@@ -76,7 +78,7 @@ def test_equals_the_twin(
 @pytest.mark.parametrize(("segments", "window"), [(2, 0), (8, 0), (4, 40)])
 def test_split_sequences_equal_the_twin(dtype: torch.dtype, segments: int, window: int) -> None:
     """Lengths from less than a tile to several segments; a window that leaves whole segments out."""
-    arguments = make(6, 2, 64, 16, [(1, 3), (1, 200), (1, 33), (1, 129)], dtype)
+    arguments = make(6, 2, 64, 16, [(1, 3), (1, 200), (1, 33), (1, 129)], dtype, window)
     rule = AttentionRule(0.2, window)
     expected = reference.paged_attention(*arguments, rule)
     out = torch.full_like(expected, math.nan)
@@ -92,6 +94,8 @@ def test_caches_of_codes(codes: torch.dtype, dtype: torch.dtype) -> None:
     for rows, segments in ((MIXED[0][-1], 1), ([(1, 3), (1, 100)], 4)):
         q_THE, elements, *tables = make(4, 2, 40, 16, rows, dtype)
         (k_codes, k_scales), (v_codes, v_scales) = (kv_codes.encode(x.float(), codes) for x in elements.tensors())
+        if k_scales is not None and v_scales is not None:
+            k_scales, v_scales = torch.stack((k_scales, v_scales), 1).unbind(1)  # as in a page
         cache, rule = LayerCache(k_codes, v_codes, k_scales, v_scales), AttentionRule(0.2)
         expected = reference.paged_attention(q_THE, cache, *tables, rule)
         assert expected.isfinite().all()

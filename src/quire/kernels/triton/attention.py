@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quire.forward_batch import LayerCache
 from quire.kernels import gpu
-from quire.kernels.guards import check_alike, check_contiguous
+from quire.kernels.guards import check_strides
 from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2
@@ -68,6 +68,8 @@ def _attend(
     scale,
     soft_cap,
     cache_stride_b,
+    scales_stride_b,
+    first,
     E: tl.constexpr,
     P: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -78,7 +80,10 @@ def _attend(
     CODES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Maxima (of log2) and sums [BLOCK_M], unnormalised output [BLOCK_M, BLOCK_E] over the keys begin .. end."""
+    """Maxima (of log2) and sums [BLOCK_M], unnormalised output [BLOCK_M, BLOCK_E] over the keys begin .. end.
+
+    Of a window, keys before `first` are not read.
+    """
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -87,6 +92,8 @@ def _attend(
     for start in range(begin, end, TILE):
         key = start + tl.arange(0, TILE)
         is_key = key < end
+        if WINDOW > 0:
+            is_key = is_key & (key >= first)
         page = tl.load(table_ptr + key // P, mask=is_key, other=0).to(tl.int64)
         at = page * cache_stride_b + at_head + (key % P) * E
         k = tl.load(k_cache_ptr + at[None, :] + e[:, None], mask=is_key[None, :] & is_e[:, None], other=0)
@@ -99,7 +106,7 @@ def _attend(
         else:
             scores = tl.dot(q, k, input_precision="ieee") * scale
         if CODES == "int8":
-            scale_at = (page * tl.num_programs(1) + tl.program_id(1)) * P + key % P
+            scale_at = page * scales_stride_b + tl.program_id(1) * P + key % P
             scores *= tl.load(k_scales_ptr + scale_at, mask=is_key, other=0.0)[None, :]
         if HAS_SOFT_CAP:
             scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
@@ -154,6 +161,7 @@ def _attention_kernel(
     out_stride_h,
     cache_stride_b,
     cache_stride_g,
+    scales_stride_b,
     table_stride,
     GROUP: tl.constexpr,
     E: tl.constexpr,
@@ -196,9 +204,10 @@ def _attention_kernel(
 
     last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
     end = seq_len - query_len + last_query + 1  # keys that the last row sees
-    begin = 0
+    first = 0  # key that the first row sees: what is before it may hold anything, and its block may be no number
     if WINDOW > 0:
-        begin = tl.maximum(seq_len - query_len + first_query - WINDOW + 1, 0) // TILE * TILE
+        first = tl.maximum(seq_len - query_len + first_query - WINDOW + 1, 0)
+    begin = first // TILE * TILE
     if SEGMENTS > 1:
         segment_len = RANGE if RANGE > 0 else tl.cdiv(tl.cdiv(seq_len, SEGMENTS), TILE) * TILE
         segment = tl.program_id(2)
@@ -227,6 +236,8 @@ def _attention_kernel(
                 scale,
                 soft_cap,
                 cache_stride_b,
+                scales_stride_b,
+                first,
                 E,
                 P,
                 BLOCK_E,
@@ -253,6 +264,8 @@ def _attention_kernel(
             scale,
             soft_cap,
             cache_stride_b,
+            scales_stride_b,
+            first,
             E,
             P,
             BLOCK_E,
@@ -447,8 +460,7 @@ def paged_attention(
     k_cache_BGPE, v_cache_BGPE = cache.k_BGPE, cache.v_BGPE
     G, P = k_cache_BGPE.shape[1:3]
     S, group = seq_lens_S.shape[0], H // G
-    check_contiguous(k_scales=cache.k_scales_BGP, v_scales=cache.v_scales_BGP)
-    check_alike(k_cache_BGPE, v_cache_BGPE)
+    check_strides(cache)
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
@@ -486,6 +498,7 @@ def paged_attention(
         *q_THE.stride()[:2],
         *out_THE.stride()[:2],
         *k_cache_BGPE.stride()[:2],
+        0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
         block_tables_SM.stride(0),
         GROUP=group,
         E=E,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.forward_batch import LayerCache
-from quire.kernels.guards import check_alike, check_contiguous
+from quire.kernels.guards import check_strides
 from quire.kernels.layer_rules import HeadRotation
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import next_power_of_2
@@ -92,6 +92,7 @@ def _rope_and_cache_kernel(
     v_stride_g,
     cache_stride_b,
     cache_stride_g,
+    scales_stride_b,
     eps,
     weight_offset,
     H: tl.constexpr,
@@ -122,7 +123,7 @@ def _rope_and_cache_kernel(
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             at = (slot // P) * cache_stride_b + group * cache_stride_g + (slot % P) * E
-            scale_at = ((slot // P) * G + group) * P + slot % P
+            scale_at = (slot // P) * scales_stride_b + group * P + slot % P
             k = _normed_and_rotated(
                 k_ptr + token * k_stride_t + group * k_stride_g,
                 k_weight_ptr,
@@ -156,8 +157,7 @@ def rope_and_cache(
     T, H, E = q_THE.shape
     k_cache_BGPE, v_cache_BGPE, cos_sin_PR = cache.k_BGPE, cache.v_BGPE, rotation.cos_sin_PR
     G, P = k_cache_BGPE.shape[1:3]
-    check_contiguous(k_scales=cache.k_scales_BGP, v_scales=cache.v_scales_BGP)
-    check_alike(k_cache_BGPE, v_cache_BGPE)
+    check_strides(cache)
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
@@ -179,6 +179,7 @@ def rope_and_cache(
         *k_TGE.stride()[:2],
         *v_TGE.stride()[:2],
         *k_cache_BGPE.stride()[:2],
+        0 if cache.k_scales_BGP is None else cache.k_scales_BGP.stride(0),
         rotation.norm_eps,
         rotation.norm_weight_offset,
         H=H,
