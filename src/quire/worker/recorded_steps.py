@@ -6,8 +6,7 @@ Dimensions: T tokens, S sequences, M blocks in the longest table, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -134,9 +133,4 @@ def _copy_inputs(batch: ForwardBatch | StepTable, to: ForwardBatch | StepTable) 
 
 
 def _inputs_of(batch: ForwardBatch | StepTable) -> list[tuple[str, Any]]:
-    return [(name, getattr(batch, name)) for name in _field_names(type(batch))]
-
-
-@cache
-def _field_names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+    return [(name, getattr(batch, name)) for name in batch.__dataclass_fields__]
