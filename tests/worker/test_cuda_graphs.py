@@ -311,7 +311,9 @@ def test_a_padded_replay_gives_what_the_rows_alone_give(num_rows: int) -> None:
         for each in (setup, plain):
             for row in range(num_rows):  # 29 tokens fit the staging one row at a time
                 whole = each.step(lens, starts)
-                alone = replace(whole, **{name: getattr(whole, name)[row : row + 1] for name in StepRows.__slots__})
+                alone = replace(
+                    whole, **{name: getattr(whole, name)[row : row + 1] for name in ("rows_S", "starts_S", "lens_S")}
+                )
                 each.model.forward(each.inputs.forward_batch(each.inputs.stage(alone), each.caches))
             step = each.step([1] * num_rows, [29] * num_rows)
             if each is setup:

@@ -138,7 +138,7 @@ def test_drafts_are_computed_behind_the_known_tokens_and_written_over() -> None:
     packed = inputs.forward_batch(staged, [])
     assert packed.token_ids_T.tolist() == [9, 20, 21, 22, 2]
     first_of_a, first_of_b = 4 * BLOCK_SIZE, 5 * BLOCK_SIZE
-    assert packed.slot_mapping_T.tolist() == [*range(first_of_a + 2, first_of_a + 6), first_of_b + 1]
+    assert packed.tables[0].slot_mapping_T.tolist() == [*range(first_of_a + 2, first_of_a + 6), first_of_b + 1]
     assert staged.logits_indices_R.tolist() == [0, 1, 2, 3, 4]
     sampled = SampledTokens([20, 50, 51, 52, 60])
     assert step.drafts is not None
@@ -152,7 +152,7 @@ def test_drafts_are_computed_behind_the_known_tokens_and_written_over() -> None:
     inputs.apply(batch)
     packed = inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [])
     assert packed.token_ids_T.tolist() == [50, 60]
-    assert packed.slot_mapping_T.tolist() == [first_of_a + 4, first_of_b + 2]
+    assert packed.tables[0].slot_mapping_T.tolist() == [first_of_a + 4, first_of_b + 2]
     assert inputs.sampling.num_output_tokens_C[[inputs.row_of["a"], inputs.row_of["b"]]].tolist() == [2, 1]
 
 
