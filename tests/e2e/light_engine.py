@@ -8,75 +8,84 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from concurrent.futures import Future
+from types import ModuleType
 
-from quire.config import EngineConfig
 from quire.cost import devices
 from quire.cost.stopwatch import Lap
 from quire.engine import process
 from quire.engine.deterministic import DeterministicExecutor
 from quire.kernels import extension
-from quire.memory_plan import plan_kv_cache, predict_memory
+from quire.life_cycle import CacheSize, Measured, WorkerSettings
+from quire.memory_plan import MemoryFacts, least_work_bytes, logits_bytes
 from quire.messages import Progress
 from quire.model_config import ModelConfig
-from quire.resolve import resolve, shown_bytes
+from quire.resolve import DeviceFacts, shown_bytes
 from quire.schedule import Pending, ScheduledBatch, StepResult
-from quire.settings import Planned
+from quire.weight_format import packs_floats
 
 STEP_SECONDS = 0.003  # so that answers are seen on their way
 
 
-class Runner(DeterministicExecutor):
-    """Takes batches itself, as the runner of a device that runs ahead does."""
+class LightWorker:
+    """See quire.life_cycle.Worker: with the phases, and the plan, of one that reads weights."""
 
-    device = SimpleNamespace(runs_ahead=True)
+    def __init__(self, model_config: ModelConfig, progress: Progress) -> None:
+        self._model, self._progress = model_config, progress
+
+    def facts(self, wants_gpu: bool) -> DeviceFacts:
+        return devices.detect(extension.chosen_isa())
+
+    def load(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        model, isa = settings.model, settings.device.isa
+        self._weights = self._model.weight_bytes(model.dtype, model.quantization, is_packed=packs_floats(isa))
+        self._progress("load", 1.0, f"{shown_bytes(self._weights)} of nothing")
+
+    def measure(self) -> Measured:
+        settings = self._settings
+        logits = logits_bytes(self._model, settings.max_num_seqs)
+        work = least_work_bytes(self._model, settings.max_num_batched_tokens, settings.model.dtype)
+        memory = MemoryFacts(
+            total_bytes=devices.total_memory_bytes(),
+            free_bytes=devices.free_memory_bytes() - self._weights,
+            weight_bytes=self._weights,
+            work_bytes=work + logits,
+            logits_bytes=logits,
+        )
+        return Measured(memory, 256, Lap(0.01))
+
+    def allocate(self, size: CacheSize) -> None:
+        vocab_size = min(1000, self._model.vocab_size)
+        self._steps = DeterministicExecutor(size.num_blocks, self._settings.model.block_size, vocab_size=vocab_size)
+
+    def capture(self) -> None:
+        """Nothing is captured."""
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        future: Future[StepResult] = Future()
+        try:
+            future.set_result(self.execute(batch))
+        except Exception as error:  # delivered by result(), as from any worker
+            future.set_exception(error)
+        return future
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
         time.sleep(STEP_SECONDS)
         for row in batch.new_rows:
             if row.sampling_params.temperature == 0:  # greedy: its seed, which the front end has drawn, means nothing
                 row.sampling_params.seed = 0
-        return super().submit(batch)
+        return self._steps.submit(batch).result()
 
-
-class NoPages:
-    """Stands for the KV cache's memory, of which there is none."""
-
-    def step(self, num_ever_used: int) -> bool:
+    def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return False
-
-
-@dataclass(frozen=True)
-class Worker:
-    """See quire.worker.worker."""
-
-    runner: Runner
-    resolved: Planned
-    measured_step: tuple[int, Lap]
-    prefault: NoPages
-
-
-def start_worker(config: EngineConfig, model_config: ModelConfig, *, is_server: bool, progress: Progress) -> Worker:
-    """With the phases, and the plan, of a start that reads weights."""
-    device = devices.detect(extension.chosen_isa())
-    resolved = resolve(config, model_config, device, is_server=is_server)
-    progress("load", 0.0, "")
-    memory = predict_memory(resolved, model_config, device)
-    progress("load", 1.0, f"{shown_bytes(memory.weight_bytes)} of nothing")
-    progress("warm up", 0.0, "measuring nothing")
-    planned = plan_kv_cache(config, model_config, resolved, memory)
-    sizes = (planned.memory.num_blocks, planned.model.block_size)
-    runner = Runner(*sizes, vocab_size=min(1000, model_config.vocab_size))
-    return Worker(runner, planned, (256, Lap(0.01, 0.0)), NoPages())
 
 
 def without_torch() -> None:
     """From now on, quire.engine.start finds this worker."""
-    worker, prefault = ModuleType("quire.worker.worker"), ModuleType("quire.worker.prefault")
-    worker.__dict__.update(Worker=Worker, start_worker=start_worker)
-    prefault.__dict__.update(Prefault=NoPages)
-    sys.modules |= {module.__name__: module for module in (worker, prefault)}
+    module = ModuleType("quire.worker.worker")
+    module.__dict__["DeviceWorker"] = LightWorker
+    sys.modules[module.__name__] = module
 
 
 if __name__ == "__main__":

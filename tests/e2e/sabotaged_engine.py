@@ -75,7 +75,7 @@ def main() -> int:
         from tests.e2e import light_engine
 
         light_engine.without_torch()
-        light_engine.Runner._execute = sabotaged(light_engine.Runner._execute)  # type: ignore[method-assign]
+        light_engine.LightWorker.execute = sabotaged(light_engine.LightWorker.execute)  # type: ignore[method-assign]
     else:
         import torch
 

@@ -215,16 +215,13 @@ def test_two_ranks_give_the_tokens_of_one(is_async: bool) -> None:
 
 
 def test_a_step_that_fails_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
-    """Its requests end with an error, and the ranks go on together."""
+    """It is computed again by all ranks, from the same state: the tokens are those of a run without a failure."""
     engine = started(2)
     executor = engine.executor
     assert isinstance(executor, ThreadExecutor)
     second = executor.workers[1]
     assert isinstance(second, Rank)
-    second.fails_at = second.num_steps + 2
-    with pytest.raises(AssertionError, match=r"The model step failed \(RuntimeError\)"):
-        run(engine.core, PROMPTS)
+    second.fails_at = second.num_steps + 4
+    assert run(engine.core, PROMPTS) == run(started(1).core, PROMPTS)
     assert "Worker 2 of 2 failed: OSError: the link is down" in caplog.text
-    while engine.core.has_work():
-        engine.core.step()
     assert run(engine.core, PROMPTS, prefix="again") == run(started(1).core, PROMPTS)

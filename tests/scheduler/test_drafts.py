@@ -63,11 +63,12 @@ def test_with_several_batches_in_flight(depth: int, right: float) -> None:
     """Drafts are given where a newest token is known, and then for as long as the proposer has any."""
     guesser = Guesser(right)
     driver = Driver(proposer=guesser, depth=depth, max_num_seqs=40, num_blocks=256)
+    messages = [request(f"r{i}", prompt(5 + i, i), max_tokens=60, seed=i) for i in range(6)]
 
     def narrow(index: int) -> None:  # whom some steps have no token for knows its newest one behind them
         driver.core.set_limits(SetLimits(max_num_batched_tokens=1 if index % 8 < 4 else 64))
 
-    for message in mixed():
+    for message in messages:
         driver.add(message)
     driver.run(narrow)
     driver.check_outputs()
@@ -77,8 +78,8 @@ def test_with_several_batches_in_flight(depth: int, right: float) -> None:
 @pytest.mark.parametrize("at", range(3))
 def test_preemption_while_drafts_are_in_flight(at: int) -> None:
     driver = Driver(proposer=Guesser(0.7), depth=2, max_num_seqs=40, num_blocks=256)
-    for message in mixed():
-        driver.add(message)
+    for i in range(6):
+        driver.add(request(f"r{i}", prompt(5 + i, i), max_tokens=60, seed=i))
     verifying = []
 
     def preempt(index: int) -> None:
@@ -94,12 +95,11 @@ def test_preemption_while_drafts_are_in_flight(at: int) -> None:
 
 
 def test_nobody_is_preempted_for_drafts() -> None:
-    """Blocks that suffice for all without drafts suffice with them, and a request alone may draft to its last token."""
-    messages = [request(f"r{i}", prompt(SIZE, i), max_tokens=SIZE + 1) for i in range(4)]
-    driver = Driver(num_blocks=8, max_num_seqs=30, proposer=Guesser(0.5, longest=9))
-    driver.run_all(*messages)
-    assert all(driver.last(message.request_id).num_preemptions == 0 for message in messages)
-    assert any(any(batch.draft_token_ids) for batch in driver.batches)
+    """The first request needs its third block only when the second one has ended, and drafts must not take it first."""
+    for seed in range(10):
+        driver = Driver(num_blocks=4, max_num_seqs=30, proposer=Guesser(1.0, longest=9, seed=seed))
+        driver.run_all(request("long", prompt(SIZE), max_tokens=6), request("short", prompt(SIZE, 1), max_tokens=2))
+        assert all(driver.last(name).num_preemptions == 0 for name in driver.messages)
 
 
 def test_drafts_leave_a_token_and_a_row_of_logits_for_everybody() -> None:

@@ -128,6 +128,11 @@ class KVCacheManager:
         """Share of pages that running requests hold. Cached pages without an owner count as free."""
         return self.pool.num_used_blocks / self.pool.num_blocks
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of tokens, each with a page for every block table, that the free pages make."""
+        return self.pool.num_free_blocks // self._width
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

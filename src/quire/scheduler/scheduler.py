@@ -343,7 +343,7 @@ class Scheduler:
     def _draft(self, request: Request, most: int) -> Sequence[int]:
         """Drafts behind the newest token, if that is known: see Proposer.
 
-        Nobody is preempted for drafts: without free blocks there are none.
+        Nobody is preempted for drafts: there are none unless a free block is left for each running request.
         """
         assert self._proposer is not None
         if request.num_in_flight_tokens:
@@ -351,7 +351,9 @@ class Scheduler:
         most = min(most, request.max_tokens - len(request.output_token_ids) - 1)
         if self._rope_switches_after is not None and not request.rope_offset:
             most = min(most, self._rope_switches_after - request.num_tokens)
-        drafts = self._proposer.propose(request, most)[:most] if most > 0 else ()
+        if most <= 0 or self.kv.num_free_blocks <= len(self._running) + most // self.kv.block_size:
+            return ()
+        drafts = self._proposer.propose(request, most)[:most]
         return drafts if self.kv.extend(request, request.num_tokens + len(drafts)) else ()
 
     def _add_row(self, step: _Step, request: Request, count: int, drafts: Sequence[int] = ()) -> int:

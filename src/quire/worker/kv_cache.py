@@ -90,6 +90,7 @@ def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtyp
         return piece.view(len(pages), *shape)
 
     rows = (spec.num_kv_heads, block_size)
-    elements = view(dtype, *rows, spec.head_dim_k), view(dtype, *rows, spec.head_dim_v)
-    scales = (view(torch.float32, *rows), view(torch.float32, *rows)) if dtype == torch.int8 else (None, None)
-    return LayerCache(*elements, *scales, table)
+    k_BGPE, v_BGPE = view(dtype, *rows, spec.head_dim_k), view(dtype, *rows, spec.head_dim_v)
+    if dtype != torch.int8:
+        return LayerCache(k_BGPE, v_BGPE, table=table)
+    return LayerCache(k_BGPE, v_BGPE, view(torch.float32, *rows), view(torch.float32, *rows), table)

@@ -138,5 +138,5 @@ def _inputs_of(batch: ForwardBatch | StepTable) -> list[tuple[str, Any]]:
 
 
 @cache
-def _field_names(kind: type[ForwardBatch] | type[StepTable]) -> tuple[str, ...]:
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
