@@ -30,6 +30,7 @@ def test_weights_of_norms_may_be_loaded_after_a_step() -> None:
         for each in (layer, make_layer(spec, weights)[0]):
             batch, _, _, queries = make_batch(spec, 8, [(3, 3)])
             k_TGE = torch.ones(3, spec.num_kv_heads, spec.head_dim)
-            batch.slot_mapping_T = batch.block_tables_SM[0, 0].long() * 8 + torch.arange(3)
+            (table,) = batch.tables
+            table.slot_mapping_T = table.block_tables_SM[0, 0].long() * 8 + torch.arange(3)
             results.append(each(queries, k_TGE, k_TGE, batch))
         assert torch.equal(*results)
