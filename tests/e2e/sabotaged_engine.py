@@ -71,18 +71,20 @@ def sabotaged(execute: Execute) -> Execute:
 
 
 def main() -> int:
-    if sys.argv[2] == "light":
-        from tests.e2e import light_engine
+    from tests.e2e import light_engine
 
+    worker: Any = light_engine.LightWorker
+    if sys.argv[2] == "light":
         light_engine.without_torch()
-        light_engine.LightWorker.execute = sabotaged(light_engine.LightWorker.execute)  # type: ignore[method-assign]
     else:
         import torch
 
-        from quire.worker.model_runner import ModelRunner
+        from quire.worker.worker import DeviceWorker
 
         torch.set_num_threads(1)
-        ModelRunner.execute = sabotaged(ModelRunner.execute)  # type: ignore[method-assign]
+        worker = DeviceWorker
+        worker.submit = light_engine.LightWorker.submit  # which is execute(), at once
+    worker.execute = sabotaged(worker.execute)
     process.BEAT_SECONDS = 0.1
     StepCost.predict = lambda self, num_tokens: LONG_SECONDS if num_tokens == LONG_PROMPT else 0.0  # type: ignore[method-assign]
     return process.main()

@@ -40,6 +40,12 @@ def test_requests_can_leave_the_cache_unread() -> None:
     assert off.pool.num_cached_blocks == 0
 
 
+def test_a_prompt_of_whole_blocks_leaves_one_to_compute() -> None:
+    """Without a token to compute there would be no logits."""
+    driver = Driver()
+    assert [cached(driver, name, list(range(12))) for name in ("first", "second")] == [0, 8]
+
+
 def test_output_is_cached_too() -> None:
     driver = Driver()
     first = driver.run_all(request("first", range(6), 8))["first"]
