@@ -118,7 +118,16 @@ def test_what_is_said_is_plain_data() -> None:
         WorkerSettings.of(resolve(config, MODEL, WITH_GPU, is_server=True)),
         Measured(memory_for(7), 64, Lap(0.25, 0.5)),
         CacheSize(7, 7 * BLOCK, 112),
-        ScheduledBatch(3, ["a"], [0], [2], [[]], [NewRow("a", [1, 2], 2, SamplingParams(seed=4, stop=["x"]), [9])]),
+        ScheduledBatch(
+            step_id=3,
+            request_ids=["a"],
+            num_computed_tokens=[0],
+            num_scheduled_tokens=[2],
+            num_logits=[1],
+            draft_token_ids=[[]],
+            new_block_ids=[[]],
+            new_rows=[NewRow("a", [1, 2], 2, SamplingParams(seed=4, stop=["x"]), [9])],
+        ),
         StepResult(3, [[17]], errors={1: "why"}),
     )
     for message in said:
