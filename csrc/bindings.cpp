@@ -52,6 +52,7 @@ std::vector<int> thread_pool_probe(int num_tasks) {
 
 NB_MODULE(_C, m) {
   m.doc() = "CPU kernels of Quire";
+  nb::set_leak_warnings(false);  // a model that lives until the interpreter ends keeps its packed weights and caches
   m.def("isas", isas, "Names of the instruction sets this CPU can run, worst first");
   m.def("isa", [] { return std::string(quire::isa_name(quire::active_isa())); }, "Name of the active instruction set");
   m.def("set_isa", set_isa, nb::arg("name"));
