@@ -25,7 +25,7 @@ import transformers
 
 import quire.demo
 from quire import LLM, SamplingParams
-from quire.bench import report
+from quire.measure import report
 
 STATIC_BATCH = 16
 MIN_INPUT, MAX_INPUT, MIN_OUTPUT, MAX_OUTPUT = 16, 128, 4, 160

@@ -27,13 +27,13 @@ import uvicorn
 import uvloop
 
 import quire.demo
-from quire.bench import report
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.replica import Replica
 from quire.frontend.tokenizer import Tokenizer
+from quire.measure import report
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.app import create_app
 from quire.server.state import ServerSettings

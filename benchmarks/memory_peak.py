@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quire.bench import report
+from quire.measure import report
 
 FORMATS = ("bfloat16", "int8", "int4", "fp8")
 MIB = 1 << 20

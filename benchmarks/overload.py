@@ -25,11 +25,11 @@ from typing import Any
 
 import uvloop
 
-from quire.bench import report
-from quire.bench.load import Run
-from quire.bench.options import Report, Target, Traffic, Workload
-from quire.bench.serving import Plan, find_server, one_round, warm_up
-from quire.bench.statistics import measure
+from quire.measure import report
+from quire.measure.load import Run
+from quire.measure.options import Report, Target, Traffic, Workload
+from quire.measure.serving import Plan, find_server, one_round, warm_up
+from quire.measure.statistics import measure
 
 INPUT_LEN, OUTPUT_LEN, MAX_NUM_SEQS, MAX_QUEUED = 64, 128, 16, 16
 FACTOR = 5

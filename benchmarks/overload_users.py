@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from quire.bench import report
+from quire.measure import report
 
 MAX_NUM_SEQS, MAX_QUEUED = 8, 16
 FEW, MANY = 24, 240

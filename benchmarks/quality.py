@@ -22,12 +22,12 @@ import gguf
 
 import quire.demo
 from quire import LLM, SamplingParams
+from quire.checkpoint_writer.run import Options, quantize
 from quire.config import EngineConfig
 from quire.demo.data import Entry, chats, clean_entries, questions
 from quire.gguf.file import open_gguf
 from quire.quality import measure
 from quire.quality.summary import Estimate, summarize
-from quire.quantize.run import Options, quantize
 from quire.resolve import shown_bytes
 
 CONTEXT = 1024

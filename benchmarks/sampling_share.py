@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire.bench import report
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.start import start_engine
-from quire.launch import find_model
+from quire.entry.launch import find_model
+from quire.measure import report
 from quire.messages import AddRequest
 from quire.sampling_params import SamplingParams
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from quire.bench import report
+from quire.measure import report
 
 PROBE_SECONDS = 0.005
 WAYS = {"as it is": (), "--packed-weights-cache": ("--packed-weights-cache",)}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import AsyncLLM, SamplingParams
-from quire.bench import report
+from quire.measure import report
 from quire.messages import SetLimits
 
 SHAPE = {

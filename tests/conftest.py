@@ -8,7 +8,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from quire.cost import devices
+from quire.planning import devices
 from tests.examples import examples
 
 # Torch's threads wait for each other by spinning: with several, on a machine that does other things too, the many small

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from quire.kv_format import KV_FORMATS
-from quire.kv_groups import KvGroup, kv_groups, num_tables, page_bytes, pages_alone, pages_for, table_of_layer
+from quire.formats.kv_format import KV_FORMATS
+from quire.formats.kv_groups import KvGroup, kv_groups, num_tables, page_bytes, pages_alone, pages_for, table_of_layer
 from quire.layer_spec import KvSpec
-from quire.memory_plan import KvPages
 from quire.model_config import ModelConfig, load_model_config
+from quire.planning.memory_plan import KvPages
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler.block_pool import BlockPool

@@ -9,9 +9,9 @@ import pytest
 
 from quire import demo
 from quire.config import EngineConfig, ServerConfig
-from quire.memory_plan import MemoryFacts, plan_kv_cache
 from quire.model_config import load_model_config
 from quire.option import Source, options
+from quire.planning.memory_plan import MemoryFacts, plan_kv_cache
 from quire.resolve import DeviceFacts, GpuFacts, resolve, resolve_server
 from quire.settings import Planned
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from quire import demo
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryPlanError
-from quire.kv_format import KV_FORMATS, kv_format
-from quire.memory_plan import MemoryFacts, plan_kv_cache, weights_do_not_fit
+from quire.formats.kv_format import KV_FORMATS, kv_format
 from quire.model_config import ModelConfig, load_model_config
+from quire.planning.memory_plan import MemoryFacts, plan_kv_cache, weights_do_not_fit
 from quire.resolve import DeviceFacts, resolve, shown_bytes
 from quire.settings import Planned
 

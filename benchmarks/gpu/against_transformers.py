@@ -32,8 +32,8 @@ import torch
 from engine import SHAPES, WORKLOAD, Engine, percent_of_limit, write_config
 from kernels import limits
 
-from quire.bench import report
-from quire.bench.floor import Machine
+from quire.measure import report
+from quire.measure.floor import Machine
 from quire.model_config import load_model_config
 
 SIDES = ("quire", "transformers")

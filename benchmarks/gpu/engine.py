@@ -26,13 +26,13 @@ import machine
 import torch
 from kernels import limits
 
-from quire.bench import report
-from quire.bench.floor import Machine, Work, floor
 from quire.config import EngineConfig
 from quire.engine.start import StartedEngine, start_engine
-from quire.flashinfer_facts import why_not_flashinfer
+from quire.measure import report
+from quire.measure.floor import Machine, Work, floor
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig
+from quire.planning.flashinfer_facts import why_not_flashinfer
 from quire.sampling_params import SamplingParams
 from quire.schedule import StepRecord
 

@@ -24,8 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.bench import report
-from quire.bench.floor import Machine
+from quire.formats.weight_format import GGUF, GroupedFormat
 from quire.forward_batch import LayerCache
 from quire.kernels.fp8 import fp8_linear, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
@@ -35,7 +34,8 @@ from quire.kernels.kv_codes import CODE_DTYPES
 from quire.kernels.layer_rules import AttentionRule, HeadRotation
 from quire.kernels.triton import activation, attention, dense, norm, rope_cache, sampling
 from quire.kernels.triton.launch import has_wgmma
-from quire.weight_format import GGUF, GroupedFormat
+from quire.measure import report
+from quire.measure.floor import Machine
 
 REPLAYS = 20
 COLD_BYTES = 256 << 20  # of copies: five times the L2 cache of an H100

@@ -59,7 +59,7 @@ def environment(script: str) -> dict[str, Any]:
     import torch
     import triton
 
-    from quire.bench import report
+    from quire.measure import report
 
     return {
         **report.environment("python", f"benchmarks/gpu/{script}"),

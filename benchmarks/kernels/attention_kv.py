@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from attention import COLD_BYTES, add_arguments, causal_flops, median_seconds, sizes_of
 
+from quire.formats.kv_format import KV_FORMATS
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu, kv_codes, ops
 from quire.kernels.layer_rules import AttentionRule
-from quire.kv_format import KV_FORMATS
 
 NAMES = ("fp8_e4m3", "fp8_e5m2", "int8")
 

@@ -26,13 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.formats.weight_format import GGUF, ON_LOAD, Fp8Format, GroupedFormat, WeightFormat
 from quire.kernels import cpu
 from quire.kernels.dense import PackedLinear, linear, pack_linear
 from quire.kernels.fp8 import PackedFp8, fp8_linear, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped import PackedGrouped, grouped_linear, pack_grouped
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.weight_format import GGUF, ON_LOAD, Fp8Format, GroupedFormat, WeightFormat
 
 COLD_BYTES = 640 << 20  # of weight copies per engine
 BURST_S = 0.02

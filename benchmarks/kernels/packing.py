@@ -21,8 +21,8 @@ from attention import median_seconds
 from gemm import FORMATS, random_weight
 from torch import Tensor
 
+from quire.formats.weight_format import GroupedFormat
 from quire.kernels import cpu
-from quire.weight_format import GroupedFormat
 
 PACKED = ("int8", "int4", "q4_k")
 

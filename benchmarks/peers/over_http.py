@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from quire.bench import report
+from quire.measure import report
 
 INPUT_LEN, OUTPUT_LEN = 256, 64
 START_SECONDS = 900  # vLLM compiles on its first start

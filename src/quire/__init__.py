@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "LLM": "quire.llm",
-    "AsyncLLM": "quire.async_llm",
+    "LLM": "quire.entry.llm",
+    "AsyncLLM": "quire.entry.async_llm",
     "EngineConfig": "quire.config",
     "SamplingParams": "quire.sampling_params",
     "BeamSearchParams": "quire.sampling_params",
@@ -28,12 +28,12 @@ _ALIASES = {"EngineArgs": "EngineConfig", "AsyncEngineArgs": "EngineConfig", "As
 __all__ = ["__version__", *_PUBLIC, *_ALIASES]
 
 if TYPE_CHECKING:
-    from quire.async_llm import AsyncLLM as AsyncLLM
     from quire.config import EngineConfig as EngineConfig
+    from quire.entry.async_llm import AsyncLLM as AsyncLLM
+    from quire.entry.llm import LLM as LLM
     from quire.frontend.prompts import PromptType as PromptType
     from quire.frontend.prompts import TextPrompt as TextPrompt
     from quire.frontend.prompts import TokensPrompt as TokensPrompt
-    from quire.llm import LLM as LLM
     from quire.outputs import BeamSearchOutput as BeamSearchOutput
     from quire.outputs import BeamSearchSequence as BeamSearchSequence
     from quire.outputs import CompletionOutput as CompletionOutput

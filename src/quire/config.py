@@ -15,8 +15,9 @@ from typing import Any
 from quire.compat.names import nearest
 from quire.compat.table import FOREIGN, settle
 from quire.errors import ConfigError
+from quire.formats.kv_format import KV_CACHE_DTYPES
+from quire.formats.weight_format import ON_LOAD
 from quire.hf_config.quantization import QUANTIZATION_NAMES
-from quire.kv_format import KV_CACHE_DTYPES
 from quire.option import (
     Source,
     check_choices,
@@ -29,7 +30,6 @@ from quire.option import (
     parse_human_int,
     parse_length,
 )
-from quire.weight_format import ON_LOAD
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")

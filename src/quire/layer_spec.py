@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from quire.kv_format import KvFormat
+from quire.formats.kv_format import KvFormat
 
 KvKind = Literal["full", "window", "chunked", "latent", "state"]
 QkNorm = Literal["none", "head", "full"]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.cost.stopwatch import Lap
-from quire.graph_sizes import GraphSizes, graph_sizes
-from quire.memory_plan import MemoryFacts
+from quire.metrics.stopwatch import Lap
+from quire.planning.graph_sizes import GraphSizes, graph_sizes
+from quire.planning.memory_plan import MemoryFacts
 from quire.resolve import DeviceFacts
 from quire.schedule import Executor, Pending, ScheduledBatch, StepResult
 from quire.settings import DeviceSettings, ModelSettings, Resolved

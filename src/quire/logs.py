@@ -16,7 +16,7 @@ from types import TracebackType
 
 from quire import envs
 from quire.errors import ConfigError, printable
-from quire.terminal import CLEAR_LINE, Style, is_terminal
+from quire.screen.terminal import CLEAR_LINE, Style, is_terminal
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _DATE = "%m-%d %H:%M:%S"

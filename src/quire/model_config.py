@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.families import FAMILIES
+from quire.formats.kv_format import KvFormat
+from quire.formats.stored_linear import StoredLinear, stored_from
+from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
 from quire.gguf.file import is_gguf, open_gguf
 from quire.hf_config.fields import Fields
 from quire.hf_config.from_gguf import family_of, to_hf_config
@@ -19,10 +22,7 @@ from quire.hf_config.json_file import read_object
 from quire.hf_config.layer_format import QuantizedCheckpoint
 from quire.hf_config.quantization import OUTPUT, SEPARATE_FILES, parse_description
 from quire.hf_config.translate import merge, translate
-from quire.kv_format import KvFormat
 from quire.layer_spec import Cut, KvSpec, LayerSpec, LinearShape, RopeConfig
-from quire.stored_linear import StoredLinear, stored_from
-from quire.weight_format import DTYPE_BYTES, ON_LOAD
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 

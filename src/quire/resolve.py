@@ -11,14 +11,14 @@ from typing import Literal, TypeVar, cast
 from quire import envs
 from quire.config import ATTENTION_BACKENDS, EngineConfig, ServerConfig
 from quire.errors import ConfigError
-from quire.flashinfer_facts import flashinfer_version, why_not_flashinfer
-from quire.graph_sizes import graph_sizes
+from quire.formats.kv_format import KV_CACHE_DTYPES, kv_format
+from quire.formats.weight_format import ON_LOAD
 from quire.hf_config.quantization import QUANTIZATION_NAMES
-from quire.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
+from quire.planning.flashinfer_facts import flashinfer_version, why_not_flashinfer
+from quire.planning.graph_sizes import graph_sizes
 from quire.settings import DeviceSettings, ModelSettings, Record, Resolved, SchedulerSettings, SchedulingPolicy, Setting
-from quire.weight_format import ON_LOAD
 
 T = TypeVar("T")
 Choice = tuple[T, Source, str]  # a value, its source, and why

@@ -28,8 +28,8 @@ def _loaded_after(code: str) -> set[str]:
         "quire.cli.main",
         "quire.server.app",
         "quire.frontend.async_engine",
-        "quire.launch",
-        "quire.async_llm",
+        "quire.entry.launch",
+        "quire.entry.async_llm",
         "quire.scheduler.scheduler",
     ],
 )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire import demo, flashinfer_facts
+from quire import demo
 from quire.attention import flashinfer, select
 from quire.attention.backend import AttentionSpec
 from quire.attention.flashinfer import FlashInferAttention
@@ -21,13 +21,14 @@ from quire.attention.reference import ReferenceAttention
 from quire.attention.select import SharedBackends, select_backend
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
-from quire.explain import explain
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
 from quire.kernels import cpu, gpu
 from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
 from quire.models.registry import build_model
+from quire.planning import flashinfer_facts
 from quire.resolve import DeviceFacts, GpuFacts, resolve
+from quire.screen.explain import explain
 from quire.settings import Resolved
 from quire.worker import worker
 from quire.worker.accelerator import Graph

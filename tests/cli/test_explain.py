@@ -11,12 +11,12 @@ import pytest
 
 from quire.cli.main import main
 from quire.config import EngineConfig, ServerConfig
-from quire.cost import devices
-from quire.explain import explain
-from quire.layer_kernels import LayerKernel
 from quire.model_config import load_model_config
 from quire.option import options
+from quire.planning import devices
 from quire.resolve import DeviceFacts, GpuFacts
+from quire.screen.explain import explain
+from quire.screen.layer_kernels import LayerKernel
 
 MIB, GIB = 1 << 20, 1 << 30
 DEVICE = DeviceFacts(

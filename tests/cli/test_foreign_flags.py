@@ -14,9 +14,9 @@ from quire.compat.table import FOREIGN, SHORT_FLAGS, as_flag, settle
 from quire.compat.values import FOREIGN_VALUES
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
+from quire.formats.weight_format import ON_LOAD
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.option import options
-from quire.weight_format import ON_LOAD
 from tests.cli.reading import read
 
 LINES = (Path(__file__).parent / "vllm_0_32_flags.txt").read_text().splitlines()[1:]

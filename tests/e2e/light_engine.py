@@ -11,18 +11,18 @@ import time
 from concurrent.futures import Future
 from types import ModuleType
 
-from quire.cost import devices
-from quire.cost.stopwatch import Lap
 from quire.engine import process
 from quire.engine.deterministic import DeterministicExecutor
+from quire.formats.weight_format import packs_floats
 from quire.kernels import extension
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
-from quire.memory_plan import MemoryFacts, least_work_bytes, logits_bytes
 from quire.messages import Progress
+from quire.metrics.stopwatch import Lap
 from quire.model_config import ModelConfig
+from quire.planning import devices
+from quire.planning.memory_plan import MemoryFacts, least_work_bytes, logits_bytes
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.schedule import Pending, ScheduledBatch, StepResult
-from quire.weight_format import packs_floats
 
 STEP_SECONDS = 0.003  # so that answers are seen on their way
 

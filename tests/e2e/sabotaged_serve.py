@@ -6,8 +6,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from quire import serve, spawn
 from quire.cli.main import main
+from quire.entry import serve, spawn
 from quire.frontend.supervisor import RecoveryLimits
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from quire import AsyncLLM, EngineConfig, SamplingParams, spawn
+from quire import AsyncLLM, EngineConfig, SamplingParams
+from quire.entry import spawn
 from quire.errors import (
     EngineDeadError,
     EngineRestartedError,
@@ -258,7 +259,10 @@ async def test_a_start_that_fails_says_why() -> None:
 
 SCRIPT = """
 import asyncio, sys
-from quire import AsyncEngineArgs, AsyncLLM, SamplingParams, spawn
+from quire import AsyncEngineArgs
+from quire import AsyncLLM
+from quire import SamplingParams
+from quire.entry import spawn
 from quire.sampling_params import RequestOutputKind
 
 spawn.ENGINE_PROGRAM = (sys.argv[1],)

@@ -6,12 +6,12 @@ import pytest
 
 from quire import demo
 from quire.config import EngineConfig, ServerConfig
-from quire.cost import devices
 from quire.engine.start import start_engine
-from quire.explain import explain
-from quire.first_screen import EXPECTED
 from quire.kernels import extension
 from quire.model_config import load_model_config
+from quire.planning import devices
+from quire.screen.explain import explain
+from quire.screen.first_screen import EXPECTED
 
 # Predicted from config.json before loading, measured after it.
 MEASURED = {"weight_bytes", "work_bytes"}

@@ -17,9 +17,10 @@ import httpx
 import psutil
 import pytest
 
-from quire import demo, first_screen
-from quire.memory_summary import MemorySummary
+from quire import demo
 from quire.resolve import shown_bytes
+from quire.screen import first_screen
+from quire.screen.memory_lines import MemorySummary
 from tests.e2e.serving import LIGHT, QUIRE, SMALL, Serve, quire
 from tests.e2e.terminal import Terminal
 from tests.loader.local_hub import Hub

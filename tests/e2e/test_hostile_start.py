@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 import quire.demo
-from quire import launch, logs
+from quire import logs
 from quire.cli.main import main
 from quire.config import EngineConfig
+from quire.entry import launch
 from quire.errors import ConfigError, ModelConfigError, WeightsError
 from quire.frontend.tokenizer import Tokenizer
 from quire.loader.safetensors import open_checkpoint

@@ -10,15 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire import spawn
 from quire.compat.environment import check_environment
 from quire.config import ServerConfig
+from quire.entry import spawn
+from quire.entry.serve import _api_keys
 from quire.errors import ConfigError
 from quire.frontend.render_pool import RenderPool
-from quire.serve import _api_keys
 
 HIDE = """import sys
-from quire.argument_list import hide_secrets
+from quire.entry.argument_list import hide_secrets
 hide_secrets(["sesame"])
 print(open("/proc/self/cmdline").read().split("\\0")[3:-1], sys.argv[1:])"""
 

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from quire.config import ServerConfig
+from quire.entry.listen import Listener, check_guarded
 from quire.errors import ConfigError
-from quire.listen import Listener, check_guarded
 from tests.e2e import certificates
 from tests.e2e.serving import LIGHT, SMALL, Serve
 
@@ -97,7 +97,7 @@ def test_a_unix_socket_is_removed_on_interrupt_while_loading(tmp_path: Path) -> 
 
 INTERRUPTED_WHILE_BINDING = """
 import os, signal, sys
-from quire import listen
+from quire.entry import listen
 from quire.cli.main import main
 
 bind = listen._bind_path

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.entry.interrupt import interrupts_between_steps
 from quire.errors import InvalidRequestError, QuireError
-from quire.interrupt import interrupts_between_steps
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
 from tests.e2e import reference
 from tests.e2e.conftest import check_is_empty

@@ -9,7 +9,7 @@ import pytest
 
 from quire import LLM, demo
 from quire.errors import MemoryPlanError
-from quire.kv_format import kv_format
+from quire.formats.kv_format import kv_format
 from quire.model_config import load_model_config
 from quire.worker.kv_cache import PagedCache
 
@@ -80,7 +80,7 @@ def test_more_than_the_system_promises() -> None:
 
 
 def test_more_than_is_free_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.cost.devices.free_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("quire.planning.devices.free_memory_bytes", lambda: 1 << 20)
     with caplog.at_level(logging.WARNING):
         LLM(kv_cache_memory_bytes=1 << 23, max_model_len=256, num_threads=1)
     assert "only 1.0 MiB are free" in caplog.text

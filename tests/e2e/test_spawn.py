@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire.spawn import spawn_engine, spawned_engine
+from quire.entry.spawn import spawn_engine, spawned_engine
 from tests.e2e.serving import Serve
 
 SECONDS = 60

@@ -13,8 +13,9 @@ import torch
 import quire.demo
 from quire.engine.core import EngineCore
 from quire.engine.executor import ThreadExecutor
-from quire.kv_format import kv_format
-from quire.kv_groups import kv_groups, num_tables
+from quire.formats.kv_format import kv_format
+from quire.formats.kv_groups import kv_groups, num_tables
+from quire.formats.weight_format import ON_LOAD
 from quire.loader.load import load_model
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
@@ -27,7 +28,6 @@ from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.proposer import Proposer
 from quire.scheduler.scheduler import Scheduler
-from quire.weight_format import ON_LOAD
 from quire.worker import kv_cache
 from quire.worker.accelerator import Host
 from quire.worker.cuda_graphs import StepGraphs, in_order

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from quire import demo
-from quire.cost.stopwatch import BUSY_SHARE, Lap, Stopwatch, busy_machine
 from quire.engine import warm_up
 from quire.engine.expectation import expectation
 from quire.engine.warm_up import MOST_DISTURBED_SECONDS, MOST_SECONDS, MOST_TOKENS, produce_tokens
-from quire.first_screen import _expectation
+from quire.metrics.stopwatch import BUSY_SHARE, Lap, Stopwatch, busy_machine
 from quire.model_config import load_model_config
+from quire.screen.first_screen import _expectation
 from tests.scheduler.driver import Driver
 
 MODEL = replace(load_model_config(demo.path()), vocab_size=1000, tie_word_embeddings=True)

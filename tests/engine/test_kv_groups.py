@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from quire.engine.core import EngineCore
-from quire.kv_groups import kv_groups, pages_for
+from quire.formats.kv_groups import kv_groups, pages_for
 from quire.loader.load import load_model
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM

@@ -12,15 +12,15 @@ import pytest
 
 from quire import demo
 from quire.config import EngineConfig
-from quire.cost.stopwatch import Lap
 from quire.engine.bring_up import bring_up, least_facts
 from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, WeightsError
 from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
-from quire.memory_plan import MemoryFacts
 from quire.messages import Progress
+from quire.metrics.stopwatch import Lap
 from quire.model_config import ModelConfig, load_model_config
+from quire.planning.memory_plan import MemoryFacts
 from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, Pending, ScheduledBatch, StepResult

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import quire.demo
+from quire.formats.kv_format import kv_format
+from quire.formats.kv_groups import kv_groups
 from quire.kernels import fp8, gpu
 from quire.kernels.triton import kernels as triton_kernels
-from quire.kv_format import kv_format
-from quire.kv_groups import kv_groups
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams

@@ -20,10 +20,10 @@ from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine, start_engine
-from quire.flashinfer_facts import flashinfer_version
 from quire.forward_batch import LayerCache
 from quire.kernels import gpu, gpu_facts
 from quire.messages import AddRequest
+from quire.planning.flashinfer_facts import flashinfer_version
 from quire.sampling_params import SamplingParams
 from quire.worker.accelerator import Cuda
 from quire.worker.model_runner import ModelRunner

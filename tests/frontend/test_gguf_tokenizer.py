@@ -15,11 +15,11 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 import quire.demo
 from quire.config import EngineConfig
+from quire.entry.launch import open_model
 from quire.errors import ConfigError
 from quire.frontend import gguf_tokenizer
 from quire.frontend.gguf_tokenizer import PRE_TOKENIZERS
 from quire.frontend.tokenizer import Tokenizer
-from quire.launch import open_model
 from tests.examples import examples
 from tests.gguf.raw import ARRAY, BOOL, STRING, U32, Raw, array, number, pair, text
 from tests.gguf.writing import add_tokenizer

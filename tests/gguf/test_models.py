@@ -19,19 +19,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from quire.bench.floor import Machine, Work, floor
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ModelConfigError, WeightsError
-from quire.explain import explain
 from quire.families import FAMILIES
+from quire.formats.weight_format import GGUF
 from quire.gguf.file import open_gguf
 from quire.kernels import cpu, reference
 from quire.loader.load import load_model
+from quire.measure.floor import Machine, Work, floor
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
 from quire.quantization.gguf_blocks import unpack_blocks
 from quire.resolve import DeviceFacts
-from quire.weight_format import GGUF
+from quire.screen.explain import explain
 from tests.gguf.raw import F32_TENSOR, STRING, Raw, pair, tensor, text
 from tests.gguf.writing import write_gguf
 from tests.models.paged_run import PagedRun, greedy

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import GroupedFormat
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.weight_format import GroupedFormat
 
 # What `--quantization` makes. Groups of one AMX step (64), of half a step (32), of several (128), a whole row.
 PLAIN_FORMATS = [

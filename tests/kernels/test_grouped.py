@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import GroupedFormat
 from quire.kernels import cpu, reference
 from quire.kernels.grouped import grouped_linear, grouped_rows, pack_grouped, quantize_grouped
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.weight_format import GroupedFormat
 from tests.covering import covering
 from tests.kernels.grouped_weights import FORMATS, PLAIN_FORMATS, random_weight
 

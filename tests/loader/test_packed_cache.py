@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import quire.demo
+from quire.formats.weight_format import ON_LOAD
 from quire.kernels import cpu
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.grouped import grouped_linear, pack_grouped
@@ -27,7 +28,6 @@ from quire.loader.load import load_model
 from quire.loader.packed_cache import PackedCache
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
-from quire.weight_format import ON_LOAD
 from tests.models.paged_run import PagedRun
 from tests.models.test_quantization_config import GPTQ
 
@@ -264,7 +264,7 @@ def test_another_version_of_the_code_is_noticed(model_folder: Path, monkeypatch:
     assert load(model_folder).mapped_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["weight_format.py", "hf_config/layer_format.py", "kernels/triton/grouped.py"])
+@pytest.mark.parametrize("name", ["formats/weight_format.py", "hf_config/layer_format.py", "kernels/triton/grouped.py"])
 def test_all_code_counts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_cache, "__file__", str(tmp_path / "package" / "loader" / "packed_cache.py"))
     file = tmp_path / "package" / name

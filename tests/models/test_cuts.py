@@ -10,12 +10,12 @@ import torch
 
 import quire.demo
 from quire.errors import ModelConfigError
+from quire.formats.stored_linear import StoredLinear, held_form, legal_cuts
+from quire.formats.weight_format import GGUF, PANEL_WIDTH, GroupedFormat
 from quire.gguf.types import TYPES
 from quire.hf_config.layer_format import LayerFormat
 from quire.layer_spec import Cut, Dense, Full, LinearShape
 from quire.model_config import load_model_config
-from quire.stored_linear import StoredLinear, held_form, legal_cuts
-from quire.weight_format import GGUF, PANEL_WIDTH, GroupedFormat
 
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}  # one tensor for q, k and v, and one for gate and up
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.families import FAMILIES
+from quire.formats.weight_format import ON_LOAD, Fp8Format
 from quire.hf_config.translate import OPTIONAL_FIELDS
 from quire.kernels import cpu, gpu, reference
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM, build_model
-from quire.weight_format import ON_LOAD, Fp8Format
 from tests.covering import covering
 from tests.models.paged_run import PagedRun
 from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, SIZES, hf_logits

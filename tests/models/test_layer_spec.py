@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import quire.demo
-from quire.kv_format import KV_FORMATS
+from quire.formats.kv_format import KV_FORMATS
 from quire.layer_spec import (
     Chunked,
     Dense,

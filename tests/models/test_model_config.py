@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ModelConfigError
-from quire.kv_format import KV_FORMATS
+from quire.formats.kv_format import KV_FORMATS
 from quire.model_config import ModelConfig, load_model_config
 
 LLAMA_3_2_1B = {

@@ -11,8 +11,8 @@ import gguf
 import pytest
 
 import quire.demo
-import quire.plan
-import quire.weight_format
+import quire.formats.weight_format
+import quire.planning.what_fits
 from benchmarks import quality
 from quire.kernels import cpu
 from tests.gguf.writing import write_gguf
@@ -44,7 +44,7 @@ def test_every_format_has_a_row() -> None:
     of_files = [f"GGUF {name}" for name in ("F16", *GGUF_32, *GGUF_K)]
     assert list(DOCUMENTED) == [*quality.ON_LOAD, *quality.WRITTEN, *of_files]
     assert all(cells[-1].endswith(" of 200") for cells in DOCUMENTED.values())
-    for tensor_type in quire.weight_format.GGUF:
+    for tensor_type in quire.formats.weight_format.GGUF:
         assert any(name.startswith(f"GGUF {tensor_type}") for name in of_files), tensor_type
 
 
@@ -68,10 +68,10 @@ def test_more_bits_lose_less(family: list[str]) -> None:
 
 def test_the_plan_goes_by_it() -> None:
     kl = {name.strip("`"): number(cells[2]) for name, cells in DOCUMENTED.items()}
-    weights, kv = quire.plan._WEIGHTS_KL, quire.plan._KV_KL
+    weights, kv = quire.planning.what_fits._WEIGHTS_KL, quire.planning.what_fits._KV_KL
     assert {f"--quantization {name}": loss for name, loss in weights.items() if name is not None}.items() <= kl.items()
     assert {f"--kv-cache-dtype {name}": loss for name, loss in kv.items() if name != "auto"}.items() <= kl.items()
-    assert kl["bfloat16"] == quire.plan._REDUCED_DTYPE_KL
+    assert kl["bfloat16"] == quire.planning.what_fits._REDUCED_DTYPE_KL
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, WeightsError
+from quire.formats.stored_linear import stored_from
 from quire.hf_config.fields import Fields
 from quire.hf_config.quantization import parse_description
 from quire.kernels import cpu
@@ -28,7 +29,6 @@ from quire.layer_spec import LinearShape
 from quire.layers.linear import make_linear
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
-from quire.stored_linear import stored_from
 from tests.models.tiny_models import hf_logits
 from tests.quantization.checkpoints import Written
 from tests.quantization.fp8_checkpoints import Fp8Form, draw, tensors_of, write

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from quire.errors import ModelConfigError, WeightsError
+from quire.formats.stored_linear import stored_from
+from quire.formats.weight_format import GGUF
 from quire.gguf.types import TYPES, TensorType
 from quire.hf_config.gguf_types import GgufWeights
 from quire.kernels import reference
@@ -16,8 +18,6 @@ from quire.layers.linear import Linear
 from quire.quantization import gguf_blocks
 from quire.quantization.gguf import GgufBlocks
 from quire.quantization.gguf_blocks import unpack_blocks
-from quire.stored_linear import stored_from
-from quire.weight_format import GGUF
 
 # Where a block has numbers of float16, which random bytes would make infinite now and then.
 HALVES = {

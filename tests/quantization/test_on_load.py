@@ -16,10 +16,10 @@ from torch import Tensor
 import quire.demo
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ModelConfigError
+from quire.formats.weight_format import ON_LOAD, Fp8Format, WeightFormat
 from quire.kernels import cpu, reference
 from quire.loader.load import load_model
 from quire.model_config import load_model_config
-from quire.weight_format import ON_LOAD, Fp8Format, WeightFormat
 from tests.quantization.checkpoints import write_model
 from tests.quantization.logits import error_of_logits
 

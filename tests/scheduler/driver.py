@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.core import EngineCore
 from quire.engine.deterministic import DeterministicExecutor, expected_tokens
-from quire.kv_groups import ONE_LAYER, KvGroup, num_tables
+from quire.formats.kv_groups import ONE_LAYER, KvGroup, num_tables
 from quire.messages import AddRequest, RequestDelta
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams

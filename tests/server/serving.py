@@ -18,13 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import quire.demo
 from quire.config import ServerConfig
+from quire.entry.listen import Listener
 from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.replica import Replica
 from quire.frontend.tokenizer import Tokenizer
-from quire.listen import Listener
 from quire.messages import AddRequest
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.app import create_app

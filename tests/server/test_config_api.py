@@ -10,10 +10,10 @@ import pytest
 from quire import __version__, demo
 from quire.config import EngineConfig, ServerConfig
 from quire.frontend.echo_client import EchoClient
-from quire.memory_plan import MemoryFacts, plan_kv_cache
 from quire.messages import EngineReady, SetLimits
 from quire.model_config import load_model_config
 from quire.option import options
+from quire.planning.memory_plan import MemoryFacts, plan_kv_cache
 from quire.resolve import DeviceFacts, resolve, resolve_server
 from quire.settings import as_dict
 from tests.server.serving import MAX_MODEL_LEN, MODEL, RunningServer

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from quire.config import ServerConfig
+from quire.entry.listen import Listener
 from quire.frontend.echo_client import EchoClient
-from quire.listen import Listener
 from tests.server.serving import MAX_MODEL_LEN, RunningServer
 from tests.server.test_guard import ask, head_of
 

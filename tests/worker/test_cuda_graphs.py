@@ -17,15 +17,15 @@ import quire.demo
 from quire.config import EngineConfig, ServerConfig
 from quire.engine.bring_up import warn_about_dropped_sizes
 from quire.errors import ConfigError
-from quire.explain import explain
+from quire.formats.kv_groups import kv_groups
 from quire.forward_batch import ForwardBatch
-from quire.graph_sizes import LARGEST_BATCH, capture_sizes, mixed_sizes
-from quire.kv_groups import kv_groups
 from quire.life_cycle import WorkerSettings
 from quire.model_config import load_model_config
+from quire.planning.graph_sizes import LARGEST_BATCH, capture_sizes, mixed_sizes
 from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
+from quire.screen.explain import explain
 from quire.settings import Resolved
 from quire.worker import kv_cache
 from quire.worker.cuda_graphs import StepGraphs, in_order, paddings

@@ -16,9 +16,9 @@ from quire.engine.bring_up import bring_up as bring_up_workers
 from quire.engine.core import EngineCore
 from quire.errors import MemoryPlanError
 from quire.life_cycle import WorkerSettings
-from quire.memory_plan import KvPages
 from quire.messages import AddRequest
 from quire.model_config import load_model_config
+from quire.planning.memory_plan import KvPages
 from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.sampling_params import SamplingParams
 from quire.scheduler.block_pool import BlockPool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kv_format import KV_FORMATS
-from quire.kv_groups import KvGroup, page_bytes
+from quire.formats.kv_format import KV_FORMATS
+from quire.formats.kv_groups import KvGroup, page_bytes
 from quire.layer_spec import KvSpec
 from quire.worker.kv_cache import allocate
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
 from quire.errors import ConfigError
-from quire.flashinfer_facts import why_not_flashinfer
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels import gpu
+from quire.planning.flashinfer_facts import why_not_flashinfer
 
 _LAYOUT = "HND"  # of a block: heads, tokens, dimensions
 _WORKSPACE_BYTES, _PLAN_BYTES = 128 << 20, 8 << 20  # what FlashInfer recommends, and what it takes itself for a plan

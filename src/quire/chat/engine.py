@@ -14,11 +14,7 @@ from quire import envs
 from quire.chat.conversation import PARAMETERS
 from quire.chat.model import Piece
 from quire.config import EngineConfig, ServerConfig
-from quire.errors import ConfigError
-from quire.frontend.async_engine import AsyncEngine
-from quire.frontend.render_pool import RenderPool
-from quire.frontend.render_process import Render
-from quire.launch import (
+from quire.entry.launch import (
     EngineProcessHandle,
     FrontEndParts,
     default_template_kwargs,
@@ -26,9 +22,13 @@ from quire.launch import (
     read_chat_template,
     start_async_engine,
 )
+from quire.entry.spawn import EngineInterpreter
+from quire.errors import ConfigError
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.render_pool import RenderPool
+from quire.frontend.render_process import Render
 from quire.messages import EngineProgress, Progress
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.spawn import EngineInterpreter
 
 T = TypeVar("T")
 

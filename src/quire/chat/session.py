@@ -12,7 +12,7 @@ from quire.chat.model import ChatModel
 from quire.chat.typed import QUOTES, ReadLine, Typed, read_typed
 from quire.compat.names import nearest
 from quire.errors import ContextLengthError, EngineDeadError, EngineRestartedError, QuireError
-from quire.terminal import without_controls, write_answer
+from quire.screen.terminal import without_controls, write_answer
 
 LEAVE = "Ctrl-D leaves."
 HELP = f"""\

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.bench.options import Report, Target, Traffic, Workload, from_args
 from quire.cli.flags import Parser, add_config_flags
 from quire.cli.settings import add_settings_flags, read_settings
 from quire.compat.bench_flags import ABSENT_BENCH_FLAGS
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.measure.options import Report, Target, Traffic, Workload, from_args
 
 
 def add_parser(subparsers: Any) -> None:
@@ -100,7 +100,7 @@ def _bar(is_off: bool, total: int, title: str = "") -> Any:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from quire.bench import page, report, serving
+    from quire.measure import page, report, serving
 
     groups = [from_args(group, args) for group in (Workload, Traffic, Target, Report)]
     workload, traffic, target, options = groups
@@ -126,7 +126,7 @@ def _engine_config(parser: Parser, args: argparse.Namespace) -> EngineConfig:
 
 
 def _finish(args: argparse.Namespace, result: dict[str, Any], text: str) -> int:
-    from quire.bench import offline, report
+    from quire.measure import offline, report
 
     print(text)
     print(*offline.intervals_text(result), sep="\n", end="\n" if result["confidence_intervals"] else "")
@@ -140,7 +140,7 @@ def _finish(args: argparse.Namespace, result: dict[str, Any], text: str) -> int:
 def _throughput(parser: Parser, args: argparse.Namespace) -> int:
     config = _engine_config(parser, args)
     workload = from_args(Workload, args, seed=config.seed or 0)
-    from quire.bench import offline
+    from quire.measure import offline
 
     result = offline.throughput(
         config,
@@ -156,7 +156,7 @@ def _throughput(parser: Parser, args: argparse.Namespace) -> int:
 
 def _latency(parser: Parser, args: argparse.Namespace) -> int:
     config = _engine_config(parser, args)
-    from quire.bench import offline
+    from quire.measure import offline
 
     # A prompt that comes from the cache would not be what is measured; vLLM turns it off here too.
     if config.sources["enable_prefix_caching"] == "default":
@@ -178,7 +178,7 @@ def _latency(parser: Parser, args: argparse.Namespace) -> int:
 
 def _startup(parser: Parser, args: argparse.Namespace) -> int:
     config = _engine_config(parser, args)
-    from quire.bench import startup
+    from quire.measure import startup
 
     result = startup.startup(
         config,
@@ -191,7 +191,7 @@ def _startup(parser: Parser, args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from quire.bench import compare, duel, report
+    from quire.measure import compare, duel, report
 
     are_urls = [name.startswith(("http://", "https://")) for name in (args.a, args.b)]
     if are_urls[0] != are_urls[1]:

@@ -28,10 +28,10 @@ from quire.cli.settings import add_settings_flags, read_settings
 from quire.compat.environment import check_environment
 from quire.compat.table import as_flag
 from quire.config import EngineConfig, ServerConfig
+from quire.entry.interrupt import end_at_once
+from quire.entry.spawn import EngineInterpreter, spawned_engine
 from quire.errors import ConfigError, InvalidRequestError
-from quire.interrupt import end_at_once
 from quire.option import options
-from quire.spawn import EngineInterpreter, spawned_engine
 
 if TYPE_CHECKING:
     from quire.chat.conversation import Conversation
@@ -173,8 +173,8 @@ def _engine(engine: EngineConfig, server: ServerConfig, stack: ExitStack) -> Cha
         engine = replace(engine, max_num_seqs=1)  # nobody else asks: memory for one conversation
     interpreter = stack.enter_context(spawned_engine())  # first: it takes longest
     from quire.chat.engine import EngineModel
-    from quire.first_screen import show_missing_kernels
-    from quire.start_display import shown_start
+    from quire.screen.first_screen import show_missing_kernels
+    from quire.screen.start_display import shown_start
 
     show_missing_kernels()
     with shown_start(is_quiet=engine.disable_log_stats) as progress:

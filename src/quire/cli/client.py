@@ -14,7 +14,7 @@ from quire import envs
 from quire.chat.model import Piece
 from quire.cli.flags import Parser
 from quire.errors import ConfigError, QuireError
-from quire.terminal import without_controls
+from quire.screen.terminal import without_controls
 
 DEFAULT_URL = "http://localhost:8000/v1"
 TIMEOUT_SECONDS = 600.0

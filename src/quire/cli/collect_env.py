@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__, envs
-from quire.cost import devices
 from quire.errors import ConfigError
 from quire.kernels import extension
+from quire.planning import devices
 from quire.resolve import shown_bytes
 
 PACKAGES = (

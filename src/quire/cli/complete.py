@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from quire.cli.client import Client, add_client_flags
-from quire.terminal import write_answer
+from quire.screen.terminal import write_answer
 
 
 def add_parser(subparsers: Any) -> None:

@@ -23,11 +23,11 @@ def add_parser(subparsers: Any) -> None:
 def run(parser: Parser, args: argparse.Namespace) -> int:
     """Exit code 0, or 2 if a start would fail for lack of memory."""
     engine_config, server_config = read_settings(parser, args)
-    from quire.cost import devices
-    from quire.cost.stopwatch import Stopwatch
-    from quire.explain import explain
+    from quire.entry.launch import find_model
     from quire.kernels import extension
-    from quire.launch import find_model
+    from quire.metrics.stopwatch import Stopwatch
+    from quire.planning import devices
+    from quire.screen.explain import explain
 
     _, name, model = find_model(engine_config, None, weights=False)
     gpu = "none was looked for" if engine_config.device == "cpu" else devices.ask_gpu()

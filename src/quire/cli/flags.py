@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
-from quire.argument_list import hide_secrets
 from quire.cli.words import plain_words
 from quire.compat.commands import absent_command
 from quire.compat.names import nearest
 from quire.compat.table import FOREIGN, SHORT_FLAGS, as_flag
+from quire.entry.argument_list import hide_secrets
 from quire.errors import ConfigError
 from quire.option import Source, field_type, options
 

@@ -8,8 +8,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from quire.entry.interrupt import INTERRUPTED
 from quire.errors import ConfigError, QuireError
-from quire.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from quire.cli.flags import Parser

@@ -48,10 +48,10 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         raise ConfigError("Models are named twice", value=[*names, engine.model], fix="Leave --model out")
     if args.sequences < 1:
         raise ConfigError("Too few sequences", value=args.sequences, expected="1 or more", param="sequences")
-    from quire.cost import devices
+    from quire.entry.launch import find_model
     from quire.kernels import extension
-    from quire.launch import find_model
-    from quire.plan import plan
+    from quire.planning import devices
+    from quire.planning.what_fits import plan
 
     wants_other_gpu = engine.device == "cuda" and args.memory is not None
     gpu = "none was looked for" if engine.device == "cpu" or wants_other_gpu else devices.ask_gpu()

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from quire.quality import measure, report
-    from quire.start_display import shown_start
+    from quire.screen.start_display import shown_start
 
     common: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": args.context, "num_threads": args.num_threads}
     common |= {"max_num_batched_tokens": measure.STEP_TOKENS, "enable_prefix_caching": False}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from quire.checkpoint_writer.formats import FORMATS
 from quire.errors import ConfigError
-from quire.quantize.formats import FORMATS
 
 EPILOG = """
 formats:
@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
             )
     from tqdm import tqdm
 
-    from quire.quantize.run import Options, download, quantize
+    from quire.checkpoint_writer.run import Options, download, quantize
     from quire.resolve import shown_bytes
-    from quire.start_display import shown_start
+    from quire.screen.start_display import shown_start
 
     names = (
         "model",

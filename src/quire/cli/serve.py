@@ -9,7 +9,7 @@ from typing import Any
 from quire.cli.flags import Parser
 from quire.cli.settings import add_settings_flags, read_settings
 from quire.compat.environment import check_environment
-from quire.spawn import spawned_engine
+from quire.entry.spawn import spawned_engine
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,6 +22,6 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     engine_config, server_config = read_settings(parser, args)
     check_environment(is_strict=server_config.fail_on_environ_validation)
     with spawned_engine() as interpreter:  # first: it takes longest
-        from quire.serve import serve
+        from quire.entry.serve import serve
 
         return serve(engine_config, server_config, interpreter)

@@ -10,9 +10,9 @@ from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.errors import ConfigError
 from quire.life_cycle import CacheSize, Measured, Worker, WorkerExecutor, WorkerSettings
 from quire.logs import get_logger
-from quire.memory_plan import MemoryFacts, plan_kv_cache, planned_weight_bytes, weights_do_not_fit
 from quire.messages import Progress
 from quire.model_config import ModelConfig
+from quire.planning.memory_plan import MemoryFacts, plan_kv_cache, planned_weight_bytes, weights_do_not_fit
 from quire.resolve import DeviceFacts, resolve, shown_bytes
 from quire.settings import Planned, Resolved
 

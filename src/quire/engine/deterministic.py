@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from quire.kv_groups import ONE_LAYER, KvGroup
+from quire.formats.kv_groups import ONE_LAYER, KvGroup
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, Pending, ScheduledBatch, StepResult, TokenLogprobs
 

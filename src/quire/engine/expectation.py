@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from quire.cost.stopwatch import Lap, busy_machine
+from quire.metrics.stopwatch import Lap, busy_machine
 from quire.model_config import ModelConfig
 from quire.settings import Record, Setting
 

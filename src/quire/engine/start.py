@@ -11,7 +11,7 @@ from quire.engine.bring_up import bring_up
 from quire.engine.core import EngineCore
 from quire.engine.expectation import expectation
 from quire.engine.warm_up import produce_tokens
-from quire.kv_groups import kv_groups
+from quire.formats.kv_groups import kv_groups
 from quire.life_cycle import Worker, WorkerExecutor
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config

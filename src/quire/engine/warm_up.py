@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quire.cost.stopwatch import Lap, Stopwatch, busy_machine
 from quire.engine.core import EngineCore
 from quire.errors import WeightsError
 from quire.messages import AddRequest
+from quire.metrics.stopwatch import Lap, Stopwatch, busy_machine
 from quire.sampling_params import SamplingParams
 
 MOST_TOKENS = 7  # with the prompt of one token they fit into the smallest block

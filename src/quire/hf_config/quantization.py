@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from quire.errors import ModelConfigError
+from quire.formats.weight_format import MAX_GROUP_SIZE
 from quire.hf_config.fields import Fields
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint, Rule
-from quire.weight_format import MAX_GROUP_SIZE
 
 # Of checkpoints made before config.json described them: AutoGPTQ's and AutoAWQ's.
 SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from quire import envs
+from quire.formats.weight_format import GroupedFormat
 from quire.forward_batch import LayerCache
 from quire.kernels import extension
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.weight_format import GroupedFormat
 
 if TYPE_CHECKING:
     from quire.kernels.layer_rules import AttentionRule, HeadRotation

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import Fp8Format
 from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.guards import check_dtype, check_last_stride, check_places, check_shape
@@ -24,7 +25,6 @@ from quire.kernels.ops import check_gated, check_norm
 from quire.kernels.packed_codes import PackedCodes
 from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
-from quire.weight_format import Fp8Format
 
 # Below some hundreds of rows, reading the weight takes longer than multiplying: activations need not be FP8 as well. No
 # decode step has more than the largest CUDA graph, 256 rows: padding must not decide how a row is computed.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import K_UNIT
 from quire.kernels.guards import check_dtype, check_filled, check_places, check_shape
-from quire.weight_format import K_UNIT
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from quire.cost import devices
+from quire.planning import devices
 from quire.resolve import NO_DRIVER, GpuFacts
 
 LEAST_CAPABILITY = 80  # bfloat16 in tensor cores

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import GroupedFormat
 from quire.kernels import cpu, gpu, pages, reference, weight_memory
 from quire.kernels.grouped_panels import rows_of_panels, to_panels
 from quire.kernels.grouped_weight import GroupedWeight, check_groups
@@ -22,7 +23,6 @@ from quire.kernels.guards import check_shape
 from quire.kernels.packed_codes import PackedCodes
 from quire.kernels.product import check_product, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
-from quire.weight_format import GroupedFormat
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.formats.weight_format import PANEL_WIDTH, GroupedFormat, plane_bits
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.weight_format import PANEL_WIDTH, GroupedFormat, plane_bits
 
 
 def to_panels(weight: GroupedWeight) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import MAX_GROUP_SIZE, MAX_SUPER_ELEMENTS, GroupedFormat
 from quire.kernels.guards import check_dtype, check_filled, check_places, check_shape
-from quire.weight_format import MAX_GROUP_SIZE, MAX_SUPER_ELEMENTS, GroupedFormat
 
 
 @dataclass(frozen=True, kw_only=True)

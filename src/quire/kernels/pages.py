@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import PANEL_WIDTH
 from quire.kernels import cpu
 from quire.kernels.memory_piece import MemoryPiece
 from quire.kernels.weight_memory import map_huge_pages
-from quire.weight_format import PANEL_WIDTH
 
 _CPU = torch.device("cpu")
 _THREAD_BAND_BYTES = 4 << 20  # of a weight, for each thread: some panels of the widest rows

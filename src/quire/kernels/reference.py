@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.formats.weight_format import Fp8Format
 from quire.forward_batch import LayerCache
 from quire.kernels import kv_codes
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.kernels.layer_rules import AttentionRule, HeadRotation
-from quire.weight_format import Fp8Format
 
 # Below this the reciprocal overflows float32 and sampling is greedy.
 SMALLEST_TEMPERATURE = 2.0**-128

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.formats.stored_linear import StoredLinear
 from quire.kernels.pages import copied
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.select import select_scheme
-from quire.stored_linear import StoredLinear
 
 
 class Embedding:

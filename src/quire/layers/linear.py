@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.formats.stored_linear import StoredLinear
 from quire.kernels import cpu, gpu
 from quire.kernels.fp8 import PackedFp8, Rows, quantizes_activations
 from quire.layer_spec import LinearShape
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor
 from quire.quantization.select import select_scheme
-from quire.stored_linear import StoredLinear
 
 
 class Linear:

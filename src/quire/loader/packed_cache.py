@@ -30,6 +30,7 @@ from torch import Tensor
 
 from quire import envs
 from quire.errors import ConfigError
+from quire.formats.weight_format import GroupedFormat
 from quire.kernels import extension
 from quire.kernels.dense import PackedLinear
 from quire.kernels.fp8 import PackedFp8
@@ -39,7 +40,6 @@ from quire.logs import get_logger
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.resolve import shown_bytes
-from quire.weight_format import GroupedFormat
 
 logger = get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.kv_format import kv_format
+from quire.formats.kv_format import kv_format
 from quire.model_config import ModelConfig
 from quire.schedule import StepRecord
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.attention.select import SharedBackends
+from quire.formats.kv_groups import kv_groups, table_of_layer
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.kernels.fp8 import Rows
-from quire.kv_groups import kv_groups, table_of_layer
 from quire.layer_spec import RopeConfig
 from quire.layers.embedding import Embedding, OutputProjection, PackedEmbedding
 from quire.layers.norm import RMSNorm

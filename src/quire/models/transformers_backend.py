@@ -23,13 +23,13 @@ from quire import logs
 from quire.attention.layer import Attention
 from quire.attention.select import SharedBackends
 from quire.errors import ConfigError, ModelConfigError
+from quire.formats.kv_groups import kv_groups, table_of_layer
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.hf_config.json_file import read_object
 from quire.hf_config.refusal import refusal
 from quire.hf_config.translate import merge
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.pages import copied
-from quire.kv_groups import kv_groups, table_of_layer
 from quire.model_config import ModelConfig
 from quire.models import transformers_attention as attention
 from quire.models.weights import check_fit, without_kv_scales

@@ -16,9 +16,9 @@ import torch
 
 from quire.config import EngineConfig
 from quire.engine.bring_up import bring_up
+from quire.entry.launch import find_model
 from quire.errors import ConfigError
 from quire.frontend.tokenizer import Tokenizer
-from quire.launch import find_model
 from quire.messages import Progress
 from quire.quality.divergence import Positions, compare
 from quire.quality.summary import Quality, summarize

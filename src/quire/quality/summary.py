@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from quire.bench.statistics import LEVEL, t_quantile
+from quire.measure.statistics import LEVEL, t_quantile
 from quire.quality.divergence import Positions
 
 TAIL = 0.99  # the quantile of the divergence that is told beside its mean

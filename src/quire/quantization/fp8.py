@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import WeightsError
+from quire.formats.weight_format import Fp8Format
 from quire.hf_config.layer_format import LayerFormat
 from quire.kernels.fp8 import Rows, fp8_linear, fp8_rows, pack_fp8, pack_fp8_bands, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.quantization.scheme import FLOATS, CheckedTensor, LinearLayer, ShardedTensor, check_finite, plain_weight
-from quire.weight_format import Fp8Format
 
 
 class _Fp8:

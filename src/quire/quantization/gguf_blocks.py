@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import GGUF
 from quire.gguf.types import TensorType
 from quire.kernels import pages
 from quire.kernels.grouped_weight import GroupedWeight
-from quire.weight_format import GGUF
 
 _CHUNK_BYTES = 1 << 20  # of codes decoded at a time: the steps in between stay in the cache
 

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import GroupedFormat
 from quire.hf_config.layer_format import LayerFormat
 from quire.kernels.grouped import grouped_linear, grouped_rows, pack_grouped, pack_grouped_bands, quantize_grouped
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.logs import get_logger
 from quire.quantization.scheme import LinearLayer, check_finite, plain_weight
-from quire.weight_format import GroupedFormat
 
 logger = get_logger(__name__)
 

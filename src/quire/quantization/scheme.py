@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import WeightsError
+from quire.formats.weight_format import PANEL_WIDTH
 from quire.kernels import pages
-from quire.weight_format import PANEL_WIDTH
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

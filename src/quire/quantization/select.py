@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from quire.formats.stored_linear import StoredLinear
+from quire.formats.weight_format import Fp8Format
 from quire.gguf.types import TensorType
 from quire.quantization.awq import AWQ
 from quire.quantization.compressed_tensors import Int8, PackQuantized
@@ -11,8 +13,6 @@ from quire.quantization.gptq import GPTQ
 from quire.quantization.grouped import GroupedCheckpoint, Layout, QuantizedOnLoad
 from quire.quantization.scheme import QuantScheme
 from quire.quantization.unquantized import Unquantized
-from quire.stored_linear import StoredLinear
-from quire.weight_format import Fp8Format
 
 _LAYOUTS: dict[str, Layout] = {"awq": AWQ(), "gptq": GPTQ(), "packed": PackQuantized(), "int8": Int8()}
 

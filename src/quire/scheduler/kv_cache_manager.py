@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import add
 
 from quire.errors import InvalidRequestError
-from quire.kv_groups import ONE_LAYER, KvGroup, longest_request, num_tables
+from quire.formats.kv_groups import ONE_LAYER, KvGroup, longest_request, num_tables
 from quire.request import Request
 from quire.scheduler.block_hash import BlockHasher
 from quire.scheduler.block_pool import BlockPool

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
-from quire.cost.stopwatch import Lap
-from quire.kv_groups import kv_groups, num_tables
+from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Measured, WorkerSettings
-from quire.memory_plan import MemoryFacts, logits_bytes
 from quire.messages import Progress
+from quire.metrics.stopwatch import Lap
 from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
+from quire.planning.memory_plan import MemoryFacts, logits_bytes
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache

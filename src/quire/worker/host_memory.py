@@ -5,14 +5,14 @@ from __future__ import annotations
 import resource
 import sys
 
-from quire.cost import devices
-from quire.cost.stopwatch import Lap, Stopwatch
-from quire.kv_groups import kv_groups, num_tables, pages_alone
+from quire.formats.kv_groups import kv_groups, num_tables, pages_alone
 from quire.life_cycle import Measured, WorkerSettings
-from quire.memory_plan import MemoryFacts, least_work_bytes, logits_bytes
 from quire.messages import Progress
+from quire.metrics.stopwatch import Lap, Stopwatch
 from quire.models.decoder import Decoder
 from quire.models.registry import CPU, CausalLM
+from quire.planning import devices
+from quire.planning.memory_plan import MemoryFacts, least_work_bytes, logits_bytes
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache

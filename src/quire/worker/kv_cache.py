@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.formats.kv_format import KV_FORMATS, kv_format
+from quire.formats.kv_groups import KvGroup, kv_groups, page_bytes
 from quire.forward_batch import LayerCache
 from quire.kernels import cpu, gpu
-from quire.kv_format import KV_FORMATS, kv_format
-from quire.kv_groups import KvGroup, kv_groups, page_bytes
 from quire.layer_spec import KvSpec
 from quire.model_config import ModelConfig
 from quire.settings import ModelSettings

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.formats.kv_groups import kv_groups, pages_alone
 from quire.kernels import gpu
-from quire.kv_groups import kv_groups, pages_alone
 from quire.models.registry import CausalLM
 from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens, Sampler

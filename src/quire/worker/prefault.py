@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from quire.cost import devices
 from quire.logs import get_logger
+from quire.planning import devices
 
 logger = get_logger(__name__)
 

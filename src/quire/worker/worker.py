@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from quire.cost import devices
 from quire.errors import MemoryPlanError
 from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
@@ -16,6 +15,7 @@ from quire.loader.load import load_model
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
+from quire.planning import devices
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.schedule import ScheduledBatch, StepResult
 from quire.worker import kv_cache

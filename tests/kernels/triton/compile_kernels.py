@@ -19,8 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from quire.formats.weight_format import GGUF, GroupedFormat
 from quire.kernels.triton import activation, attention, dense, fp8, grouped, norm, parts, rope_cache, sampling
-from quire.weight_format import GGUF, GroupedFormat
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

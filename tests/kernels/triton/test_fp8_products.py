@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.graph_sizes import LARGEST_BATCH
 from quire.kernels import fp8, gpu, reference
 from quire.kernels.fp8 import fp8_linear, fp8_rows, pack_fp8, quantize_fp8
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.triton import fp8 as triton_fp8
 from quire.kernels.triton import parts
 from quire.kernels.triton.parts import Tile, part_length
+from quire.planning.graph_sizes import LARGEST_BATCH
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.formats.weight_format import GroupedFormat
 from quire.kernels import cpu, gpu, reference
 from quire.kernels.grouped import grouped_linear, grouped_rows, pack_grouped
 from quire.kernels.grouped_panels import to_panels
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.kernels.triton import grouped, parts
 from quire.kernels.triton.parts import Tile, choose_tile, part_length
-from quire.weight_format import GroupedFormat
 from tests.kernels.grouped_weights import FORMATS, random_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.formats.weight_format import GroupedFormat
 from quire.kernels.triton.launch import ceil_div, has_wgmma
 from quire.kernels.triton.parts import Launch, choose_tile
-from quire.weight_format import GroupedFormat
 
 _PANEL_WIDTH = 64  # kPanelWidth of grouped_layout.h
 

@@ -1,0 +1,1 @@
+"""`quire quantize`: writes quantized checkpoints, a layer at a time."""

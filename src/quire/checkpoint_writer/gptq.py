@@ -1,0 +1,92 @@
+"""GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one by one, and those not yet rounded take up the error.
+
+The update follows from the second derivative of the layer's squared output error, 2 X^T X, over calibration inputs X.
+Dimensions: N out-features, K in-features, G groups along K, B columns of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.checkpoint_writer.rounding import Grid, as_grouped, choose_grid, in_groups
+from quire.kernels.grouped_weight import GroupedWeight
+
+BLOCK = 128  # columns whose updates reach the others at once (section 3.3)
+DAMPING = 0.01  # of the mean of the diagonal, added to it (section 3.3)
+MAX_DAMPING = 10.0
+
+
+def gptq(
+    weight_NK: Tensor,
+    gram_KK: Tensor,
+    group_size: int,
+    *,
+    bits: int = 4,
+    act_order: bool = False,
+    scale_dtype: torch.dtype = torch.float16,
+) -> GroupedWeight:
+    """A symmetric weight of 4 bits whose output differs as little as possible on the inputs behind `gram_KK`.
+
+    Args:
+        gram_KK: X^T X over the calibration inputs, float32.
+        act_order: round columns with large inputs first. Groups are those of the columns as they lie, with grids chosen
+            beforehand ("static groups"), so that a reader sees nothing of the order; without it a group's grid is
+            chosen when its first column is reached.
+    """
+    K = weight_NK.shape[1]
+    weight_NK, gram_KK = weight_NK.float().clone(), gram_KK.clone()
+    unused_K = gram_KK.diagonal() == 0
+    gram_KK.diagonal()[unused_K] = 1.0
+    importance_K = gram_KK.diagonal().clone()
+    importance_K[unused_K] = 0.0
+
+    def grid_of(group: int, weight_NS: Tensor) -> Grid:
+        importance_S = importance_K[group * group_size : (group + 1) * group_size]
+        return choose_grid(weight_NS, bits, symmetric=True, scale_dtype=scale_dtype, importance=importance_S)
+
+    grids: list[Grid] = []
+    order_K = torch.arange(K)
+    if act_order:
+        grids = [grid_of(group, columns) for group, columns in enumerate(in_groups(weight_NK, group_size).unbind(1))]
+        order_K = gram_KK.diagonal().argsort(descending=True, stable=True)
+        weight_NK, gram_KK = weight_NK[:, order_K], gram_KK[order_K][:, order_K]
+    factor_KK = _inverse_factor(gram_KK)
+    codes_NK = torch.empty_like(weight_NK)
+    for begin in range(0, K, BLOCK):
+        end = min(begin + BLOCK, K)
+        errors_NB = torch.empty_like(weight_NK[:, begin:end])
+        for k in range(begin, end):
+            group = int(order_K[k]) // group_size
+            if group == len(grids):
+                # of the weights as the columns before have changed them; they may lie beyond this block
+                pending = errors_NB[:, : k - begin] @ factor_KK[begin:k, end : k + group_size]
+                columns = weight_NK[:, k : k + group_size].clone()
+                if pending.shape[1]:
+                    columns[:, end - k :] -= pending
+                grids.append(grid_of(group, columns))
+            column_N1 = weight_NK[:, k : k + 1]
+            codes_N1 = grids[group].codes(column_N1)
+            codes_NK[:, order_K[k]] = codes_N1[:, 0]
+            error_N1 = (column_N1 - grids[group].values(codes_N1)) / factor_KK[k, k]
+            weight_NK[:, k:end] -= error_N1 * factor_KK[k, k:end]
+            errors_NB[:, k - begin] = error_N1[:, 0]
+        weight_NK[:, end:] -= errors_NB @ factor_KK[begin:end, end:]
+    scales_NG, zeros_NG = (torch.stack([getattr(g, name) for g in grids], 1) for name in ("scales", "zeros"))
+    return as_grouped(codes_NK, scales_NG, zeros_NG, bits, group_size, symmetric=True)
+
+
+def _inverse_factor(gram_KK: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped matrix: its rows are the updates (algorithm 1)."""
+    damping, mean = DAMPING, gram_KK.diagonal().mean()
+    while True:
+        damped_KK = gram_KK.clone()
+        damped_KK.diagonal().add_(damping * mean)
+        lower_KK, failed = torch.linalg.cholesky_ex(damped_KK)
+        if not failed:
+            factor_KK: Tensor
+            factor_KK, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower_KK), upper=True)
+            if not failed:
+                return factor_KK
+        damping *= 10  # float32 cannot hold the small directions
+        assert damping <= MAX_DAMPING, "the inputs of a layer are not finite"

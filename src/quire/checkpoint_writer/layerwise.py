@@ -1,0 +1,142 @@
+"""Runs a model one layer at a time over calibration text: memory for a single layer, and for the residual stream.
+
+Dimensions: T tokens of a window, D hidden, K in-features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.checkpoint_writer.awq import Inputs
+from quire.formats.kv_groups import KvGroup, kv_groups
+from quire.forward_batch import ForwardBatch
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.model_config import ModelConfig
+from quire.models.decoder import Decoder
+from quire.models.registry import build_model
+from quire.sampling_params import SamplingParams
+from quire.schedule import NewRow, ScheduledBatch
+from quire.worker import kv_cache
+from quire.worker.input_batch import InputBatch
+
+BLOCK_SIZE = 32
+EMBEDDING = "model.embed_tokens.weight"
+
+Advance = Callable[[int], None]  # so many windows are done
+
+
+@dataclass(frozen=True)
+class LayerLinear:
+    """A linear layer inside a decoder layer, whose outputs may be those of several tensors.
+
+    names as `self_attn.q_proj`, rows of each, and the in-features.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    in_features: int
+
+
+class Layerwise:
+    """A native model without weights, and the calibration windows.
+
+    Args:
+        num_tokens: of every window.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> None:
+        self.config = replace(config, max_model_len=num_tokens)
+        self.dtype = dtype
+        self.num_tokens = num_tokens
+        self.names = self._model()  # knows the names, never holds a weight
+
+    def _model(self) -> Decoder:
+        model = build_model(self.config, self.dtype)
+        assert isinstance(model, Decoder)
+        return model
+
+    def linears(self, layer: int) -> list[LayerLinear]:
+        """The linear layers of a layer."""
+        return [_described(prefix, part) for prefix, part in self.names.layer_parts(layer) if isinstance(part, Linear)]
+
+    def norms(self, layer: int) -> dict[str, float]:
+        """Names of a layer's norms, as `input_layernorm`, and what is added to their weights."""
+        parts = self.names.layer_parts(layer)
+        return {prefix.removesuffix("."): part.offset for prefix, part in parts if isinstance(part, RMSNorm)}
+
+    @torch.inference_mode()
+    def embed(self, embedding: Tensor, windows: Iterable[list[int]]) -> list[Tensor]:
+        """residual_TD of every window before the first layer."""
+        model = self._model()
+        model.load_some([(EMBEDDING, embedding)])
+        return [model.embed(torch.tensor(window)).clone() for window in windows]
+
+    @torch.inference_mode()
+    def observe(
+        self, layer: int, weights: Mapping[str, Tensor], residuals: list[Tensor], advance: Advance
+    ) -> dict[str, Inputs]:
+        """What the linear layers of a layer get to see, by the first of their names. Changes nothing."""
+        model = self._model()
+        model.load_some((f"model.layers.{layer}.{name}", tensor) for name, tensor in weights.items())
+        statistics = {}
+        for prefix, part in model.layer_parts(layer):
+            if isinstance(part, Linear):
+                statistics[_described(prefix, part).names[0]] = watcher = _Watcher(part.in_features)
+                part.observe(watcher)
+        self._run(model, layer, (residual.clone() for residual in residuals), advance)
+        return {name: watcher.inputs() for name, watcher in statistics.items()}
+
+    @torch.inference_mode()
+    def run(self, layer: int, weights: Mapping[str, Tensor], residuals: list[Tensor], advance: Advance) -> None:
+        """Takes the residual streams through a layer, in place."""
+        model = self._model()
+        model.load_some((f"model.layers.{layer}.{name}", tensor) for name, tensor in weights.items())
+        self._run(model, layer, residuals, advance)
+
+    def _run(self, model: Decoder, layer: int, residuals: Iterable[Tensor], advance: Advance) -> None:
+        batch = self._batch()
+        for residual_TD in residuals:
+            model.run_layer(layer, residual_TD, batch)
+            advance(1)
+
+    def _batch(self) -> ForwardBatch:
+        """One window, all of it; every layer has the same cache, because only one runs."""
+        config, num_tokens = self.config, self.num_tokens
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        one_layer = KvGroup(kv_groups(config)[0].spec, (0,), 1)
+        (cache,) = kv_cache.allocate([one_layer], num_blocks, BLOCK_SIZE, self.dtype, torch.device("cpu")).layers
+        inputs = InputBatch(1, num_tokens, BLOCK_SIZE, config.vocab_size)
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        offset = config.rope.row_offset(num_tokens, config.max_model_len)
+        row = NewRow("window", [0] * num_tokens, num_tokens, params, list(range(num_blocks)), rope_offset=offset)
+        batch = ScheduledBatch(0, [row.request_id], [0], [num_tokens], new_block_ids=[[]], new_rows=[row])
+        inputs.apply(batch)
+        return inputs.forward_batch(inputs.stage(inputs.step_rows(batch)), [cache] * len(config.kv_specs()))
+
+
+def _described(prefix: str, part: Linear) -> LayerLinear:
+    names, sizes = zip(*part.shards, strict=True)
+    return LayerLinear(tuple(prefix + name for name in names), sizes, part.in_features)
+
+
+class _Watcher:
+    """Adds up what AWQ and GPTQ want to know of inputs."""
+
+    def __init__(self, in_features: int) -> None:
+        self._gram_KK = torch.zeros(in_features, in_features)
+        self._sum_K = torch.zeros(in_features)
+        self._count = 0
+
+    def __call__(self, x_TK: Tensor) -> None:
+        x_TK = x_TK.float()
+        self._gram_KK.addmm_(x_TK.T, x_TK)
+        self._sum_K += x_TK.abs().sum(0)
+        self._count += len(x_TK)
+
+    def inputs(self) -> Inputs:
+        return Inputs(self._gram_KK, self._sum_K / self._count)

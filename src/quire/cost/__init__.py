@@ -1,1 +1,0 @@
-"""Facts of the machine and the arithmetic of bytes and FLOPs that planning, defaults and the scheduler share."""

@@ -1,0 +1,139 @@
+"""AsyncLLM: vLLM's asynchronous API over an engine in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from quire import envs
+from quire.config import EngineConfig
+from quire.entry.launch import open_model, start_async_engine
+from quire.entry.spawn import spawn_engine
+from quire.errors import UnsupportedFieldError
+from quire.frontend.live_limits import move_limits
+from quire.frontend.prompts import PromptType
+from quire.frontend.tokenizer import Tokenizer
+from quire.messages import EngineReady, SetLimits
+from quire.outputs import PositionLogprobs, RequestOutput
+from quire.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """An engine process and its front end, for one event loop.
+
+    The process starts to load at once; the first call that needs it waits until it is ready.
+
+    Args:
+        model: folder, hub id or GGUF file; None: the bundled demo model.
+        **kwargs: fields of EngineConfig (vLLM's names).
+    """
+
+    def __init__(self, model: str | None = None, **kwargs: Any) -> None:
+        self.config = EngineConfig.from_kwargs(model=model, **kwargs)
+        interpreter = spawn_engine()
+        try:
+            parts = open_model(self.config, lambda phase, fraction, detail: None)
+            self._engine, self._process = start_async_engine(self.config, parts, interpreter=interpreter)
+        except BaseException:
+            with interpreter:  # closes the pipe and waits
+                interpreter.kill()
+            raise
+        self.model_config = parts.model_config
+        self._tokenizer = parts.tokenizer
+        self._is_started = False
+        self._shutdown: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
+        """vLLM's constructor from a config."""
+        return cls(**{f.name: getattr(engine_args, f.name) for f in fields(engine_args)})
+
+    async def wait_ready(self) -> EngineReady:
+        """Wait until a real token has been produced. Raises the QuireError that kept the engine from starting."""
+        if not self._is_started:
+            self._is_started = True
+            self._engine.start()
+        return await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        lora_request: object | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream the outputs of one prompt, cumulative or deltas by `sampling_params.output_kind`. Leaving it aborts.
+
+        Raises:
+            InvalidRequestError: the request is refused. EngineDeadError: the engine has ended, after a part
+                was handed on: EngineRestartedError, if it is started again.
+        """
+        unsupported = {
+            "lora_request": lora_request,
+            "tokenization_kwargs": tokenization_kwargs or None,
+            "trace_headers": trace_headers or None,
+            "data_parallel_rank": data_parallel_rank or None,
+        }
+        for name, value in unsupported.items():
+            if value is not None:
+                raise UnsupportedFieldError(
+                    f"{name} is not supported in this version", fix=f"Leave {name} out", param=name
+                )
+        await self.wait_ready()
+        prompt_logprobs: list[PositionLogprobs | None] | None = None
+        async for output in self._engine.generate(
+            prompt, sampling_params, request_id, priority=priority, clamp_max_tokens=True
+        ):
+            if output.prompt_logprobs is not None:
+                if prompt_logprobs is None:  # the same with every output
+                    prompt_logprobs = await asyncio.to_thread(list, output.prompt_logprobs)
+                output.prompt_logprobs = prompt_logprobs
+            yield output
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their streams end without a further output."""
+        self._engine.abort(request_id)
+
+    async def get_tokenizer(self) -> Tokenizer | None:
+        """None if the model runs without one."""
+        return self._tokenizer
+
+    async def set_limits(self, limits: SetLimits) -> None:
+        """Move limits of the running engine, from its next step on; None leaves one as it is.
+
+        Raises InvalidRequestError for a value out of its bounds: memory was planned for the limits of the start.
+        """
+        await self.wait_ready()
+        given = {name: getattr(limits, name) for name in limits.__struct_fields__}
+        move_limits(self._engine, {name: value for name, value in given.items() if value is not None})
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        await self.wait_ready()
+        self._engine.reset_prefix_cache()
+        return True
+
+    async def check_health(self) -> None:
+        """Raises the QuireError that ended the engine, if it has ended, and NotReadyError if it is starting again."""
+        if self._engine.error is not None:
+            raise self._engine.error
+        if self._engine.is_restarting:
+            self._engine.check_running()
+
+    def shutdown(self) -> asyncio.Task[None]:
+        """End every stream and the engine process; without it that ends with this one.
+
+        A plain function, as vLLM's: what it returns may be awaited, for the last readers to hear of the end.
+        """
+        if self._shutdown is None:
+            self._engine.close()
+            self._process.stop()
+            self._shutdown = asyncio.get_running_loop().create_task(self._engine.shutdown(), name="shutdown")
+        return self._shutdown

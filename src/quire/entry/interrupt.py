@@ -1,0 +1,63 @@
+"""Ctrl-C: between the steps of a loop, so that whatever a step changes, it changes whole; or as the end, at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+from quire import logs
+from quire.screen.terminal import clear_line
+
+INTERRUPTED = 130  # the exit code of an interrupted command: 128 + SIGINT
+
+
+@contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Inside, SIGINT is held back until the yielded function is called, or the end, and then does what it did before.
+
+    A second SIGINT is not held back: a step may hang. Outside the main thread nothing changes: no signal comes there.
+    """
+    before: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: None
+        return
+    held: list[FrameType | None] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            before(number, frame)
+        held.append(frame)
+
+    def check() -> None:
+        if held:
+            before(signal.SIGINT, held.pop())
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+        check()
+
+
+def end_at_once(number: int, clean_up: Callable[[], object]) -> NoReturn:
+    """In the handler of signal `number`: say so and end the process, which would else wait for its threads.
+
+    Args:
+        clean_up: what must not stay behind. It may write to standard error.
+    """
+    try:
+        # The signal may have come in the middle of a write, and a buffer is not entered twice.
+        with suppress(AttributeError, OSError, ValueError):  # no standard error, or one without a descriptor
+            sys.stderr = open(sys.stderr.fileno(), "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        clean_up()
+        clear_line()
+        logs.say("interrupted" if number == signal.SIGINT else "stopped")
+    finally:
+        os._exit(128 + number)

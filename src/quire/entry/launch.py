@@ -1,0 +1,267 @@
+"""Starts what every way in is made of: model files, the front end's parts, the engine process and its client."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import quire.demo
+from quire import envs
+from quire.config import EngineConfig, ServerConfig
+from quire.demo import DEMO_MODEL_NAME
+from quire.entry.spawn import EngineInterpreter, spawn_engine
+from quire.errors import ConfigError, InvalidRequestError
+from quire.frontend.async_engine import AsyncEngine
+from quire.frontend.chat_template import check_template_kwargs
+from quire.frontend.client import ProcessClient
+from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.replica import Replica
+from quire.frontend.stats import EngineMetrics
+from quire.frontend.supervisor import RecoveryLimits
+from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tokenizer_files import load_generation_config
+from quire.gguf.file import is_gguf
+from quire.kernels import extension
+from quire.loader.gguf_choice import find_gguf
+from quire.loader.hub import local_path, resolve_model, resolve_tokenizer_files
+from quire.loader.safetensors_headers import read_headers
+from quire.messages import EngineLaunch, Progress
+from quire.model_config import ModelConfig, load_model_config
+
+MAX_SOCKET_PARENT_BYTES = 80  # 107 bytes name a Unix socket, and ours is /quire-12345678/output in it
+
+
+@dataclass(frozen=True)
+class FrontEndParts:
+    """What the API side knows of a model before its engine is ready."""
+
+    model_folder: Path
+    model_name: str
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    input_processor: InputProcessor
+
+
+def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool) -> tuple[Path, str, ModelConfig]:
+    """The model's folder or GGUF file, name and facts; what is missing is downloaded, weights only on request.
+
+    Raises ConfigErrors.
+    """
+    any_architecture = config.model_impl in ("auto", "transformers")
+    source = (config.revision, config.download_dir, config.hf_token, progress)
+    if (file := find_gguf(config.model, config.gguf_file, *source, weights=weights)) is not None:
+        return file, config.model or file.name, load_model_config(file, config.hf_overrides)
+    if config.model is None:
+        folder, name = quire.demo.path("target"), DEMO_MODEL_NAME
+    else:
+        name = config.model
+        folder = resolve_model(name, *source, weights=weights)
+    return folder, name, load_model_config(folder, config.hf_overrides, any_architecture=any_architecture)
+
+
+def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
+    """Find (or download) the model's files and read what the front end needs. Loads no weights. Raises ConfigErrors."""
+    extension.wished_isa()  # said before the download
+    folder, name, model_config = find_model(config, progress, weights=config.load_format != "dummy")
+    if config.load_format in ("auto", "safetensors") and folder.is_dir():
+        read_headers(folder)  # what is broken is told before an engine is started
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        source = folder if config.tokenizer is None else _tokenizer_files(config.tokenizer, config)
+        tokenizer = Tokenizer.from_folder(source, config.tokenizer_mode)
+    return FrontEndParts(folder, name, model_config, tokenizer, _input_processor(config, model_config, tokenizer))
+
+
+def _tokenizer_files(name: str, config: EngineConfig) -> Path:
+    """The folder or GGUF file that `--tokenizer` means."""
+    if is_gguf(path := local_path(name, "tokenizer")):
+        return path
+    return resolve_tokenizer_files(name, config.tokenizer_revision, config.download_dir, config.hf_token)
+
+
+def _input_processor(config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None) -> InputProcessor:
+    generation = {}
+    is_auto = config.generation_config == "auto"
+    if config.generation_config != "vllm" and not (is_auto and is_gguf(Path(model_config.model))):
+        generation = _generation_config(Path(model_config.model if is_auto else config.generation_config))
+    return InputProcessor(
+        tokenizer,
+        ModelLimits(model_config.max_model_len, model_config.vocab_size, config.max_logprobs),
+        defaults=sampling_defaults(generation, config.override_generation_config),
+        eos_token_ids=model_config.eos_token_ids,
+        seed=secrets.randbits(63) if config.seed is None else config.seed,
+    )
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ConfigError(
+            "The folder of the generation config does not exist",
+            value=str(folder),
+            expected="auto, vllm, or a folder with generation_config.json",
+            param="generation_config",
+        )
+    return load_generation_config(folder)
+
+
+def default_template_kwargs(config: ServerConfig) -> dict[str, Any]:
+    """Raises ConfigError for what every chat would be refused for."""
+    param = "default_chat_template_kwargs"
+    try:
+        return check_template_kwargs(config.default_chat_template_kwargs or {}, param)
+    except InvalidRequestError as error:
+        raise ConfigError(
+            error.what,
+            value=error.value,
+            expected=error.expected,
+            fix="Correct --default-chat-template-kwargs",
+            param=param,
+        ) from None
+
+
+def read_chat_template(given: str | None) -> str | None:
+    """A file's text, or the argument itself if it is a template or the name of one."""
+    if given is None or "{" in given or "\n" in given:
+        return given
+    path = Path(given)
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if path.suffix in (".jinja", ".jinja2", ".txt") or "/" in given:
+        raise ConfigError(
+            "The chat template file does not exist", value=given, fix="Check the path", param="chat_template"
+        )
+    return given
+
+
+def _socket_parent() -> str:
+    """The user's folder for temporary files, unless the names of sockets in it were longer than the system takes."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= MAX_SOCKET_PARENT_BYTES else "/tmp"
+
+
+class EngineProcessHandle:
+    """One engine process at a time, and the private folder of its sockets.
+
+    Args:
+        interpreter: becomes the first process; without it one is started.
+        engine_index: which the messages of the processes carry.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_folder: Path,
+        interpreter: EngineInterpreter | None = None,
+        engine_index: int = 0,
+    ) -> None:
+        self._config, self._model_folder, self._engine_index = config, str(model_folder), engine_index
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+        self._waiting = interpreter
+        self._process: EngineInterpreter | None = None
+        self._was_killed = False  # by this object
+
+    def launch(self) -> ProcessClient:
+        """Start a process, which begins to load at once; the one before must have ended. Raises OSError."""
+        self._remove_sockets()
+        # mkdtemp makes the folder 0700: only this user can reach the sockets in it.
+        self._sockets = tempfile.TemporaryDirectory(prefix="quire-", dir=_socket_parent())
+        addresses = (f"ipc://{self._sockets.name}/input", f"ipc://{self._sockets.name}/output")
+        client = ProcessClient(*addresses, self.is_alive, self._engine_index)
+        try:
+            self._start(EngineLaunch(self._config, self._model_folder, *addresses, self._engine_index))
+        except OSError:
+            client.close()
+            raise
+        return client
+
+    def _start(self, launch: EngineLaunch) -> None:
+        self._process, self._waiting = self._waiting or spawn_engine(), None
+        self._was_killed = False
+        assert self._process.stdin is not None
+        # The pipe stays open: its end tells the engine that this process has ended.
+        with suppress(BrokenPipeError):  # it has ended already: the client notices
+            self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
+
+    @property
+    def socket_folder(self) -> Path | None:
+        """Where the sockets of the last process are."""
+        return Path(self._sockets.name) if self._sockets is not None else None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def describe_end(self) -> str | None:
+        """How the process ended, for people; None while it runs and if it left by itself or was told to."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None or code >= 0 or self._was_killed:
+            return None
+        hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
+        return f"The engine process was ended by {signal.Signals(-code).name}{hint}."
+
+    def kill(self) -> None:
+        """End the process at once, even one that is stopped, and wait until it is gone with its memory."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            self._was_killed = True
+            process.kill()
+            process.wait()
+        self._close_input(process)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the process, politely first, and remove its sockets. May be called again."""
+        process = self._process
+        if process is not None:
+            self._close_input(process)
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._remove_sockets()
+
+    @staticmethod
+    def _close_input(process: EngineInterpreter) -> None:
+        """What the engine takes as the end of this process."""
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def _remove_sockets(self) -> None:
+        if self._sockets is not None:
+            self._sockets.cleanup()
+
+
+def start_async_engine(
+    config: EngineConfig,
+    parts: FrontEndParts,
+    metrics: EngineMetrics | None = None,
+    recovery: RecoveryLimits | None = None,
+    interpreter: EngineInterpreter | None = None,
+) -> tuple[AsyncEngine, EngineProcessHandle]:
+    """An engine process, which begins to load at once, and its front end, which the caller starts.
+
+    Args:
+        interpreter: becomes the first process.
+        recovery: when the process counts as failed, and how often it is started again.
+    """
+    handle = EngineProcessHandle(config, parts.model_folder, interpreter)
+    outputs = OutputProcessor(parts.tokenizer, metrics)
+    recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
+    replica = Replica(handle.launch(), outputs, starter=handle, recovery=recovery)
+    return AsyncEngine([replica], parts.input_processor), handle

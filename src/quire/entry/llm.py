@@ -1,0 +1,420 @@
+"""LLM: vLLM's offline API over an engine in this process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from quire.config import EngineConfig
+from quire.engine.start import start_engine
+from quire.entry.launch import open_model
+from quire.entry.offline import OfflineRunner, UseTqdm, engine_metrics
+from quire.errors import ConfigError, InvalidRequestError, UnsupportedFieldError
+from quire.frontend.beam_search import BeamSearch
+from quire.frontend.blocking_renderer import BlockingRenderer
+from quire.frontend.chat_messages import plain
+from quire.frontend.input_processor import InputProcessor, ProcessedRequest
+from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.prompts import PromptType, split_prompts
+from quire.frontend.render_process import Render
+from quire.frontend.tokenizer import Tokenizer
+from quire.messages import Command
+from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.screen.start_display import shown_start
+
+if TYPE_CHECKING:
+    from quire.metrics.reader import Metric
+
+Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+# What else vLLM's LLM can do: named, so that a script learns why, and hasattr() says no.
+_ABSENT = {
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), "models here generate text only"),
+    **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), "weights and cache stay in memory until the end"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use py-spy, or torch.profiler around generate()"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "no code is sent to workers"),
+    "reset_mm_cache": "models here read text only",
+}
+
+
+class LLM:
+    """A model loaded in this process.
+
+    `EngineArgs(...)` of vLLM is `EngineConfig(...)` here, also under the old name; LLM(**vars(args)) takes it apart as
+    vLLM's examples do, and `LLM.from_engine_args(args)` takes it whole.
+
+    Args:
+        model: folder, hub id or GGUF file; None: the bundled demo model.
+        chat_template: Jinja template, or the name of one of the model's, for chat() in place of the model's default.
+        **kwargs: fields of EngineConfig (vLLM's names); an unknown one is an error naming the nearest.
+            `disable_log_stats=False`, if it is given, keeps metrics for get_metrics(), as in vLLM.
+    """
+
+    def __init__(self, model: str | None = None, *, chat_template: str | None = None, **kwargs: Any) -> None:
+        self.config = EngineConfig.from_kwargs(model=model, **kwargs)
+        with shown_start(is_quiet=self.config.disable_log_stats) as progress:
+            parts = open_model(self.config, progress)
+            engine = start_engine(self.config, parts.model_folder, is_server=False, progress=progress)
+        self.resolved = engine.resolved
+        self.model_config = engine.model_config
+        self._core = engine.core
+        self._tokenizer = parts.tokenizer
+        self._chat_template = chat_template
+        self._renderer: BlockingRenderer | None = None  # for the template and the content format that were asked last
+        self._rendered_form: tuple[str | None, str] | None = None
+        self._inputs: InputProcessor = parts.input_processor.with_max_model_len(self.resolved.model.max_model_len)
+        self._metrics = engine_metrics(self.config, engine) if kwargs.get("disable_log_stats") is False else None
+        own_metrics = None if self._metrics is None else self._metrics.engines[0]
+        self._runner = OfflineRunner(self._core, OutputProcessor(self._tokenizer, own_metrics))
+        self._counter = itertools.count()
+        self._enqueued: list[str] = []
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        """vLLM's constructor from a config."""
+        return cls(**{f.name: getattr(engine_args, f.name) for f in fields(engine_args)})
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _ABSENT:
+            raise AttributeError(f"vLLM's LLM.{name} does not exist in this version: {_ABSENT[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType] | None = None,
+        sampling_params: Params = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: object | None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; the outputs come in the order of the prompts.
+
+        Args:
+            prompts: text, token ids, a TextPrompt or TokensPrompt, or a list of these.
+            sampling_params: one for all, or one per prompt; None: the model's defaults.
+            prompt_token_ids: vLLM's older way to give token ids; `prompts` is then only what the outputs report.
+            use_tqdm: show a progress bar; a function is called in place of tqdm.
+            priority: one per prompt, lower first (scheduling_policy="priority").
+            tokenization_kwargs: only `add_special_tokens`.
+
+        Raises:
+            InvalidRequestError: before anything is computed, naming the field. If every prompt fails, the first one's
+                error; if only some do, their outputs have finish_reason "error" and the text in `error`.
+        """
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        chosen = _with_token_ids(prompts, prompt_token_ids)
+        add_special_tokens = _add_special_tokens(tokenization_kwargs)
+        processed = self._process(chosen, sampling_params, priority, add_special_tokens=add_special_tokens)
+        return self._runner.run(processed, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: object | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        Args:
+            chat_template: Jinja template, or the name of one of the model's, in place of the default one.
+            chat_template_content_format: "string" or "openai" (a list of parts); "auto": what the template reads.
+            The others as in generate().
+        """
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        prompts = self._render(
+            messages,
+            chat_template,
+            chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=plain(tools, "tools"),
+            kwargs=plain(chat_template_kwargs, "chat_template_kwargs"),
+        )
+        add_special_tokens = _add_special_tokens(tokenization_kwargs, default=False)  # the template wrote them
+        processed = self._process(prompts, sampling_params, priority, add_special_tokens=add_special_tokens)
+        return self._runner.run(processed, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: object | None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue prompts without computing anything yet; wait_for_completion() does that. Returns their request ids.
+
+        Arguments as in generate(); `use_tqdm` has nothing to show here.
+        """
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        add_special_tokens = _add_special_tokens(tokenization_kwargs)
+        processed = self._process(
+            _with_token_ids(prompts, None), sampling_params, priority, add_special_tokens=add_special_tokens
+        )
+        self._enqueued += (request_ids := self._runner.enqueue(processed))
+        return request_ids
+
+    def enqueue_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: object | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue conversations, as enqueue() does prompts. Arguments as in chat()."""
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        prompts = self._render(
+            messages,
+            chat_template,
+            chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=plain(tools, "tools"),
+            kwargs=plain(chat_template_kwargs, "chat_template_kwargs"),
+        )
+        processed = self._process(prompts, sampling_params, priority, add_special_tokens=False)
+        self._enqueued += (request_ids := self._runner.enqueue(processed))
+        return request_ids
+
+    def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
+        """Compute everything enqueued; the outputs come in the order of enqueueing. Errors as in generate()."""
+        if output_type not in (None, RequestOutput):
+            raise UnsupportedFieldError("Only text is generated here", expected="RequestOutput", param="output_type")
+        request_ids, self._enqueued = self._enqueued, []
+        return self._runner.wait(request_ids, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: object | None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` most likely continuations of every prompt, best first; text holds prompt and continuation.
+
+        Args:
+            concurrency_limit: prompts searched at the same time; None: all.
+        """
+        _refuse(lora_request=lora_request)
+        params.verify()
+        limits = replace(self._inputs.limits, max_logprobs=-1)  # the width decides, not what a request may ask for
+        inputs = InputProcessor(self._tokenizer, limits, eos_token_ids=self._inputs.eos_token_ids)
+        searches = []
+        for prompt in split_prompts(prompts):
+            processed = inputs.process("beam", prompt, SamplingParams(max_tokens=params.max_tokens))
+            searches.append(BeamSearch(processed.prompt_token_ids, params, self._inputs.eos_token_ids))
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise InvalidRequestError(
+                "Illegal concurrency_limit", value=concurrency_limit, expected="1 or more", param="concurrency_limit"
+            )
+        width = concurrency_limit or len(searches)
+        for begin in range(0, len(searches), width):
+            self._search(searches[begin : begin + width], inputs)
+        results = [search.result() for search in searches]
+        if self._tokenizer is not None:
+            for sequence in itertools.chain.from_iterable(result.sequences for result in results):
+                sequence.text = self._tokenizer.decode(sequence.tokens, skip_special_tokens=params.skip_special_tokens)
+        return results
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Encodes, decodes, and applies the chat template. Raises ConfigError if the model runs without one."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                "This LLM has no tokenizer", fix="Leave skip_tokenizer_init out", param="skip_tokenizer_init"
+            )
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generate() uses without SamplingParams: the model's generation config over vLLM's defaults."""
+        return self._inputs.default_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """Every series of /metrics as an object: Counter, Gauge or Histogram, by its class in quire.metrics.reader."""
+        if self._metrics is None:
+            raise ConfigError(
+                "This LLM keeps no metrics",
+                fix="Make it with disable_log_stats=False, as for vLLM",
+                param="disable_log_stats",
+            )
+        from quire.metrics.reader import read
+
+        return read(self._metrics.registry)
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Devices the model runs on."""
+        return self.config.tensor_parallel_size
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        self._core.command(Command("reset_prefix_cache"))
+        return True
+
+    def _render(
+        self,
+        messages: Messages | Sequence[Messages],
+        template: str | None,
+        content_format: str,
+        **options: Any,
+    ) -> list[PromptType]:
+        """The text of every conversation."""
+        tokenizer = self.get_tokenizer()
+        if content_format not in ("auto", "string", "openai"):
+            raise InvalidRequestError(
+                "Unknown chat_template_content_format",
+                value=content_format,
+                expected="auto, string or openai",
+                param="chat_template_content_format",
+            )
+        renderer = self._renderer_for(tokenizer, self._chat_template if template is None else template, content_format)
+        is_one = not messages or isinstance(messages, (str, Mapping)) or isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
+        texts: list[Any] = []
+        texts += renderer.render([Render(plain(each, "messages"), **options) for each in conversations])
+        return texts
+
+    def _renderer_for(self, tokenizer: Tokenizer, template: str | None, content_format: str) -> BlockingRenderer:
+        """One set of processes, of which the first takes some tenths of a second to start."""
+        if self._renderer is None or self._rendered_form != (template, content_format):
+            if self._renderer is not None:
+                self._renderer.close()
+            self._renderer = BlockingRenderer(
+                tokenizer.chat_templates,
+                tokenizer.special_tokens,
+                override=template,
+                name=tokenizer.name,
+                content_as_parts=None if content_format == "auto" else content_format == "openai",
+            )
+            self._rendered_form = (template, content_format)
+        return self._renderer
+
+    def _process(
+        self, prompts: Sequence[PromptType], sampling_params: Params, priority: Sequence[int] | None, **options: Any
+    ) -> list[ProcessedRequest]:
+        """Check everything; nothing reaches the engine if one prompt is refused."""
+        params = _per_prompt("sampling_params", sampling_params, len(prompts))
+        priorities = _per_prompt("priority", priority, len(prompts))
+        finals: dict[int, SamplingParams] = {}  # one copy of parameters that many prompts share
+        for own in params:
+            if id(own) not in finals:
+                finals[id(own)] = _final_only(self._inputs.default_params() if own is None else own)
+        return [
+            self._inputs.process(
+                str(next(self._counter)),
+                prompt,
+                finals[id(own)],
+                priority=own_priority or 0,
+                clamp_max_tokens=True,
+                **options,
+            )
+            for prompt, own, own_priority in zip(prompts, params, priorities, strict=True)
+        ]
+
+    def _search(self, searches: Sequence[BeamSearch], inputs: InputProcessor) -> None:
+        """Run beam searches side by side: one request per beam and step."""
+        while pending := [(search, beams) for search in searches if (beams := search.pending())]:
+            processed = []
+            for search, beams in pending:
+                params = _final_only(search.step_params())
+                processed += [
+                    inputs.process(str(next(self._counter)), {"prompt_token_ids": tokens}, params) for tokens in beams
+                ]
+            outputs = iter(self._runner.run(processed))
+            for search, beams in pending:
+                extended = [next(outputs).outputs[0].logprobs for _ in beams]
+                search.advance([logprobs[0] for logprobs in extended if logprobs])
+
+
+def _refuse(**arguments: Any) -> None:
+    """What vLLM has and this version has not: adapters and images. Nothing, in all its forms, is accepted."""
+    for name, value in arguments.items():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if any(item is not None and item != {} for item in items):
+            raise UnsupportedFieldError(f"{name} is not supported in this version", fix=f"Leave {name} out", param=name)
+
+
+def _with_token_ids(prompts: Any, token_ids: Any) -> list[PromptType]:
+    """The prompts as a list; with vLLM's older `prompt_token_ids`, these with the prompts as their texts."""
+    if token_ids is None:
+        return [] if isinstance(prompts, (list, tuple)) and not prompts else split_prompts(prompts)
+    ids = split_prompts(token_ids)
+    if prompts is None:
+        return ids
+    texts = split_prompts(prompts)
+    if len(texts) != len(ids):
+        raise InvalidRequestError(
+            "prompts and prompt_token_ids have different lengths",
+            value=(len(texts), len(ids)),
+            expected="one list of token ids for each prompt",
+            param="prompt_token_ids",
+        )
+    pairs: list[Any] = [{"prompt": text, "prompt_token_ids": own} for text, own in zip(texts, ids, strict=True)]
+    return pairs
+
+
+def _add_special_tokens(tokenization_kwargs: Mapping[str, Any] | None, *, default: bool = True) -> bool:
+    given = dict(tokenization_kwargs or {})
+    add_special_tokens = given.pop("add_special_tokens", default)
+    if given:
+        raise UnsupportedFieldError(
+            "Unsupported tokenization_kwargs",
+            value=sorted(given),
+            expected="add_special_tokens",
+            fix="Tokenize with get_tokenizer() and pass token ids",
+            param="tokenization_kwargs",
+        )
+    return bool(add_special_tokens)
+
+
+def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """One value for all prompts, or one for each."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequestError(
+            f"{name} has the wrong length",
+            value=len(value),
+            expected=f"one for each of the {count} prompts",
+            param=name,
+        )
+    return list(value)
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    """Offline callers see only the end: build no output before it. The caller's object stays as it is."""
+    own = copy.copy(params)
+    if isinstance(own, SamplingParams):  # if not, the input processor refuses it
+        own.output_kind = RequestOutputKind.FINAL_ONLY
+    return own

@@ -1,0 +1,134 @@
+"""Runs requests to their end on an engine in this process. After an error or an interrupt it keeps nothing of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from quire.config import EngineConfig
+from quire.demo import DEMO_MODEL_NAME
+from quire.engine.core import EngineCore
+from quire.engine.start import StartedEngine
+from quire.entry.interrupt import interrupts_between_steps
+from quire.errors import QuireError
+from quire.frontend.input_processor import ProcessedRequest
+from quire.frontend.output_processor import OutputProcessor
+from quire.logs import get_logger
+from quire.outputs import RequestOutput
+from quire.screen.progress_bar import ProgressBar
+
+if TYPE_CHECKING:
+    from quire.metrics.prometheus import PrometheusMetrics
+
+logger = get_logger(__name__)
+
+UseTqdm = bool | Callable[..., Any]
+
+
+def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMetrics:
+    """What LLM.get_metrics() reads, with the names and labels that a server would show."""
+    from quire.metrics.prometheus import PrometheusMetrics  # slow to import, and few ask for it
+
+    name = config.served_model_name[0] if config.served_model_name else config.model or DEMO_MODEL_NAME
+    metrics = PrometheusMetrics(
+        name, engine.resolved.model.max_model_len, model=engine.model_config, kv_blocks=config.kv_cache_metrics
+    )
+    metrics.engines[0].on_ready(engine.ready_message())
+    return metrics
+
+
+class OfflineRunner:
+    """The loop around one EngineCore.
+
+    Args:
+        core: stepped only while somebody waits.
+        outputs: follows the same requests.
+    """
+
+    def __init__(self, core: EngineCore, outputs: OutputProcessor) -> None:
+        self._core, self._outputs = core, outputs
+        self._finished: dict[str, tuple[RequestOutput, QuireError | None]] = {}  # until somebody collects them
+
+    def run(self, processed: Sequence[ProcessedRequest], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
+        """The final output of every request, in order.
+
+        Raises the first one's QuireError if all fail; if only some do, their outputs say so, and the log.
+        """
+        request_ids = [request.request_id for request in processed]
+        with self._all_or_nothing(request_ids) as check_interrupt:
+            self._add(processed, check_interrupt)
+            return self._collect(request_ids, use_tqdm, check_interrupt)
+
+    def enqueue(self, processed: Sequence[ProcessedRequest]) -> list[str]:
+        """Hand requests to the engine without stepping it. Returns their ids."""
+        request_ids = [request.request_id for request in processed]
+        with self._all_or_nothing(request_ids) as check_interrupt:
+            self._add(processed, check_interrupt)
+        return request_ids
+
+    def wait(self, request_ids: Sequence[str], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
+        """The final outputs of enqueued requests, in this order. Raises as `run` does."""
+        with self._all_or_nothing(request_ids) as check_interrupt:
+            return self._collect(request_ids, use_tqdm, check_interrupt)
+
+    @contextmanager
+    def _all_or_nothing(self, request_ids: Sequence[str]) -> Iterator[Callable[[], None]]:
+        """Yields the check for Ctrl-C."""
+        try:
+            with interrupts_between_steps() as check_interrupt:
+                yield check_interrupt
+        except BaseException:
+            self._core.abort(self._outputs.abort(request_ids))
+            for request_id in request_ids:
+                self._finished.pop(request_id, None)
+            raise
+
+    def _add(self, processed: Sequence[ProcessedRequest], check_interrupt: Callable[[], None]) -> None:
+        for request in processed:
+            self._outputs.add(request)
+            for message in request.requests:
+                self._core.add(message)
+            check_interrupt()
+
+    def _collect(
+        self, request_ids: Sequence[str], use_tqdm: UseTqdm, check_interrupt: Callable[[], None]
+    ) -> list[RequestOutput]:
+        """Step until these requests are finished; others that are in the engine move along."""
+        waiting = set(request_ids) - self._finished.keys()
+        bar = ProgressBar(len(waiting), use_tqdm) if use_tqdm else None
+        try:
+            while waiting:
+                for output in self._step():
+                    if output.request_id in waiting:
+                        waiting.remove(output.request_id)
+                        if bar is not None:
+                            bar.add(output)
+                check_interrupt()
+        finally:
+            if bar is not None:
+                bar.close()
+        results = [self._finished.pop(request_id) for request_id in request_ids]
+        errors = [error for _, error in results if error is not None]
+        if errors and len(errors) == len(results):
+            raise errors[0]
+        for output, error in results:
+            if error is not None:
+                logger.error("request %s failed: %s", output.request_id, error.message)
+        return [output for output, _ in results]
+
+    def _step(self) -> list[RequestOutput]:
+        """One step of the engine. Returns what it finished."""
+        assert self._core.has_work(), "requests are waited for that the engine does not have"
+        deltas = self._core.step()
+        if self._core.last_record is not None:
+            self._outputs.metrics.on_step(self._core.last_record)
+        result = self._outputs.process(deltas)
+        if result.abort_ids:
+            self._core.abort(result.abort_ids)
+        finished = [output for output in result.outputs if output.finished]
+        for output in finished:
+            if output.prompt_logprobs is not None:
+                output.prompt_logprobs = list(output.prompt_logprobs)
+            self._finished[output.request_id] = (output, result.errors.get(output.request_id))
+        return finished

@@ -1,0 +1,331 @@
+"""`quire serve`: the HTTP server in this process, the engine in another, from start to drained end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+import stat
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import uvloop
+
+from quire import envs, logs
+from quire.config import EngineConfig, ServerConfig
+from quire.demo import DEMO_MODEL_NAME
+from quire.entry import systemd
+from quire.entry.interrupt import end_at_once, interrupts_between_steps
+from quire.entry.launch import (
+    FrontEndParts,
+    default_template_kwargs,
+    open_model,
+    read_chat_template,
+    start_async_engine,
+)
+from quire.entry.listen import BACKLOG, Listener, allowed_hosts, check_guarded
+from quire.entry.spawn import EngineInterpreter
+from quire.errors import ConfigError, QuireError
+from quire.kernels import extension
+from quire.messages import EngineProgress
+from quire.metrics.prometheus import PrometheusMetrics
+from quire.planning import devices
+from quire.resolve import resolve_server
+from quire.screen.first_screen import show_header, show_ready
+from quire.screen.start_display import StartDisplay
+from quire.screen.terminal import clear_line
+from quire.server.app import create_app
+from quire.server.cors import CorsRules
+from quire.server.http_server import HttpServer, http_config
+from quire.server.state import ServerSettings
+from quire.settings import as_dict
+
+logger = logs.get_logger(__name__)
+
+MIN_OPEN_FILES = 64
+POLL_SECONDS = 0.1
+TLS_POLL_SECONDS = 1.0  # between two looks at the files of the certificates
+# After the drain's time is over every stream gets an error as its last event; they have this long to leave.
+LAST_WORDS_SECONDS = 2.0
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter: EngineInterpreter) -> int:
+    """Serve until told to stop; the engine runs in `interpreter`, which is the caller's to end.
+
+    Answers with the exit code: 0 stopped, 1 the engine failed, 2 it could not start for a reason the user can mend.
+    Raises ConfigErrors before it serves.
+    """
+    _check_open_files()
+    api_keys = _api_keys(server_config)
+    check_guarded(server_config, api_keys)
+    template_kwargs = default_template_kwargs(server_config)
+    device = devices.detect(extension.chosen_isa())
+    name = engine_config.model or DEMO_MODEL_NAME
+    display = StartDisplay(on_first=partial(show_header, name, device, has_gpu=devices.has_gpu()))
+    listener = _bind(server_config, display)
+    try:
+        parts = open_model(engine_config, display.update)
+        names = engine_config.served_model_name or (parts.model_name,)
+        is_hub_id = "/" in parts.model_name and not Path(parts.model_name).exists()
+        settings = ServerSettings(
+            served_model_names=names,
+            model_root=parts.model_name if is_hub_id else names[0],
+            api_keys=api_keys,
+            allowed_hosts=allowed_hosts(server_config),
+            has_public_metrics=server_config.prometheus_public,
+            has_tokenizer_info=server_config.enable_tokenizer_info_endpoint,
+            root_path=server_config.root_path,
+            max_model_len=parts.model_config.max_model_len,
+            default_sampling_params=parts.input_processor.defaults,
+            chat_template=read_chat_template(server_config.chat_template),
+            default_chat_template_kwargs=template_kwargs,
+            response_role=server_config.response_role,
+            returns_tokens_as_token_ids=server_config.return_tokens_as_token_ids,
+            forces_usage=server_config.enable_force_include_usage,
+            reports_metrics=server_config.enable_per_request_metrics,
+            max_tokens_cap=_max_tokens_cap(engine_config, parts),
+            has_priorities=engine_config.scheduling_policy == "priority",
+            owns_engine=False,
+            cors=CorsRules(
+                server_config.allowed_origins,
+                server_config.allowed_methods,
+                server_config.allowed_headers,
+                server_config.allow_credentials,
+            ),
+            log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
+            resolved=as_dict(resolve_server(server_config)),
+        )
+        listener.listen()
+        process = ServingProcess(engine_config, server_config, settings, parts, listener, display, interpreter)
+        code: int = uvloop.run(process.run())
+        return code
+    finally:
+        display.close()
+        listener.close()
+
+
+def _bind(config: ServerConfig, display: StartDisplay) -> Listener:
+    """Take the address. Ctrl-C from here on ends the process at once: the threads of a download would be waited for."""
+    listener: Listener | None = None
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        def clean_up() -> None:
+            if listener is not None:
+                listener.close()
+            display.close()
+
+        end_at_once(number, clean_up)
+
+    signal.signal(signal.SIGINT, leave)
+    with interrupts_between_steps():  # a Unix socket whose listener is not known yet would stay
+        listener = Listener(config)
+    return listener
+
+
+def _check_open_files() -> None:
+    """Raises ConfigError if the server could not even start; connections come on top."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < MIN_OPEN_FILES:
+        raise ConfigError(
+            "This process may open too few files",
+            value=limit,
+            expected=f"{MIN_OPEN_FILES} to start, and one for each connection",
+            fix="Raise the limit, as `ulimit -n 4096` does",
+        )
+
+
+def _max_tokens_cap(config: EngineConfig, parts: FrontEndParts) -> int | None:
+    """The operator's own max_new_tokens, as in vLLM; the model's generation_config.json only gives a default."""
+    if config.generation_config not in ("auto", "vllm"):
+        return parts.input_processor.defaults.get("max_tokens")
+    return (config.override_generation_config or {}).get("max_new_tokens")
+
+
+def _api_keys(config: ServerConfig) -> tuple[str, ...]:
+    """The keys of the flag and of the file, else the environment's. Raises ConfigError."""
+    given = config.api_key
+    if config.api_key_file is not None:
+        given += _read_keys(Path(config.api_key_file))
+    return given or tuple(key for key in [envs.API_KEY.get()] if key)
+
+
+def _read_keys(path: Path) -> tuple[str, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        mode = path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"The file of keys cannot be read: {why}",
+            value=str(path),
+            fix="Check --api-key-file",
+            param="api_key_file",
+        ) from None
+    keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
+    if not keys:
+        raise ConfigError("The file of keys has none", value=str(path), expected="one key a line", param="api_key_file")
+    if mode & stat.S_IROTH:
+        logger.warning("everybody on this machine can read the keys in %s: chmod 600 keeps them yours", path)
+    return keys
+
+
+class ServingProcess:
+    """One HTTP server over one engine process."""
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        server_config: ServerConfig,
+        settings: ServerSettings,
+        parts: FrontEndParts,
+        listener: Listener,
+        display: StartDisplay,
+        interpreter: EngineInterpreter,
+    ) -> None:
+        self._parts, self._listener, self._display = parts, listener, display
+        self._drain_seconds = server_config.shutdown_timeout
+        metrics = PrometheusMetrics(
+            settings.served_model_names[0],
+            parts.model_config.max_model_len,
+            model=parts.model_config,
+            legacy_names=server_config.legacy_metric_names,
+            kv_blocks=engine_config.kv_cache_metrics,
+        )
+        self._refreshes_tls = server_config.enable_ssl_refresh
+        self._needs_key = bool(settings.api_keys)
+        display.update("start", 0.0, "the engine's process")
+        self._engine, self._process = start_async_engine(
+            engine_config, parts, metrics.engines[0], interpreter=interpreter
+        )
+        self._engine.on_progress = self._show_progress
+        try:
+            self._app = create_app(self._engine, parts.tokenizer, settings, metrics)
+        except BaseException:
+            self._process.stop()
+            raise
+        tls = listener.server_tls()
+        self._server = HttpServer(
+            http_config(
+                self._app,
+                log_level=server_config.uvicorn_log_level,
+                log_config=None,
+                access_log=False,
+                backlog=BACKLOG,
+                ssl_context_factory=None if tls is None else lambda config, default: tls,
+            ),
+            drain_seconds=self._drain_seconds + LAST_WORDS_SECONDS,
+            turn_away=listener.turn_away,
+        )
+        self._error: QuireError | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        """Serve until a signal, or until the engine is gone. Answers with the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        self._engine.start()
+        watcher = asyncio.create_task(self._watch(), name="engine watch")
+        tls_watcher = asyncio.create_task(self._watch_tls(), name="certificates") if self._refreshes_tls else None
+        try:
+            await self._server.serve(sockets=[self._listener.socket])
+        finally:
+            watcher.cancel()
+            if tls_watcher is not None:
+                tls_watcher.cancel()
+            await self._engine.shutdown()
+            self._process.stop()
+        if self._error is not None:
+            return 2 if isinstance(self._error, ConfigError) else 1
+        logs.say("stopped")
+        return 0
+
+    def _on_signal(self) -> None:
+        """The first one drains, the second one ends everything now."""
+        loop = asyncio.get_running_loop()
+        if self._server.should_exit:
+            self._end_streams()
+            loop.call_later(LAST_WORDS_SECONDS, self._force_exit)
+            return
+        systemd.notify("STOPPING=1")
+        self._app.state.quire.is_draining = True
+        self._server.should_exit = True
+        self._display.close()
+        clear_line()
+        if count := self._engine.num_unfinished:
+            requests = "1 request" if count == 1 else f"{count} requests"
+            logs.say(
+                f"finishing {requests}, for at most {self._drain_seconds:g} s (once more to stop now)",
+                num_requests=count,
+                seconds=self._drain_seconds,
+            )
+        loop.call_later(self._drain_seconds, self._end_streams)
+
+    def _end_streams(self) -> None:
+        """What still runs ends with an error event, not with a broken connection."""
+        if self._ending is None:
+            if count := self._engine.num_unfinished:
+                logs.say(f"ending {count} unfinished", num_requests=count)
+            self._ending = asyncio.create_task(self._engine.shutdown())
+
+    def _force_exit(self) -> None:
+        self._server.force_exit = True
+
+    async def _watch(self) -> None:
+        """Show the start and announce readiness; without an engine there is nothing to serve: stop for a new start."""
+        try:
+            await self._show_start()
+            while self._engine.error is None:
+                await asyncio.sleep(POLL_SECONDS)
+            raise self._engine.error
+        except QuireError as error:
+            if self._server.should_exit:
+                return
+            self._display.close()
+            self._error = error
+            logs.say(error.message, logging.ERROR, code=error.code)
+            end = await self._how_it_ended()
+            if end is not None and end not in error.message:
+                logs.say(end, logging.ERROR)
+            self._app.state.quire.is_draining = True
+            self._server.should_exit = True
+
+    async def _watch_tls(self) -> None:
+        while True:
+            await asyncio.sleep(TLS_POLL_SECONDS)
+            self._listener.refresh_tls()
+
+    async def _show_start(self) -> None:
+        ticker = asyncio.create_task(self._tick(), name="start display")
+        try:
+            ready = await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
+        finally:
+            ticker.cancel()
+            self._engine.on_progress = None  # a start after a failure is told by the log and by /readyz
+        self._display.finish()
+        tokenizer = self._parts.tokenizer
+        has_chat = tokenizer is not None and bool(tokenizer.chat_templates)
+        show_ready(
+            ready,
+            self._parts.model_name,
+            self._listener.address,
+            has_chat=has_chat,
+            needs_key=self._needs_key,
+            seconds=self._display.seconds,
+        )
+        systemd.notify("READY=1")
+
+    async def _tick(self) -> None:
+        while True:
+            self._display.tick()
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _show_progress(self, progress: EngineProgress) -> None:
+        self._display.update(progress.phase, progress.fraction, progress.detail, progress.seconds)
+
+    async def _how_it_ended(self) -> str | None:
+        """The engine's end, if a signal was the reason. It may send its last word shortly before it leaves."""
+        await asyncio.sleep(POLL_SECONDS)
+        return self._process.describe_end()

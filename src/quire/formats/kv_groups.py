@@ -1,0 +1,155 @@
+"""Which layers keep keys and values in the same way, and how their blocks lie in pages of one size. No torch.
+
+A page holds a block of tokens of some layers of one group. All groups take pages from one pool.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from quire.formats.kv_format import KvFormat
+from quire.layer_spec import KvSpec
+from quire.model_config import ModelConfig
+
+MAX_PADDING = 0.04  # of the pages of a group, where its layers do not fill the last table
+_MOST_TOKENS = 1 << 24  # of one request: attention counts positions in float32
+
+
+@dataclass(frozen=True)
+class KvGroup:
+    """Layers of one spec. A block of tokens of all of them is a page in each of `num_tables` block tables.
+
+    Attributes:
+        layers: of those of the model that keep something, in order.
+        layers_per_page: the layers of a page lie one behind the other.
+    """
+
+    spec: KvSpec
+    layers: tuple[int, ...]
+    layers_per_page: int
+
+    @property
+    def num_tables(self) -> int:
+        return -(-len(self.layers) // self.layers_per_page)
+
+    @property
+    def keeps_all(self) -> bool:
+        """A request holds a block for all of its tokens."""
+        return self.spec.kind in ("full", "latent")
+
+    def tables(self) -> Iterator[tuple[int, ...]]:
+        """The layers of each table."""
+        for first in range(0, len(self.layers), self.layers_per_page):
+            yield self.layers[first : first + self.layers_per_page]
+
+    def first_needed(self, position: int) -> int:
+        """The first position whose keys and values the token at `position` or a later one reads."""
+        if self.spec.kind == "window":
+            return max(position - self.spec.window + 1, 0)
+        return position // self.spec.window * self.spec.window if self.spec.kind == "chunked" else 0
+
+    def most_blocks(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` tokens holds at most.
+
+        Args:
+            step_tokens: most tokens of one request in a step.
+        """
+        if self.spec.kind == "state":
+            return 1  # whatever its length
+        num_blocks = -(-num_tokens // block_size)
+        if self.keeps_all:
+            return num_blocks
+        # so many positions in a row lie in one block more than they fill, wherever they begin
+        return min(num_blocks, -(-(self.spec.window - 1 + step_tokens - 1) // block_size) + 1)
+
+
+ONE_LAYER = KvGroup(KvSpec(kind="full", num_kv_heads=1, head_dim_k=1, head_dim_v=1), (0,), 1)  # what tables need
+
+
+def kv_groups(model: ModelConfig) -> tuple[KvGroup, ...]:
+    """The groups of a model's layers, in the order in which the layers come.
+
+    A model that transformers' modelling code runs has one group: only that code knows what its layers see.
+    """
+    layers_of: dict[KvSpec, list[int]] = {}
+    for index, spec in enumerate(model.kv_specs()):
+        spec = spec if model.is_native else replace(spec, kind="full", window=0)
+        layers_of.setdefault(spec, []).append(index)
+    per_page = _layers_per_page([len(layers) for layers in layers_of.values()])
+    return tuple(KvGroup(spec, tuple(layers), per_page) for spec, layers in layers_of.items())
+
+
+def _layers_per_page(counts: Sequence[int]) -> int:
+    """The most with which no group pads its pages by more than MAX_PADDING: few tables are cheap."""
+
+    def padding(count: int, per_page: int) -> float:
+        return -(-count // per_page) * per_page / count - 1
+
+    fits = (size for size in range(max(counts), 0, -1) if max(padding(c, size) for c in counts) <= MAX_PADDING)
+    return next(fits)
+
+
+def num_tables(groups: Sequence[KvGroup]) -> int:
+    """Block tables of one request."""
+    return sum(group.num_tables for group in groups)
+
+
+def table_of_layer(groups: Sequence[KvGroup]) -> list[int]:
+    """By layer that keeps something, the number of its block table."""
+    tables = (layers for group in groups for layers in group.tables())
+    found = {layer: table for table, layers in enumerate(tables) for layer in layers}
+    return [found[layer] for layer in range(len(found))]
+
+
+def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int) -> int:
+    """Bytes of a page: a block of tokens of the layers of one table, or the state of a sequence in these."""
+
+    def of_layer(spec: KvSpec) -> int:
+        return spec.state_bytes or block_size * spec.bytes_per_token(kv)
+
+    return max(group.layers_per_page * of_layer(group.spec) for group in groups)
+
+
+def pages_for(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_tokens: int = 1) -> int:
+    """Pages that one request of `num_tokens` tokens holds at most.
+
+    Args:
+        step_tokens: most of its tokens in one step; 1: while it decodes.
+    """
+    return sum(group.num_tables * group.most_blocks(num_tokens, block_size, step_tokens) for group in groups)
+
+
+def longest_request(groups: Sequence[KvGroup], num_pages: int, block_size: int, step_tokens: int) -> int:
+    """Tokens of the longest request that so many pages hold."""
+
+    def needed(num_blocks: int) -> int:
+        return pages_for(groups, num_blocks * block_size, block_size, step_tokens)
+
+    return max(bisect_right(range(_MOST_TOKENS // block_size + 1), num_pages, key=needed) - 1, 0) * block_size
+
+
+def tokens_that_fit(groups: Sequence[KvGroup], num_pages: int, block_size: int, length: int) -> int:
+    """Tokens of decoding requests of `length` tokens each, which share no blocks."""
+    num_blocks = -(-length // block_size)
+    return num_pages * num_blocks * block_size // pages_for(groups, length, block_size)
+
+
+def pages_alone(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_tokens: int) -> list[int]:
+    """Block ids, as NewRow has them, of a request that has the first `pages_for` pages for itself.
+
+    A group that keeps less than all uses its pages in turn.
+    """
+    ids: list[int] = []
+    num_blocks = -(-num_tokens // block_size)
+    first = 0
+    columns = []
+    for group in groups:
+        count = group.most_blocks(num_tokens, block_size, step_tokens)
+        for _ in range(group.num_tables):
+            columns.append([first + block % count for block in range(num_blocks)])
+            first += count
+    for row in zip(*columns, strict=True):
+        ids += row
+    return ids

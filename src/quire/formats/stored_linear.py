@@ -1,0 +1,230 @@
+"""How each linear layer of a model is stored: in the checkpoint and, once loaded, in memory. No torch.
+
+One answer for planning, for loading and for `quire explain`.
+Dimensions: N out-features, K in-features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from math import lcm
+
+from quire.errors import ModelConfigError
+from quire.formats.weight_format import GGUF, K_UNIT, Fp8Format, GroupedFormat, WeightFormat, float_bytes
+from quire.gguf.types import FLOAT_TYPES, TensorType
+from quire.hf_config.gguf_types import GgufWeights
+from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint
+from quire.layer_spec import WHOLE, LinearShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLinear:
+    """A layer, or a shard of one.
+
+    Attributes:
+        source: its tensors in the checkpoint; None: one weight in floating point.
+        held: its weight in memory; None: in the model's dtype.
+        reason: why it is so.
+    """
+
+    shape: LinearShape
+    source: LayerFormat | TensorType | None
+    held: WeightFormat | None
+    reason: str
+
+    def num_bytes(self, dtype: str, *, is_packed: bool = True) -> int:
+        """Of the weight in memory, for a model in `dtype`. `is_packed`: by the compiled kernels, which pad it."""
+        N, K = self.shape.out_features, self.shape.in_features
+        if self.held is None:
+            return float_bytes(N, K, dtype, is_packed=is_packed)
+        if isinstance(self.held, Fp8Format):
+            return self.held.num_bytes(N, K, is_packed=is_packed)
+        return self.held.num_bytes(N, K)
+
+
+def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeights) -> tuple[StoredLinear, ...]:
+    """A layer of a quantized checkpoint: one, or its shards each for itself where they cannot be fused.
+
+    They cannot if their formats differ, or if each brings its own order of the in-features.
+    Raises ModelConfigError for a layer whose sizes the format does not allow.
+    """
+    if isinstance(checkpoint, GgufWeights):
+        return _stored_from_gguf(shape, checkpoint)
+    shards = [replace(shape, shards=(shard,)) for shard in shape.shards]
+    formats = [checkpoint.format_of(shard.names[0]) for shard in shards]
+    first = formats[0]
+    parts = [shape] if all(f == first for f in formats) and not (first and first.has_order) else shards
+    return tuple(_stored(part, checkpoint) for part in parts)
+
+
+def _stored(shape: LinearShape, checkpoint: QuantizedCheckpoint) -> StoredLinear:
+    name = shape.names[0]
+    rule = checkpoint.rule_for(name)
+    source = None if rule is None else rule.format
+    if source is None:
+        reason = "no field of the config covers it" if rule is None else rule.reason
+        return StoredLinear(shape=shape, source=None, held=None, reason=f"not quantized in the checkpoint: {reason}")
+    for shard_name, (_, num_outputs) in zip(shape.names, shape.shards, strict=True):
+        _check_sizes(source, shard_name, num_outputs, shape.in_features)
+    return StoredLinear(
+        shape=shape,
+        source=source,
+        held=held_form(source, shape.in_features),
+        reason=f"the checkpoint's {source.describe()}",
+    )
+
+
+def _stored_from_gguf(shape: LinearShape, weights: GgufWeights) -> tuple[StoredLinear, ...]:
+    """Shards of one type that lie side by side are fused: files give v, often, a better type than q and k."""
+    parts = []
+    for tensor_type, shards in groupby(shape.shards, key=lambda shard: weights.type_of(shape.prefix + shard[0])):
+        is_float = tensor_type is None or tensor_type.name in FLOAT_TYPES
+        if tensor_type is not None and shape.in_features % tensor_type.block_size:
+            raise ModelConfigError(
+                f"{shape.prefix}* has a width that its type in the GGUF file, {tensor_type.name}, cannot have",
+                value=shape.in_features,
+                expected=f"a multiple of {tensor_type.block_size}",
+                fix="Check the sizes in the file's metadata, and those given with --hf-overrides",
+            )
+        parts.append(
+            StoredLinear(
+                shape=replace(shape, shards=tuple(shards)),
+                source=None if is_float else tensor_type,
+                held=None if tensor_type is None or is_float else GGUF[tensor_type.name],
+                reason="not in the GGUF file" if tensor_type is None else f"{tensor_type.name} in the GGUF file",
+            )
+        )
+    return tuple(parts)
+
+
+def held_form(source: LayerFormat, K: int) -> WeightFormat:
+    """The form in memory of a weight with K in-features that a checkpoint stores quantized."""
+    if source.layout == "fp8":
+        columns = K if source.block is None else source.block[1]
+        return Fp8Format(columns if columns < K else None)
+    has_groups = source.group_size is not None and source.group_size < K
+    return GroupedFormat(
+        source.bits,
+        source.group_size if has_groups else None,
+        scales="float16" if has_groups else "float32",
+        offsets="uint8" if source.has_zeros else None,
+        is_ordered=source.has_order,
+    )
+
+
+def _packs_rows(source: LayerFormat) -> bool:
+    """Whether words of the checkpoint hold numbers of several out-features."""
+    return source.layout in ("awq", "gptq") or (source.layout == "packed" and source.has_zeros)
+
+
+def _check_sizes(source: LayerFormat, name: str, N: int, K: int) -> None:
+    if source.block is not None and source.block[1] < K and source.block[1] % K_UNIT:
+        raise ModelConfigError(
+            f"{name} has scales per block of columns of a width that is not read",
+            value=source.block[1],
+            expected=f"a multiple of {K_UNIT}",
+            fix="Use the unquantized checkpoint of the model with --quantization fp8",
+        )
+    per_word = 32 // source.bits
+    packed_along_K = source.layout == "gptq"
+    if (packed_along_K and K % per_word) or (_packs_rows(source) and N % per_word):
+        raise ModelConfigError(
+            f"{name} has a size that its format cannot pack",
+            value=[N, K],
+            expected=f"multiples of {per_word}",
+            fix="Check that config.json belongs to the checkpoint",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one of several devices holds of a layer.
+
+    Attributes:
+        stored: a layer of the piece's sizes, in the same form.
+        ranges: of the whole weight's rows, or of its columns where it is cut by columns.
+    """
+
+    stored: StoredLinear
+    ranges: tuple[range, ...]
+
+
+def legal_cuts(stored: StoredLinear, num_parts: int) -> tuple[Piece, ...]:
+    """The pieces of a layer for several devices, all of one size: as its shape may be cut, and its form allows.
+
+    Raises ModelConfigError where they would not be whole heads, or not whole groups, blocks or words of the form.
+    """
+    shape, cut = stored.shape, stored.shape.cut
+    if num_parts == 1 or cut.by in ("none", "experts"):
+        whole = range(shape.out_features)
+        return (Piece(stored=stored, ranges=(whole,)),) * num_parts
+    if cut.by == "columns":
+        if stored.held is not None and not isinstance(stored.held, Fp8Format) and stored.held.is_ordered:
+            raise _illegal_cut(stored, num_parts, "in-features in their stored order", "a layer without act-order")
+        columns = _ranges(stored, shape.in_features, num_parts, _column_unit(stored))
+        return tuple(_piece(stored, (part,), shape.shards, len(part)) for part in columns)
+    sections = cut.sections or tuple(num_outputs for _, num_outputs in shape.shards)
+    starts = accumulate(sections, initial=0)
+    by_section = [
+        _ranges(stored, size, num_parts, _row_unit(stored), start)
+        for start, size in zip(starts, sections, strict=False)
+    ]
+    return tuple(_row_piece(stored, ranges) for ranges in zip(*by_section, strict=True))
+
+
+def _row_piece(stored: StoredLinear, ranges: tuple[range, ...]) -> Piece:
+    sizes, shards = [len(part) for part in ranges], stored.shape.shards
+    names = [name for name, _ in shards]
+    cut_shards = ((names[0], sum(sizes)),) if stored.shape.cut.sections else tuple(zip(names, sizes, strict=True))
+    return _piece(stored, ranges, cut_shards, stored.shape.in_features)
+
+
+def _piece(
+    stored: StoredLinear, ranges: tuple[range, ...], shards: tuple[tuple[str, int], ...], in_features: int
+) -> Piece:
+    shape = replace(stored.shape, shards=shards, in_features=in_features, cut=WHOLE)
+    return Piece(stored=replace(stored, shape=shape), ranges=ranges)
+
+
+def _ranges(stored: StoredLinear, size: int, num_parts: int, form_unit: int, start: int = 0) -> list[range]:
+    """Equal ranges of whole units, one per part; the same one for several parts where units may repeat."""
+    cut = stored.shape.cut
+    num_units = size // cut.unit
+    num_ranges = num_units if cut.may_repeat and num_units < num_parts and not num_parts % num_units else num_parts
+    if num_units % num_ranges:
+        raise _illegal_cut(stored, num_parts, f"{num_units} units of {cut.unit}", "a divisor of their number")
+    length = size // num_ranges
+    if length % form_unit:
+        raise _illegal_cut(stored, num_parts, f"{length} of {size} per part", f"a multiple of {form_unit} per part")
+    indexes = (part * num_ranges // num_parts for part in range(num_parts))
+    return [range(start + index * length, start + (index + 1) * length) for index in indexes]
+
+
+def _column_unit(stored: StoredLinear) -> int:
+    """In-features that the forms in the checkpoint and in memory keep together."""
+    units, source, held = [1], stored.source, stored.held
+    if isinstance(source, TensorType):
+        units.append(source.block_size)
+    elif source is not None and source.layout in ("gptq", "packed"):
+        units.append(32 // source.bits)
+    if held is not None and held.group_size is not None:
+        units.append(held.group_size * (1 if isinstance(held, Fp8Format) else held.super_size))
+    return lcm(*units)
+
+
+def _row_unit(stored: StoredLinear) -> int:
+    """Out-features that the form in the checkpoint keeps together. In memory a part has panels of its own."""
+    source = stored.source
+    if not isinstance(source, LayerFormat):
+        return 1
+    return lcm(32 // source.bits if _packs_rows(source) else 1, source.block[0] if source.block else 1)
+
+
+def _illegal_cut(stored: StoredLinear, num_parts: int, got: str, expected: str) -> ModelConfigError:
+    return ModelConfigError(
+        f"{stored.shape.names[0]} cannot be cut in {num_parts}: {stored.reason}",
+        value=got,
+        expected=expected,
+        fix="Use fewer devices for one copy of the model",
+    )

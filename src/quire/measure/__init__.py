@@ -1,0 +1,1 @@
+"""Measures servers and the engine: the commands of `quire bench`."""

@@ -1,0 +1,39 @@
+"""`quire bench compare URL URL`: the same requests to both servers, round after round, the order turning each time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import uvloop
+
+from quire.measure.options import Report, Target, Traffic, Workload
+from quire.measure.report import round_metrics
+from quire.measure.serving import Plan, find_server, one_round, warm_up
+
+NUM_ROUNDS = 6
+
+
+def rounds(
+    a: str, b: str, workload: Workload, traffic: Traffic, target: Target, report: Report, bar: Any
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """The metrics of each round of A and of B; round i of both sent the same requests at the same times.
+
+    The two sides of one server get different requests: the second would find the first's in the prefix cache.
+    """
+    found: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        servers = [runner.run(find_server(replace(target, base_url=url))) for url in (a, b)]
+        plans = [Plan.of(workload, traffic, server) for server in servers]
+        for server, plan in zip(servers, plans, strict=True):
+            runner.run(warm_up(server, plan))
+        progress = bar(2 * traffic.num_rounds * workload.num_prompts)
+        for i in range(traffic.num_rounds):
+            for side in (0, 1) if i % 2 == 0 else (1, 0):
+                seed = workload.seed + i + (traffic.num_rounds * side if a == b else 0)
+                requests = plans[side].requests(seed)
+                run = runner.run(one_round(servers[side], plans[side], requests, seed, progress.update))
+                found[side].append(round_metrics(run, report))
+        progress.close()
+    return found

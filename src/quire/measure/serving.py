@@ -1,0 +1,257 @@
+"""`quire bench serve`: a workload sent to a running server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+
+import quire.demo
+from quire import envs
+from quire.demo import DEMO_MODEL_NAME
+from quire.errors import ConfigError, QuireError
+from quire.frontend.tokenizer import Tokenizer
+from quire.loader.hub import resolve_tokenizer_files
+from quire.measure.arrivals import arrival_times
+from quire.measure.floor import Work, floor, measure_machine, together
+from quire.measure.http import HttpClient, HttpError
+from quire.measure.load import Run, run_load
+from quire.measure.options import Target, Traffic, Workload, key_values
+from quire.measure.workload import BenchRequest, chat_render, make_requests
+from quire.model_config import load_model_config
+
+WARM_UP_SEED = 1 << 40  # no round has it, so that no measured prompt was sent before
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is reached, and what it serves."""
+
+    target: Target
+    name: str  # what it calls the model
+    model_id: str
+    dtype: str | None = None  # of a Quire server
+    quantization: str | None = None
+    num_threads: int = 0  # of its engine
+    device: str = "cpu"
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def path(self) -> str:
+        if self.target.endpoint is not None:
+            return self.target.endpoint
+        return "/v1/chat/completions" if self.target.backend == "openai-chat" else "/v1/completions"
+
+    @property
+    def model_folder(self) -> Path | None:
+        """Of a model that lies on this machine."""
+        if self.model_id == DEMO_MODEL_NAME:
+            return quire.demo.path("target")
+        return Path(self.model_id) if (Path(self.model_id) / "config.json").is_file() else None
+
+    def tokenizer(self) -> Tokenizer:
+        """ConfigErrors if it cannot be had."""
+        name = self.target.tokenizer or self.model_id
+        folder = quire.demo.path("target") if name == DEMO_MODEL_NAME else resolve_tokenizer_files(name)
+        return Tokenizer.from_folder(folder, self.target.tokenizer_mode)
+
+    def client(self) -> HttpClient:
+        """Sends VLLM_API_KEY or OPENAI_API_KEY unless --header has one."""
+        headers = {name.lower(): value for name, value in key_values(self.target.header, "--header").items()}
+        key = envs.API_KEY.get() or os.environ.get("OPENAI_API_KEY")
+        if key:
+            headers.setdefault("authorization", f"Bearer {key}")
+        return HttpClient(self.target.url, headers, insecure=self.target.insecure)
+
+    def make_body(self, ignore_eos: bool) -> Callable[[BenchRequest], dict[str, Any]]:
+        """Turns a request into the JSON object of the API."""
+        target = self.target
+        is_chat = target.backend == "openai-chat"
+        common: dict[str, Any] = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
+        common |= {name: getattr(target, name) for name in SAMPLING if getattr(target, name) is not None}
+        if target.logprobs is not None:
+            common |= {"logprobs": True, "top_logprobs": target.logprobs} if is_chat else {"logprobs": target.logprobs}
+        if ignore_eos:
+            common["ignore_eos"] = True
+        common |= target.extra_body or {}
+
+        def body(request: BenchRequest) -> dict[str, Any]:
+            if is_chat:
+                message = {"role": "user", "content": request.prompt}
+                return {"messages": [message], "max_completion_tokens": request.output_len, **common}
+            return {"prompt": request.prompt, "max_tokens": request.output_len, **common}
+
+        return body
+
+
+class UnreachableError(QuireError):
+    """No server answers at the address."""
+
+    code, status = "server_unreachable", 503
+
+
+async def find_server(target: Target) -> Server:
+    """Reach the server, waiting for --ready-check-timeout-sec, and ask what it serves. UnreachableError if not."""
+    client = Server(target, "", "").client()
+    deadline = time.monotonic() + target.ready_check_timeout_sec
+    try:
+        while True:
+            try:
+                card = json.loads(await client.request("GET", "/v1/models"))["data"][0]
+                name = target.served_model_name or target.model or card["id"]
+                if target.ready_check_timeout_sec:  # a server may name its models before it answers
+                    probe = {"model": name, "prompt": "a", "max_tokens": 1}
+                    await client.request("POST", "/v1/completions", json.dumps(probe).encode())
+                break
+            except (OSError, HttpError, ValueError, KeyError, IndexError) as error:
+                if time.monotonic() >= deadline:
+                    raise UnreachableError(
+                        f"No server answers: {error}",
+                        value=target.url,
+                        fix="Start one with `quire serve`, or name it with --base-url",
+                    ) from None
+            await asyncio.sleep(0.5)
+        try:
+            settings = json.loads(await client.request("GET", "/v1/config"))["settings"]
+            engine = {
+                "dtype": str(settings["dtype"]["value"]),
+                "quantization": settings["quantization"]["value"],
+                "kv_cache_dtype": str(settings["kv_cache_dtype"]["value"]),
+                "num_threads": int(settings["num_threads"]["value"]),
+                "device": str(settings["device"]["value"]),
+            }
+        except (OSError, HttpError, ValueError, KeyError, TypeError):
+            engine = {}  # not a Quire server
+    finally:
+        client.close()
+    return Server(target, name, target.model or card.get("root") or card["id"], **engine)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A load that is ready to be sent, any number of times."""
+
+    workload: Workload
+    traffic: Traffic
+    tokenizer: Tokenizer
+    is_chat: bool
+    ignore_eos: bool
+
+    @classmethod
+    def of(cls, workload: Workload, traffic: Traffic, server: Server) -> Plan:
+        """Raises ConfigErrors for options that contradict each other."""
+        is_chat = server.target.backend == "openai-chat"
+        is_trace = workload.dataset_name == "timed_trace"
+        if is_trace and is_chat:
+            raise ConfigError("A trace sends token ids", fix="Use --backend openai")
+        if traffic.self_timed and not is_trace:
+            raise ConfigError("Only a trace has times", fix="Leave --self-timed out, or use --dataset-name timed_trace")
+        ignore_eos = server.target.ignore_eos or is_trace or workload.dataset_name == "random"
+        return cls(workload, traffic, server.tokenizer(), is_chat, ignore_eos)
+
+    def requests(self, seed: int, count: int | None = None) -> list[BenchRequest]:
+        """Of one round; `count` instead of --num-prompts."""
+        workload = replace(self.workload, seed=seed, num_prompts=count or self.workload.num_prompts)
+        if count is not None and workload.dataset_name == "prefix_repetition":
+            workload = replace(workload, prefix_repetition_num_prefixes=1)
+        return make_requests(workload, self.tokenizer, None if self.is_chat else chat_render(self.tokenizer))
+
+
+async def warm_up(server: Server, plan: Plan) -> None:
+    """Send --num-warmups requests and forget them."""
+    if plan.traffic.num_warmups:
+        requests = plan.requests(WARM_UP_SEED, plan.traffic.num_warmups)
+        await _send(server, plan, requests, [0.0] * len(requests))
+
+
+async def one_round(
+    server: Server, plan: Plan, requests: Sequence[BenchRequest], seed: int, on_done: Callable[[], object]
+) -> Run:
+    """Send the requests of a round as the traffic asks."""
+    return await _send(server, plan, requests, arrival_times(plan.traffic, requests, seed), on_done)
+
+
+async def _send(
+    server: Server,
+    plan: Plan,
+    requests: Sequence[BenchRequest],
+    times: Sequence[float],
+    on_done: Callable[[], object] = lambda: None,
+) -> Run:
+    client = server.client()
+    try:
+        return await run_load(
+            client,
+            server.path,
+            requests,
+            times,
+            server.make_body(plan.ignore_eos),
+            max_concurrency=plan.traffic.max_concurrency,
+            on_done=on_done,
+        )
+    finally:
+        client.close()
+
+
+def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple[list[Run], dict[str, Any]]:
+    """The rounds of `quire bench serve`, and what the result says of the server.
+
+    Args:
+        bar: called with the number of requests; gives something with update() and close().
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        server = runner.run(find_server(target))
+        plan = Plan.of(workload, traffic, server)
+        rounds = [plan.requests(workload.seed + i) for i in range(traffic.num_rounds)]
+        runner.run(warm_up(server, plan))
+        progress = bar(sum(map(len, rounds)))
+        try:
+            runs = [
+                runner.run(one_round(server, plan, requests, workload.seed + i, progress.update))
+                for i, requests in enumerate(rounds)
+            ]
+        finally:
+            progress.close()
+    prompts = [str(request.prompt) for requests in rounds for request in requests]
+    facts = {
+        "model_id": server.model_id,
+        "tokenizer_id": target.tokenizer or server.model_id,
+        "num_requests_sent": len(prompts),
+        "num_unique_prompts": len(set(prompts)),
+        "hardware_limit": hardware_limit(server, runs),
+    }
+    return runs, facts
+
+
+def hardware_limit(server: Server, runs: Sequence[Run]) -> dict[str, Any] | None:
+    """For a Quire server on this machine with a model on this machine; None for others: their limits are not known."""
+    is_here = urlsplit(server.target.url).hostname in ("127.0.0.1", "localhost", "::1")
+    folder = server.model_folder
+    if not is_here or folder is None or server.dtype is None or server.device != "cpu":
+        return None
+    rounds = [
+        [
+            Work(max(outcome.prompt_len - outcome.cached_tokens, 0), outcome.cached_tokens, outcome.output_tokens)
+            for outcome in run.outcomes
+            if outcome.success
+        ]
+        for run in runs
+    ]
+    machine = measure_machine(server.dtype, server.num_threads)
+    if machine is None or not any(rounds):
+        return None
+    model = load_model_config(folder, any_architecture=True)
+    floors = [
+        floor(model, server.dtype, work, machine, None, server.kv_cache_dtype, server.quantization) for work in rounds
+    ]
+    found = together(floors)
+    return found.report(sum(run.duration for run in runs), machine)

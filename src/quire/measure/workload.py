@@ -1,0 +1,278 @@
+"""Seeded workloads: the same options, seed and tokenizer give the same requests. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from quire.errors import ConfigError
+from quire.frontend.chat_template import ChatRenderer
+from quire.frontend.tokenizer import Tokenizer
+from quire.measure.options import Workload
+
+MAX_FITS = 30  # tries to reach a length in tokens by a text
+# What vLLM keeps of a recorded conversation: (least tokens of each part, most of the prompt, most of both).
+MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """One request to send.
+
+    Args:
+        prompt: text, or token ids.
+        prompt_len: tokens of the prompt, special ones included.
+        output_len: tokens to ask for.
+        timestamp: seconds after the first request of a trace.
+    """
+
+    prompt: str | list[int]
+    prompt_len: int
+    output_len: int
+    timestamp: float | None = None
+
+
+class BenchTokenizer(Protocol):
+    """What a workload needs of quire.frontend.tokenizer.Tokenizer."""
+
+    vocab_size: int
+    added_token_ids: frozenset[int]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+Render = Callable[[str], str]  # a user's message -> the prompt of the chat template
+
+
+def chat_render(tokenizer: Tokenizer) -> Render | None:
+    """The model's chat template around one message; None if it has none."""
+    if "default" not in tokenizer.chat_templates:
+        return None
+    renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens, name=tokenizer.name)
+    return lambda text: renderer.render([{"role": "user", "content": text}])
+
+
+def make_requests(options: Workload, tokenizer: BenchTokenizer, render: Render | None = None) -> list[BenchRequest]:
+    """The requests of a workload, in the order they are sent.
+
+    Args:
+        render: chat template for custom prompts; None: as they are.
+
+    Raises:
+        ConfigError: the file cannot be read or gives no request; lengths that cannot be reached.
+    """
+    rng = random.Random(options.seed)
+    if options.dataset_name == "random":
+        return _random(options, tokenizer, rng)
+    if options.dataset_name == "prefix_repetition":
+        return _prefix_repetition(options, tokenizer, rng)
+    if options.dataset_name == "timed_trace":
+        return _timed_trace(options, tokenizer)
+    if options.dataset_name == "sharegpt":
+        found = _sharegpt(options, tokenizer, rng)
+    else:
+        found = _custom(options, tokenizer, rng, None if options.skip_chat_template else render)
+    if not found:
+        raise ConfigError("The file has no usable entry", value=options.dataset_path, param="dataset_path")
+    missing = options.num_prompts - len(found)
+    return found + (rng.choices(found, k=missing) if missing > 0 and options.oversample else [])
+
+
+def _random(options: Workload, tokenizer: BenchTokenizer, rng: random.Random) -> list[BenchRequest]:
+    input_ratio, output_ratio = _ratios(options.random_range_ratio)
+    input_len = options.input_len or options.random_input_len
+    output_len = options.output_len or options.random_output_len
+    texts = _Texts(tokenizer, rng)
+    prefix = texts.draw(options.random_prefix_len)
+    requests = []
+    for _ in range(options.num_prompts):
+        length = _around(max(input_len - texts.num_special, 0), input_ratio, rng)
+        if len(prefix) + length < 1:
+            raise ConfigError("A random prompt would be empty", value=input_len, param="random_input_len")
+        prompt, prompt_len = texts.text(prefix + texts.draw(length))
+        requests.append(BenchRequest(prompt, prompt_len, max(_around(output_len, output_ratio, rng), 1)))
+    return requests
+
+
+def _prefix_repetition(options: Workload, tokenizer: BenchTokenizer, rng: random.Random) -> list[BenchRequest]:
+    num_prefixes = options.prefix_repetition_num_prefixes
+    if options.num_prompts < num_prefixes:
+        raise ConfigError("Fewer prompts than prefixes", value=options.num_prompts, expected=f">= {num_prefixes}")
+    texts = _Texts(tokenizer, rng)
+    output_len = options.output_len or options.prefix_repetition_output_len
+    prefixes = [texts.draw(options.prefix_repetition_prefix_len) for _ in range(num_prefixes)]
+    requests = []
+    for i in range(options.num_prompts):
+        ids = prefixes[i % num_prefixes] + texts.draw(options.prefix_repetition_suffix_len)
+        requests.append(BenchRequest(*texts.text(ids), output_len))
+    rng.shuffle(requests)
+    return requests
+
+
+def _sharegpt(options: Workload, tokenizer: BenchTokenizer, rng: random.Random) -> list[BenchRequest]:
+    conversations = [
+        entry["conversations"]
+        for entry in _read_json(options)
+        if isinstance(entry, dict) and len(entry.get("conversations", ())) >= 2
+    ]
+    if not options.disable_shuffle:
+        rng.shuffle(conversations)
+    fixed = options.output_len or options.sharegpt_output_len
+    requests: list[BenchRequest] = []
+    for first, second, *_ in conversations:
+        if len(requests) == options.num_prompts:
+            break
+        prompt_len = len(tokenizer.encode(first["value"]))
+        output_len = fixed or len(tokenizer.encode(second["value"]))
+        is_long_enough = prompt_len >= MIN_TOKENS and (fixed is not None or output_len >= MIN_TOKENS)
+        if is_long_enough and prompt_len <= MAX_PROMPT_TOKENS and prompt_len + output_len <= MAX_TOTAL_TOKENS:
+            requests.append(BenchRequest(first["value"], prompt_len, output_len))
+    return requests
+
+
+def _custom(
+    options: Workload, tokenizer: BenchTokenizer, rng: random.Random, render: Render | None
+) -> list[BenchRequest]:
+    rows = _read_lines(options)
+    if not options.disable_shuffle:
+        rng.shuffle(rows)
+    requests = []
+    for row in rows[: options.num_prompts]:
+        prompt = _need(row, "prompt", options)
+        output_len = options.output_len or options.custom_output_len
+        if output_len == -1:
+            output_len = int(_need(row, "output_tokens", options))
+        text = prompt if render is None else render(prompt)
+        requests.append(BenchRequest(text, len(tokenizer.encode(text)), output_len))
+    return requests
+
+
+def _timed_trace(options: Workload, tokenizer: BenchTokenizer) -> list[BenchRequest]:
+    allowed = _allowed(tokenizer)
+    chunk = options.timed_trace_chunk_hash_size
+    requests: list[BenchRequest] = []
+    for row in _read_lines(options)[: options.num_prompts]:
+        length = int(_need(row, options.timed_trace_label_input_length, options))
+        ids: list[int] = []
+        for hash_id in row.get(options.timed_trace_label_hash_ids, ()):
+            ids += _chunk_tokens(f"{options.seed}:{hash_id}", chunk, allowed)
+        # Beyond its hashes a prompt shares nothing with others.
+        ids += _chunk_tokens(f"{options.seed}/{len(requests)}", max(length - len(ids), 0), allowed)
+        output_len = options.output_len or int(_need(row, options.timed_trace_label_output_length, options))
+        timestamp = float(_need(row, options.timed_trace_label_timestamp, options)) * options.timed_trace_sec_multiplier
+        requests.append(BenchRequest(ids[:length], length, output_len, timestamp))
+    if not requests:
+        raise ConfigError("The trace is empty", value=options.dataset_path, param="dataset_path")
+    start = min(request.timestamp or 0.0 for request in requests)
+    shifted = [replace(request, timestamp=(request.timestamp or 0.0) - start) for request in requests]
+    return sorted(shifted, key=lambda request: request.timestamp or 0.0)
+
+
+class _Texts:
+    """Random token ids, and texts that are so many tokens."""
+
+    def __init__(self, tokenizer: BenchTokenizer, rng: random.Random) -> None:
+        self._tokenizer, self._rng = tokenizer, rng
+        self._allowed = _allowed(tokenizer)
+        self._is_text: dict[int, bool] = {}
+        self.num_special = len(tokenizer.encode(""))  # what is added to every prompt
+
+    def draw(self, count: int) -> list[int]:
+        """Tokens that are whole characters: a part of one is no text."""
+        drawn: list[int] = []
+        while len(drawn) < count:
+            drawn += filter(self._check, self._rng.choices(self._allowed, k=count - len(drawn)))
+        return drawn
+
+    def _check(self, token_id: int) -> bool:
+        if token_id not in self._is_text:
+            self._is_text[token_id] = "\ufffd" not in self._tokenizer.decode([token_id])
+        return self._is_text[token_id]
+
+    def text(self, token_ids: list[int]) -> tuple[str, int]:
+        """A text that begins as these tokens and has as many, and its tokens with the special ones.
+
+        Joining tokens to a text may merge some, so the text is cut or made longer until its length is right.
+        """
+        wanted = len(token_ids)
+        for _ in range(MAX_FITS):
+            text = self._tokenizer.decode(token_ids)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            if len(token_ids) == wanted:
+                break
+            token_ids = token_ids[:wanted] + self.draw(wanted - len(token_ids))
+        return text, len(self._tokenizer.encode(text))
+
+
+def _allowed(tokenizer: BenchTokenizer) -> list[int]:
+    """Token ids that are plain text."""
+    return [i for i in range(tokenizer.vocab_size) if i not in tokenizer.added_token_ids]
+
+
+def _chunk_tokens(key: str, count: int, allowed: list[int]) -> list[int]:
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+    return random.Random(seed).choices(allowed, k=count)
+
+
+def _ratios(text: str) -> tuple[float, float]:
+    try:
+        value = json.loads(text)
+        ratios = (value["input"], value["output"]) if isinstance(value, dict) else (value, value)
+        found = float(ratios[0]), float(ratios[1])
+    except (ValueError, KeyError, TypeError):
+        found = -1.0, -1.0
+    if not all(0 <= ratio < 1 for ratio in found):
+        raise ConfigError(
+            "Illegal --random-range-ratio", value=text, expected='0 to below 1, or {"input": 0.3, "output": 0.5}'
+        )
+    return found
+
+
+def _around(mean: int, ratio: float, rng: random.Random) -> int:
+    return rng.randint(math.floor(mean * (1 - ratio)), math.ceil(mean * (1 + ratio)))
+
+
+def _read(options: Workload) -> str:
+    assert options.dataset_path is not None
+    try:
+        return Path(options.dataset_path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The data set cannot be read: {error}", param="dataset_path") from None
+
+
+def _read_json(options: Workload) -> list[Any]:
+    try:
+        data = json.loads(_read(options))
+    except ValueError as error:
+        raise ConfigError(f"{options.dataset_path} is not JSON: {error}", param="dataset_path") from None
+    if not isinstance(data, list):
+        raise ConfigError(f"{options.dataset_path} holds no list of conversations", param="dataset_path")
+    return data
+
+
+def _read_lines(options: Workload) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(_read(options).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ConfigError(f"Line {number} of {options.dataset_path} is no JSON object", param="dataset_path")
+        rows.append(row)
+    return rows
+
+
+def _need(row: dict[str, Any], key: str, options: Workload) -> Any:
+    if key not in row:
+        raise ConfigError(f"An entry of {options.dataset_path} has no {key!r}", value=sorted(row), param="dataset_path")
+    return row[key]

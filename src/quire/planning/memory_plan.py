@@ -1,0 +1,327 @@
+"""How much memory goes to the KV cache, and what is said when it does not suffice: after loading, or as if it were.
+
+The bytes planned here are the bytes the allocator takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from quire import envs
+from quire.config import EngineConfig
+from quire.errors import MemoryPlanError
+from quire.formats.kv_format import KvFormat, kv_format
+from quire.formats.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for, tokens_that_fit
+from quire.formats.weight_format import packs_floats
+from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.option import Source
+from quire.resolve import GIB, DeviceFacts, shown_bytes
+from quire.settings import MemorySettings, Planned, Record, Resolved, Setting
+
+# Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
+MAX_USEFUL_CONTEXTS = 2
+RESERVE_SHARE = 0.05  # of total memory, left to the operating system and to allocator slack
+GPU_RESERVE_SHARE = 0.02  # of a GPU's: fragments of the allocator, and libraries that load kernels late
+FREE_MEMORY_MARGIN = 0.95  # of measured free memory in advice: it will not be the same at the next start
+MIN_SUGGESTED_BUDGET = 256  # tokens per step; below it prompts become slow
+CHAT_TOKENS = 4096  # of a chat that is neither short nor long
+LOGITS_COPIES = 2  # float32 rows of logits held at once: the model's, and the sampler's scratch
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Bytes at the moment the KV cache is planned: after the weights are loaded, or as if they were."""
+
+    total_bytes: int
+    free_bytes: int  # what can still be taken; the weights are already gone from it
+    weight_bytes: int
+    work_bytes: int  # of a step at the full token budget, logits included
+    logits_bytes: int = 0  # the part of work_bytes that does not shrink with the token budget
+    is_predicted: bool = False  # weights and work are from config.json, not measured
+    work_detail: str = ""  # how work was measured; empty: a short step, scaled
+
+
+def logits_bytes(model: ModelConfig, max_num_seqs: int) -> int:
+    """Bytes of the logits of a full batch."""
+    return max_num_seqs * model.vocab_size * 4 * LOGITS_COPIES
+
+
+def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
+    """Bytes of a step's activations at least: input, output and residual of the widest layer."""
+    inner = max((layer.feed_forward.width for layer in model.layers if layer.feed_forward), default=0)
+    widest = inner + 4 * model.hidden_size
+    return num_tokens * widest * DTYPE_BYTES[dtype]
+
+
+def planned_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
+    """Bytes that the weights will take in memory once they are loaded."""
+    return model.weight_bytes(
+        resolved.model.dtype, resolved.model.quantization, is_packed=packs_floats(resolved.device.isa)
+    )
+
+
+def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> MemoryFacts:
+    """Memory as it will be after loading: weights from config.json, and the least a step can take."""
+    weights = planned_weight_bytes(resolved, model)
+    logits = logits_bytes(model, resolved.scheduler.max_num_seqs)
+    total, free = device.memory_of(resolved.device.device)
+    return MemoryFacts(
+        total_bytes=total,
+        free_bytes=free - weights,
+        weight_bytes=weights,
+        work_bytes=least_work_bytes(model, resolved.scheduler.max_num_batched_tokens, resolved.model.dtype) + logits,
+        logits_bytes=logits,
+        is_predicted=True,
+    )
+
+
+@dataclass(frozen=True)
+class KvPages:
+    """What requests of a model take of the KV cache with some settings.
+
+    Attributes:
+        step_tokens: most tokens of one request in a step.
+        page_bytes: a page is what the pool calls a block.
+    """
+
+    groups: tuple[KvGroup, ...]
+    block_size: int
+    step_tokens: int
+    page_bytes: int
+
+    @classmethod
+    def of(cls, resolved: Resolved, model: ModelConfig, kv: KvFormat | None = None) -> KvPages:
+        """With the KV cache in the format of the settings, or in another one."""
+        groups, kv = kv_groups(model), kv or kv_format(resolved.model.kv_cache_dtype, resolved.model.dtype)
+        size = resolved.model.block_size
+        return cls(groups, size, resolved.scheduler.max_num_batched_tokens, page_bytes(groups, kv, size))
+
+    def for_request(self, num_tokens: int) -> int:
+        """Pages of one request, at most."""
+        return pages_for(self.groups, num_tokens, self.block_size, self.step_tokens)
+
+    def longest(self, num_pages: int) -> int:
+        """Tokens of the longest request that so many pages hold."""
+        return longest_request(self.groups, num_pages, self.block_size, self.step_tokens)
+
+    def num_requests(self, num_pages: int, num_tokens: int) -> int:
+        """Requests of `num_tokens` tokens that fit while they decode; they share nothing."""
+        if self.for_request(num_tokens) > num_pages:
+            return 0
+        return num_pages // pages_for(self.groups, num_tokens, self.block_size)
+
+    def num_tokens(self, num_pages: int, length: int) -> int:
+        """Tokens of requests of `length` tokens that fit while they decode."""
+        return tokens_that_fit(self.groups, num_pages, self.block_size, length)
+
+    def lines(self, length: int, kv: KvFormat) -> Iterator[str]:
+        """For people: a line per group, with what a request of `length` tokens takes."""
+        for group in self.groups:
+            tables = f" in {group.num_tables} block tables" if group.num_tables > 1 else ""
+            window = f" of {group.spec.window:,} tokens" if group.spec.window else ""
+            num_bytes = group.num_tables * group.most_blocks(length, self.block_size, 1) * self.page_bytes
+            per_token = len(group.layers) * group.spec.bytes_per_token(kv)
+            yield (
+                f"{len(group.layers)} x {group.spec.kind}{window}{tables}: {per_token:,} bytes per token, "
+                f"{shown_bytes(num_bytes)} for {length:,} tokens"
+            )
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What may be spent on the KV cache, and why."""
+
+    num_bytes: int  # negative if weights and work take more than is allowed
+    source: Source
+    detail: str
+    is_measured: bool  # moves with what else runs on the machine
+    is_all_that_is_free: bool = False  # because nothing was said of it
+
+
+def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> Planned:
+    """The settings with those of memory; max_model_len -1 is cut to what fits.
+
+    Raises MemoryPlanError naming the missing bytes and the changes that would fit.
+    """
+    record = Record(resolved.settings)
+    record.update(memory_settings(model, resolved, memory))
+    pages = KvPages.of(resolved, model)
+    offer = _useful(_offer(config, resolved, memory, pages.page_bytes), resolved, pages)
+    num_blocks = max(offer.num_bytes, 0) // pages.page_bytes
+    length = length_that_starts(config, resolved, pages, num_blocks)
+    if length < resolved.model.max_model_len:
+        detail = f"{num_blocks} blocks of {pages.page_bytes:,} bytes fit; the model allows {model.max_model_len}"
+        record.put("max_model_len", length, "formula", detail)
+    if num_blocks < pages.for_request(length):
+        raise _Shortage(config, model, resolved, memory, offer, pages, pages.for_request(length)).error()
+    record.put("num_blocks", num_blocks, offer.source, offer.detail)
+    kv_bytes = num_blocks * pages.page_bytes
+    record.put("kv_cache_bytes", kv_bytes, "formula", f"{num_blocks} blocks x {pages.page_bytes:,} bytes")
+    num_tokens, chat = pages.num_tokens(num_blocks, length), min(CHAT_TOKENS, length)
+    record.put("kv_cache_tokens", num_tokens, "formula", f"in requests of {length:,} tokens that decode")
+    chats = pages.num_requests(num_blocks, chat)
+    record.put("kv_cache_chats", chats, "formula", f"requests of {chat:,} tokens that decode")
+    detail = f"{memory.free_bytes:,} free after the weights - {kv_bytes:,} KV cache - {memory.work_bytes:,} work"
+    unplanned = record.put("unplanned_bytes", memory.free_bytes - kv_bytes - memory.work_bytes, "measured", detail)
+    return Planned(
+        replace(resolved.model, max_model_len=length),
+        resolved.device,
+        resolved.scheduler,
+        record,
+        MemorySettings(memory.weight_bytes, memory.work_bytes, num_blocks, kv_bytes, unplanned),
+    )
+
+
+def length_that_starts(config: EngineConfig, resolved: Resolved, pages: KvPages, num_blocks: int) -> int:
+    """max_model_len, which -1 lets a start cut to the blocks there are."""
+    most, wanted = pages.longest(num_blocks), resolved.model.max_model_len
+    return most if config.max_model_len == -1 and 0 < most < wanted else wanted
+
+
+def bytes_for_kv_cache(
+    config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts
+) -> tuple[int, str]:
+    """What there is memory for, also beyond what the running requests of a start could use, and why.
+
+    Negative if weights, work and reserve take more than there is.
+    """
+    offer = _offer(config, resolved, memory, KvPages.of(resolved, model).page_bytes)
+    return offer.num_bytes, offer.detail
+
+
+def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> Mapping[str, Setting]:
+    """What weights and work take, by name: known whether a KV cache fits or not."""
+    record, quantization = Record(), resolved.model.quantization
+    max_num_seqs, budget = resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens
+    weights = f"{model.num_parameters():,} parameters"
+    weights += f" x {DTYPE_BYTES[resolved.model.dtype]} bytes" if quantization is None else ", scales included"
+    logits = f"{memory.logits_bytes:,} for the logits of {max_num_seqs} requests"
+    if memory.is_predicted:
+        record.put("weight_bytes", memory.weight_bytes, "formula", weights)
+        detail = f"at least: the widest layer of {budget} tokens, and {logits}"
+        record.put("work_bytes", memory.work_bytes, "formula", detail)
+    else:
+        record.put("weight_bytes", memory.weight_bytes, "measured", weights)
+        detail = memory.work_detail or f"a short step, scaled to {budget} tokens, and {logits}"
+        record.put("work_bytes", memory.work_bytes, "measured", detail)
+    return record
+
+
+def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_bytes: int) -> _Offer:
+    """In vLLM's order: the number of blocks, the bytes, the environment variable, the share of memory, what is free."""
+    if config.num_gpu_blocks_override is not None:
+        source = config.sources["num_gpu_blocks_override"]
+        return _Offer(config.num_gpu_blocks_override * block_bytes, source, "num_gpu_blocks_override", False)
+    per_block = f"{block_bytes:,} bytes per block"
+    if config.kv_cache_memory_bytes is not None:
+        source = config.sources["kv_cache_memory_bytes"]
+        return _Offer(config.kv_cache_memory_bytes, source, f"kv_cache_memory_bytes / {per_block}", False)
+    if resolved.device.device == "cpu" and (gib := envs.CPU_KVCACHE_SPACE.get()) > 0:
+        detail = f"VLLM_CPU_KVCACHE_SPACE = {gib} GiB / {per_block}"
+        return _Offer(int(gib * GIB), "environment", detail, False)
+    reserve_share = RESERVE_SHARE if resolved.device.device == "cpu" else GPU_RESERVE_SHARE
+    reserve = memory.work_bytes + int(memory.total_bytes * reserve_share)
+    free = memory.free_bytes - reserve
+    free_detail = (
+        f"{memory.free_bytes:,} free after the weights - {reserve:,} reserve "
+        f"(work {memory.work_bytes:,} + {reserve_share:.0%} of {memory.total_bytes:,}), / {per_block}"
+    )
+    if (share := resolved.device.gpu_memory_utilization) is not None:
+        allowed = int(memory.total_bytes * share) - memory.weight_bytes - memory.work_bytes
+        detail = (
+            f"{share} x {memory.total_bytes:,} total - {memory.weight_bytes:,} weights - {memory.work_bytes:,} work, "
+            f"/ {per_block}"
+        )
+        if allowed <= free:
+            return _Offer(allowed, "formula", detail, True)
+        return _Offer(free, "measured", f"less than --gpu-memory-utilization allows ({detail}): {free_detail}", True)
+    return _Offer(free, "measured", free_detail, True, is_all_that_is_free=True)
+
+
+def _useful(offer: _Offer, resolved: Resolved, pages: KvPages) -> _Offer:
+    """Not all that is free, if nobody has said so: what running requests can use."""
+    useful = pages.for_request(resolved.model.max_model_len) * resolved.scheduler.max_num_seqs * MAX_USEFUL_CONTEXTS
+    if not offer.is_all_that_is_free or useful * pages.page_bytes >= offer.num_bytes:
+        return offer
+    detail = f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; more would fit: {offer.detail}"
+    return _Offer(useful * pages.page_bytes, "formula", detail, False)
+
+
+@dataclass(frozen=True)
+class _Shortage:
+    """A plan whose KV cache is too small for one request."""
+
+    config: EngineConfig
+    model: ModelConfig
+    resolved: Resolved
+    memory: MemoryFacts
+    offer: _Offer
+    pages: KvPages
+    blocks_needed: int
+
+    def error(self) -> MemoryPlanError:
+        """What is missing, and the changes that would fit."""
+        needed, offered, memory = self.blocks_needed * self.pages.page_bytes, self.offer.num_bytes, self.memory
+        fixes = self._fixes()
+        return MemoryPlanError(
+            f"The KV cache for one request of {self.resolved.model.max_model_len} tokens does not fit: "
+            f"{shown_bytes(needed)} needed, {shown_bytes(max(offered, 0))} available, "
+            f"{shown_bytes(needed - offered)} missing "
+            f"(weights {shown_bytes(memory.weight_bytes)}, work {shown_bytes(memory.work_bytes)}, "
+            f"free {shown_bytes(memory.free_bytes)} of {shown_bytes(memory.total_bytes)})",
+            fix="Use one of: " + "; ".join(fixes) if fixes else "Free memory, or use a smaller model",
+            param="max_model_len",
+        )
+
+    def _fixes(self) -> list[str]:
+        """Single changes, each of which makes the same start succeed."""
+        config, resolved, memory, offer = self.config, self.resolved, self.memory, self.offer
+        needed = self.blocks_needed * self.pages.page_bytes
+        missing = needed - offer.num_bytes
+        fixes = []
+        available = int(offer.num_bytes * (FREE_MEMORY_MARGIN if offer.is_measured else 1))
+        fitting = self.pages.longest(available // self.pages.page_bytes)
+        if fitting > 0:
+            fixes.append(f"--max-model-len {fitting}")
+        if config.num_gpu_blocks_override is not None:
+            fixes.append(f"--num-gpu-blocks-override {self.blocks_needed}")
+        elif needed <= memory.free_bytes - memory.work_bytes:
+            fixes.append(f"--kv-cache-memory-bytes {needed}")
+        with_half_weights = offer.num_bytes + (memory.weight_bytes // 2 if offer.is_measured else 0)
+        halved = self._needed_in(kv_format(resolved.model.kv_cache_dtype, "bfloat16"))
+        if resolved.model.dtype == "float32" and config.num_gpu_blocks_override is None and with_half_weights >= halved:
+            what = "weights and KV cache" if halved < needed else "the weights"
+            fixes.append(f"--dtype bfloat16 (halves {what})")
+        codes = self._needed_in(kv_format("fp8", resolved.model.dtype))
+        if config.num_gpu_blocks_override is None and codes < needed and codes <= available:
+            fixes.append("--kv-cache-dtype fp8 (shrinks the KV cache, at a cost in quality)")
+        budget, lowest = (
+            resolved.scheduler.max_num_batched_tokens,
+            max(resolved.scheduler.max_num_seqs, MIN_SUGGESTED_BUDGET),
+        )
+        if offer.is_measured and config.enable_chunked_prefill and budget > lowest:
+            saved = (memory.work_bytes - memory.logits_bytes) * (budget - lowest) // budget
+            if saved >= missing:
+                fixes.append(f"--max-num-batched-tokens {lowest} (less work memory, slower prompts)")
+        return fixes
+
+    def _needed_in(self, kv: KvFormat) -> int:
+        """Bytes of as many pages in another format."""
+        return self.blocks_needed * KvPages.of(self.resolved, self.model, kv).page_bytes
+
+
+def weights_do_not_fit(resolved: Resolved, weight_bytes: int, total_bytes: int) -> MemoryPlanError:
+    """The error for a model whose weights alone are more than the machine has."""
+    fix = "Use a smaller model, or a machine with more memory"
+    if resolved.model.quantization is None and weight_bytes // 4 < total_bytes:
+        fix = "Use --quantization int8, fp8 or int4 (a half or a quarter of bfloat16), or a smaller model"
+    if resolved.model.dtype == "float32" and resolved.model.quantization is None and weight_bytes // 2 < total_bytes:
+        fix = "Use --dtype bfloat16 (halves the weights), or a smaller model"
+    return MemoryPlanError(
+        f"The weights do not fit into memory: they take {shown_bytes(weight_bytes)} in "
+        f"{resolved.model.quantization or resolved.model.dtype}, "
+        f"and there are {shown_bytes(total_bytes)}",
+        fix=fix,
+        param="model",
+    )

@@ -1,1 +1,0 @@
-"""`quire quantize`: writes standard quantized checkpoints, layer by layer."""

@@ -1,0 +1,1 @@
+"""What people see: the first screen, progress, and what `quire explain` says."""

@@ -1,0 +1,248 @@
+"""`quire explain`: every setting a server would start with, its source, what it limits, and what more would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quire import __version__
+from quire.config import EngineConfig, ServerConfig
+from quire.errors import MemoryPlanError
+from quire.formats.kv_format import KvFormat, kv_format
+from quire.formats.weight_format import packs_floats
+from quire.metrics.stopwatch import busy_machine
+from quire.model_config import DTYPE_BYTES, ModelConfig
+from quire.planning.memory_plan import (
+    KvPages,
+    least_work_bytes,
+    logits_bytes,
+    memory_settings,
+    plan_kv_cache,
+    predict_memory,
+)
+from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
+from quire.screen.layer_kernels import LayerKernel, layer_kernels
+from quire.screen.memory_lines import MemorySummary
+from quire.settings import Record, Resolved, Setting
+
+NAME_COLUMN = 34  # the longest name of a setting fits
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would happen at a start.
+
+    Args:
+        settings: of the engine, then of the server.
+        layers: how the weights are held and multiplied with.
+        pages: what requests take of the KV cache.
+        next_costs: what the next larger value costs, where that can be said.
+        error: why a start would fail, if it would.
+    """
+
+    model_name: str
+    model: ModelConfig
+    device: DeviceFacts
+    settings: dict[str, Setting]
+    layers: list[LayerKernel]
+    pages: KvPages
+    next_costs: dict[str, str]
+    error: MemoryPlanError | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON. Sizes in bytes and tokens."""
+        return {
+            "version": __version__,
+            "model": {
+                "name": self.model_name,
+                "architecture": self.model.architecture,
+                "num_parameters": self.model.num_parameters(),
+                "weight_bytes": self.settings["weight_bytes"].value,
+                "kv_bytes_per_token": self._kv_bytes_per_token(),
+                "max_model_len": self.model.max_model_len,
+                "ignored_fields": list(self.model.ignored_fields),
+            },
+            "machine": {
+                "name": self.device.name,
+                "isa": self.device.isa,
+                "num_cores": self.device.num_cores,
+                "total_memory_bytes": self.device.total_memory_bytes,
+                "free_memory_bytes": self.device.free_memory_bytes,
+                "gpu": None if self.device.gpu is None else asdict(self.device.gpu),
+            },
+            "layers": [layer.as_dict() for layer in self.layers],
+            "settings": {
+                name: setting.as_dict() | ({"next": self.next_costs[name]} if name in self.next_costs else {})
+                for name, setting in self.settings.items()
+            },
+            "error": None if self.error is None else {"code": self.error.code, "message": self.error.message},
+        }
+
+    def text(self) -> str:
+        """For people: what was decided first, then what is as it is by default."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        dtype = self.settings["dtype"].value
+        parameters = f"{self.model.num_parameters() / 1e6:,.1f} M parameters"
+        kv = self._kv_bytes_per_token()
+        yield f"model    {self.model_name}: {self.model.architecture}, {parameters}, {dtype}, KV {kv:,} bytes per token"
+        if ignored := self.model.ignored_fields:
+            yield f"         not applied, because {self.model.architecture} does not read it: {', '.join(ignored)}"
+        memory = f"{shown_bytes(self.device.total_memory_bytes)} RAM, {shown_bytes(self.device.free_memory_bytes)} free"
+        yield f"machine  {self.device.name}, {self.device.num_cores} cores, {self.device.isa}, {memory} now"
+        if (gpu := self.device.gpu) is not None:
+            memory = f"{shown_bytes(gpu.total_memory_bytes)}, {shown_bytes(gpu.free_memory_bytes)} free now"
+            yield f"gpu      {gpu.name}, {gpu.isa}, {memory}"
+        yield from self._kv_groups()
+        if "num_blocks" in self.settings:
+            yield from self._memory()
+        yield from self._layers()
+        yield ""
+        plain = []
+        for name, setting in self.settings.items():
+            if setting.source == "default" and (setting.value is None or not (setting.detail or setting.limits)):
+                why = f"  ({setting.detail})" if setting.detail else ""
+                plain.append(f"  {name:<{NAME_COLUMN}} {_shown(name, setting.value)}{why}")
+                continue
+            yield f"{name:<{NAME_COLUMN}}   {_shown(name, setting.value)}   [{setting.source}]"
+            if setting.detail:
+                yield f"    why     {setting.detail}"
+            if setting.limits:
+                yield f"    limits  {setting.limits}"
+            if name in self.next_costs:
+                yield f"    next    {self.next_costs[name]}"
+            if setting.is_live:
+                yield "    live    POST /v1/config moves it" + (
+                    f", up to {setting.maximum}" if setting.maximum is not None else ""
+                )
+        yield ""
+        yield "As they are by default:"
+        yield from plain
+
+    def _layers(self) -> Iterator[str]:
+        """Those that are held and multiplied with in the same way in one line; fused ones are joined by +."""
+        alike: dict[tuple[str, str, str, str], list[str]] = {}
+        for layer in self.layers:
+            key = (layer.weight, layer.why, layer.kernel, layer.kernel_why)
+            alike.setdefault(key, []).append(f"{layer.count} x {'+'.join(layer.names)}")
+        label = "layers"
+        for (weight, why, kernel, kernel_why), names in alike.items():
+            yield f"{label:<8} {', '.join(names)}"
+            yield f"         weight  {weight}   ({why})"
+            yield f"         kernel  {kernel}   ({kernel_why})"
+            label = ""
+
+    def _kv_bytes_per_token(self) -> int:
+        return self.model.kv_bytes_per_token(self._kv_format())
+
+    def _kv_format(self) -> KvFormat:
+        return kv_format(self.settings["kv_cache_dtype"].value, self.settings["dtype"].value)
+
+    def _kv_groups(self) -> Iterator[str]:
+        """Layers that keep keys and values in the same way."""
+        label = "kv"
+        for line in self.pages.lines(self.settings["max_model_len"].value, self._kv_format()):
+            yield f"{label:<8} {line}"
+            label = ""
+
+    def _memory(self) -> Iterator[str]:
+        """The plan, in the words of the first screen. Only the work is not what a start finds: that measures it."""
+        memory = MemorySummary.of({name: setting.value for name, setting in self.settings.items()})
+        yield f"memory   {memory.plan()}   (work: at least)"
+        for label, line in zip(("fits", ""), memory.capacity(), strict=True):
+            yield f"{label:<8} {line}"
+
+
+def explain(
+    model_name: str,
+    engine: EngineConfig,
+    server: ServerConfig,
+    model: ModelConfig,
+    device: DeviceFacts,
+    read_bandwidth: float | None = None,
+    waited: float = 0.0,
+) -> Explanation:
+    """The settings of a server started now, without loading weights: their bytes come from config.json.
+
+    `read_bandwidth` is what all cores together read from memory, in bytes per second, if it was measured, and `waited`
+    the share of that time in which the measurement had no core.
+
+    Raises ConfigError for settings that contradict each other; too little memory is part of the answer.
+    """
+    resolved = resolve(engine, model, device, is_server=True)
+    memory = predict_memory(resolved, model, device)
+    error = None
+    try:
+        resolved = plan_kv_cache(engine, model, resolved, memory)
+    except MemoryPlanError as failure:
+        error, resolved = failure, resolved.noting(memory_settings(model, resolved, memory))
+    if read_bandwidth is not None and resolved.device.device == "cpu":
+        resolved = resolved.noting(_expectation(resolved, model, read_bandwidth, waited))
+    settings = {**resolved.settings, **resolve_server(server)}
+    form, device_settings = resolved.model, resolved.device
+    layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
+    pages = KvPages.of(resolved, model)
+    return Explanation(model_name, model, device, settings, layers, pages, _next_costs(resolved, model, pages), error)
+
+
+def _expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: float, waited: float) -> Mapping[str, Setting]:
+    """A bound, if nobody else computed: a start measures steps, and says what it found under the same name."""
+    num_bytes = model.read_bytes_per_step(resolved.model.dtype, resolved.model.quantization)
+    record = Record()
+    record.put(
+        "expected_tokens_per_second",
+        float(f"{read_bandwidth / num_bytes:.3g}"),
+        "formula",
+        f"{busy_machine(waited) or 'at most'}: {read_bandwidth / 1e9:.1f} GB/s, measured now / "
+        f"{num_bytes / 1e9:.3f} GB of weights, which every token reads from memory (faster if the processor's cache "
+        "holds them); a start measures steps",
+    )
+    return record
+
+
+def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages) -> dict[str, str]:
+    form, schedule = resolved.model, resolved.scheduler
+
+    def shown_request(num_tokens: int) -> str:
+        return shown_bytes(pages.for_request(num_tokens) * pages.page_bytes)
+
+    def kv_in(dtype: str) -> int:
+        own = form.kv_cache_dtype in DTYPE_BYTES
+        return model.kv_bytes_per_token(kv_format("auto" if own else form.kv_cache_dtype, dtype))
+
+    def weights_in(dtype: str, quantization: str | None) -> str:
+        return shown_bytes(model.weight_bytes(dtype, quantization, is_packed=packs_floats(resolved.device.isa)))
+
+    seqs, budget, length = schedule.max_num_seqs, schedule.max_num_batched_tokens, form.max_model_len
+    block = form.block_size
+    logits = shown_bytes(logits_bytes(model, seqs))
+    work = shown_bytes(least_work_bytes(model, budget, form.dtype))
+    costs = {
+        "max_num_seqs": f"{2 * seqs}: {logits} more work memory, and each of more running requests gets fewer tokens/s",
+        "max_num_batched_tokens": f"{2 * budget}: at least {work} more work memory, and steps up to twice as long",
+        "block_size": f"{2 * block}: up to {2 * block - 1} tokens of cache wasted per request, now {block - 1}",
+        "max_model_len": f"{2 * length}: one full request takes {shown_request(2 * length)} of KV cache, "
+        f"now {shown_request(length)}"
+        + ("; beyond what the model was trained for" if 2 * length > model.max_model_len else ""),
+    }
+    if "num_blocks" in resolved.settings:
+        more = pages.num_tokens(GIB // pages.page_bytes, length)
+        costs["num_blocks"] = f"each GiB more holds {more:,} tokens"
+    if model.quantized is None and form.quantization is not None:
+        costs["quantization"] = f"none: weights of {weights_in(form.dtype, None)}"
+    elif form.dtype == "float32":
+        weights = weights_in("bfloat16", form.quantization)
+        costs["dtype"] = f"bfloat16: weights of {weights}, KV of {kv_in('bfloat16'):,} bytes"
+    else:
+        weights = weights_in("float32", form.quantization)
+        costs["dtype"] = f"float32: weights of {weights}, KV of {kv_in('float32'):,} bytes"
+    return costs
+
+
+def _shown(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{value:,} ({shown_bytes(value)})"
+    is_count = isinstance(value, int) and not isinstance(value, bool) and name != "port"
+    return f"{value:,}" if is_count else str(value)

@@ -1,0 +1,203 @@
+"""What a person sees first when `quire serve` starts: the machine, then memory, choices and addresses once it is ready.
+
+The lines fit 80 columns wherever names do. In JSON logs each part is a record with the same facts as fields.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from quire import __version__, envs, logs
+from quire.entry.listen import Address
+from quire.kernels import extension
+from quire.messages import EngineReady
+from quire.metrics.stopwatch import busy_machine
+from quire.resolve import DeviceFacts, shown_bytes
+from quire.screen.memory_lines import MemorySummary
+from quire.screen.terminal import Style
+
+logger = logs.get_logger(__name__)
+
+WIDTH = 80
+LABEL_WIDTH = 9
+INDENT = " " * (LABEL_WIDTH + 3)
+CHOSEN = (
+    "dtype", "num_threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+    "enable_prefix_caching",
+)  # fmt: skip
+CHOSEN_ON_GPU = ("device", *(name for name in CHOSEN if name != "num_threads"))
+EXPECTED = ("expected_tokens_per_second", "expected_total_tokens_per_second", "expectation_waited_share")
+WHY = "why: quire explain"
+_ISA_NAMES = {
+    "amx": "AMX",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx512": "AVX-512",
+    "avx2": "AVX2",
+    "torch": "(plain torch)",
+}
+# The demo model can answer it.
+QUESTION = '{"messages":[{"role":"user","content":"What does len() do?"}]}'
+PROMPT = '{"prompt":"Hello"}'
+
+
+def show_header(model_name: str, device: DeviceFacts, *, has_gpu: bool) -> None:
+    """Program, model and machine; and what is missing of the program."""
+    text = f"quire {__version__} serves {model_name}"
+    if logs.is_json():
+        machine = {
+            "name": device.name,
+            "isa": device.isa,
+            "num_cores": device.num_cores,
+            "total_memory_bytes": device.total_memory_bytes,
+            "free_memory_bytes": device.free_memory_bytes,
+            "has_gpu": has_gpu,
+        }
+        logger.info(text, extra=logs.fields(version=__version__, model=model_name, machine=machine))
+    else:
+        _print([_header(text, _machine(device, has_gpu=has_gpu), Style(sys.stderr))])
+    show_missing_kernels()
+
+
+def _machine(device: DeviceFacts, *, has_gpu: bool) -> str:
+    cores = "1 core" if device.num_cores == 1 else f"{device.num_cores} cores"
+    gpu = "GPU" if has_gpu else "no GPU"  # whether it is used is known, and said, once the engine is ready
+    return f"{cores} {_ISA_NAMES.get(device.isa, device.isa)} · {shown_bytes(device.total_memory_bytes)} RAM · {gpu}"
+
+
+def _header(text: str, machine: str, style: Style) -> str:
+    """On one line where both fit."""
+    gap = WIDTH - len(text) - len(machine) - 2
+    between = " " * gap if gap >= 2 else f"\n{INDENT}"
+    return f"  {style(text, 'bold')}{between}{machine}"
+
+
+def _missing_kernels() -> tuple[str, str] | None:
+    """Why the compiled kernels do not run, and what to do; None if they do."""
+    if extension.C is None:
+        return (
+            f"The compiled kernels are missing ({extension.WHY_NOT}): plain torch computes, several times slower",
+            extension.how_to_build(),
+        )
+    if not extension.is_used():
+        return (
+            "The compiled kernels are not used: plain torch computes, several times slower",
+            f"Unset {envs.FORCE_REFERENCE.name}",
+        )
+    return None
+
+
+def show_missing_kernels() -> None:
+    """Why the compiled kernels do not run, if they do not, and what to do."""
+    if (missing := _missing_kernels()) is None:
+        return
+    what, fix = missing
+    if logs.is_json():
+        logger.warning(what, extra=logs.fields(fix=fix))
+        return
+    style = Style(sys.stderr)
+    # A command is to be copied: its flags stay whole.
+    lines = textwrap.wrap(f"{what}. {fix}.", WIDTH - len(INDENT), break_on_hyphens=False, break_long_words=False)
+    _print(_labelled("kernels", lines, style, "yellow"))
+
+
+def show_ready(
+    ready: EngineReady, model_name: str, address: Address, *, has_chat: bool, needs_key: bool, seconds: dict[str, float]
+) -> None:
+    """What to know once the server answers. `seconds`: that each phase of the start took."""
+    settings: dict[str, Any] = ready.resolved
+    memory = MemorySummary.of({name: setting["value"] for name, setting in settings.items()})
+    names = CHOSEN if settings["device"]["value"] == "cpu" else CHOSEN_ON_GPU
+    chosen = {name: settings[name] for name in names}
+    if logs.is_json():
+        choices = {name: {"value": made["value"], "source": made["source"]} for name, made in chosen.items()}
+        extra = logs.fields(
+            url=address.name,
+            model=model_name,
+            memory=memory.as_dict(),
+            chosen=choices,
+            expected={name: settings[name]["value"] for name in EXPECTED},
+            seconds_by_phase=seconds,
+        )
+        logger.info("ready: %s", address.name, extra=extra)
+        return
+    style = Style(sys.stderr)
+    items = [f"{name} {_shown(made['value'])} ({made['source']})" for name, made in chosen.items()]
+    lines = [
+        "",
+        *_labelled("memory", [memory.plan()], style),
+        *_labelled("fits", memory.capacity(), style),
+        *_labelled("chosen", _flowed([*items, WHY]), style),
+        *_labelled("expect", _expectation(*(settings[name]["value"] for name in (*EXPECTED, "max_num_seqs"))), style),
+        "",
+        *_labelled(
+            "ready",
+            _addresses(style(address.name, "bold", "green"), has_page=has_chat and address.has_browser),
+            style,
+            "green",
+        ),
+        *_labelled("try", _curl(address, has_chat=has_chat, needs_key=needs_key), style),
+        "",
+    ]
+    _print(lines)
+
+
+def _expectation(of_one: float, of_all: float, waited: float, num_users: int) -> Iterator[str]:
+    one = f"1 user {_rate(of_one)} tok/s"
+    if num_users == 1:
+        yield one
+    else:
+        yield f"{one} · {num_users} users about {_rate(of_all)} together, {_rate(of_all / num_users)} each"
+    if (why := busy_machine(waited)) is not None:
+        yield from textwrap.wrap(why, WIDTH - len(INDENT))
+
+
+def _rate(value: float) -> str:
+    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _flowed(items: Iterable[str]) -> Iterator[str]:
+    """The items with dots between them, as many on a line as fit."""
+    line = ""
+    for item in items:
+        if line and len(INDENT) + len(line) + len(item) + 3 > WIDTH:
+            yield line
+            line = ""
+        line = f"{line} · {item}" if line else item
+    yield line
+
+
+def _addresses(name: str, *, has_page: bool) -> tuple[str, str]:
+    page = "   chat in the browser" if has_page else ""
+    return f"{name}{page}   Ctrl-C stops", "API docs: /docs   metrics: /metrics   settings: /v1/config"
+
+
+def _curl(address: Address, *, has_chat: bool, needs_key: bool) -> Iterator[str]:
+    """A command to paste."""
+    path, body = ("chat/completions", QUESTION) if has_chat else ("completions", PROMPT)
+    yield f"curl {address.url}/v1/{path} \\"
+    if address.curl:
+        yield f"{address.curl} \\"
+    if needs_key:
+        yield "-H 'Authorization: Bearer YOUR_KEY' \\"
+    yield "-H 'Content-Type: application/json' \\"
+    yield f"-d '{body}'"
+
+
+def _labelled(label: str, lines: Iterable[str], style: Style, *colours: str) -> Iterator[str]:
+    start = f"  {style(f'{label:<{LABEL_WIDTH}}', 'bold', *colours)} "
+    for line in lines:
+        yield start + line
+        start = INDENT
+
+
+def _print(lines: Iterable[str]) -> None:
+    print("\n".join(lines), file=sys.stderr, flush=True)

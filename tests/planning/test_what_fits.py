@@ -1,0 +1,276 @@
+"""`quire plan`: its bytes are the loaded ones; its answers for models of the guides, from config.json alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quire.demo
+import quire.planning.what_fits
+from quire import LLM
+from quire.cli.main import main
+from quire.config import EngineConfig, ServerConfig
+from quire.errors import ConfigError
+from quire.kernels import cpu
+from quire.loader.load import load_model
+from quire.model_config import load_model_config
+from quire.planning import devices
+from quire.planning.what_fits import ModelPlan, plan
+from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
+from quire.screen.explain import explain
+
+GIB = 1 << 30
+CPU = DeviceFacts(
+    kind="cpu", name="test", isa="avx2", num_cores=4, total_memory_bytes=64 * GIB, free_memory_bytes=60 * GIB
+)
+LLAMA_70B = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+MISTRAL_7B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768,
+}  # fmt: skip
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}}
+
+
+def gpu(num_bytes: int) -> DeviceFacts:
+    return replace(CPU, gpu=GpuFacts("test", 90, num_bytes, num_bytes))
+
+
+def plan_of(folder: Path, fields: dict[str, Any], device: DeviceFacts, **flags: Any) -> ModelPlan:
+    """Of a Llama with these fields in its config.json, and of no other file."""
+    common = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps({**common, "dtype": "bfloat16", **fields}))
+    model = load_model_config(folder)
+    return plan("m", EngineConfig(model="m", **flags), model, device, memory_name="test")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list[dict[str, Any]]:
+    assert main(["plan", "--json", *words]) == code
+    models: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["models"]
+    return models
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_planned_bytes_are_loaded(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """To a byte, in every format that the plan lists, by kind."""
+    (found,) = shown(capsys, "--device", "cpu", "--dtype", dtype)
+    assert [row["quantization"] for row in found["weights"]] == [None, "int8", "fp8", "int4"]
+    config = load_model_config(quire.demo.path())
+    for row in found["weights"]:
+        model = load_model(config, getattr(torch, row["dtype"]), quantization=row["quantization"])
+        assert model.weight_bytes() == row["num_bytes"], row["name"]
+        kinds = ("blocks", "output", "embeddings", "norms_and_biases")
+        assert sum(row[f"{kind}_bytes"] for kind in kinds) == row["num_bytes"]
+        assert row["embeddings_bytes"] == 0, "they are the output projection's"
+        assert row["output_bytes"] >= config.vocab_size * config.hidden_size
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8", "fp8_e5m2"])
+def test_planned_kv_bytes_are_allocated(kv_cache_dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = shown(capsys, "--device", "cpu", "--kv-cache-dtype", kv_cache_dtype, "--num-gpu-blocks-override", "200")
+    fit = found["fits"][0]
+    llm = LLM(kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=200, device="cpu", num_threads=1)
+    cache = llm._core.executor.workers[0].runner.cache  # type: ignore[attr-defined]
+    assert fit["num_tokens"] == 200 * 16
+    assert cache.num_bytes == fit["kv_bytes_per_token"] * fit["num_tokens"]
+
+
+def test_what_fits_is_what_a_start_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of `explain`, where not more is free than the running requests can use."""
+    monkeypatch.setattr(devices, "total_memory_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(devices, "free_memory_bytes", lambda: 220 << 20)
+    for more in ((), ("--kv-cache-dtype", "int8"), ("--quantization", "int4"), ("--gpu-memory-utilization", "0.05")):
+        (found,) = shown(capsys, "--device", "cpu", *more)
+        assert main(["explain", "--json", "--device", "cpu", *more]) == 0
+        settings = json.loads(capsys.readouterr().out)["settings"]
+        fit = found["fits"][0]
+        assert fit["num_tokens"] == settings["num_blocks"]["value"] * 16, more
+        assert fit["why"] == settings["num_blocks"]["detail"]
+
+
+def test_mistral_7b_awq_on_a_t4(tmp_path: Path) -> None:
+    """16 GB at 0.9: 4.15 GB of weights leave about 9 GB, which are 9 requests of 8,192 tokens, not 40."""
+    found = plan_of(tmp_path, MISTRAL_7B | AWQ, gpu(16 * 10**9), max_model_len=8192)
+    (row,) = found.weights
+    assert sum(row.num_bytes) == pytest.approx(4.15e9, rel=0.03)
+    assert row.num_bytes.embeddings == row.num_bytes.output == 2 * 32000 * 4096
+    fit = found.fits[0]
+    assert (fit.kv_cache_dtype, fit.kv_bytes_per_token) == ("auto", 128 * 1024)
+    assert 9e9 < fit.num_tokens * fit.kv_bytes_per_token < 10e9
+    assert fit.num_sequences == 9
+
+
+def test_llama_70b(tmp_path: Path) -> None:
+    """39.8 GB in 4 bits with embeddings in bfloat16: 80 GB hold about 110,000 tokens beside it, 40 GB not even that."""
+    bf16 = plan_of(tmp_path, LLAMA_70B, gpu(80 * 10**9))
+    assert [row.name for row in bf16.weights] == ["bfloat16", "int8", "fp8", "int4"]
+    assert sum(bf16.weights[0].num_bytes) == pytest.approx(141.1e9, rel=0.001)
+    assert bf16.fits[0].num_tokens == 0
+    assert bf16.fits[0].kv_bytes_per_token == 320 * 1024, "so 256 x 8,192 tokens take 687 GB, not 40"
+    awq = plan_of(tmp_path, LLAMA_70B | AWQ, gpu(80 * GIB))
+    assert sum(awq.weights[0].num_bytes) == pytest.approx(39.8e9, rel=0.01)
+    assert awq.fits[0].num_tokens == pytest.approx(110_000, rel=0.1)
+    assert awq.best is not None
+    assert awq.best.flags == ()
+    small = plan_of(tmp_path, LLAMA_70B | AWQ, gpu(40 * 10**9))
+    assert small.best is None
+    assert "best     none: --kv-cache-dtype fp8 comes closest, with" in small.text()
+
+
+@pytest.mark.parametrize("share", [None, 0.9])
+def test_what_is_missing_is_enough(share: float | None, tmp_path: Path) -> None:
+    """Work and reserve counted: with so many bytes more there is a first block, with one less there is none."""
+    device = replace(CPU, total_memory_bytes=80 * GIB, free_memory_bytes=37 * GIB)
+    flags: dict[str, Any] = {"kv_cache_dtype": "fp8", "gpu_memory_utilization": share}
+    found = plan_of(tmp_path, LLAMA_70B | AWQ, device, **flags)
+    (fit,) = found.fits
+    assert found.best is None
+    assert f"as it is comes closest, with {shown_bytes(fit.missing_bytes)} missing for any KV cache" in found.text()
+    assert f"5% of {80 * GIB:,}" in found.text().splitlines()[-1], "the reserve is part of what is missing"
+    for more, num_blocks in ((0, 1), (-1, 0)):
+        enough = replace(device, free_memory_bytes=device.free_memory_bytes + fit.missing_bytes + more)
+        assert plan_of(tmp_path, LLAMA_70B | AWQ, enough, **flags).fits[0].num_blocks == num_blocks
+
+
+def test_the_longest_that_fits(tmp_path: Path) -> None:
+    """`--max-model-len -1`: a start cuts it, so that every format holds a request; the plan says which holds it all."""
+    device = gpu(46 * 10**9)
+    found = plan_of(tmp_path, LLAMA_70B | AWQ, device, max_model_len=-1)
+    best = found.best
+    assert best is not None
+    assert (best.flags, best.num_sequences) == ((), 1)
+    assert 0 < best.max_model_len == best.num_tokens < 8192
+    text = found.text()
+    assert "requests of up to 8,192 tokens, cut to what fits:" in text
+    assert f"holds 1 x {best.max_model_len:,} tokens" in text
+    assert "--max-model-len -1 starts with so many; no format holds all 8,192" in text
+    explained = explain("m", EngineConfig(model="m", max_model_len=-1), ServerConfig(), found.model, device)
+    assert explained.error is None
+    assert explained.settings["max_model_len"].value == best.max_model_len
+    whole = plan_of(tmp_path, LLAMA_70B | AWQ, gpu(48 * 10**9), max_model_len=-1).text()
+    assert "--max-model-len -1 starts with so many; --kv-cache-dtype int8 holds all 8,192" in whole
+    assert "cut to" not in plan_of(tmp_path, LLAMA_70B | AWQ, gpu(80 * GIB), max_model_len=-1).text()
+
+
+def test_weights_fit_but_no_full_request(tmp_path: Path) -> None:
+    """44 GB: a few thousand tokens beside the weights of 70 B in 4 bits; the plan says which length would start."""
+    found = plan_of(tmp_path, LLAMA_70B | AWQ, gpu(47 * 10**9), kv_cache_dtype="auto")
+    assert found.fits[0].num_tokens in range(1000, 8192)
+    limited = plan_of(tmp_path, LLAMA_70B | AWQ, gpu(46 * 10**9), kv_cache_dtype="int8")
+    assert limited.best is None
+    advice = limited.text().splitlines()[-1]
+    length = int(advice.split()[1])
+    assert "starts" in advice
+    device = gpu(46 * 10**9)
+    assert plan_of(tmp_path, LLAMA_70B | AWQ, device, kv_cache_dtype="int8", max_model_len=length).best is not None
+    longer = plan_of(tmp_path, LLAMA_70B | AWQ, device, kv_cache_dtype="int8", max_model_len=length + 16)
+    assert longer.best is None, "a block more does not start"
+
+
+def test_max_model_len_does_not_change_what_fits(tmp_path: Path) -> None:
+    """With pages it bounds one request, not the cache."""
+    short, long = (
+        plan_of(tmp_path, MISTRAL_7B, gpu(24 * GIB), max_model_len=length).fits[0] for length in (4096, 32768)
+    )
+    assert short.num_tokens == long.num_tokens
+    assert short.num_sequences == short.num_tokens // 4096 > long.num_sequences == long.num_tokens // 32768 > 0
+
+
+def test_the_best_loses_least_of_what_is_large_enough(tmp_path: Path) -> None:
+    """In the order of measured losses; what is not the original has to be measured."""
+
+    def best(num_bytes: float, **more: Any) -> tuple[str, ...]:
+        found = plan_of(tmp_path, MISTRAL_7B, gpu(int(num_bytes)), max_model_len=8192, **more)
+        assert found.best is not None
+        is_original = not found.best.flags
+        assert is_original != ("it is not the original: measure it first with `quire quality m -" in found.text())
+        return found.best.flags
+
+    assert best(24 * GIB) == ()
+    assert best(17.4e9) == ("--kv-cache-dtype", "int8")
+    assert best(16e9) == ("--quantization", "int8")
+    assert best(7e9) == ("--quantization", "int4")
+    assert best(24 * GIB, quantization="fp8") == (), "what the user has named is not up for choice"
+
+
+def test_float32_checkpoints_may_run_in_bfloat16(tmp_path: Path) -> None:
+    found = plan_of(tmp_path, MISTRAL_7B | {"dtype": "float32"}, CPU)
+    names = [(row.name, row.dtype, row.flags) for row in found.weights]
+    assert names[:3] == [
+        ("float32", "float32", ()),
+        ("bfloat16", "bfloat16", ("--dtype", "bfloat16")),
+        ("int8", "bfloat16", ("--quantization", "int8", "--dtype", "bfloat16")),
+    ]
+    assert sum(found.weights[0].num_bytes) == 2 * sum(found.weights[1].num_bytes)
+
+
+def test_a_format_the_model_cannot_have_is_named(tmp_path: Path) -> None:
+    found = plan_of(tmp_path, MISTRAL_7B | {"intermediate_size": 65_600}, CPU)
+    assert [row.name for row in found.weights] == ["bfloat16", "fp8", "int4"]
+    assert "int8: A layer has more in-features than one scale" in found.text()
+
+
+def test_a_pair_that_is_not_possible_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    possible = quire.planning.what_fits.resolve
+
+    def refuse(engine: EngineConfig, *arguments: Any, **flags: Any) -> Any:
+        if engine.quantization is not None and engine.kv_cache_dtype == "int8":
+            raise ConfigError("No such pair")
+        return possible(engine, *arguments, **flags)
+
+    monkeypatch.setattr(quire.planning.what_fits, "resolve", refuse)
+    found = plan_of(tmp_path, MISTRAL_7B, CPU)
+    pairs = {(fit.weights.name, fit.kv_cache_dtype) for fit in found.fits}
+    assert {("bfloat16", "int8"), ("int4", "fp8")} <= pairs
+    assert ("int4", "int8") not in pairs
+    assert found.refused["int4 with a KV cache in int8"] == "No such pair."
+    assert any(line.startswith("int4") and " - " in line for line in found.text().splitlines())
+
+
+def test_several_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(quire.demo.path())
+    words = ["--memory", "80GiB", "--device", "cuda", "--sequences", "3"]
+    first, second = shown(capsys, path, path, *words)
+    assert first == second
+    assert first["total_memory_bytes"] == 80 * GIB
+    assert first["device"] == "cuda"
+    assert first["best"]["num_sequences"] >= 3
+    assert main(["plan", path, path, *words]) == 0
+    text = capsys.readouterr().out
+    assert text.count("memory   80.00 GiB (--memory) on a GPU, 0.9 of it in use") == 2
+    assert "tokens/s" not in text, "the bandwidth of this machine is not that of another GPU"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("2GiB", 2 * GIB), ("2G", 2 * GIB), ("3GB", 3 * 10**9), ("700MiB", 700 << 20)]
+)
+def test_sizes_of_memory(text: str, num_bytes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = shown(capsys, "--memory", text, "--device", "cpu")
+    assert found["total_memory_bytes"] == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--memory", "much"), "Not a number"),
+        (("--memory", "0"), "Illegal size of memory"),
+        (("--sequences", "0"), "Too few sequences"),
+        (("a", "--model", "b"), "Models are named twice"),
+    ],
+)
+def test_what_it_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_too_little_memory_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = shown(capsys, "--memory", "16MiB", "--device", "cpu", code=2)
+    assert found["best"] is None
