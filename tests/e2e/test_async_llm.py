@@ -147,7 +147,7 @@ async def test_refused_requests_do_not_disturb(engine: AsyncLLM) -> None:
 async def test_a_message_the_engine_cannot_read_concerns_nobody_else(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client: Any = engine._engine.client
+    client: Any = engine._engine.replicas[0].client
     running = asyncio.create_task(_outputs(engine, reference.prompts()[0], _greedy(), "bystander"))
     await _wait_for(lambda: engine._engine.num_unfinished == 1, "the bystander to be sent")
     client._input.send(b"\xc1")  # no msgpack at all
@@ -280,7 +280,7 @@ async def main():
     return engine
 
 engine = asyncio.run(main())
-print(int(engine._engine.client._context.closed))
+print(int(engine._engine.replicas[0].client._context.closed))
 """
 
 

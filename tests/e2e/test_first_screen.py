@@ -182,7 +182,7 @@ def test_json() -> None:
         assert server.wait_exit() == 0
     records = _records(server.log)
     by_logger = {record["logger"] for record in records}
-    assert {"quire.compat.table", "quire.worker.worker", "uvicorn.error", "quire.metrics.log_line"} <= by_logger
+    assert {"quire.compat.table", "quire.engine.bring_up", "uvicorn.error", "quire.metrics.log_line"} <= by_logger
     assert "uvicorn.access" not in by_logger
     assert not [record for record in records if "/metrics" in record["message"] or "/health" in record["message"]]
     phases = [record for record in records if "phase" in record]
