@@ -37,7 +37,8 @@ LARGE_GPU_SERVER_LIMITS, LARGE_GPU_OFFLINE_LIMITS = (1024, 8192), (1024, 16384)
 LARGE_GPU_BYTES = 70 * GIB
 # Prompt tokens of a step that several requests share, on CPU servers: a short prompt waits for almost two such steps,
 # and prompts take no longer than in whole budgets while products of so many rows are bound by arithmetic. The least
-# was measured on AVX2 (benchmarks/short_beside_long_*.md); the others follow from faster arithmetic over equal memory.
+# was measured on AVX2; the others follow from faster arithmetic over equal memory. See
+# benchmarks/results/epyc-zen3-2core/short_beside_long_2026-11-22.md.
 SHARED_PREFILL_TOKENS = {"avx512_bf16": 128, "amx": 256}
 LEAST_SHARED_PREFILL_TOKENS = 64
 # What QUIRE_ATTENTION_BACKEND takes beside vLLM's names.

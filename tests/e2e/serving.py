@@ -26,7 +26,7 @@ QUIRE = ("-m", "quire")
 LIGHT_ENGINE = str(Path(__file__).with_name("light_engine.py"))
 LIGHT = (
     "-c",
-    "import sys; from quire import spawn; from quire.cli.main import main\n"
+    "import sys; from quire.entry import spawn; from quire.cli.main import main\n"
     "spawn.ENGINE_PROGRAM = (sys.argv.pop(1),)\n"
     "sys.exit(main())",
     LIGHT_ENGINE,

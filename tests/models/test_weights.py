@@ -141,22 +141,22 @@ def test_nothing_borrowed_is_kept(build):
     weights = random_weights(model)
     model.load_weights(weights.items())
     hidden = torch.randn(3, 32)
-    layer = model._blocks[0].attention
-    before = [model.compute_logits(hidden), layer._output(hidden), layer.qkv(hidden), model._embed(torch.arange(5))]
-    norm = model._first_norm.weight_D.clone()
+    layer = model._layers[0][0]._mixer
+    before = [model.compute_logits(hidden), layer._output(hidden), layer.reader(hidden), model._embed(torch.arange(5))]
+    norm = model._sublayers[0].input_norm.weight_D.clone()
     for tensor in weights.values():
         tensor.fill_(torch.nan)
-    after = [model.compute_logits(hidden), layer._output(hidden), layer.qkv(hidden), model._embed(torch.arange(5))]
+    after = [model.compute_logits(hidden), layer._output(hidden), layer.reader(hidden), model._embed(torch.arange(5))]
     for x, y in zip(before, after, strict=True):
         assert torch.equal(x, y)
-    assert torch.equal(norm, model._first_norm.weight_D)
+    assert torch.equal(norm, model._sublayers[0].input_norm.weight_D)
 
 
 def test_a_layer_packs_itself_when_its_last_tensor_has_come(build):
     """Peak memory: no layer holds weights both unpacked and packed."""
     model = build()
     weights = random_weights(model)
-    qkv = model._blocks[1].attention.qkv
+    qkv = model._layers[1][0]._mixer.reader
     prefix = "model.layers.1.self_attn."
     seen: list[tuple[bool, bool]] = []
 

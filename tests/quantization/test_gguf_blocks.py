@@ -103,7 +103,7 @@ def test_widths_that_are_not_whole_blocks() -> None:
     """They would be rounded down: the file's rows are shorter than the layer's."""
     shape = LinearShape(prefix="model.", shards=(("embed_tokens", 8),), in_features=40)
     with pytest.raises(ModelConfigError, match=r"Got 40\. Expected a multiple of 32"):
-        stored_from(shape, GgufWeights({"model.embed_tokens": tensor_type("Q8_0")}, {}))
+        stored_from(shape, GgufWeights({"model.embed_tokens": tensor_type("Q8_0")}, {}, {}, False))
     shape = LinearShape(prefix="", shards=(("q_proj", 8),), in_features=40)
     layer = Linear(shape, dtype=torch.float32, scheme=GgufBlocks(tensor_type("Q8_0")))
     ((_, slot),) = layer.slots()

@@ -162,9 +162,9 @@ class RunningServer:
         """What the engine was last asked for."""
         return next(message for message in reversed(self.client.sent) if isinstance(message, AddRequest))
 
-    def metric(self, name: str, **labels: str) -> float:
-        """One sample of /metrics."""
-        wanted = {"model_name": MODEL, "engine": "0", **labels}
+    def metric(self, name: str, **labels: str | None) -> float:
+        """One sample of /metrics, of the first engine; `engine=None`: of the API process."""
+        wanted = {name: value for name, value in {"model_name": MODEL, "engine": "0", **labels}.items() if value}
         for family in text_string_to_metric_families(self.http.get("/metrics").text):
             for sample in family.samples:
                 if sample.name == name and sample.labels == wanted:

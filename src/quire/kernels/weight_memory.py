@@ -20,15 +20,23 @@ from quire.kernels import cpu
 
 REGION_BYTES = 256 << 20  # of addresses: memory is taken as it is written
 HUGE_PAGE = 2 << 20
+MAP_NORESERVE = 0x4000  # of <asm-generic/mman.h>; Python has no name for it before 3.13
 ALIGNMENT = 64
 
 
 Band = TypeVar("Band")
 
 
-def map_huge_pages(num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Memory outside the heap, and where its first huge page begins: `num_bytes` fit from there on."""
-    mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def map_huge_pages(num_bytes: int, *, is_reserved: bool = True) -> tuple[mmap.mmap, int]:
+    """Memory outside the heap, and where its first huge page begins: `num_bytes` fit from there on.
+
+    Args:
+        is_reserved: the system may refuse what it does not have now. Else only pages that are written count.
+
+    Raises OSError or OverflowError if the system refuses it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if is_reserved else MAP_NORESERVE)
+    mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=flags)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     cpu.advise_huge_pages(whole)
     return mapped, -whole.data_ptr() % HUGE_PAGE

@@ -258,9 +258,10 @@ class KVCacheManager:
         return list(zip(prefix.copy_from, new, strict=True))
 
     def extend(self, request: Request, num_tokens: int) -> bool:
-        """Have slots for the first `num_tokens` tokens; False, and no page taken, if too few are free.
+        """Have slots for the first `num_tokens` tokens; False if too few pages are free, or if a window holds fewer.
 
-        What no further token of the request reads is given back first.
+        What no further token of the request reads is given back first. Beyond a window there are slots for the next
+        step, whatever the answer.
         """
         table = self._tables[request.request_id]
         return num_tokens <= table.num_tokens or self._grow(table, request.num_computed_tokens, num_tokens)

@@ -346,7 +346,7 @@ class Scheduler:
         Nobody is preempted for drafts: there are none unless a free block is left for each running request.
         """
         assert self._proposer is not None
-        if request.num_in_flight_tokens:
+        if request.num_in_flight_tokens or not request.output_token_ids:
             return ()
         most = min(most, request.max_tokens - len(request.output_token_ids) - 1)
         if self._rope_switches_after is not None and not request.rope_offset:

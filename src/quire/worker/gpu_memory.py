@@ -102,9 +102,9 @@ def measure_work(model: CausalLM, cache: PagedCache, settings: WorkerSettings, a
     Args:
         cache: of one page.
     """
+    before = accelerator.release()
     inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator)
-    runner = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator)
-    before, tables = accelerator.release(), inputs.num_tables
+    runner, tables = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator), inputs.num_tables
     for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
         for params in (GREEDY, RANDOM):
             if num_rows <= settings.max_num_seqs and length * num_rows <= settings.max_num_batched_tokens:

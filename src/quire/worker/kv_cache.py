@@ -6,6 +6,7 @@ Dimensions: B pages, G kv heads, P block size, E head dim.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,13 @@ from torch import Tensor
 from quire.formats.kv_format import KV_FORMATS, kv_format
 from quire.formats.kv_groups import KvGroup, kv_groups, page_bytes
 from quire.forward_batch import LayerCache
-from quire.kernels import cpu, gpu
+from quire.kernels import gpu
+from quire.kernels.weight_memory import map_huge_pages
 from quire.layer_spec import KvSpec
 from quire.model_config import ModelConfig
 from quire.settings import ModelSettings
+
+COPY_BYTES = 4 << 20  # of page copies that are held beside the cache at once
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class PagedCache:
         sources, destinations = (
             gpu.place(torch.tensor(pages), self.pages.device) for pages in zip(*copies, strict=True)
         )
-        self.pages[destinations] = self.pages[sources]
+        for piece in torch.split(self.pages, max(1, COPY_BYTES // len(copies)), dim=1):
+            piece[destinations] = piece[sources]
 
 
 def allocate(
@@ -55,9 +60,7 @@ def allocate(
     """An uninitialised cache of `dtype`, int8 with scales. On CPU the memory, in huge pages where there are some, is
     taken by the operating system when first written."""
     kv = next(kv for kv in KV_FORMATS.values() if kv.torch_dtype == str(dtype).removeprefix("torch."))
-    pages = torch.empty((num_pages, page_bytes(groups, kv, block_size)), dtype=torch.uint8, device=device)
-    if pages.device.type == "cpu":
-        cpu.advise_huge_pages(pages)
+    pages = _empty_pages(num_pages, page_bytes(groups, kv, block_size), device)
     layers: dict[int, LayerCache] = {}
     tables = [(group, of_table) for group in groups for of_table in group.tables()]
     for table, (group, of_table) in enumerate(tables):
@@ -76,6 +79,15 @@ def cache_dtype(form: ModelSettings) -> torch.dtype:
     """Of the elements of K and V."""
     dtype: torch.dtype = getattr(torch, kv_format(form.kv_cache_dtype, form.dtype).torch_dtype)
     return dtype
+
+
+def _empty_pages(num_pages: int, num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_pages, num_bytes]. On Linux a CPU's may be more than the memory that is free."""
+    if device.type != "cpu" or sys.platform != "linux":
+        return torch.empty((num_pages, num_bytes), dtype=torch.uint8, device=device)
+    mapped, begin = map_huge_pages(num_pages * num_bytes, is_reserved=False)
+    whole = torch.frombuffer(mapped, dtype=torch.uint8, count=num_pages * num_bytes, offset=begin)  # keeps the mapping
+    return whole.view(num_pages, num_bytes)
 
 
 def _layer_cache(pages: Tensor, spec: KvSpec, block_size: int, dtype: torch.dtype, table: int) -> LayerCache:

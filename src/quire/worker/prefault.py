@@ -39,29 +39,28 @@ class Prefault:
         lead_bytes: int = LEAD_BYTES,
         free_bytes: Callable[[], int] = devices.free_memory_bytes,
     ) -> None:
-        self._pages = pages
-        self._num_pages = len(pages) if pages.device.type == "cpu" and sys.platform == "linux" else 0
-        self._lead = lead_bytes // pages.shape[1]
-        self._piece = max(1, PIECE_BYTES // pages.shape[1])
-        self._least_free, self._free_bytes = 2 * lead_bytes, free_bytes
-        self._taken = 0
+        self._bytes, self._page_bytes = pages.view(-1), pages.shape[1]
+        self._num_bytes = pages.nbytes if pages.device.type == "cpu" and sys.platform == "linux" else 0
+        self._lead_bytes, self._free_bytes = lead_bytes, free_bytes
+        self._taken = 0  # bytes
 
     def step(self, num_ever_used: int) -> bool:
         """Take some memory ahead of the first `num_ever_used` pages; False: there is nothing to be done now."""
-        self._taken = max(self._taken, num_ever_used)
-        if self._taken >= min(self._num_pages, num_ever_used + self._lead) or self._free_bytes() < self._least_free:
+        used = num_ever_used * self._page_bytes
+        self._taken = max(self._taken, used)
+        if self._taken >= min(self._num_bytes, used + self._lead_bytes) or self._free_bytes() < 2 * self._lead_bytes:
             return False
-        if not _populate(self._pages[self._taken : self._taken + self._piece]):
-            self._num_pages = 0  # not on this system
+        if not _populate(self._bytes[self._taken : self._taken + PIECE_BYTES]):
+            self._num_bytes = 0  # not on this system
             return False
-        self._taken += self._piece
+        self._taken += PIECE_BYTES
         return True
 
 
-def _populate(pages: Tensor) -> bool:
+def _populate(memory: Tensor) -> bool:
     """Have the system take contiguous memory; False if it cannot."""
-    begin = pages.data_ptr() & -mmap.PAGESIZE
-    num_bytes = pages.data_ptr() + pages.nbytes - begin
+    begin = memory.data_ptr() & -mmap.PAGESIZE
+    num_bytes = memory.data_ptr() + memory.nbytes - begin
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE) == 0:
         return True

@@ -105,7 +105,7 @@ class DeviceWorker:
         self.settings = replace(self.settings, model=form)
         try:
             self.cache = kv_cache.allocate_for(self.model.config, form, size.num_blocks, self.place.memory_device)
-        except RuntimeError as error:  # torch's allocator: more than the system promises to anybody
+        except (RuntimeError, OSError, OverflowError) as error:  # more than the system promises to anybody
             raise MemoryPlanError(
                 f"The system refuses {shown_bytes(size.num_bytes)} for the KV cache",
                 expected=f"less than the {shown_bytes(self.measured.memory.free_bytes)} that are free",
