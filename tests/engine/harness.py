@@ -115,6 +115,7 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
         BlockPool(schedule.num_blocks, schedule.block_size),
         kv_groups(config),
         step_tokens=schedule.chunk,
+        depth=schedule.depth,
         enable_prefix_caching=schedule.prefix_caching,
     )
     limits = SchedulerLimits(
