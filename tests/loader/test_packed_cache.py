@@ -25,10 +25,10 @@ from quire.kernels.dense import linear, pack_linear
 from quire.kernels.grouped import grouped_linear, pack_grouped
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.loader import packed_cache
-from quire.loader.load import load_model
 from quire.loader.packed_cache import PackedCache
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
+from tests.loading import load_model
 from tests.models.paged_run import PagedRun
 from tests.models.test_quantization_config import GPTQ
 

@@ -97,11 +97,12 @@ class Driver:
         cost: CostModel | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, residency)
-        self.groups, self.step_tokens = groups, max_num_batched_tokens
+        self.groups, self.unsettled_tokens = groups, depth * max_num_batched_tokens
         self.kv = KVCacheManager(
             self.pool,
             groups,
             step_tokens=max_num_batched_tokens,
+            depth=depth,
             enable_prefix_caching=enable_prefix_caching,
             watermark=watermark,
         )
@@ -253,10 +254,10 @@ class Driver:
                     assert self.pool.ref_count(page) == 1, f"{request_id} writes into a shared block"
 
     def _check_table(self, request: Request, table: BlockTable) -> None:
-        """No group holds more than it may: all blocks, or those that one step reads and writes."""
+        """No group holds more than it may: all blocks, or those that the steps in flight and the next one need."""
         first, width = 0, num_tables(self.groups)
         for group in self.groups:
             for column in range(first, first + group.num_tables):
                 num_held = sum(page != NO_PAGE for page in table.pages[column::width])
-                assert num_held <= group.most_blocks(table.num_tokens, self.kv.block_size, self.step_tokens), group
+                assert num_held <= group.most_blocks(table.num_tokens, self.kv.block_size, self.unsettled_tokens), group
             first += group.num_tables

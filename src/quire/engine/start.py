@@ -89,6 +89,7 @@ def start_engine(
         ),
         kv_groups(model_config),
         step_tokens=schedule.max_num_batched_tokens,
+        depth=schedule.depth,
         enable_prefix_caching=schedule.enable_prefix_caching,
         watermark=schedule.watermark,
     )

@@ -392,7 +392,7 @@ class Scheduler:
         Of a prompt, they are as many as it has slots for.
         """
         batch, table = step.batch, self.kv.table(request)
-        count = min(count, table.num_tokens - request.num_computed_tokens)
+        count = min(count, table.num_tokens - request.num_computed_tokens, self.kv.step_tokens)
         batch.request_ids.append(request.request_id)
         batch.num_computed_tokens.append(request.num_computed_tokens)
         batch.num_scheduled_tokens.append(count)
@@ -406,14 +406,12 @@ class Scheduler:
         return count
 
     def _extend_or_preempt(self, request: Request, count: int) -> bool:
-        """Slots for up to `count` more tokens, for one at least.
+        """Slots for up to `count` more tokens. Requests are preempted only while there is none.
 
         False: the request itself was the last running one, and is preempted.
         """
         start = request.num_computed_tokens
-        if self.kv.extend(request, start + count):
-            return True
-        while not self.kv.extend(request, start + 1):
+        while not self.kv.extend(request, start + count) and self.kv.table(request).num_tokens <= start:
             victim = self._running[-1]
             self._warn_of_preemption(victim)
             self.preempt_last()
