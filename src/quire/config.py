@@ -101,7 +101,8 @@ class EngineConfig:
         None,
         "Longest prompt plus output in tokens; -1 or auto: the longest that fits; suffixes k, K, M.",
         type=parse_length,
-        limits="tokens of one request; not how many tokens the KV cache holds for all",
+        limits="tokens of one request; on a CPU where nothing gives the KV cache a size, also the KV cache: at most 2 "
+        "such contexts per running request",
     )
     generation_config: str = option(
         "auto", "Request defaults: auto: the model's generation_config.json; vllm: none; or a folder that has the file."

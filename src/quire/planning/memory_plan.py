@@ -154,12 +154,13 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
     record = Record(resolved.settings)
     record.update(memory_settings(model, resolved, memory))
     pages = KvPages.of(resolved, model)
-    offer = _useful(_offer(config, resolved, memory, pages.page_bytes), resolved, pages)
+    offer, length_limits = _useful(_offer(config, resolved, memory, pages.page_bytes), resolved, pages)
     num_blocks = max(offer.num_bytes, 0) // pages.page_bytes
     length = length_that_starts(config, resolved, pages, num_blocks)
     if length < resolved.model.max_model_len:
         detail = f"{num_blocks} blocks of {pages.page_bytes:,} bytes fit; the model allows {model.max_model_len}"
         record.put("max_model_len", length, "formula", detail)
+    record["max_model_len"] = replace(record["max_model_len"], limits=length_limits)
     if num_blocks < pages.for_request(length):
         raise _Shortage(config, model, resolved, memory, offer, pages, pages.for_request(length)).error()
     record.put("num_blocks", num_blocks, offer.source, offer.detail)
@@ -246,13 +247,19 @@ def _offer(config: EngineConfig, resolved: Resolved, memory: MemoryFacts, block_
     return _Offer(free, "measured", free_detail, True, is_all_that_is_free=True)
 
 
-def _useful(offer: _Offer, resolved: Resolved, pages: KvPages) -> _Offer:
-    """Not all that is free, if nobody has said so: what running requests can use."""
-    useful = pages.for_request(resolved.model.max_model_len) * resolved.scheduler.max_num_seqs * MAX_USEFUL_CONTEXTS
+def _useful(offer: _Offer, resolved: Resolved, pages: KvPages) -> tuple[_Offer, str]:
+    """Not all that is free, if nobody has said so: what running requests can use. And what max_model_len limits."""
+    length, num_requests = resolved.model.max_model_len, resolved.scheduler.max_num_seqs
+    useful = pages.for_request(length) * num_requests * MAX_USEFUL_CONTEXTS
     if not offer.is_all_that_is_free or useful * pages.page_bytes >= offer.num_bytes:
-        return offer
+        return offer, "tokens of one request; not how many tokens the KV cache holds for all"
     detail = f"{MAX_USEFUL_CONTEXTS} full contexts per running request are enough; more would fit: {offer.detail}"
-    return _Offer(useful * pages.page_bytes, "formula", detail, False)
+    limits = (
+        f"tokens of one request, and the KV cache: {MAX_USEFUL_CONTEXTS} contexts of {length:,} tokens for each of "
+        f"{num_requests:,} running requests take {useful:,} blocks, and {offer.num_bytes // pages.page_bytes:,} would "
+        "fit; --kv-cache-memory-bytes gives the KV cache a size of its own"
+    )
+    return _Offer(useful * pages.page_bytes, "formula", detail, False), limits
 
 
 @dataclass(frozen=True)
