@@ -7,7 +7,8 @@ were asked for count. The three run in turns in this process, on the same weight
     python benchmarks/continuous_batching.py [MODEL] [--requests 32] [--alone 4] [--rounds 3] [--save HARDWARE]
 
 MODEL: a folder with weights; none: the bundled demo model. --alone: how many of the requests are sent one at a time,
-which takes longest; its rate is that of these. --save writes benchmarks/continuous_batching_HARDWARE_DATE.md and .json.
+which takes longest; its rate is that of these. --save writes benchmarks/results/HARDWARE/continuous_batching_DATE.md
+and .json.
 """
 
 from __future__ import annotations

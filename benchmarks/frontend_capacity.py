@@ -6,7 +6,7 @@ template, tokenization, text pipeline, JSON, metrics. The cases take turns, at l
 
     python benchmarks/frontend_capacity.py [--streams 64] [--max-tokens 256] [--seconds 8] [--save HARDWARE]
 
---save writes benchmarks/frontend_capacity_HARDWARE_DATE.md and .json.
+--save writes benchmarks/results/HARDWARE/frontend_capacity_DATE.md and .json.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ take is resident when they are imported, before anything is loaded.
 
     python benchmarks/memory_peak.py MODEL [--kv-bytes 536870912] [--save HARDWARE]
 
---save writes benchmarks/memory_peak_HARDWARE_DATE.md and .json.
+--save writes benchmarks/results/HARDWARE/memory_peak_DATE.md and .json.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ each. Requests above what the server can take are refused with 429; goodput coun
 
     python benchmarks/overload.py [--seconds 8] [--rounds 3] [--save HARDWARE]
 
---save writes benchmarks/overload_HARDWARE_DATE.md and .json. Takes about two minutes.
+--save writes benchmarks/results/HARDWARE/overload_DATE.md and .json. Takes about two minutes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ the server, with which it shares the cores.
 
     python benchmarks/overload_users.py [--seconds 20] [--rounds 3] [--save HARDWARE]
 
---save writes benchmarks/overload_users_HARDWARE_DATE.md and .json. Takes about three minutes.
+--save writes benchmarks/results/HARDWARE/overload_users_DATE.md and .json. Takes about three minutes.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ vocabulary. `random, peaked` divides the same logits by a temperature of 0.05, s
 
     python benchmarks/sampling_share.py [MODEL] [--rounds 10] [--steps 8] [--save HARDWARE]
 
-MODEL: a folder with weights of the shape to be measured. --save writes benchmarks/sampling_share_HARDWARE_DATE.md and
-.json, with the quantization in the name.
+MODEL: a folder with weights of the shape to be measured. --save writes
+benchmarks/results/HARDWARE/sampling_share_DATE.md and .json, with the quantization in the name.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ own, which is removed at the end; the start that writes it is reported too.
 
     python benchmarks/server_start.py [MODEL] [--rounds 5] [--save HARDWARE]
 
-MODEL: a folder with weights; none: the bundled demo model. --save writes benchmarks/server_start_HARDWARE_DATE.md and
-.json.
+MODEL: a folder with weights; none: the bundled demo model. --save writes
+benchmarks/results/HARDWARE/server_start_DATE.md and .json.
 """
 
 from __future__ import annotations

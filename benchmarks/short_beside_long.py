@@ -7,7 +7,7 @@ the values of --max-shared-prefill-tokens in turns, on one engine; before each, 
     python benchmarks/short_beside_long.py [--users 2] [--long 2] [--rounds 3] [--shared 0 64 128] [--save HARDWARE]
 
 0: prompts go in order, each with the whole budget of a step. --save writes
-benchmarks/short_beside_long_HARDWARE_DATE.md and .json.
+benchmarks/results/HARDWARE/short_beside_long_DATE.md and .json.
 """
 
 from __future__ import annotations

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
+import shutil
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +17,9 @@ from tests.examples import examples
 # Torch's threads wait for each other by spinning: with several, on a machine that does other things too, the many small
 # operations of these tests take ten times as long. The engine sets its own number, and the kernels have their own pool.
 os.environ["OMP_NUM_THREADS"] = "1"
+# What engines keep for later starts goes to a folder of this run.
+os.environ.setdefault("QUIRE_CACHE_DIR", tempfile.mkdtemp(prefix="quire-tests-"))
+atexit.register(shutil.rmtree, os.environ["QUIRE_CACHE_DIR"], ignore_errors=True)
 # Without a GPU, Triton kernels are interpreted.
 if not devices.has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"

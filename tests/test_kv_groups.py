@@ -65,13 +65,16 @@ def test_layers_of_one_kind_share_a_group(name: str, load: Callable[[str], Model
     assert taken <= 1.05 * BLOCK_SIZE * model.kv_bytes_per_token(KV)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("times", [2, 8, 32])
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape[1]])
-def test_what_fits_is_what_the_formula_says(name: str, times: int, load: Callable[[str], ModelConfig]) -> None:
+def test_what_fits_is_what_the_formula_says(
+    name: str, times: int, depth: int, load: Callable[[str], ModelConfig]
+) -> None:
     """Requests and tokens in 1 TiB: pages that are not full, and layers that pad them, take less than a twentieth."""
     model = load(name)
     groups = kv_groups(model)
-    pages = KvPages(groups, BLOCK_SIZE, STEP_TOKENS, page_bytes(groups, KV, BLOCK_SIZE))
+    pages = KvPages(groups, BLOCK_SIZE, STEP_TOKENS, depth, page_bytes(groups, KV, BLOCK_SIZE))
     specs = model.kv_specs()
     length = times * max(spec.window for spec in specs)
     formula = sum(spec.bytes_per_token(KV) * (spec.window or length) for spec in specs)
@@ -82,15 +85,16 @@ def test_what_fits_is_what_the_formula_says(name: str, times: int, load: Callabl
 
 def test_the_longest_request_is_the_one_that_fits(load: Callable[[str], ModelConfig]) -> None:
     groups = kv_groups(load("Gemma 3 1B"))
-    pages = KvPages(groups, BLOCK_SIZE, STEP_TOKENS, page_bytes(groups, KV, BLOCK_SIZE))
+    pages = KvPages(groups, BLOCK_SIZE, STEP_TOKENS, 1, page_bytes(groups, KV, BLOCK_SIZE))
     for num_pages in (1, 100, 1_000, 4_321):
         longest = pages.longest(num_pages)
         assert pages.for_request(longest) <= num_pages < pages.for_request(longest + 1)
     windowed = kv_groups(load("Mistral 7B v0.1"))
-    pages = KvPages(windowed, BLOCK_SIZE, STEP_TOKENS, 1)
-    bound = (4096 + STEP_TOKENS) // BLOCK_SIZE + 1
-    assert pages.for_request(1 << 20) == bound, "the window and a step, whatever the length"
-    assert pages.longest(bound) > 1 << 20
+    for depth in (1, 2):
+        pages = KvPages(windowed, BLOCK_SIZE, STEP_TOKENS, depth, 1)
+        bound = (4096 + depth * STEP_TOKENS) // BLOCK_SIZE + 1
+        assert pages.for_request(1 << 20) == bound, "the window and the steps in flight, whatever the length"
+        assert pages.longest(bound) > 1 << 20
 
 
 def group(kind: Any, window: int, num_layers: int, per_page: int) -> KvGroup:
@@ -103,13 +107,14 @@ def request(name: str, num_tokens: int) -> Request:
     return Request(name, list(range(num_tokens)), params, 1 << 20, frozenset())
 
 
-def test_requests_hold_what_the_plan_says() -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_hold_what_the_plan_says(depth: int) -> None:
     """Prompts in chunks until no further one is admitted: no more than the plan at any time, and as many requests."""
     groups = (group("window", 64, 22, 2), group("full", 0, 4, 2))
     length, chunk, count = 8 * 64, 32, 20
-    pages = KvPages(groups, 16, chunk, 1)
-    pool = BlockPool(count * pages_for(groups, length, 16), 16)
-    kv = KVCacheManager(pool, groups, step_tokens=chunk, enable_prefix_caching=False)
+    pages = KvPages(groups, 16, chunk, depth, 1)
+    pool = BlockPool(count * pages_for(groups, length, 16, depth), 16)
+    kv = KVCacheManager(pool, groups, step_tokens=chunk, depth=depth, enable_prefix_caching=False)
     admitted = []
     while True:
         one = request(f"r{len(admitted)}", length)
@@ -122,12 +127,14 @@ def test_requests_hold_what_the_plan_says() -> None:
             assert kv.table(one).num_tokens >= min(one.num_computed_tokens + chunk, length)
             assert pool.num_used_blocks - before <= pages.for_request(length)
             one.num_computed_tokens = min(one.num_computed_tokens + chunk, length)
+            one.num_settled_tokens = max(one.num_computed_tokens - (depth - 1) * chunk, 0)
+        one.num_settled_tokens = length - depth + 1
         assert kv.extend(one, length + 1), "while it decodes it gives back before it takes"
         one.num_computed_tokens += 1
         kv.check()
     assert len(admitted) >= 0.95 * pages.num_requests(pool.num_blocks, length)
     (held,) = {len(kv.table(one).held()) for one in admitted}
-    assert held == pages_for(groups, length + 1, 16)
+    assert held == pages_for(groups, length + 1, 16, depth)
     dead = kv.table(admitted[0]).pages[: (length + 1 - 64) // 16 * 13]
     assert {page == NO_PAGE for page in dead[0::13]} == {True}
     for one in admitted:

@@ -72,7 +72,7 @@ class EngineConfig:
     model_impl: str = option(
         "auto",
         "auto: native, else through transformers' modelling code; native; transformers.",
-        choices=("auto", "native", "vllm", "transformers"),
+        choices=("auto", "native", "vllm", "transformers"),  # vllm: what vLLM's users call native
     )
     device: str = option(
         "auto",

@@ -141,4 +141,8 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     sample_seconds: float = 0.0
     output_seconds: float = 0.0
     step_seconds: float = 0.0
+    predicted_seconds: float = 0.0  # what step_seconds was taken to be before it ran; 0: nothing was
+    # As cost.arithmetic.Load: a number per kind of layer.
+    kv_tokens: tuple[int, ...] = ()
+    pairs: tuple[int, ...] = ()
     evicted_blocks: list[EvictedBlock] | None = None  # None: without --kv-cache-metrics

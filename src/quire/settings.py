@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from quire.config import EngineConfig, ServerConfig
+from quire.formats.kv_format import kv_format
 from quire.option import Source, options
 
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -85,6 +86,11 @@ class ModelSettings:
     model_impl: str
     packed_weights_cache: bool
     logprobs_mode: str
+
+    @property
+    def cache_dtype(self) -> str:
+        """torch's name of the elements of K and V."""
+        return kv_format(self.kv_cache_dtype, self.dtype).torch_dtype
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""docs/features.md names tests for every feature, and each of them exists and runs."""
+"""What documents name exists: tests for every feature of docs/features.md, which run, and paths in all of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tests.architecture.named_tests import check_test
 ROOT = Path(__file__).parents[2]
 FEATURES = ROOT / "docs" / "features.md"
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+DOCUMENTS = [ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", *sorted((ROOT / "docs").glob("*.md"))]
+PATH = re.compile(r"(?<![\w/.-])(?:src|tests|benchmarks|csrc|docs|tools)/[\w./*-]*[\w*]")
 ROW_ID = re.compile(r"(S[0-4]-\d+|O\d+)")
 
 
@@ -43,3 +45,11 @@ def test_every_claim_stands_once() -> None:
     ids = [name for feature in _features() for name in ROW_ID.findall(feature.partition(":")[0])]
     assert len(ids) > 30
     assert len(ids) == len(set(ids)), sorted(name for name in set(ids) if ids.count(name) > 1)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_paths_exist(document: Path) -> None:
+    """Result files have a test of their own; HARDWARE and DATE stand for what a reader puts there."""
+    named = PATH.findall(document.read_text())
+    patterns = [name for name in named if "results/" not in name]
+    assert not [pattern for pattern in patterns if next(ROOT.glob(pattern), None) is None]

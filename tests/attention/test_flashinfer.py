@@ -24,6 +24,7 @@ from quire.errors import ConfigError
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
 from quire.kernels import cpu, gpu
 from quire.life_cycle import WorkerSettings
+from quire.loader import load
 from quire.model_config import load_model_config
 from quire.models.registry import build_model
 from quire.planning import flashinfer_facts
@@ -366,12 +367,12 @@ def test_a_model_knows_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="does not read a KV cache of int8"):
         build_model(MODEL, torch.bfloat16, None, CPU, "FLASHINFER", torch.int8)
 
-    def load_model(*arguments: Any, cache_dtype: torch.dtype, **named: Any) -> Any:
-        raise InterruptedError(cache_dtype)
+    def build(*arguments: Any) -> Any:
+        raise InterruptedError(arguments[-1])
 
-    monkeypatch.setattr(worker, "load_model", load_model)
+    monkeypatch.setattr(load, "build_model", build)
     for name, dtype in (("auto", torch.bfloat16), ("fp8_e5m2", torch.float8_e5m2), ("int8", torch.int8)):
-        config = EngineConfig.from_kwargs(device="cpu", kv_cache_dtype=name, dtype="bfloat16")
+        config = EngineConfig.from_kwargs(device="cpu", load_format="dummy", kv_cache_dtype=name, dtype="bfloat16")
         told = WorkerSettings.of(resolve(config, MODEL, WITH_GPU, is_server=True))
         with pytest.raises(InterruptedError, match=str(dtype)):
             worker.DeviceWorker(MODEL, lambda phase, share, detail: None).load(told)

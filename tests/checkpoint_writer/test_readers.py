@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 import quire.demo
 from quire.cli.main import main
 from quire.kernels import cpu
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from tests.checkpoint_writer.folders import tensors, write_plain
+from tests.loading import load_model
 
 GROUP = 128
 NAMES = ("int4", "int8", "fp8", "gptq", "gptq-act-order", "awq")

@@ -11,12 +11,16 @@ import pytest
 
 from quire.cli.main import main
 from quire.config import EngineConfig, ServerConfig
+from quire.cost.calibrate import Fit
+from quire.cost.model import CostModel
 from quire.model_config import load_model_config
 from quire.option import options
 from quire.planning import devices
-from quire.resolve import DeviceFacts, GpuFacts
+from quire.planning.step_costs import calibration_file, step_arithmetic
+from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.screen.explain import explain
 from quire.screen.layer_kernels import LayerKernel
+from tests.cost.models import CONSTANTS
 
 MIB, GIB = 1 << 20, 1 << 30
 DEVICE = DeviceFacts(
@@ -85,7 +89,7 @@ def test_numbers_of_models(tmp_path: Path, name: str) -> None:
     left = DEVICE.free_memory_bytes - 2 * parameters - work - int(DEVICE.total_memory_bytes * 0.05)
     useful = 2 * 128 * model.max_model_len // 16
     assert blocks == min(left // (16 * kv_bytes), useful)
-    assert "expected_tokens_per_second" not in settings, "nothing was measured"
+    assert settings["expected_tokens_per_second"]["detail"].endswith("assumed; a start measures steps")
 
 
 def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
@@ -116,11 +120,22 @@ def test_expectation_from_bandwidth(tmp_path: Path) -> None:
     explanation = explain("m", EngineConfig(), ServerConfig(), model, DEVICE, read_bandwidth=30e9)
     setting = explanation.settings["expected_tokens_per_second"]
     assert setting.value == pytest.approx(30e9 / (2 * (3_821_079_552 - 32064 * 3072)), rel=0.005)
-    assert setting.detail.startswith("at most: 30.0 GB/s, measured now / 7.445 GB of weights")
+    assert setting.detail.endswith("bound by memory; assumed from 30.0 GB/s, measured now; a start measures steps")
     busy = explain("m", EngineConfig(), ServerConfig(), model, DEVICE, read_bandwidth=30e9, waited=0.5)
-    detail = busy.settings["expected_tokens_per_second"].detail
+    detail = busy.settings["expectation_waited_share"].detail
     assert detail.startswith("the machine is busy: this was measured with a core for 50% of the time; ")
-    assert "at most" not in detail, "what others leave is no bound"
+
+
+def test_what_an_earlier_start_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    model = load_model_config(_folder(tmp_path, "Phi-3-mini-4k"))
+    resolved = resolve(EngineConfig(), model, DEVICE, is_server=True)
+    calibration_file(resolved, model, DEVICE).write(Fit(CONSTANTS, 0.1))
+    cost = CostModel(step_arithmetic(resolved, model), Fit(CONSTANTS, 0.1))
+    rate = 1 / cost.predict(cost.arithmetic.load([16], [1], 1)).seconds
+    setting = explain("m", EngineConfig(), ServerConfig(), model, DEVICE, 30e9).settings["expected_tokens_per_second"]
+    assert setting.value == pytest.approx(rate, rel=0.005)
+    assert setting.detail.endswith("an earlier start measured steps")
 
 
 def test_what_is_not_applied_and_where_factors_switch(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 import quire.demo
 from quire.demo.data import render
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
+from tests.loading import load_model
 from tests.models.paged_run import greedy
 
 END_OF_TURN = 2

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quire.cost.arithmetic import Load
+from quire.cost.model import CostModel
+from quire.cost.step_time import StepTime
 from quire.engine import process
-from quire.engine.step_cost import StepCost
 from quire.errors import EngineDeadError
 from quire.schedule import ScheduledBatch, StepResult
 
@@ -70,6 +72,12 @@ def sabotaged(execute: Execute) -> Execute:
     return run
 
 
+def predict(cost: CostModel, load: Load) -> StepTime:
+    """As if the long step were the only one that takes time."""
+    seconds = LONG_SECONDS if load.num_tokens == LONG_PROMPT else 1e-9
+    return StepTime(seconds, seconds, seconds, "host")
+
+
 def main() -> int:
     from tests.e2e import light_engine
 
@@ -86,7 +94,7 @@ def main() -> int:
         worker.submit = light_engine.LightWorker.submit  # which is execute(), at once
     worker.execute = sabotaged(worker.execute)
     process.BEAT_SECONDS = 0.1
-    StepCost.predict = lambda self, num_tokens: LONG_SECONDS if num_tokens == LONG_PROMPT else 0.0  # type: ignore[method-assign]
+    CostModel.predict = predict  # type: ignore[method-assign]
     return process.main()
 
 

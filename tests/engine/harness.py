@@ -16,7 +16,6 @@ from quire.engine.executor import ThreadExecutor
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.formats.weight_format import ON_LOAD
-from quire.loader.load import load_model
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.decoder import Decoder
@@ -36,6 +35,7 @@ from quire.worker.input_batch import InputBatch, Padding
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recorded_steps import RecordedSteps
+from tests.loading import load_model
 from tests.quantization.checkpoints import Format, write_quantized
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -115,6 +115,7 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
         BlockPool(schedule.num_blocks, schedule.block_size),
         kv_groups(config),
         step_tokens=schedule.chunk,
+        depth=schedule.depth,
         enable_prefix_caching=schedule.prefix_caching,
     )
     limits = SchedulerLimits(

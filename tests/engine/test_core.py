@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 
 import pytest
@@ -11,6 +12,7 @@ from quire.engine.warm_up import produce_tokens
 from quire.errors import EngineDeadError, MemoryPlanError, WeightsError
 from quire.messages import Command, SetLimits
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
+from tests.cost.models import cost_model
 from tests.scheduler.driver import Driver, expected, request
 
 
@@ -221,14 +223,17 @@ def test_a_request_that_was_accepted_before_is_accepted_again() -> None:
 def test_the_predicted_time_of_what_is_in_flight(depth: int) -> None:
     """What the process' beats say while a step is computed: nothing when idle."""
     seen: list[float] = []
-    driver = Driver(depth=depth, failure=lambda batch, is_computed: seen.append(core.predicted_seconds))
-    core = driver.core
-    core.cost.add(8, 2.0)
+    cost = cost_model()
+    load = cost.arithmetic.load([0], [8], 1)
+    before = cost.predict(load).high
+    driver = Driver(depth=depth, failure=lambda batch, is_computed: seen.append(core.predicted_seconds), cost=cost)
+    core, ticks = driver.core, itertools.count()
+    core._clock = lambda: float(next(ticks))
     driver.add(request("a", range(8), 1))
     driver.run()
-    assert seen[0] == 2.0
+    assert seen[0] == before
     assert core.predicted_seconds == 0.0
-    assert core.cost.predict(8) < 2.0, "nothing was learnt from a step that took no time"
+    assert cost.predict(load).seconds > before, "nothing was learnt from a step that took a second and more"
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from quire import demo
 from quire.engine import warm_up
-from quire.engine.expectation import expectation
 from quire.engine.warm_up import MOST_DISTURBED_SECONDS, MOST_SECONDS, MOST_TOKENS, produce_tokens
 from quire.metrics.stopwatch import BUSY_SHARE, Lap, Stopwatch, busy_machine
-from quire.model_config import load_model_config
+from quire.planning.step_costs import expectation
 from quire.screen.first_screen import _expectation
+from tests.cost.models import cost_model
 from tests.scheduler.driver import Driver
-
-MODEL = replace(load_model_config(demo.path()), vocab_size=1000, tie_word_embeddings=True)
 
 
 class FakeWatch(Stopwatch):
@@ -28,18 +23,16 @@ class FakeWatch(Stopwatch):
         return Lap(0.0, next(self.waited))
 
 
-def test_from_the_fastest_step_and_the_pace_of_a_prompt() -> None:
-    settings = expectation(5, MODEL, [Lap(0.5, 0.9), Lap(0.02), Lap(0.04)], 100, Lap(1.0))
-    one = settings["expected_tokens_per_second"]
-    assert (one.value, one.source) == (50.0, "measured")
-    assert one.detail == "1 / 20.00 ms, the fastest of 3 steps with one token each"
-    # A prompt's token does not go through the output layer, a request's does.
-    more = 0.01 * (1 + 1000 * MODEL.hidden_size / MODEL.num_block_parameters())
-    total = settings["expected_total_tokens_per_second"]
-    assert total.value == pytest.approx(5 / (0.02 + 4 * more), rel=0.005)
-    assert total.source == "formula"
-    assert settings["expectation_waited_share"].value == 0.0, "the fastest step was not disturbed"
-    assert total.detail.startswith(f"max_num_seqs 5 / (20.00 ms for one token + 4 x {1e3 * more:.3f} ms: ")
+def test_rates_from_predicted_steps() -> None:
+    """Of one request, and of all together: a step gives each of them a token."""
+    cost = cost_model()
+    settings = expectation(5, cost, "steps were measured", 0.0)
+    for name, count in (("expected_tokens_per_second", 1), ("expected_total_tokens_per_second", 5)):
+        step = cost.predict(cost.arithmetic.load([16] * count, [1] * count, count))
+        assert settings[name].value == pytest.approx(count / step.seconds, rel=0.005)
+        assert f"bound by {step.bound}; steps were measured" in settings[name].detail
+        assert f"between {count / step.high:.3g} and {count / step.low:.3g}" in settings[name].detail
+    assert settings["expectation_waited_share"].value == 0.0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -83,10 +76,8 @@ def test_a_watch_tells_time_without_a_core() -> None:
     assert watch.lap() == Lap(0.0, 0.0), "nothing was measured"
 
 
-@pytest.mark.parametrize(("of_step", "of_prompt"), [(0.64, 0.0), (0.0, 0.64)])
-def test_a_busy_machine_is_named_on_the_screen(of_step: float, of_prompt: float) -> None:
-    settings = expectation(5, MODEL, [Lap(0.02, of_step)], 100, Lap(1.0, of_prompt))
-    setting = settings["expectation_waited_share"]
+def test_a_busy_machine_is_named_on_the_screen() -> None:
+    setting = expectation(5, cost_model(), "", 0.64)["expectation_waited_share"]
     assert setting.value == 0.64
     assert "the machine is busy" in setting.detail
     screen = list(_expectation(50.0, 80.0, setting.value, 5))

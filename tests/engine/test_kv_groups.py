@@ -18,11 +18,11 @@ import torch
 
 from quire.engine.core import EngineCore
 from quire.formats.kv_groups import kv_groups, pages_for
-from quire.loader.load import load_model
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
 from tests.engine.harness import EOS, Prompt, Schedule, core_over, run
+from tests.loading import load_model
 from tests.models.paged_run import greedy
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -51,7 +51,7 @@ def tiny() -> tuple[ModelConfig, CausalLM]:
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         config = load_model_config(Path(folder))
-    return config, load_model(config, torch.bfloat16, "dummy")
+    return config, load_model(config, torch.bfloat16, load_format="dummy")
 
 
 @cache

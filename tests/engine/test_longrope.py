@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 
-from quire.loader.load import load_model
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
 from tests.engine.harness import EOS, Prompt, Schedule, core_over, run
+from tests.loading import load_model
 from tests.models.tiny_models import SIZES, hf_logits
 from tests.worker.fake_accelerator import FakeAccelerator
 

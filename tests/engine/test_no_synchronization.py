@@ -21,7 +21,6 @@ from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups
 from quire.kernels import fp8, gpu
 from quire.kernels.triton import kernels as triton_kernels
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
@@ -30,6 +29,7 @@ from quire.worker.cuda_graphs import StepGraphs
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.input_batch import Padding
 from quire.worker.model_runner import ModelRunner
+from tests.loading import load_model
 from tests.worker.fake_accelerator import FakeAccelerator
 
 META = torch.device("meta")
@@ -107,7 +107,7 @@ def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> ModelRunner:
     """Of the demo model; the parameter is its quantization and the KV cache's dtype."""
     quantization, cache_dtype = request.param
     config = load_model_config(quire.demo.path("target"))
-    model = load_model(config, torch.bfloat16, quantization=quantization, device=META)
+    model = load_model(config, torch.bfloat16, quantization=quantization, device="meta")
     accelerator = MetaAccelerator()
     dtype = getattr(torch, kv_format(cache_dtype, "bfloat16").torch_dtype)
     cache = kv_cache.allocate(kv_groups(config), 32, BLOCK_SIZE, dtype, META)

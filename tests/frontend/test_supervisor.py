@@ -327,6 +327,21 @@ async def test_the_first_start_is_not_repeated() -> None:
     await running.engine.shutdown()
 
 
+async def test_an_engine_that_fails_as_soon_as_it_is_ready_is_waited_for_again() -> None:
+    running = Recovering(is_ready=False)
+    running.engine.start()
+    waiting = asyncio.ensure_future(running.engine.wait_ready(10))
+    await asyncio.sleep(0.01)
+    (replica,) = running.engine.replicas
+    replica.on_message(EngineReady(2048, 64, 16, 8, 2048, resolved={"max_num_queued_reqs": {"value": None}}))
+    replica.on_lost("crash")  # in the same turn of the event loop, so before whoever waits
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    running.client.make_ready()
+    assert await waiting is running.engine.ready
+    await running.engine.shutdown()
+
+
 async def test_a_stuck_engine_is_replaced() -> None:
     async with Recovering(limits=QUICK) as running:
         running.client.is_paused = True

@@ -25,7 +25,6 @@ from quire.families import FAMILIES
 from quire.formats.weight_format import GGUF
 from quire.gguf.file import open_gguf
 from quire.kernels import cpu, reference
-from quire.loader.load import load_model
 from quire.measure.floor import Machine, Work, floor
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
@@ -34,6 +33,7 @@ from quire.resolve import DeviceFacts
 from quire.screen.explain import explain
 from tests.gguf.raw import F32_TENSOR, STRING, Raw, pair, tensor, text
 from tests.gguf.writing import write_gguf
+from tests.loading import load_model
 from tests.models.paged_run import PagedRun, greedy
 from tests.models.tiny_models import SIZES, hf_logits
 

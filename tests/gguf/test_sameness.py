@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import quire.demo
-from quire.loader.load import load_model
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM
 from tests.engine import harness
 from tests.engine.harness import Schedule, build_core, run
 from tests.engine.test_sameness import BLOCK_SIZE, prompts
 from tests.gguf.writing import write_gguf
+from tests.loading import load_model
 
 # Every form of the kernels: 2 to 6 and 8 bits, groups of 16 and 32, minima, factors, and a layer of parts.
 MIXTURE = {

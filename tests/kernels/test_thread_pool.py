@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,9 +35,11 @@ def test_every_task_runs_on_a_thread_of_the_pool(num_threads: int, set_num_threa
 
 
 def test_a_second_thread_takes_part(set_num_threads: Callable[[int], None]) -> None:
+    """Soon on an idle machine; where other programs have the other core, once the system lends it to the thread."""
     set_num_threads(2)
     used: set[int] = set()
-    for _ in range(50):
+    end = time.monotonic() + 60
+    while used != {0, 1} and time.monotonic() < end:
         used.update(probe(20_000))
     assert used == {0, 1}
 

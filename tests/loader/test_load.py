@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quire.demo
-from quire.errors import ConfigError, ModelConfigError, WeightsError
-from quire.loader.load import load_model
+from quire.errors import ModelConfigError, WeightsError
 from quire.loader.safetensors_headers import INDEX_NAME
 from quire.model_config import load_model_config
+from tests.loading import load_model
 from tests.models.paged_run import PagedRun
 
 PROMPT = [5, 300, 7, 42]
@@ -129,12 +129,6 @@ def test_pickled_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(WeightsError, match="pickle"):
         load_model(load_model_config(folder), torch.float32)
-
-
-@pytest.mark.parametrize("argument", [{"load_format": "pt"}, {"model_impl": "jax"}])
-def test_illegal_arguments(folder: Path, argument: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="Unknown"):
-        logits(folder, **argument)
 
 
 def test_native_only(folder: Path) -> None:

@@ -18,16 +18,17 @@ import pytest
 import torch
 
 import quire.demo
+from quire import private_cache
 from quire.formats.weight_format import ON_LOAD
 from quire.kernels import cpu
 from quire.kernels.dense import linear, pack_linear
 from quire.kernels.grouped import grouped_linear, pack_grouped
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.loader import packed_cache
-from quire.loader.load import load_model
 from quire.loader.packed_cache import PackedCache
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
+from tests.loading import load_model
 from tests.models.paged_run import PagedRun
 from tests.models.test_quantization_config import GPTQ
 
@@ -260,19 +261,19 @@ def test_another_checkpoint_in_the_same_folder_is_noticed(model_folder: Path, ca
 
 def test_another_version_of_the_code_is_noticed(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(model_folder)
-    monkeypatch.setattr(packed_cache, "_code_identity", lambda: "another")
+    monkeypatch.setattr(packed_cache, "code_identity", lambda *extensions: "another")
     assert load(model_folder).mapped_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["formats/weight_format.py", "hf_config/layer_format.py", "kernels/triton/grouped.py"])
 def test_all_code_counts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_cache, "__file__", str(tmp_path / "package" / "loader" / "packed_cache.py"))
+    monkeypatch.setattr(private_cache, "__file__", str(tmp_path / "package" / "private_cache.py"))
     file = tmp_path / "package" / name
     file.parent.mkdir(parents=True)
     file.write_text("before")
-    before = packed_cache._code_identity()
+    before = private_cache.code_identity()
     file.write_text("after")
-    assert packed_cache._code_identity() != before
+    assert private_cache.code_identity() != before
 
 
 def test_a_folder_others_can_write_to_is_not_used(model_folder: Path, cache: Path) -> None:

@@ -43,7 +43,7 @@ LIMIT = 1.3  # of the weights
 SCRIPT = """
 import sys, threading, torch
 from pathlib import Path
-from quire.loader.load import load_model
+from tests.loading import load_model
 from quire.model_config import load_model_config
 if sys.argv[3] == "transformers":
     from transformers import Qwen3ForCausalLM

@@ -18,10 +18,10 @@ from transformers import masking_utils
 from quire.attention.backend import AttentionSpec
 from quire.errors import ConfigError, ModelConfigError, WeightsError
 from quire.kernels import cpu
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.models import transformers_attention
 from quire.models.registry import CausalLM
+from tests.loading import load_model
 from tests.models.paged_run import PagedRun, greedy
 
 # float32 sums in another order, logits of size 5 to 10

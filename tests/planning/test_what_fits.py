@@ -17,12 +17,12 @@ from quire.cli.main import main
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.kernels import cpu
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.planning import devices
 from quire.planning.what_fits import ModelPlan, plan
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
 from quire.screen.explain import explain
+from tests.loading import load_model
 
 GIB = 1 << 30
 CPU = DeviceFacts(

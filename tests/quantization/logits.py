@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
+from tests.loading import load_model
 from tests.models.paged_run import PagedRun
 from tests.models.tiny_models import hf_logits
 

@@ -27,8 +27,8 @@ from quire.hf_config.quantization import parse_description
 from quire.kernels import cpu, reference
 from quire.layer_spec import LinearShape
 from quire.layers.linear import Linear, make_linear
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
+from tests.loading import load_model
 from tests.models.tiny_models import QUANTIZED_ACTIVATIONS_TOLERANCE, hf_logits
 from tests.quantization.checkpoints import Format, Numbers, Written, draw, tensors_of, write, write_quantized
 from tests.quantization.logits import error_of_logits

@@ -27,8 +27,8 @@ from quire.kernels import cpu
 from quire.kernels.fp8 import fp8_rows
 from quire.layer_spec import LinearShape
 from quire.layers.linear import make_linear
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
+from tests.loading import load_model
 from tests.models.tiny_models import hf_logits
 from tests.quantization.checkpoints import Written
 from tests.quantization.fp8_checkpoints import Fp8Form, draw, tensors_of, write

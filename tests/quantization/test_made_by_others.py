@@ -19,8 +19,8 @@ from torch import Tensor
 from quire.kernels import cpu, reference
 from quire.kernels.fp8 import PackedFp8, fp8_rows
 from quire.layers.linear import make_linear
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
+from tests.loading import load_model
 from tests.quantization.logits import error_of_logits
 
 MADE = Path(__file__).parent / "made"

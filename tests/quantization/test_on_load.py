@@ -18,8 +18,8 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ModelConfigError
 from quire.formats.weight_format import ON_LOAD, Fp8Format, WeightFormat
 from quire.kernels import cpu, reference
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
+from tests.loading import load_model
 from tests.quantization.checkpoints import write_model
 from tests.quantization.logits import error_of_logits
 
@@ -89,7 +89,7 @@ def test_padding_is_planned(quantization: str | None, tied: bool, dtype: str) ->
     """No size is a multiple of what the kernels pack together: to a byte, weights in floating point too."""
     sizes = {"vocab_size": 1003, "hidden_size": 88, "intermediate_size": 200, "head_dim": 22, "num_hidden_layers": 2}
     config = load_model_config(quire.demo.path(), {**sizes, "tie_word_embeddings": tied})
-    model = load_model(config, getattr(torch, dtype), "dummy", quantization=quantization)
+    model = load_model(config, getattr(torch, dtype), load_format="dummy", quantization=quantization)
     assert model.weight_bytes() == config.weight_bytes(dtype, quantization)
     if quantization is None:
         assert config.weight_bytes(dtype, is_packed=False) < config.weight_bytes(dtype)
@@ -98,9 +98,9 @@ def test_padding_is_planned(quantization: str | None, tied: bool, dtype: str) ->
 def test_weights_on_plain_torch_are_planned_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_available", False)
     config = replace(load_model_config(quire.demo.path()), vocab_size=1003)
-    model = load_model(config, torch.bfloat16, "dummy")
+    model = load_model(config, torch.bfloat16, load_format="dummy")
     assert model.weight_bytes() == config.weight_bytes("bfloat16", is_packed=False) == 2 * config.num_parameters()
-    model = load_model(config, torch.bfloat16, "dummy", quantization="fp8")
+    model = load_model(config, torch.bfloat16, load_format="dummy", quantization="fp8")
     assert model.weight_bytes() == config.weight_bytes("bfloat16", "fp8", is_packed=False)
 
 

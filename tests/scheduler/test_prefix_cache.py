@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.formats.kv_groups import KvGroup
 from quire.request import Request
 from quire.sampling_params import SamplingParams
+from quire.scheduler.block_pool import BlockPool
+from quire.scheduler.kv_cache_manager import KVCacheManager
 from tests.scheduler.driver import Driver, request
+from tests.scheduler.test_stateful import MODELS, group
 
 
 def cached(driver: Driver, request_id: str, prompt: list[int], **fields: object) -> int:
@@ -125,3 +133,78 @@ def test_a_request_that_is_computed_again_after_a_reset_is_cached() -> None:
     driver.run()
     driver.check_outputs()
     assert cached(driver, "later", list(range(13))) == 12
+
+
+@pytest.mark.parametrize("groups", [(group("window", 9),), (group("full"), group("window", 6, 2))])
+def test_as_much_is_found_with_several_steps_in_flight(groups: tuple[KvGroup, ...]) -> None:
+    """What lies behind a window is given back only once others can find it."""
+    long = list(range(48))
+    prompts = [long, [*long[:21], 60, 61], [*long[:37], 62], long, [1, 2], [*long[:21], 60, 61, 63, 64, 65]]
+    found = []
+    for depth in (1, 2, 3):
+        driver = Driver(depth=depth, groups=groups, num_blocks=400, max_num_batched_tokens=8)
+        found.append([cached(driver, f"r{index}", prompt) for index, prompt in enumerate(prompts)])
+    assert found == [[0, 20, 36, 44, 0, 20]] * 3
+
+
+class CountingPool(BlockPool):
+    """Counts what it is asked."""
+
+    num_lookups = 0
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        self.num_lookups += 1
+        return super().lookup(block_hash)
+
+
+def looked_up(num_tokens: int) -> Request:
+    return Request("look-up", list(range(num_tokens)), SamplingParams(), 1, frozenset())
+
+
+def test_a_miss_takes_one_look_per_window() -> None:
+    pool = CountingPool(8, 4)
+    kv = KVCacheManager(pool, (group("window", 64),))
+    assert not kv.find_cached_prefix(looked_up(4001)).num_tokens
+    assert pool.num_lookups <= 4000 // 64 + 2
+
+
+@given(
+    groups=st.sampled_from([groups for groups in MODELS if all(each.spec.kind != "state" for each in groups)]),
+    size=st.sampled_from([1, 2, 4]),
+    missing=st.sets(st.tuples(st.integers(0, 11), st.integers(0, 2)), max_size=8),
+)
+def test_the_longest_prefix_that_all_groups_can_serve_is_found(
+    groups: tuple[KvGroup, ...], size: int, missing: set[tuple[int, int]]
+) -> None:
+    """Twelve blocks, of some of which a table has lost its page: as if each length were tried, the longest first."""
+    pool = BlockPool(36, size)
+    kv = KVCacheManager(pool, groups)
+    one = looked_up(12 * size + 1)
+    kv.hash_prompt(one)
+    columns = [each for each in groups for _ in each.tables()]
+    for block in range(12):
+        for column in range(len(columns)):
+            if (block, column) not in missing:
+                (page,) = pool.allocate(1)
+                pool.register(page, one.block_hashes[block] + kv._suffixes[column])
+
+    def can_serve(num_blocks: int) -> bool:
+        return not any(
+            (block, column) in missing
+            for column, each in enumerate(columns)
+            for block in range(each.first_needed(num_blocks * size) // size, num_blocks)
+        )
+
+    longest = next(count for count in range(12, -1, -1) if can_serve(count))
+    assert kv.find_cached_prefix(one).num_tokens == longest * size
+
+
+def test_a_prompt_takes_the_pages_that_are_left() -> None:
+    """What one gives back another still reads. There are too few pages for a whole step, so the step is shorter."""
+    driver = Driver(num_blocks=8, groups=(group("window", 8),), max_num_batched_tokens=16)
+    prefix = list(range(40))
+    cached(driver, "first", prefix)
+    driver.run_all(request("short", [*prefix, 1], 6), request("long", [*prefix, *range(40)], 6))
+    admitted = [new.request_id for batch in driver.batches for new in batch.new_rows]
+    assert admitted == ["first", "short", "long"], "somebody was preempted"
+    assert [driver.last(name).num_cached_tokens for name in ("short", "long")] == [40, 40]

@@ -60,7 +60,7 @@ class Histories(RuleBasedStateMachine):
         self.bad_rows: set[str] = set()
         self.failed_rows: set[str] = set()
         self.driver = Driver(
-            num_blocks=pages_for(groups, MAX_MODEL_LEN, block_size, MOST_STEP_TOKENS) + spare_blocks,
+            num_blocks=pages_for(groups, MAX_MODEL_LEN, block_size, depth * MOST_STEP_TOKENS) + spare_blocks,
             block_size=block_size,
             max_num_seqs=4,
             max_num_batched_tokens=MOST_STEP_TOKENS,

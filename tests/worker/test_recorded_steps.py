@@ -18,13 +18,13 @@ import quire.demo
 from quire.forward_batch import ForwardBatch
 from quire.kernels import cpu
 from quire.kernels.recording import Arena, record
-from quire.loader.load import load_model
 from quire.model_config import load_model_config
 from quire.models.decoder import Decoder
 from quire.worker import recorded_steps
 from quire.worker.input_batch import InputBatch, StepRows
 from quire.worker.recorded_steps import RecordedSteps
 from tests.gguf.writing import write_gguf
+from tests.loading import load_model
 from tests.models.paged_run import PagedRun
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="only compiled kernels are recorded")
@@ -132,7 +132,7 @@ def test_what_a_repeated_step_asks_of_torch(quantization: str | None) -> None:
     asked: dict[int, list[str]] = {}
     for num_layers in (2, 6):
         config = load_model_config(quire.demo.path(), {"num_hidden_layers": num_layers})
-        model = load_model(config, torch.bfloat16, "dummy", quantization=quantization)
+        model = load_model(config, torch.bfloat16, load_format="dummy", quantization=quantization)
         assert isinstance(model, Decoder)
         run, calls = RecordedRun(model), TorchCalls()
         forward = run.recorded.forward

@@ -25,6 +25,7 @@ class RunningWorkers:
 
     executor: WorkerExecutor
     resolved: Planned
+    facts: DeviceFacts
     measured: Measured  # by the slowest of them
 
 
@@ -63,7 +64,7 @@ def bring_up(
     num_blocks, num_bytes = planned.memory.num_blocks, planned.memory.kv_cache_bytes
     executor.allocate(CacheSize(num_blocks, num_bytes, planned.model.max_model_len))
     executor.capture()
-    return RunningWorkers(executor, planned, max(measured, key=lambda each: each.step.seconds))
+    return RunningWorkers(executor, planned, facts, max(measured, key=lambda each: each.step.seconds))
 
 
 def least_facts(facts: Sequence[DeviceFacts]) -> DeviceFacts:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from quire.engine.step_cost import StepCost
+from quire.cost.arithmetic import Load
+from quire.cost.model import CostModel
+from quire.cost.step_time import StepTime
 from quire.errors import EngineDeadError, OutOfMemoryError, QuireError
 from quire.logs import get_logger
 from quire.messages import AddRequest, Command, RequestDelta, SetLimits
@@ -30,7 +32,13 @@ class _Step:
     stats: ScheduleStats
     start_time: float
     schedule_seconds: float
-    predicted_seconds: float
+    load: Load | None
+    predicted: StepTime | None
+
+    @property
+    def predicted_seconds(self) -> float:
+        """At most, nine times in ten; 0 without a cost model."""
+        return 0.0 if self.predicted is None else self.predicted.high
 
 
 class EngineCore:
@@ -44,6 +52,7 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         depth: int = 1,
+        cost: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -52,7 +61,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
-        self.cost = StepCost()
+        self.cost = cost
         # Of the batches in flight; other threads may read it.
         self.predicted_seconds = 0.0
         self.last_record: StepRecord | None = None  # of the batch whose result the last step() took in, if it did
@@ -109,6 +118,22 @@ class EngineCore:
         self._in_flight.clear()
         self.executor.shutdown()
 
+    def probe(self, rows: Sequence[tuple[int, int]]) -> tuple[Load, float] | None:
+        """Compute a step of no request: its load, and its seconds. None while there are requests, or too few pages.
+
+        Raises what the executor raises.
+
+        Args:
+            rows: tokens that are taken as computed, and new ones, of each.
+        """
+        assert self.cost is not None
+        if self._in_flight or (batch := self.scheduler.probe(rows)) is None:
+            return None
+        starts, counts = zip(*rows, strict=True)
+        start = self._clock()
+        self.executor.submit(batch).result()
+        return self.cost.arithmetic.load(starts, counts, len(rows)), self._clock() - start
+
     def has_work(self) -> bool:
         """Whether step() has something to do."""
         return bool(self._in_flight or self._refused) or self.scheduler.has_requests()
@@ -149,8 +174,13 @@ class EngineCore:
             return False
         scheduled = self._clock()
 
-        predicted = self.cost.predict(batch.num_tokens)
-        self.predicted_seconds += predicted
+        load = predicted = None
+        if self.cost is not None:
+            load = self.cost.arithmetic.load(
+                batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
+            )
+            predicted = self.cost.predict(load)
+            self.predicted_seconds += predicted.high
         try:
             pending = self.executor.submit(batch)
         except EngineDeadError:
@@ -160,7 +190,7 @@ class EngineCore:
             pending.set_exception(error)
 
         stats = self.scheduler.take_stats()
-        self._in_flight.append(_Step(batch, pending, stats, start, scheduled - start, predicted))
+        self._in_flight.append(_Step(batch, pending, stats, start, scheduled - start, load, predicted))
         return True
 
     def _update(self, step: _Step, result: StepResult) -> list[RequestDelta]:
@@ -169,7 +199,8 @@ class EngineCore:
         end = self._clock()
         self.last_record = self._record(step, result, end - arrived, end)
         self._last_end_time = end
-        self.cost.add(step.batch.num_tokens, self.last_record.step_seconds)
+        if self.cost is not None and step.load is not None and step.predicted is not None:
+            self.cost.observe(step.load, step.predicted.seconds, self.last_record.step_seconds)
         return deltas
 
     def _fail(self, step: _Step, error: Exception) -> list[RequestDelta]:
@@ -201,6 +232,7 @@ class EngineCore:
 
     def _record(self, step: _Step, result: StepResult, output_seconds: float, end: float) -> StepRecord:
         batch, stats, scheduler = step.batch, step.stats, self.scheduler
+        load, predicted = step.load, step.predicted
         num_tokens, pool = batch.num_tokens, scheduler.kv.pool
         return StepRecord(
             step_id=batch.step_id,
@@ -224,6 +256,9 @@ class EngineCore:
             output_seconds=output_seconds,
             # With two batches in flight a step begins where the one before ended.
             step_seconds=end - max(step.start_time, self._last_end_time),
+            predicted_seconds=0.0 if predicted is None else predicted.seconds,
+            kv_tokens=() if load is None else load.kv_tokens,
+            pairs=() if load is None else load.pairs,
             evicted_blocks=None if pool.residency is None else pool.residency.take_evicted(),
         )
 

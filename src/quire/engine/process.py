@@ -118,8 +118,7 @@ class EngineProcess:
 
     def _wait(self, started: StartedEngine) -> None:
         """For a message, as long as it takes; what has to be done some day is done meanwhile."""
-        pool = started.core.scheduler.kv.pool
-        while not self._inputs.poll(0) and started.executor.use_idle_time(pool.num_ever_used):
+        while not self._inputs.poll(0) and started.use_idle_time():
             pass
         self._inputs.poll()
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.engine.bring_up import bring_up
+from quire.cost.calibrate import CACHE_BYTES, MeasuredStep, fit, points
+from quire.cost.model import CostModel
+from quire.cost.step_time import Constants
+from quire.engine.bring_up import RunningWorkers, bring_up
+from quire.engine.calibration import Calibration
 from quire.engine.core import EngineCore
-from quire.engine.expectation import expectation
 from quire.engine.warm_up import produce_tokens
-from quire.formats.kv_groups import kv_groups
+from quire.formats.kv_format import kv_format
+from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Worker, WorkerExecutor
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
+from quire.planning.step_costs import assumed_fit, calibration_file, ceilings, expectation, step_arithmetic
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
@@ -22,6 +28,8 @@ from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
 from quire.settings import Planned, as_dict
 from quire.worker.worker import DeviceWorker
+
+CALIBRATION_SHARE = 0.1  # of a start, that measuring steps may add to it; the rest is measured while nobody waits
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,12 @@ class StartedEngine:
     resolved: Planned
     model_config: ModelConfig
     executor: WorkerExecutor
+    calibration: Calibration | None  # what is left to measure
+
+    def use_idle_time(self) -> bool:
+        """Do a little of what must be done some day; False: there is nothing to do now."""
+        is_calibrating = self.calibration is not None and self.calibration.step()
+        return is_calibrating or self.executor.use_idle_time(self.core.scheduler.kv.pool.num_ever_used)
 
     def ready_message(self) -> EngineReady:
         resolved = self.resolved
@@ -59,6 +73,7 @@ def start_engine(
     make_workers: Callable[[ModelConfig, Progress], Sequence[Worker]] = one_worker,
 ) -> StartedEngine:
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user."""
+    started = time.monotonic()
     model_config = load_model_config(
         model_folder, config.hf_overrides, any_architecture=config.model_impl in ("auto", "transformers")
     )
@@ -74,6 +89,7 @@ def start_engine(
         ),
         kv_groups(model_config),
         step_tokens=schedule.max_num_batched_tokens,
+        depth=schedule.depth,
         enable_prefix_caching=schedule.enable_prefix_caching,
         watermark=schedule.watermark,
     )
@@ -92,11 +108,38 @@ def start_engine(
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         rope_switches_after=model_config.rope.switches_after(model.max_model_len),
     )
-    core = EngineCore(scheduler, running.executor, depth=schedule.depth)
-    core.cost.add(measured.num_tokens, measured.step.seconds)
+    arithmetic = step_arithmetic(resolved, model_config)
+    first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
+    guess = assumed_fit(ceilings(resolved)).constants
+    cost = CostModel(arithmetic, fit([first], guess))
+    core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost)
     progress("warm up", 2 / 3, "producing a token")
-    expected = expectation(
-        schedule.max_num_seqs, model_config, produce_tokens(core), measured.num_tokens, measured.step
-    )
+    laps = produce_tokens(core)
+    if (calibration := _calibration(core, cost, running, model_config, guess)) is not None:
+        calibration.run(CALIBRATION_SHARE * (time.monotonic() - started))
+    waited = max(min(lap.waited for lap in laps), measured.step.waited)
+    origin = "an earlier start measured steps" if calibration is None else "this start measured steps"
+    expected = expectation(schedule.max_num_seqs, cost, origin, waited)
     progress("warm up", 1.0, "first token produced")
-    return StartedEngine(core, resolved.noting(expected), model_config, running.executor)
+    return StartedEngine(core, resolved.noting(expected), model_config, running.executor, calibration)
+
+
+def _calibration(
+    core: EngineCore, cost: CostModel, running: RunningWorkers, model: ModelConfig, guess: Constants
+) -> Calibration | None:
+    """What is left to measure; None: an earlier start has measured it."""
+    resolved = running.resolved
+    file = calibration_file(resolved, model, running.facts)
+    if (known := file.read()) is not None:
+        cost.calibrate(known)
+        return None
+    form, limits = resolved.model, core.scheduler.limits
+    kv_bytes = max(model.kv_bytes_per_token(kv_format(form.kv_cache_dtype, form.dtype)), 1)
+    num_slots = resolved.memory.num_blocks // num_tables(kv_groups(model)) * form.block_size
+    steps = points(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        limits.max_model_len,
+        min(CACHE_BYTES // kv_bytes, num_slots),
+    )
+    return Calibration(core, cost, guess, steps, file.write)

@@ -54,7 +54,7 @@ class KvGroup:
         """Blocks that a request of `num_tokens` tokens holds at most.
 
         Args:
-            step_tokens: most tokens of one request in a step.
+            step_tokens: most tokens of one request in all steps in flight. Their results are not here.
         """
         if self.spec.kind == "state":
             return 1  # whatever its length
@@ -112,11 +112,11 @@ def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int) -> int:
     return max(group.layers_per_page * of_layer(group.spec) for group in groups)
 
 
-def pages_for(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_tokens: int = 1) -> int:
+def pages_for(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_tokens: int) -> int:
     """Pages that one request of `num_tokens` tokens holds at most.
 
     Args:
-        step_tokens: most of its tokens in one step; 1: while it decodes.
+        step_tokens: most of its tokens in all steps in flight; while it decodes, the number of these steps.
     """
     return sum(group.num_tables * group.most_blocks(num_tokens, block_size, step_tokens) for group in groups)
 
@@ -128,12 +128,6 @@ def longest_request(groups: Sequence[KvGroup], num_pages: int, block_size: int, 
         return pages_for(groups, num_blocks * block_size, block_size, step_tokens)
 
     return max(bisect_right(range(_MOST_TOKENS // block_size + 1), num_pages, key=needed) - 1, 0) * block_size
-
-
-def tokens_that_fit(groups: Sequence[KvGroup], num_pages: int, block_size: int, length: int) -> int:
-    """Tokens of decoding requests of `length` tokens each, which share no blocks."""
-    num_blocks = -(-length // block_size)
-    return num_pages * num_blocks * block_size // pages_for(groups, length, block_size)
 
 
 def pages_alone(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_tokens: int) -> list[int]:

@@ -55,19 +55,20 @@ class AsyncEngine:
             replica.start(self._on_change, self._on_progress)
 
     async def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        """Wait until requests are taken.
+        """Wait until requests are taken. An engine may fail between its answer and the end of this: then the next one.
 
         Raises:
             QuireError: why it could not start. NotReadyError: not within `timeout` seconds.
         """
         try:
-            await asyncio.wait_for(self._settled.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                while (ready := self.ready) is None:
+                    if self.error is not None:
+                        raise self.error
+                    await self._settled.wait()
         except TimeoutError:
             raise NotReadyError(f"The engine was not ready within {timeout:g} seconds", fix="See its log") from None
-        if self.error is not None:
-            raise self.error
-        assert self.ready is not None
-        return self.ready
+        return ready
 
     @property
     def ready(self) -> EngineReady | None:

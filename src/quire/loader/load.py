@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from quire.config import LOAD_FORMATS
 from quire.errors import ConfigError
 from quire.hf_config.gguf_types import GgufWeights
 from quire.hf_config.layer_format import LayerFormat
@@ -19,59 +18,34 @@ from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.registry import CPU, CausalLM, build_model
+from quire.settings import DeviceSettings, ModelSettings
 
 logger = get_logger(__name__)
 
-MODEL_IMPLS = ("auto", "native", "vllm", "transformers")  # vllm: what vLLM's users call native
-
 
 def load_model(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    load_format: str = "auto",
-    progress: Progress | None = None,
-    *,
-    model_impl: str = "auto",
-    quantization: str | None = None,
-    packed_weights_cache: bool = False,
-    device: torch.device = CPU,
-    attention_backend: str = "auto",
-    cache_dtype: torch.dtype | None = None,
+    config: ModelConfig, settings: ModelSettings, device: DeviceSettings, progress: Progress | None = None
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
     Args:
-        dtype: of weights and activations.
-        load_format: auto: what is there; safetensors or gguf: it must be that; dummy: random weights, no file but
-            config.json is read.
+        settings: model_impl auto: native where `config.is_native`, else transformers' modelling code. load_format
+            dummy: random weights, no file but config.json is read. packed_weights_cache, of a native model on the CPU
+            kernels: map what an earlier start has kept, else keep it.
+        device: where weights go and the model runs, and its attention.
         progress: called with ("load", fraction, bytes read of all).
-        model_impl: native; transformers: its modelling code; auto: native where `config.is_native`, else transformers.
-        quantization: a key of weight_format.ON_LOAD, or None: weights as the checkpoint has them.
-        packed_weights_cache: of a native model on the CPU kernels: map what an earlier start has kept, else keep it.
-        device: where weights go and the model runs.
-        attention_backend: see attention.select.
-        cache_dtype: of the KV cache; None: dtype.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
         ModelConfigError: no implementation for the architecture.
-        ConfigError: an argument is illegal.
+        ConfigError: the settings do not fit the model.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(
-            "Unknown load format", value=load_format, expected="one of " + ", ".join(LOAD_FORMATS), param="load_format"
-        )
-    if model_impl not in MODEL_IMPLS:
-        raise ConfigError(
-            "Unknown model implementation",
-            value=model_impl,
-            expected="one of " + ", ".join(MODEL_IMPLS),
-            param="model_impl",
-        )
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    place, quantization, load_format = torch.device(device.device), settings.quantization, settings.load_format
     # Headers first: a broken checkpoint is reported before memory is taken.
     checkpoint = None if load_format == "dummy" else _open(config, load_format)
     model: CausalLM
-    if model_impl == "transformers" or (model_impl == "auto" and not config.is_native):
+    if settings.model_impl == "transformers" or (settings.model_impl == "auto" and not config.is_native):
         if quantization is not None or config.quantized is not None:
             raise ConfigError(
                 f"{config.architecture} runs through transformers' modelling code, which is not quantized here",
@@ -81,7 +55,7 @@ def load_model(
             )
         from quire.models.transformers_backend import TransformersModel
 
-        model = TransformersModel(config, dtype, device, attention_backend)
+        model = TransformersModel(config, dtype, place, device.attention_backend)
     else:
         if checkpoint is None and config.quantized is not None:
             raise ConfigError(
@@ -93,18 +67,19 @@ def load_model(
         if config.ignored_fields:
             fields = ", ".join(config.ignored_fields)
             logger.warning("config.json's %s: not applied, because %s does not read it", fields, config.architecture)
-        model = build_model(config, dtype, quantization, device, attention_backend, cache_dtype)
+        cache_dtype: torch.dtype = getattr(torch, settings.cache_dtype)
+        model = build_model(config, dtype, quantization, place, device.attention_backend, cache_dtype)
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)
-    if packed_weights_cache:
-        if isinstance(model, Decoder) and checkpoint is not None and extension.is_used() and device == CPU:
+    if settings.packed_weights_cache:
+        if isinstance(model, Decoder) and checkpoint is not None and extension.is_used() and place == CPU:
             _load_cached(model, PackedCache(config, dtype, quantization, checkpoint.files), checkpoint, progress)
             trim()
             return model
         logger.warning("no packed weights are kept: only those of native models are, on the compiled CPU kernels")
     if checkpoint is None:
-        model.load_weights(dummy_weights(model.expected_weights(), dtype, device))
+        model.load_weights(dummy_weights(model.expected_weights(), dtype, place))
     else:
         model.load_weights(checkpoint.tensors(progress))
     model.finalize()

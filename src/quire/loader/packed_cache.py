@@ -17,7 +17,6 @@ import json
 import mmap
 import os
 import shutil
-import stat
 import struct
 import threading
 from collections.abc import Iterable, Mapping
@@ -28,8 +27,6 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from quire import envs
-from quire.errors import ConfigError
 from quire.formats.weight_format import GroupedFormat
 from quire.kernels import extension
 from quire.kernels.dense import PackedLinear
@@ -39,6 +36,7 @@ from quire.loader.safetensors_headers import MAX_HEADER_BYTES
 from quire.logs import get_logger
 from quire.messages import Progress
 from quire.model_config import ModelConfig
+from quire.private_cache import cache_folder, check_private, code_identity, digest, file_identity, open_private
 from quire.resolve import shown_bytes
 
 logger = get_logger(__name__)
@@ -67,19 +65,19 @@ class PackedCache:
     ) -> None:
         form = f"{dtype} {quantization}"
         self._key = {
-            "files": [_identity(path) for path in files],
-            "config": _digest(repr(dataclasses.replace(config, max_model_len=0))),
+            "files": [file_identity(path) for path in files],
+            "config": digest(repr(dataclasses.replace(config, max_model_len=0))),
             "form": form,
-            "code": _code_identity(),
+            "code": code_identity(extension.C.__file__),
         }
-        self._path = folder() / f"{_digest(f'{Path(config.model).resolve()} {form}')[:32]}.packed"
+        self._path = folder() / f"{digest(f'{Path(config.model).resolve()} {form}')[:32]}.packed"
         self.mapped_bytes = 0  # by `read`: memory that the system counts as free, though it is in use
 
     def read(self, progress: Progress | None = None) -> Held | None:
         """What was written for this key, mapped; None if there is nothing to be believed."""
         try:
-            _check_private(self._path.parent)
-            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            check_private(self._path.parent)
+            with open_private(self._path) as file:
                 header = self._header(file)
                 held = _map(file, header, progress)
             self.mapped_bytes = header["num_bytes"]
@@ -92,9 +90,6 @@ class PackedCache:
 
     def _header(self, file: BinaryIO) -> dict[str, Any]:
         """Raises ValueError for a file that is damaged, or of something else."""
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise ValueError("others may have written them")
         prefix = file.read(PREFIX.size)
         if len(prefix) < PREFIX.size:
             raise ValueError("the file is cut")
@@ -108,7 +103,7 @@ class PackedCache:
         if header["key"] != self._key:
             raise ValueError("the model, its format or this program has changed")
         header["start"] = _data_start(length)
-        if header["start"] + header["num_bytes"] != status.st_size:
+        if header["start"] + header["num_bytes"] != os.fstat(file.fileno()).st_size:
             raise ValueError("the file is cut")
         return header
 
@@ -129,7 +124,7 @@ class PackedCache:
         header = json.dumps({"key": self._key, "parts": parts, "num_bytes": num_bytes}).encode()
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(self._path.parent)
+            check_private(self._path.parent)
             if shutil.disk_usage(self._path.parent).free < 2 * num_bytes:
                 logger.warning("packed weights are not kept: less than %s are free", shown_bytes(2 * num_bytes))
                 return
@@ -161,39 +156,8 @@ class PackedCache:
 
 
 def folder() -> Path:
-    """Where packed weights are kept: QUIRE_CACHE_DIR, else `quire` in the user's cache. ConfigError without either."""
-    given, caches = envs.CACHE_DIR.get(), envs.XDG_CACHE_HOME.get()
-    try:
-        root = Path(given).expanduser() if given else Path(caches or Path.home() / ".cache") / "quire"
-    except RuntimeError as error:
-        raise ConfigError(
-            "There is no home folder to keep packed weights in",
-            fix=f"Set {envs.CACHE_DIR.name} to a folder",
-            param="packed_weights_cache",
-        ) from error
-    return root / "packed-weights"
-
-
-def _check_private(path: Path) -> None:
-    status = path.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(f"others may write to {path}; it has to be this user's, with mode 0700")
-
-
-def _identity(path: Path) -> list[Any]:
-    status = path.stat()
-    return [path.name, status.st_ino, status.st_size, status.st_mtime_ns]
-
-
-def _code_identity() -> str:
-    """Changes whenever Quire does, so that no form of an older version is taken for today's."""
-    root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
-    return _digest(repr([_identity(path) for path in [*files, Path(extension.C.__file__)]]))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Where packed weights are kept. Raises ConfigError without a place."""
+    return cache_folder("packed-weights", "packed weights")
 
 
 def _open_locked(path: Path) -> int | None:

@@ -6,19 +6,12 @@ multiplications. Neither can be faster than memory and arithmetic allow, and the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
-from quire.formats.kv_format import kv_format
-from quire.formats.weight_format import GroupedFormat
-from quire.layer_spec import KvSpec
+from quire.cost.arithmetic import Load, StepArithmetic
 from quire.model_config import ModelConfig
-
-FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -71,53 +64,25 @@ def floor(
         kv_cache_dtype: as the setting of that name.
         quantization: of the weights, as ModelConfig.weight_bytes takes it. Integers are multiplied as 8-bit integers.
     """
-    head = model.vocab_size * model.hidden_size  # the embeddings are looked up, the output layer is read and multiplied
-    blocks = model.num_block_parameters()
     total_output = sum(request.num_output for request in work)
     num_steps = max((request.num_output for request in work), default=0)
     if max_num_seqs is not None:
         num_steps = max(num_steps, -(-total_output // max_num_seqs))
-    kv = kv_format(kv_cache_dtype, dtype)
-    kinds = Counter((part.kv_spec, part.flops_per_pair) for layer in model.layers if (part := layer.attention))
-    kv_bytes = attention = 0.0
-    for request in work:
-        length = request.num_cached + request.num_prompt
-        new = np.arange(request.num_cached + 1, length + 1, dtype=np.float64)
-        decoded = np.arange(length + 1, length + request.num_output, dtype=np.float64)
-        for (spec, flops), count in kinds.items():
-            decode_reads, prompt_reads = (count * float(_seen(spec, lengths).sum()) for lengths in (decoded, new))
-            kv_bytes += decode_reads * spec.bytes_per_token(kv) + count * spec.state_bytes * len(decoded)
-            attention += flops * (decode_reads + prompt_reads)
-    num_bytes = num_steps * model.read_bytes_per_step(dtype, quantization) + kv_bytes
-    num_tokens = sum(request.num_prompt + max(request.num_output - 1, 0) for request in work)
-    num_ops = 2 * blocks * num_tokens + 2 * head * total_output + attention
-    integer_blocks, integer_head = _integer_parameters(model, quantization)
-    num_int8_ops = 2.0 * (integer_blocks * num_tokens + integer_head * total_output)
-    num_flops = num_ops - num_int8_ops
+    arithmetic = StepArithmetic(model, dtype, quantization, kv_cache_dtype)
+    # (tokens before, new tokens): prompts, which read no keys and values of memory, and what is decoded behind them.
+    prompts = [(request.num_cached, request.num_prompt) for request in work]
+    decoded = [(request.num_cached + request.num_prompt, max(request.num_output - 1, 0)) for request in work]
+    kv_tokens = tuple(sum(kind.area(*rows) for rows in decoded) for kind in arithmetic.kinds)
+    pairs = tuple(sum(kind.area(*rows) for rows in prompts + decoded) for kind in arithmetic.kinds)
+    num_decoded = sum(count for _, count in decoded)
+    num_tokens = num_decoded + sum(count for _, count in prompts)
+    demand = arithmetic.demand(Load(num_tokens, num_decoded, total_output, kv_tokens, pairs))
+    num_bytes = num_steps * arithmetic.weight_bytes + demand.kv_bytes
+    num_flops = demand.linear_flops + demand.attention_flops
     by_memory = num_bytes / machine.read_bandwidth
-    by_arithmetic = num_flops / machine.peak_flops + num_int8_ops / machine.peak_int8_ops
+    by_arithmetic = num_flops / machine.peak_flops + demand.linear_int8_ops / machine.peak_int8_ops
     bound = "memory" if by_memory >= by_arithmetic else "arithmetic"
-    return Floor(num_bytes, num_flops, num_int8_ops, max(by_memory, by_arithmetic), bound)
-
-
-def _seen(spec: KvSpec, lengths: FloatArray) -> FloatArray:
-    """Tokens that the last one of a sequence sees in a layer, for every length."""
-    if spec.kind == "chunked":
-        return np.asarray((lengths - 1) % spec.window + 1)
-    return np.minimum(lengths, spec.window or np.inf)
-
-
-def _integer_parameters(model: ModelConfig, quantization: str | None) -> tuple[int, int]:
-    """Elements of weights that are held as integers: of the layers, and of the output projection."""
-    blocks = output = 0
-    for linear in (*model.active_linears(), model.output_linear()):
-        parts = (part for part in model.stored(linear, quantization) if isinstance(part.held, GroupedFormat))
-        elements = sum(part.shape.out_features * part.shape.in_features for part in parts)
-        if linear == model.output_linear():
-            output += elements
-        else:
-            blocks += elements
-    return blocks, output
+    return Floor(num_bytes, num_flops, demand.linear_int8_ops, max(by_memory, by_arithmetic), bound)
 
 
 def together(floors: Sequence[Floor]) -> Floor:

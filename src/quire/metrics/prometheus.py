@@ -17,6 +17,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from quire.cost.arithmetic import Load, StepArithmetic
 from quire.messages import EngineReady
 from quire.metrics.http import HttpMetrics
 from quire.metrics.legacy import LegacyNames, LegacyValues, RecentTokens
@@ -30,7 +31,6 @@ from quire.metrics.registry import (
     Metric,
     steps_up_to,
 )
-from quire.metrics.step_work import StepWork
 from quire.model_config import ModelConfig
 from quire.schedule import StepRecord
 
@@ -153,7 +153,7 @@ class EngineSeries:
     ) -> None:
         self.stats_line = StatsLine(f"{int(labels['engine']):03d}")
         self._labels, self._cache_config, self._model = labels, cache_config, model
-        self._step_work: StepWork | None = None
+        self._arithmetic: StepArithmetic | None = None
         self._has_cache_config = False
         self._num_unfinished = 0
         self._recent_tokens: RecentTokens | None = None
@@ -239,10 +239,11 @@ class EngineSeries:
         self._count("vllm:prefix_cache_queries", record.prefix_cache_queries)
         self._count("vllm:prefix_cache_hits", record.prefix_cache_hits)
         self._count("vllm:num_preemptions", record.num_preemptions)
-        if self._step_work is not None:
-            self._count("vllm:estimated_flops_per_gpu", self._step_work.num_flops(record))
-            self._count("vllm:estimated_read_bytes_per_gpu", self._step_work.read_bytes(record))
-            self._count("vllm:estimated_write_bytes_per_gpu", self._step_work.write_bytes(record))
+        if self._arithmetic is not None and record.pairs:
+            demand = self._arithmetic.demand(load_of(record))
+            self._count("vllm:estimated_flops_per_gpu", demand.flops)
+            self._count("vllm:estimated_read_bytes_per_gpu", demand.weight_bytes + demand.kv_bytes)
+            self._count("vllm:estimated_write_bytes_per_gpu", demand.written_bytes)
         for block in record.evicted_blocks or ():
             self._observe("vllm:kv_block_lifetime_seconds", block.lifetime_seconds)
             self._observe("vllm:kv_block_idle_before_evict_seconds", block.idle_seconds)
@@ -294,10 +295,17 @@ class EngineSeries:
         dtype, quantization = _setting(ready, "dtype"), _setting(ready, "quantization")
         if self._model is not None and isinstance(dtype, str):
             weights = quantization if isinstance(quantization, str) else None
-            self._step_work = StepWork(self._model, dtype, weights, str(_setting(ready, "kv_cache_dtype") or "auto"))
+            kv_cache_dtype = str(_setting(ready, "kv_cache_dtype") or "auto")
+            self._arithmetic = StepArithmetic(self._model, dtype, weights, kv_cache_dtype)
         if not self._has_cache_config:
             self._has_cache_config = True
             self._cache_config.labels(**self._labels, **cache_config(ready)).set(1)
+
+
+def load_of(record: StepRecord) -> Load:
+    """What a step was, for its demand."""
+    num_tokens = record.num_prefill_tokens + record.num_decode_tokens
+    return Load(num_tokens, record.num_rows, record.num_sampled_tokens, record.kv_tokens, record.pairs)
 
 
 def cache_config(ready: EngineReady) -> dict[str, str]:

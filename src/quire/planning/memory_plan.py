@@ -12,7 +12,7 @@ from quire import envs
 from quire.config import EngineConfig
 from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
-from quire.formats.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for, tokens_that_fit
+from quire.formats.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for
 from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
@@ -82,45 +82,52 @@ class KvPages:
 
     Attributes:
         step_tokens: most tokens of one request in a step.
+        depth: most steps in flight.
         page_bytes: a page is what the pool calls a block.
     """
 
     groups: tuple[KvGroup, ...]
     block_size: int
     step_tokens: int
+    depth: int
     page_bytes: int
 
     @classmethod
     def of(cls, resolved: Resolved, model: ModelConfig, kv: KvFormat | None = None) -> KvPages:
         """With the KV cache in the format of the settings, or in another one."""
         groups, kv = kv_groups(model), kv or kv_format(resolved.model.kv_cache_dtype, resolved.model.dtype)
-        size = resolved.model.block_size
-        return cls(groups, size, resolved.scheduler.max_num_batched_tokens, page_bytes(groups, kv, size))
+        size, steps = resolved.model.block_size, resolved.scheduler
+        return cls(groups, size, steps.max_num_batched_tokens, steps.depth, page_bytes(groups, kv, size))
 
     def for_request(self, num_tokens: int) -> int:
         """Pages of one request, at most."""
-        return pages_for(self.groups, num_tokens, self.block_size, self.step_tokens)
+        return pages_for(self.groups, num_tokens, self.block_size, self.depth * self.step_tokens)
 
     def longest(self, num_pages: int) -> int:
         """Tokens of the longest request that so many pages hold."""
-        return longest_request(self.groups, num_pages, self.block_size, self.step_tokens)
+        return longest_request(self.groups, num_pages, self.block_size, self.depth * self.step_tokens)
 
     def num_requests(self, num_pages: int, num_tokens: int) -> int:
         """Requests of `num_tokens` tokens that fit while they decode; they share nothing."""
         if self.for_request(num_tokens) > num_pages:
             return 0
-        return num_pages // pages_for(self.groups, num_tokens, self.block_size)
+        return num_pages // self._decoding(num_tokens)
 
     def num_tokens(self, num_pages: int, length: int) -> int:
         """Tokens of requests of `length` tokens that fit while they decode."""
-        return tokens_that_fit(self.groups, num_pages, self.block_size, length)
+        num_blocks = -(-length // self.block_size)
+        return num_pages * num_blocks * self.block_size // self._decoding(length)
+
+    def _decoding(self, num_tokens: int) -> int:
+        """Pages of a request of `num_tokens` tokens while it decodes."""
+        return pages_for(self.groups, num_tokens, self.block_size, self.depth)
 
     def lines(self, length: int, kv: KvFormat) -> Iterator[str]:
         """For people: a line per group, with what a request of `length` tokens takes."""
         for group in self.groups:
             tables = f" in {group.num_tables} block tables" if group.num_tables > 1 else ""
             window = f" of {group.spec.window:,} tokens" if group.spec.window else ""
-            num_bytes = group.num_tables * group.most_blocks(length, self.block_size, 1) * self.page_bytes
+            num_bytes = group.num_tables * group.most_blocks(length, self.block_size, self.depth) * self.page_bytes
             per_token = len(group.layers) * group.spec.bytes_per_token(kv)
             yield (
                 f"{len(group.layers)} x {group.spec.kind}{window}{tables}: {per_token:,} bytes per token, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import add
@@ -38,7 +39,6 @@ class BlockTable:
         num_tokens: that the blocks have slots for.
         num_sent: entries of `pages` that the worker has been told.
         reserved: for blocks to come, of groups that keep all.
-        num_reserved_blocks: those that `reserved` suffices for, `pages` included.
         first_blocks: by group: the blocks before are given back.
     """
 
@@ -46,7 +46,6 @@ class BlockTable:
     num_tokens: int = 0
     num_sent: int = 0
     reserved: list[int] = field(default_factory=list)
-    num_reserved_blocks: int = 0
     first_blocks: list[int] = field(default_factory=list)
 
     def take_new(self) -> list[int]:
@@ -77,8 +76,10 @@ class KVCacheManager:
     A fork that starts inside a block of its parent gets its own copy of that block when it is admitted, which is copy-
     on-write at the only moment at which it can be due.
 
-    A group that does not keep all, of layers with a window for example, has pages for the blocks that the next tokens
-    read and write, and no others: what lies before is given back when the next ones are needed.
+    A group that does not keep all, of layers with a window for example, has pages for the blocks that the steps in
+    flight and the next one read and write, and no others. What lies before the window of the first token whose step has
+    not ended is given back when pages are needed. Whatever is given back has been registered before: the result of the
+    step that computed it is here.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class KVCacheManager:
         groups: Sequence[KvGroup] = (ONE_LAYER,),
         *,
         step_tokens: int = 1,
+        depth: int = 1,
         enable_prefix_caching: bool = True,
         watermark: float = 0.0,
     ) -> None:
@@ -94,6 +96,7 @@ class KVCacheManager:
 
         Args:
             step_tokens: most tokens of one request in a step, which groups that do not keep all have pages for.
+            depth: most steps in flight.
 
         Raises ValueError if the watermark is not in [0, 1).
         """
@@ -102,7 +105,7 @@ class KVCacheManager:
         self.pool = pool
         self.block_size = pool.block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.longest_request = longest_request(groups, pool.num_blocks, pool.block_size, step_tokens)
+        self.longest_request = longest_request(groups, pool.num_blocks, pool.block_size, depth * step_tokens)
         self._bounded = [group for group in groups if not group.keeps_all and group.spec.kind != "state"]
         self._has_state = any(group.spec.kind == "state" for group in groups)
         self._width = num_tables(groups)
@@ -117,7 +120,10 @@ class KVCacheManager:
         }
         self._kept_columns = [column for group in groups if group.keeps_all for column in self._columns[group]]
         longest = pool.num_blocks * pool.block_size
-        self._most_blocks = [group.most_blocks(longest, pool.block_size, step_tokens) for group in self._bounded]
+        self._most_blocks = [
+            group.most_blocks(longest, pool.block_size, depth * step_tokens) for group in self._bounded
+        ]
+        self.step_tokens = step_tokens if self._bounded else longest  # more slots than these are for later steps
         self._num_watermark_pages = int(watermark * pool.num_blocks)
         self._hasher = BlockHasher(pool.block_size)
         self._tables: dict[str, BlockTable] = {}
@@ -135,6 +141,10 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def num_pages_at_most(self, lengths: Sequence[int]) -> int:
+        """Pages of requests of these lengths, as if every group kept all."""
+        return self._width * sum(map(self.num_blocks_for, lengths))
 
     def table(self, request: Request) -> BlockTable:
         """Of an admitted request; the manager's own."""
@@ -191,11 +201,15 @@ class KVCacheManager:
         return pages
 
     def _most_cached(self, group: KvGroup, hashes: list[bytes], num_blocks: int) -> int:
-        """The largest number of blocks, at most `num_blocks`, behind which a request finds what it reads of a group."""
+        """The largest number of blocks, at most `num_blocks`, behind which a request finds what it reads of a group.
+
+        Shorter ones that still end behind a missing block need it too. So the next try ends before the first block that
+        is missing, and where nothing is cached there is one look per window.
+        """
         lookup, suffixes = self.pool.lookup, [self._suffixes[column] for column in self._columns[group]]
         while num_blocks > 0:
             first = group.first_needed(num_blocks * self.block_size) // self.block_size
-            needed = range(num_blocks - 1, first - 1, -1)
+            needed = range(first, num_blocks)
             missing = next((b for b in needed if any(lookup(hashes[b] + each) is None for each in suffixes)), None)
             if missing is None:
                 break
@@ -233,7 +247,7 @@ class KVCacheManager:
     ) -> list[tuple[int, int]] | None:
         """Give `request` its block table: the prefix's pages and new ones for `num_tokens` tokens.
 
-        A group that does not keep all gets those of the next step. Answers the page copies (source, destination) that
+        A group that does not keep all gets those of the next steps. Answers the page copies (source, destination) that
         must run before the request computes, or None, with nothing changed, if the free pages do not suffice.
         """
         pool = self.pool
@@ -248,7 +262,7 @@ class KVCacheManager:
             return None
         assert request.request_id not in self._tables, f"{request.request_id} is admitted twice"
         pool.acquire(shared)
-        table = BlockTable(list(prefix.pages), num_reserved_blocks=num_blocks, first_blocks=first_blocks)
+        table = BlockTable(list(prefix.pages), first_blocks=first_blocks)
         self._place(table, pool.allocate(num_placed), end)
         table.reserved = pool.allocate(num_reserved)
         self._tables[request.request_id] = table
@@ -258,25 +272,28 @@ class KVCacheManager:
         return list(zip(prefix.copy_from, new, strict=True))
 
     def extend(self, request: Request, num_tokens: int) -> bool:
-        """Have slots for the first `num_tokens` tokens; False if too few pages are free, or if a window holds fewer.
+        """Have slots for the first `num_tokens` tokens; False: for fewer, because pages lack or a window holds no more.
 
-        What no further token of the request reads is given back first. Beyond a window there are slots for the next
-        step, whatever the answer.
+        What no unfinished step and no later one reads is given back first.
         """
         table = self._tables[request.request_id]
-        return num_tokens <= table.num_tokens or self._grow(table, request.num_computed_tokens, num_tokens)
+        return num_tokens <= table.num_tokens or self._grow(table, request.num_settled_tokens, num_tokens)
 
     def _grow(self, table: BlockTable, position: int, num_tokens: int) -> bool:
-        """The next token is that at `position`."""
+        """The tokens before `position` are settled."""
         self._give_back(table, position)
-        end = self._end(table.first_blocks, max(table.num_reserved_blocks, self.num_blocks_for(num_tokens)))
-        num_more = end - len(table.pages) // self._width
-        num_reserved = min(num_more * len(self._kept_columns), len(table.reserved))
-        num_new = num_more * len(self._suffixes) - num_reserved
-        if num_new > self.pool.num_free_blocks:
-            return False
-        self._place(table, table.reserved[:num_reserved] + self.pool.allocate(num_new), end)
-        del table.reserved[:num_reserved]
+        begin, end = len(table.pages) // self._width, self._end(table.first_blocks, self.num_blocks_for(num_tokens))
+
+        def num_reserved(num_more: int) -> int:
+            return min(num_more * len(self._kept_columns), len(table.reserved))
+
+        def num_new(num_more: int) -> int:
+            return num_more * len(self._suffixes) - num_reserved(num_more)
+
+        num_more = bisect_right(range(1, end - begin + 1), self.pool.num_free_blocks, key=num_new)
+        count = num_reserved(num_more)
+        self._place(table, table.reserved[:count] + self.pool.allocate(num_new(num_more)), begin + num_more)
+        del table.reserved[:count]
         return num_tokens <= table.num_tokens
 
     def _end(self, first_blocks: list[int], num_blocks: int) -> int:

@@ -15,6 +15,7 @@ from quire.logs import RateLimited, get_logger
 from quire.messages import RequestDelta, SetLimits
 from quire.outputs import FinishReason
 from quire.request import Request, RequestStatus
+from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch, StepResult
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
@@ -204,6 +205,35 @@ class Scheduler:
             self._serve_in_order(step, prompts, budget)
         return self._close(step)
 
+    def probe(self, rows: Sequence[tuple[int, int]]) -> ScheduledBatch | None:
+        """A step of no request, for its time; None while there are requests, or too few pages that keep nothing.
+
+        The caller computes it before anything else is scheduled. Nobody is told of its results.
+
+        Args:
+            rows: tokens that are taken as computed, and new ones, of each.
+        """
+        pool, ends = self.kv.pool, [start + count for start, count in rows]
+        if self._requests or self.kv.num_pages_at_most(ends) > pool.num_free_blocks - pool.num_cached_blocks:
+            return None
+        step, requests = _Step(ScheduledBatch(self._next_step_id), []), []
+        for index, (start, count) in enumerate(rows):
+            params = SamplingParams(temperature=0.0, max_tokens=1)
+            request = Request(f"probe {index}", [0] * (start + count), params, 1, frozenset())
+            self._choose_rope(request)
+            self.kv.admit(request, NO_PREFIX, start + count, keep_watermark=False)
+            start_at(request, start)
+            self.kv.extend(request, start + count)
+            step.batch.new_rows.append(self._new_row(request))
+            self._add_row(step, request, count)
+            requests.append(request)
+        for request in requests:
+            self.kv.free(request)
+        batch = step.batch
+        batch.removed_request_ids, self._removed = self._removed, list(batch.request_ids)
+        self._next_step_id += 1
+        return batch
+
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[RequestDelta]:
         """Take in the result of the oldest submitted batch: what each request got. Finished requests are freed."""
         deltas: list[RequestDelta] = []
@@ -362,7 +392,7 @@ class Scheduler:
         Of a prompt, they are as many as it has slots for.
         """
         batch, table = step.batch, self.kv.table(request)
-        count = min(count, table.num_tokens - request.num_computed_tokens)
+        count = min(count, table.num_tokens - request.num_computed_tokens, self.kv.step_tokens)
         batch.request_ids.append(request.request_id)
         batch.num_computed_tokens.append(request.num_computed_tokens)
         batch.num_scheduled_tokens.append(count)
@@ -376,14 +406,12 @@ class Scheduler:
         return count
 
     def _extend_or_preempt(self, request: Request, count: int) -> bool:
-        """Slots for up to `count` more tokens, for one at least.
+        """Slots for up to `count` more tokens. Requests are preempted only while there is none.
 
         False: the request itself was the last running one, and is preempted.
         """
         start = request.num_computed_tokens
-        if self.kv.extend(request, start + count):
-            return True
-        while not self.kv.extend(request, start + 1):
+        while not self.kv.extend(request, start + count) and self.kv.table(request).num_tokens <= start:
             victim = self._running[-1]
             self._warn_of_preemption(victim)
             self.preempt_last()
@@ -441,20 +469,21 @@ class Scheduler:
                 self._stats.prefix_cache_queries += request.num_tokens
                 self._stats.prefix_cache_hits += prefix.num_tokens
         step.batch.block_copies += copies
-        step.batch.new_rows.append(
-            NewRow(
-                request_id=request.request_id,
-                token_ids=request.token_ids(),
-                num_prompt_tokens=request.num_prompt_tokens,
-                sampling_params=request.sampling_params,
-                block_ids=self.kv.table(request).take_new(),
-                stop_token_ids=request.stop_token_ids,
-                lora_name=request.lora_name,
-                rope_offset=request.rope_offset,
-                wants_vector=request.wants_vector,
-            )
-        )
+        step.batch.new_rows.append(self._new_row(request))
         return True
+
+    def _new_row(self, request: Request) -> NewRow:
+        return NewRow(
+            request_id=request.request_id,
+            token_ids=request.token_ids(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            block_ids=self.kv.table(request).take_new(),
+            stop_token_ids=request.stop_token_ids,
+            lora_name=request.lora_name,
+            rope_offset=request.rope_offset,
+            wants_vector=request.wants_vector,
+        )
 
     def _close(self, step: _Step) -> ScheduledBatch | None:
         """Count the step as submitted. An empty one is no step; what it would have removed goes with the next."""

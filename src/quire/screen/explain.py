@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from quire.config import EngineConfig, ServerConfig
 from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.weight_format import packs_floats
-from quire.metrics.stopwatch import busy_machine
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.planning.memory_plan import (
     KvPages,
@@ -21,10 +20,11 @@ from quire.planning.memory_plan import (
     plan_kv_cache,
     predict_memory,
 )
+from quire.planning.step_costs import expectation, known_cost
 from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
 from quire.screen.layer_kernels import LayerKernel, layer_kernels
 from quire.screen.memory_lines import MemorySummary
-from quire.settings import Record, Resolved, Setting
+from quire.settings import Resolved, Setting
 
 NAME_COLUMN = 34  # the longest name of a setting fits
 
@@ -178,8 +178,9 @@ def explain(
         resolved = plan_kv_cache(engine, model, resolved, memory)
     except MemoryPlanError as failure:
         error, resolved = failure, resolved.noting(memory_settings(model, resolved, memory))
-    if read_bandwidth is not None and resolved.device.device == "cpu":
-        resolved = resolved.noting(_expectation(resolved, model, read_bandwidth, waited))
+    cost, is_measured = known_cost(resolved, model, device, read_bandwidth)
+    origin, waited = ("an earlier start measured steps", 0.0) if is_measured else (_assumption(read_bandwidth), waited)
+    resolved = resolved.noting(expectation(resolved.scheduler.max_num_seqs, cost, origin, waited))
     settings = {**resolved.settings, **resolve_server(server)}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
@@ -187,19 +188,9 @@ def explain(
     return Explanation(model_name, model, device, settings, layers, pages, _next_costs(resolved, model, pages), error)
 
 
-def _expectation(resolved: Resolved, model: ModelConfig, read_bandwidth: float, waited: float) -> Mapping[str, Setting]:
-    """A bound, if nobody else computed: a start measures steps, and says what it found under the same name."""
-    num_bytes = model.read_bytes_per_step(resolved.model.dtype, resolved.model.quantization)
-    record = Record()
-    record.put(
-        "expected_tokens_per_second",
-        float(f"{read_bandwidth / num_bytes:.3g}"),
-        "formula",
-        f"{busy_machine(waited) or 'at most'}: {read_bandwidth / 1e9:.1f} GB/s, measured now / "
-        f"{num_bytes / 1e9:.3f} GB of weights, which every token reads from memory (faster if the processor's cache "
-        "holds them); a start measures steps",
-    )
-    return record
+def _assumption(read_bandwidth: float | None) -> str:
+    measured = "" if read_bandwidth is None else f" from {read_bandwidth / 1e9:.1f} GB/s, measured now"
+    return f"assumed{measured}; a start measures steps"
 
 
 def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages) -> dict[str, str]:

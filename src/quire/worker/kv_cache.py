@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.formats.kv_format import KV_FORMATS, kv_format
+from quire.formats.kv_format import KV_FORMATS
 from quire.formats.kv_groups import KvGroup, kv_groups, page_bytes
 from quire.forward_batch import LayerCache
 from quire.kernels import gpu
@@ -72,13 +72,7 @@ def allocate(
 
 def allocate_for(model: ModelConfig, form: ModelSettings, num_pages: int, device: torch.device) -> PagedCache:
     """The cache of a model in the form that was settled."""
-    return allocate(kv_groups(model), num_pages, form.block_size, cache_dtype(form), device)
-
-
-def cache_dtype(form: ModelSettings) -> torch.dtype:
-    """Of the elements of K and V."""
-    dtype: torch.dtype = getattr(torch, kv_format(form.kv_cache_dtype, form.dtype).torch_dtype)
-    return dtype
+    return allocate(kv_groups(model), num_pages, form.block_size, getattr(torch, form.cache_dtype), device)
 
 
 def _empty_pages(num_pages: int, num_bytes: int, device: torch.device) -> Tensor:

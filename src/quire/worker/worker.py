@@ -78,18 +78,8 @@ class DeviceWorker:
         torch.set_num_threads(device.num_threads)
         if device.deterministic and is_on_gpu:
             gpu.be_deterministic()
-        model = load_model(
-            replace(self._model_config, max_model_len=form.max_model_len),
-            getattr(torch, form.dtype),
-            form.load_format,
-            self._progress,
-            model_impl=form.model_impl,
-            quantization=form.quantization,
-            packed_weights_cache=form.packed_weights_cache,
-            device=torch.device(device.device),
-            attention_backend=device.attention_backend,
-            cache_dtype=kv_cache.cache_dtype(form),
-        )
+        config = replace(self._model_config, max_model_len=form.max_model_len)
+        model = load_model(config, form, device, self._progress)
         self.settings, self.model = settings, model
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost()
         name = form.quantization or form.dtype

@@ -1,0 +1,187 @@
+"""What a step reads and computes, counted from its rows and the model's sizes. No torch.
+
+The one place that counts: predictions, plans, metrics and the hardware limit of benchmarks ask here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import NamedTuple
+
+from quire.formats.kv_format import kv_format
+from quire.formats.weight_format import GroupedFormat
+from quire.layer_spec import KvKind, LinearShape
+from quire.model_config import ModelConfig
+
+
+class Load(NamedTuple):
+    """The rows of a step, as far as they cost time. Tuples have an entry per LayerKind."""
+
+    num_tokens: int
+    num_rows: int
+    num_logits: int  # rows of logits
+    kv_tokens: tuple[int, ...]  # tokens whose keys and values are read, summed over the rows
+    pairs: tuple[int, ...]  # of a new token and one that it sees
+
+    @property
+    def is_decode(self) -> bool:
+        """Every row has one token."""
+        return self.num_tokens == self.num_rows
+
+
+class Demand(NamedTuple):
+    """What a step moves and computes. A multiplication and an addition are two operations."""
+
+    weight_bytes: float  # all that the step reads
+    kv_bytes: float  # read
+    written_bytes: float  # keys and values of the new tokens
+    linear_flops: float  # of products with weights in floating point
+    linear_int8_ops: float  # of products with weights in integers
+    attention_flops: float
+    num_logits: int
+
+    @property
+    def flops(self) -> float:
+        """All operations, whatever the numbers are."""
+        return self.linear_flops + self.linear_int8_ops + self.attention_flops
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers whose tokens see the same.
+
+    Attributes:
+        window: tokens, of the kinds `window` and `chunked`.
+        token_bytes: of the keys and values of a token in all of these layers.
+        state_bytes: of the states of a sequence in all of them.
+        flops_per_pair: over all of them.
+    """
+
+    kind: KvKind
+    window: int
+    token_bytes: int
+    state_bytes: int
+    flops_per_pair: int
+
+    def seen(self, ends: Sequence[int]) -> int:
+        """Tokens that the last token of each sequence sees, itself among them: a sum over sequences of these
+        lengths."""
+        if self.kind == "state":
+            return 0
+        window = self.window
+        if self.kind == "chunked":
+            return sum((end - 1) % window + 1 for end in ends)
+        if not window or max(ends, default=0) <= window:
+            return sum(ends)
+        return sum([window if end > window else end for end in ends])
+
+    def span(self, start: int, count: int) -> int:
+        """Tokens that `count` tokens behind the first `start` ones see together."""
+        if self.kind == "state":
+            return 0
+        if self.kind == "window":
+            return min(start + count, self.window + count - 1)
+        return start + count - (start // self.window * self.window if self.kind == "chunked" else 0)
+
+    def area(self, start: int, count: int) -> int:
+        """Pairs of `count` tokens behind the first `start` ones, and what each of them sees."""
+        if self.kind == "state":
+            return 0
+        return self._pairs_up_to(start + count) - self._pairs_up_to(start)
+
+    def _pairs_up_to(self, end: int) -> int:
+        window = self.window
+        if self.kind == "chunked":
+            chunks, rest = divmod(end, window)
+            return chunks * _triangle(window) + _triangle(rest)
+        if self.kind == "window" and end > window:
+            return _triangle(window) + (end - window) * window
+        return _triangle(end)
+
+
+def _triangle(count: int) -> int:
+    return count * (count + 1) // 2
+
+
+class StepArithmetic:
+    """Counts of one model in one form.
+
+    Args:
+        dtype: of activations, a key of DTYPE_BYTES.
+        quantization: of the weights, as ModelConfig.weight_bytes takes it.
+        kv_cache_dtype: as the setting of that name.
+    """
+
+    def __init__(self, model: ModelConfig, dtype: str, quantization: str | None, kv_cache_dtype: str) -> None:
+        kv = kv_format(kv_cache_dtype, dtype)
+        counts = Counter((part.kv_spec, part.flops_per_pair) for layer in model.layers if (part := layer.attention))
+        sums: dict[tuple[KvKind, int], list[int]] = {}
+        for (spec, flops), count in counts.items():
+            sizes = sums.setdefault((spec.kind, spec.window), [0, 0, 0])
+            more = (spec.bytes_per_token(kv), spec.state_bytes, flops)
+            sums[spec.kind, spec.window] = [size + count * each for size, each in zip(sizes, more, strict=True)]
+        self.kinds = tuple(LayerKind(kind, window, *sizes) for (kind, window), sizes in sums.items())
+        output = model.output_linear()
+        self.output_bytes = sum(
+            part.num_bytes(dtype, is_packed=model.is_native) for part in model.stored(output, quantization)
+        )
+        self.weight_bytes = model.read_bytes_per_step(dtype, quantization)
+        self._blocks = 2 * model.num_block_parameters()
+        self._output = 2 * output.num_weights
+        self._int8_blocks = 2 * _num_integers(model, model.active_linears(), quantization)
+        self._int8_output = 2 * _num_integers(model, [output], quantization)
+
+    def load(self, starts: Sequence[int], counts: Sequence[int], num_logits: int) -> Load:
+        """Of rows with `counts` new tokens each, at least one, behind `starts` tokens that are computed."""
+        num_tokens = sum(counts)
+        ends = list(map(add, starts, counts))
+        longer: list[tuple[int, int]] = []
+        num_more, row = num_tokens - len(counts), len(counts)
+        while num_more:  # prompts are the last rows
+            row -= 1
+            if counts[row] > 1:
+                longer.append((starts[row], counts[row]))
+                num_more -= counts[row] - 1
+        kv_tokens, pairs = [], []
+        for kind in self.kinds:
+            # As if every row had one token; what the longer rows see beside that is added.
+            seen = kind.seen(ends)
+            own = kind.seen([start + count for start, count in longer]) if longer else 0
+            kv_tokens.append(seen - own + sum(kind.span(*each) for each in longer))
+            pairs.append(seen - own + sum(kind.area(*each) for each in longer))
+        return Load(num_tokens, len(counts), num_logits, tuple(kv_tokens), tuple(pairs))
+
+    def with_row(self, load: Load, start: int, count: int, num_logits: int) -> Load:
+        """The load with one more row."""
+        kv_tokens = tuple(
+            tokens + kind.span(start, count) for tokens, kind in zip(load.kv_tokens, self.kinds, strict=True)
+        )
+        pairs = tuple(pairs + kind.area(start, count) for pairs, kind in zip(load.pairs, self.kinds, strict=True))
+        return Load(load.num_tokens + count, load.num_rows + 1, load.num_logits + num_logits, kv_tokens, pairs)
+
+    def demand(self, load: Load) -> Demand:
+        """Every step reads the weights once, and those of the output where it has logits."""
+        kv_bytes = written = attention = 0
+        for kind, kv_tokens, pairs in zip(self.kinds, load.kv_tokens, load.pairs, strict=True):
+            state = kind.state_bytes * load.num_rows
+            kv_bytes += kind.token_bytes * kv_tokens + state
+            written += kind.token_bytes * load.num_tokens + state
+            attention += kind.flops_per_pair * pairs
+        tokens, logits = load.num_tokens, load.num_logits
+        int8_ops = self._int8_blocks * tokens + self._int8_output * logits
+        weights = self.weight_bytes if logits else self.weight_bytes - self.output_bytes
+        linear = self._blocks * tokens + self._output * logits - int8_ops
+        return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits)
+
+    def total(self, loads: Iterable[Load]) -> Demand:
+        """Of several steps."""
+        return Demand(*map(sum, zip(*map(self.demand, loads), strict=True)))
+
+
+def _num_integers(model: ModelConfig, linears: Iterable[LinearShape], quantization: str | None) -> int:
+    """Weights that are held, and multiplied, as integers."""
+    parts = (part for linear in linears for part in model.stored(linear, quantization))
+    return sum(part.shape.num_weights for part in parts if isinstance(part.held, GroupedFormat))

@@ -1,0 +1,142 @@
+"""Constants of step times from measured steps: which steps are worth measuring, and the fit to them.
+
+The fit is a maximum a posteriori one in the logarithms of the constants, by Gauss-Newton steps: with few steps the
+constants stay near what the machine's ceilings say, with many they follow the steps. An error beyond the usual noise
+counts in proportion, not squared (Huber 1964): one step that was held up does not bend the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.cost.arithmetic import Demand
+from quire.cost.step_time import MIN_SPREAD, Constants, step_seconds
+
+Rows = list[tuple[int, int]]  # (tokens before, new tokens) of each sequence of a step
+
+STEP_NOISE = 0.03  # of one measured step: what makes a step count in the fit
+PRIOR_WIDTH = 1.5  # standard deviation of the logarithm of a constant: a factor of 4.5
+OVERLAP_WIDTH = 0.5
+GAUSS_NEWTON_STEPS = 100
+MOST_DAMPING = 1e8  # nothing near is better
+FEW_STEPS = 4  # with so many measured steps or fewer the interval is wide
+FEW_STEPS_SPREAD = 0.5
+LONG_CONTEXT = 2048
+CACHE_BYTES = 256 << 20  # of the KV cache that measured steps touch at most
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step and its time."""
+
+    demand: Demand
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Constants, and the ratio, less 1, that nine of ten of the measured steps lie within."""
+
+    constants: Constants
+    spread: float
+
+
+def points(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_tokens: int) -> Iterator[Rows]:
+    """The steps to measure, short ones first: decodes of several sizes, prompts, and both behind a long context.
+
+    Args:
+        num_tokens: of KV cache that the rows of a step may have together.
+    """
+
+    def decodes(num_rows: int, length: int) -> Rows:
+        return [(max(min(length, max_model_len - 1, num_tokens // num_rows - 1), 1), 1)] * num_rows
+
+    several, context = min(16, max_model_len - 1), min(LONG_CONTEXT, max_model_len, num_tokens)
+    wished: list[Rows] = [
+        decodes(1, several),
+        decodes(4, several),
+        [(0, 32)],
+        decodes(16, several),
+        decodes(1, context),
+        [(0, 128)],
+        decodes(32, several),
+        decodes(2, context),
+        decodes(8, several),
+        decodes(8, context),
+        decodes(64, several),
+        [(max(context - 128, 0), 128)],
+        decodes(32, context),
+        [(0, 256)],
+    ]
+    for rows in wished:
+        lengths = [start + count for start, count in rows]
+        fits = len(rows) <= max_num_seqs and sum(count for _, count in rows) <= max_num_batched_tokens
+        if fits and max(lengths) <= max_model_len and sum(lengths) <= num_tokens:
+            yield rows
+
+
+def prior(read_bandwidth: float, flops: float) -> Constants:
+    """What to expect before a step was measured.
+
+    Args:
+        read_bandwidth: bytes per second.
+        flops: floating point operations per second.
+    """
+    return Constants(
+        per_step=1e-4,
+        per_logit_row=3e-5,
+        per_weight_byte=1 / read_bandwidth,
+        per_operation=1 / flops,
+        per_kv_byte=1 / read_bandwidth,
+        per_attention_flop=4 / flops,
+        overlap=2.0,
+    )
+
+
+def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
+    """The constants that explain the steps best. Every constant is positive, and the overlap at least 1."""
+    start = _to_logs(guess)
+    widths = np.full(len(start), PRIOR_WIDTH)
+    widths[-1] = OVERLAP_WIDTH
+    measured = np.log([step.seconds for step in steps])
+
+    def log_errors(logs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        constants = _from_logs(logs)
+        return np.log([step_seconds(step.demand, constants) for step in steps]) - measured
+
+    def errors(logs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Their squares add up to what is minimized."""
+        size = np.abs(log_errors(logs)) / STEP_NOISE
+        return np.concatenate([np.where(size < 1, size, np.sqrt(np.abs(2 * size - 1))), (logs - start) / widths])
+
+    logs, damping = start.copy(), 1e-2
+    current = errors(logs)
+    for _ in range(GAUSS_NEWTON_STEPS):
+        if damping > MOST_DAMPING:
+            break
+        columns = [(errors(logs + change) - current) / 1e-5 for change in 1e-5 * np.eye(len(logs))]
+        slopes = np.stack(columns, axis=1)
+        square = slopes.T @ slopes
+        step = np.linalg.solve(square + damping * np.diag(np.diag(square)), slopes.T @ current)
+        tried = errors(logs - step)
+        if tried @ tried < current @ current:
+            logs, current, damping = logs - step, tried, damping / 4
+        else:
+            damping *= 8
+    spread = float(np.expm1(np.quantile(np.abs(log_errors(logs)), 0.9))) if len(steps) > FEW_STEPS else FEW_STEPS_SPREAD
+    return Fit(_from_logs(logs), max(spread, MIN_SPREAD))
+
+
+def _to_logs(constants: Constants) -> np.ndarray[Any, Any]:
+    *seconds, overlap = astuple(constants)
+    return np.log([*seconds, overlap - 1])
+
+
+def _from_logs(logs: np.ndarray[Any, Any]) -> Constants:
+    numbers = np.exp(logs)
+    numbers[-1] += 1
+    return Constants(*numbers.tolist())

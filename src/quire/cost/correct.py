@@ -1,0 +1,47 @@
+"""Running steps correct the predictions, slowly: by size, a factor that follows measured over predicted."""
+
+from __future__ import annotations
+
+import math
+
+NEWEST_WEIGHT = 1 / 16  # of a step in the factor of its size
+PRIOR_STEPS = 4  # that the calibration counts for: the first step of a size has a weight of 1/4, the next one 1/5
+MAX_RATIO = 20.0  # a step that was held up by something else moves no factor further
+SPREAD_QUANTILE = 1.65  # standard deviations on both sides that nine of ten lie within
+
+
+class Correction:
+    """Factors by size of steps, a size being the tokens between two powers of two.
+
+    A size without steps has the factor of the nearest size that has some.
+
+    Attributes:
+        spread: of predictions now: the ratio that nine of ten lie within, less 1.
+    """
+
+    def __init__(self, spread: float) -> None:
+        self._logs: dict[int, tuple[float, int]] = {}  # bit length of the tokens -> mean log of the factor, steps
+        self._factors: dict[int, float] = {}  # of every size that was asked for
+        self._variance = (math.log1p(spread) / SPREAD_QUANTILE) ** 2
+        self.spread = spread
+
+    def factor(self, num_tokens: int) -> float:
+        """What to multiply a prediction for a step of so many tokens with."""
+        size = num_tokens.bit_length()
+        if (known := self._factors.get(size)) is None:
+            nearest = min(self._logs, key=lambda other: abs(other - size), default=None)
+            known = self._factors[size] = 1.0 if nearest is None else math.exp(self._logs[nearest][0])
+        return known
+
+    def add(self, num_tokens: int, predicted: float, measured: float) -> None:
+        """A step took `measured` seconds; `predicted` is with the factor that was there before."""
+        if predicted <= 0 or measured <= 0:
+            return
+        size = num_tokens.bit_length()
+        error = math.log(min(max(measured / predicted, 1 / MAX_RATIO), MAX_RATIO))
+        before, count = self._logs.get(size, (math.log(self.factor(num_tokens)), 0))
+        weight = max(1 / (count + PRIOR_STEPS), NEWEST_WEIGHT)
+        self._logs[size] = before + weight * error, count + 1
+        self._factors.clear()
+        self._variance += NEWEST_WEIGHT * (error * error - self._variance)
+        self.spread = math.expm1(SPREAD_QUANTILE * math.sqrt(self._variance))

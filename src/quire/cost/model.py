@@ -1,0 +1,51 @@
+"""The cost model of one engine: what everybody asks that needs to know how long a step takes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from quire.cost.arithmetic import Load, StepArithmetic
+from quire.cost.calibrate import Fit
+from quire.cost.correct import Correction
+from quire.cost.step_time import StepTime, step_time
+
+
+class CostModel:
+    """Step times of one model in one form on one machine."""
+
+    def __init__(self, arithmetic: StepArithmetic, fit: Fit) -> None:
+        self.arithmetic = arithmetic
+        self.calibrate(fit)
+
+    def calibrate(self, fit: Fit) -> None:
+        """Take other constants. What running steps have taught is forgotten."""
+        self.fit = fit
+        self._correction = Correction(fit.spread)
+
+    @property
+    def spread(self) -> float:
+        """Nine of ten steps take at most this share more than predicted, or less, in ratios."""
+        return self._correction.spread
+
+    def predict(self, load: Load) -> StepTime:
+        """The time of a step."""
+        correction = self._correction
+        demand, factor = self.arithmetic.demand(load), correction.factor(load.num_tokens)
+        return step_time(demand, self.fit.constants, correction.spread, factor)
+
+    def observe(self, load: Load, predicted_seconds: float, seconds: float) -> None:
+        """A step took `seconds`."""
+        self._correction.add(load.num_tokens, predicted_seconds, seconds)
+
+    def tokens_within(self, seconds: float, load: Load, start: int, most: int) -> int:
+        """How many tokens of a prompt, at most `most`, a step can take beside its `load` in so many seconds.
+
+        Args:
+            start: tokens of the prompt that are computed.
+        """
+        with_prompt = self.arithmetic.with_row
+
+        def needed(count: int) -> float:
+            return self.predict(with_prompt(load, start, count, 1)).seconds
+
+        return bisect_right(range(1, most + 1), seconds, key=needed)

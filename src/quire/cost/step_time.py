@@ -1,0 +1,80 @@
+"""How long a step takes: its demand times a few constants of one machine, one build and one model in one form.
+
+    t = host + logits * row + ((weights * w)^p + (operations * c)^p)^(1/p) + kv_bytes * k + attention * a
+
+Weights are read while products are computed, more or less: `overlap` p says how far the shorter of both hides behind
+the longer one (p = 1: not at all). It is the roofline (Williams et al. 2009) with a round knee.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from quire.cost.arithmetic import Demand
+
+Bound = Literal["memory", "arithmetic", "attention", "host"]
+
+MIN_SPREAD = 0.03  # of an interval, either way: no machine repeats a step more exactly
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What the machine needs for a unit of each demand, in seconds."""
+
+    per_step: float
+    per_logit_row: float  # sampling, and what the host does for a row
+    per_weight_byte: float
+    per_operation: float  # of products with weights
+    per_kv_byte: float
+    per_attention_flop: float
+    overlap: float  # at least 1; no seconds
+
+
+class StepTime(NamedTuple):
+    """A prediction, in seconds. Nine of ten steps lie between `low` and `high`; most of the time goes to `bound`."""
+
+    seconds: float
+    low: float
+    high: float
+    bound: Bound
+
+
+def step_seconds(demand: Demand, constants: Constants) -> float:
+    """The time of a step."""
+    host, linear_bytes, linear_ops, kv, attention = _parts(demand, constants)
+    return host + _overlapped(linear_bytes, linear_ops, constants.overlap) + kv + attention
+
+
+def step_time(demand: Demand, constants: Constants, spread: float, factor: float = 1.0) -> StepTime:
+    """The time of a step with its interval.
+
+    Args:
+        spread: 0.1: from a tenth less to a tenth more, in ratios.
+        factor: by which it is known to differ from what the constants say.
+    """
+    host, linear_bytes, linear_ops, kv, attention = _parts(demand, constants)
+    seconds = factor * (host + _overlapped(linear_bytes, linear_ops, constants.overlap) + kv + attention)
+    memory, ratio = linear_bytes + kv, 1 + max(spread, MIN_SPREAD)
+    bound: Bound = "memory" if memory >= linear_ops else "arithmetic"
+    if host > max(memory, linear_ops, attention):
+        bound = "host"
+    elif attention > max(memory, linear_ops):
+        bound = "attention"
+    return StepTime(seconds, seconds / ratio, seconds * ratio, bound)
+
+
+def _parts(demand: Demand, constants: Constants) -> tuple[float, float, float, float, float]:
+    return (
+        constants.per_step + demand.num_logits * constants.per_logit_row,
+        demand.weight_bytes * constants.per_weight_byte,
+        (demand.linear_flops + demand.linear_int8_ops) * constants.per_operation,
+        demand.kv_bytes * constants.per_kv_byte,
+        demand.attention_flops * constants.per_attention_flop,
+    )
+
+
+def _overlapped(first: float, second: float, overlap: float) -> float:
+    longer, shorter = (first, second) if first >= second else (second, first)
+    return longer * math.exp(math.log1p((shorter / longer) ** overlap) / overlap) if longer > 0 else 0.0

@@ -1,0 +1,80 @@
+"""Calibrations kept for the next start: one small file per machine, build, model and form.
+
+A file is believed only if it is this user's, nobody else can write to it or its folder, and its key and every number
+are what they have to be. Anything else is measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from quire.cost.calibrate import Fit
+from quire.cost.step_time import Constants
+from quire.logs import get_logger
+from quire.private_cache import check_private, digest, open_private
+
+logger = get_logger(__name__)
+
+MAX_FILE_BYTES = 65_536
+MAX_SPREAD = 20.0
+
+
+class CalibrationFile:
+    """The file of one model on one machine.
+
+    Args:
+        folder: where calibrations are kept; None: there is no place for them.
+        key: what a calibration depends on; JSON.
+    """
+
+    def __init__(self, folder: Path | None, key: Mapping[str, Any]) -> None:
+        self._key = dict(key)
+        self.path = folder and folder / f"{digest(json.dumps(self._key, sort_keys=True))[:32]}.json"
+
+    def read(self) -> Fit | None:
+        """What was written for this key; None if there is nothing to be believed."""
+        if self.path is None:
+            return None
+        try:
+            check_private(self.path.parent)
+            with open_private(self.path) as file:
+                found = json.loads(file.read(MAX_FILE_BYTES))
+            if found["key"] != self._key:
+                raise ValueError("it is of another machine, build or model")
+            numbers = [float(found["constants"][field.name]) for field in fields(Constants)]
+            spread = float(found["spread"])
+            if not all(math.isfinite(number) and number > 0 for number in numbers) or numbers[-1] < 1:
+                raise ValueError("its constants are impossible")
+            if not 0 < spread <= MAX_SPREAD:
+                raise ValueError("its spread is impossible")
+            return Fit(Constants(*numbers), spread)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.info("the calibration in %s is not used: %s", self.path, error)
+            return None
+
+    def write(self, fit: Fit) -> None:
+        """Keep a calibration. What goes wrong is logged: the next start measures again."""
+        if self.path is None:
+            return
+        text = json.dumps({"key": self._key, "constants": asdict(fit.constants), "spread": fit.spread}, indent=1)
+        scratch = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_private(self.path.parent)
+            with suppress(FileNotFoundError):
+                scratch.unlink()
+            descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(text)
+            scratch.replace(self.path)
+        except OSError as error:
+            logger.info("the calibration is not kept: %s", error)

@@ -1,0 +1,91 @@
+"""The cost model of a model in its settings on this machine: calibrated by an earlier start, or assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from quire.cost.arithmetic import StepArithmetic
+from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, prior
+from quire.cost.devices import Ceilings, cpu_ceilings
+from quire.cost.model import CostModel
+from quire.cost.store import CalibrationFile
+from quire.errors import ConfigError
+from quire.kernels import extension
+from quire.metrics.stopwatch import busy_machine
+from quire.model_config import ModelConfig
+from quire.private_cache import cache_folder, code_identity, digest
+from quire.resolve import DeviceFacts
+from quire.settings import Record, Resolved, Setting
+
+SHORT_CONTEXT = 16  # tokens before, of each request that a rate is expected for
+
+
+def step_arithmetic(resolved: Resolved, model: ModelConfig) -> StepArithmetic:
+    """What the steps of a model read and compute in its settings."""
+    form = resolved.model
+    return StepArithmetic(model, form.dtype, form.quantization, form.kv_cache_dtype)
+
+
+def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> CalibrationFile:
+    """Where starts with these settings keep what they measured."""
+    form, place = resolved.model, resolved.device
+    key = {
+        "machine": [device.name, place.isa, place.num_threads, *([device.gpu.name] if device.gpu else [])],
+        "build": code_identity(*([extension.C.__file__] if extension.is_used() else [])),
+        "model": digest(repr(replace(model, model="", max_model_len=0))),
+        "form": [form.dtype, form.quantization, form.kv_cache_dtype, form.block_size],
+    }
+    folder = None
+    with suppress(ConfigError):  # without a home every start measures
+        folder = cache_folder("calibrations", "calibrations")
+    return CalibrationFile(folder, key)
+
+
+def ceilings(resolved: Resolved, read_bandwidth: float | None = None) -> Ceilings:
+    """What the device reaches at most.
+
+    Args:
+        read_bandwidth: in bytes per second, if it was measured.
+    """
+    assumed = cpu_ceilings(resolved.device.isa, resolved.device.num_threads)
+    return assumed if read_bandwidth is None else replace(assumed, read_bandwidth=read_bandwidth)
+
+
+def assumed_fit(reached: Ceilings) -> Fit:
+    """Constants before anything was measured; their interval is wide."""
+    return Fit(prior(reached.read_bandwidth, reached.flops), FEW_STEPS_SPREAD)
+
+
+def known_cost(
+    resolved: Resolved, model: ModelConfig, device: DeviceFacts, read_bandwidth: float | None = None
+) -> tuple[CostModel, bool]:
+    """The cost model, and whether an earlier start has measured it."""
+    arithmetic = step_arithmetic(resolved, model)
+    fit = calibration_file(resolved, model, device).read()
+    if fit is None:
+        return CostModel(arithmetic, assumed_fit(ceilings(resolved, read_bandwidth))), False
+    return CostModel(arithmetic, fit), True
+
+
+def expectation(max_num_seqs: int, cost: CostModel, origin: str, waited: float) -> Mapping[str, Setting]:
+    """The rates that one request, and `max_num_seqs` together, are expected to get, by name, with their numbers.
+
+    Args:
+        origin: of the constants, for people.
+        waited: share of the measured time that others had the cores.
+    """
+    record = Record()
+    for name, count in (("expected_tokens_per_second", 1), ("expected_total_tokens_per_second", max_num_seqs)):
+        step = cost.predict(cost.arithmetic.load([SHORT_CONTEXT] * count, [1] * count, count))
+        least, most = count / step.high, count / step.low
+        record.put(
+            name,
+            float(f"{count / step.seconds:.3g}"),
+            "formula",
+            f"{count} / {1e3 * step.seconds:.2f} ms for a step with one token of each, in short contexts; between "
+            f"{least:.3g} and {most:.3g}, bound by {step.bound}; {origin}",
+        )
+    record.put("expectation_waited_share", round(waited, 2), "measured", busy_machine(waited) or "an idle machine")
+    return record

@@ -1,0 +1,102 @@
+"""What a step reads and computes: against counting token by token, and by hand on the demo model's sizes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.cost.arithmetic import LayerKind, StepArithmetic
+from quire.formats.kv_format import kv_format
+from quire.layer_spec import Full
+from tests.cost.models import BOUND, model_with
+
+ROWS = st.lists(st.tuples(st.integers(0, 100), st.integers(1, 60) | st.just(1)), min_size=1, max_size=6)
+KINDS = ("full", "window", "chunked", "state")
+
+
+def seen_by(kind: LayerKind, position: int) -> set[int]:
+    """The positions whose keys the token at `position` reads."""
+    first = {
+        "full": 0,
+        "window": max(position - BOUND + 1, 0),
+        "chunked": position // BOUND * BOUND,
+        "state": position + 1,
+    }[kind.kind]
+    return set(range(first, position + 1))
+
+
+@given(ROWS)
+def test_what_each_kind_of_layer_sees(rows: list[tuple[int, int]]) -> None:
+    arithmetic = StepArithmetic(model_with(*KINDS), "bfloat16", None, "auto")
+    starts, counts = zip(*rows, strict=True)
+    load = arithmetic.load(starts, counts, len(rows))
+    assert (load.num_tokens, load.num_rows) == (sum(counts), len(rows))
+    for index, kind in enumerate(arithmetic.kinds):
+        sees = [[seen_by(kind, start + i) for i in range(count)] for start, count in rows]
+        assert load.pairs[index] == sum(len(positions) for row in sees for positions in row), kind
+        assert load.kv_tokens[index] == sum(len(set().union(*row)) for row in sees), kind
+
+
+@given(ROWS, ROWS)
+def test_rows_add_up(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    arithmetic = StepArithmetic(model_with(*KINDS), "bfloat16", None, "auto")
+    starts, counts = zip(*some, *others, strict=True)
+    load = arithmetic.load(*zip(*some, strict=True), num_logits=len(some))
+    for row in others:
+        load = arithmetic.with_row(load, *row, num_logits=0)
+    assert load == arithmetic.load(starts, counts, len(some))
+
+
+def test_one_decoding_row() -> None:
+    """The layers' and the output's weights twice, four operations per element of each cached key (and value)."""
+    model = model_with("full", "full")
+    assert model.tie_word_embeddings, "the count below takes the embeddings for the output projection"
+    arithmetic = StepArithmetic(model, "bfloat16", None, "auto")
+    demand = arithmetic.demand(arithmetic.load([99], [1], 1))
+    q_width = sum(spec.attention.output.in_features for spec in model.layers if isinstance(spec.attention, Full))
+    assert demand.attention_flops == 4 * 100 * q_width
+    assert demand.flops == 2 * model.num_parameters() + demand.attention_flops
+    assert demand.weight_bytes == model.weight_bytes("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "kv_cache_dtype", "width"),
+    [("float32", None, "auto", 4), ("bfloat16", "int8", "auto", 2), ("bfloat16", None, "fp8", 1)],
+)
+def test_bytes(dtype: str, quantization: str | None, kv_cache_dtype: str, width: int) -> None:
+    """A window counts what it holds; a state is read and written whole, once per sequence."""
+    model = model_with("full", "window", "state")
+    arithmetic = StepArithmetic(model, dtype, quantization, kv_cache_dtype)
+    demand = arithmetic.demand(arithmetic.load([99, 0], [1, 30], 2))
+    spec = model.kv_specs()[0]
+    token = 2 * spec.num_kv_heads * spec.head_dim_k * width
+    assert token == spec.bytes_per_token(kv_format(kv_cache_dtype, dtype))
+    assert demand.kv_bytes == token * (100 + 30) + token * (BOUND + 30) + 2 * 4096
+    assert demand.written_bytes == 2 * token * 31 + 2 * 4096
+    assert demand.weight_bytes == model.weight_bytes(dtype, quantization)
+
+
+def test_without_logits_the_output_is_not_read() -> None:
+    arithmetic = StepArithmetic(model_with("full"), "bfloat16", "int8", "auto")
+    without, with_logits = (arithmetic.demand(arithmetic.load([0], [8], count)) for count in (0, 1))
+    assert with_logits.weight_bytes - without.weight_bytes == arithmetic.output_bytes > 0
+    assert with_logits.flops > without.flops
+
+
+def test_integers_are_counted_apart() -> None:
+    model = model_with("full")
+    floats, integers = (StepArithmetic(model, "bfloat16", form, "auto") for form in (None, "int8"))
+    load = floats.load([0], [8], 1)
+    assert floats.demand(load).linear_int8_ops == 0
+    assert floats.demand(load).flops == integers.demand(load).flops
+    linears = [*model.active_linears(), model.output_linear()]
+    tokens = [8] * (len(linears) - 1) + [1]
+    expected = 2 * sum(linear.num_weights * count for linear, count in zip(linears, tokens, strict=True))
+    assert integers.demand(load).linear_int8_ops == expected
+
+
+def test_several_steps() -> None:
+    arithmetic = StepArithmetic(model_with("full", "window"), "bfloat16", None, "auto")
+    loads = [arithmetic.load([4], [1], 1), arithmetic.load([0, 9], [7, 1], 1)]
+    assert arithmetic.total(loads) == tuple(map(sum, zip(*map(arithmetic.demand, loads), strict=True)))

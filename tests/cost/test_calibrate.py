@@ -1,0 +1,87 @@
+"""The fit finds constants that predict steps it has not seen, also from noisy ones."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from quire.cost.arithmetic import Demand, StepArithmetic
+from quire.cost.calibrate import MeasuredStep, Rows, fit, points, prior
+from quire.cost.model import CostModel
+from quire.cost.step_time import Constants, step_seconds
+from tests.cost.models import model_with
+
+TRUE = Constants(2e-4, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 2.3)
+GUESS = prior(2e10, 5e11)
+ARITHMETIC = StepArithmetic(model_with("full", "window"), "bfloat16", None, "auto")
+
+
+def demand_of(rows: Rows) -> Demand:
+    starts, counts = zip(*rows, strict=True)
+    return ARITHMETIC.demand(ARITHMETIC.load(starts, counts, len(rows)))
+
+
+def measured(noise: float, rng: random.Random) -> list[MeasuredStep]:
+    demands = [demand_of(rows) for rows in points(128, 2048, 4096, 100_000)]
+    return [MeasuredStep(each, step_seconds(each, TRUE) * rng.lognormvariate(0, noise)) for each in demands]
+
+
+def errors(steps: list[MeasuredStep], rng: random.Random) -> list[float]:
+    """Relative, of steps that were not measured: decodes, with and without a prompt."""
+    model = CostModel(ARITHMETIC, fit(steps, GUESS))
+    found = []
+    for _ in range(200):
+        rows = [(rng.randint(1, 2000), 1) for _ in range(rng.randint(1, 100))]
+        rows += [(rng.randint(0, 1500), rng.randint(2, 500))] * rng.randint(0, 1)
+        starts, counts = zip(*rows, strict=True)
+        load = ARITHMETIC.load(starts, counts, len(rows))
+        found.append(abs(model.predict(load).seconds / step_seconds(ARITHMETIC.demand(load), TRUE) - 1))
+    return found
+
+
+def test_exact_steps_give_exact_predictions() -> None:
+    rng = random.Random(0)
+    assert max(errors(measured(0.0, rng), rng)) < 0.02
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_a_step_that_was_held_up(seed: int) -> None:
+    rng = random.Random(seed)
+    steps = measured(0.03, rng)
+    held_up = rng.randrange(len(steps))
+    steps[held_up] = MeasuredStep(steps[held_up].demand, 3 * steps[held_up].seconds)
+    assert statistics.median(errors(steps, rng)) < 0.1
+
+
+def test_the_interval_says_how_noisy_the_steps_were() -> None:
+    rng = random.Random(0)
+    quiet, noisy = (fit(measured(noise, rng), GUESS).spread for noise in (0.01, 0.3))
+    assert quiet < 0.06
+    assert noisy > 0.2
+
+
+def test_one_step_moves_the_guess() -> None:
+    """Before the calibration, a start knows one step: predictions are of its size, and their interval is wide."""
+    demand = demand_of([(0, 256)])
+    seconds = 10 * step_seconds(demand, GUESS)
+    found = fit([MeasuredStep(demand, seconds)], GUESS)
+    assert step_seconds(demand, found.constants) == pytest.approx(seconds, rel=0.1)
+    assert found.spread >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "budget", "max_model_len", "num_tokens"),
+    [(128, 2048, 4096, 100_000), (1, 64, 200, 64), (4, 4, 2, 16), (256, 2048, 40_960, 700)],
+)
+def test_points_are_steps_that_the_engine_may_take(
+    max_num_seqs: int, budget: int, max_model_len: int, num_tokens: int
+) -> None:
+    found = list(points(max_num_seqs, budget, max_model_len, num_tokens))
+    assert found
+    for rows in found:
+        assert len(rows) <= max_num_seqs
+        assert sum(count for _, count in rows) <= budget
+        assert sum(start + count for start, count in rows) <= num_tokens
+        assert all(start >= 0 and count >= 1 and start + count <= max_model_len for start, count in rows)

@@ -1,0 +1,117 @@
+"""The cost model: what running steps teach it, and what it answers the scheduler and the health check."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.cost.arithmetic import Load
+from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, MeasuredStep, fit, prior
+from quire.cost.model import CostModel
+from quire.cost.step_time import MIN_SPREAD, Constants, step_seconds
+from tests.cost.models import CONSTANTS, cost_model
+
+MAY_BE_LATE_BY = 20  # frontend/supervisor.py: a step that takes longer than so many times its prediction has hung
+ARITHMETIC = cost_model().arithmetic
+
+
+def load_of(num_tokens: int) -> Load:
+    """A prompt of so many tokens, or one decoded token."""
+    return ARITHMETIC.load([0], [num_tokens], 1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 100, 256, 300, 2048])
+@pytest.mark.parametrize("slowness", [0.3, 1.0, 10.0])
+def test_what_every_start_has_measured_is_enough_for_health(num_tokens: int, slowness: float) -> None:
+    """After a run of 256 tokens alone, whatever the machine: no healthy engine is killed, and a hang is noticed."""
+
+    def seconds(load: Load) -> float:
+        return slowness * step_seconds(ARITHMETIC.demand(load), CONSTANTS)
+
+    first = load_of(256)
+    cost = CostModel(ARITHMETIC, fit([MeasuredStep(ARITHMETIC.demand(first), seconds(first))], prior(2e10, 5e11)))
+    predicted = cost.predict(load_of(num_tokens)).high
+    assert seconds(load_of(num_tokens)) <= MAY_BE_LATE_BY * predicted, "a healthy engine would be killed"
+    assert predicted <= MAY_BE_LATE_BY * seconds(load_of(num_tokens)), "a wedge would hardly be noticed"
+
+
+def test_it_follows_what_the_machine_does() -> None:
+    cost, rng = cost_model(), random.Random(0)
+    for slowness in (1.0, 4.0, 0.5):
+        for _ in range(400):
+            load = load_of(rng.choice([1, 2, 5, 60, 512, 700]))
+            seconds = slowness * step_seconds(ARITHMETIC.demand(load), CONSTANTS)
+            cost.observe(load, cost.predict(load).seconds, seconds)
+        for num_tokens in (1, 5, 60, 600):
+            expected = slowness * step_seconds(ARITHMETIC.demand(load_of(num_tokens)), CONSTANTS)
+            assert cost.predict(load_of(num_tokens)).seconds == pytest.approx(expected, rel=0.05)
+
+
+def test_one_step_that_was_held_up_moves_little() -> None:
+    cost, load = cost_model(), load_of(4)
+    before = cost.predict(load).seconds
+    for _ in range(20):
+        cost.observe(load, before, before)
+    cost.observe(load, before, 1000 * before)
+    assert cost.predict(load).seconds < 1.25 * before
+
+
+def test_on_a_noisy_machine_the_interval_widens_and_shrinks_again() -> None:
+    cost, load, rng = cost_model(spread=0.05), load_of(4), random.Random(0)
+    spreads = []
+    for noise in (0.5, 0.0):
+        for _ in range(200):
+            predicted = cost.predict(load).seconds
+            cost.observe(load, predicted, predicted * rng.lognormvariate(0, noise))
+        spreads.append(cost.spread)
+    assert spreads[0] > 0.5
+    assert spreads[1] < 0.1
+    found = cost.predict(load)
+    assert found.high / found.seconds - 1 >= MIN_SPREAD * 0.99, "no machine repeats a step exactly"
+
+
+def test_nine_of_ten_steps_lie_in_the_interval() -> None:
+    cost, load, rng = cost_model(spread=FEW_STEPS_SPREAD), load_of(4), random.Random(0)
+    true = cost.predict(load).seconds
+    inside = []
+    for index in range(2000):
+        found, seconds = cost.predict(load), true * rng.lognormvariate(0, 0.1)
+        if index >= 200:
+            inside.append(found.low <= seconds <= found.high)
+        cost.observe(load, found.seconds, seconds)
+    assert 0.82 < sum(inside) / len(inside) < 0.97
+
+
+def test_a_calibration_forgets_what_steps_have_taught() -> None:
+    cost, load = cost_model(), load_of(4)
+    cost.observe(load, 1.0, 2.0)
+    cost.calibrate(Fit(CONSTANTS, 0.1))
+    assert cost.predict(load).seconds == pytest.approx(step_seconds(ARITHMETIC.demand(load), CONSTANTS))
+
+
+@given(st.integers(0, 20), st.integers(0, 3000), st.integers(0, 600), st.floats(0, 0.1))
+def test_the_tokens_that_fit_in_a_time(num_decodes: int, start: int, most: int, seconds: float) -> None:
+    cost = cost_model()
+    load = ARITHMETIC.load([100] * num_decodes, [1] * num_decodes, num_decodes)
+    count = cost.tokens_within(seconds, load, start, most)
+    assert 0 <= count <= most
+    if count:
+        assert cost.predict(ARITHMETIC.with_row(load, start, count, 1)).seconds <= seconds
+    if count < most:
+        assert cost.predict(ARITHMETIC.with_row(load, start, count + 1, 1)).seconds > seconds
+
+
+@pytest.mark.parametrize(
+    ("constants", "bound"),
+    [
+        (Constants(1.0, 0, 1e-11, 1e-12, 1e-11, 1e-12, 2.0), "host"),
+        (Constants(1e-9, 0, 1e-3, 1e-12, 1e-11, 1e-12, 2.0), "memory"),
+        (Constants(1e-9, 0, 1e-11, 1e-3, 1e-11, 1e-12, 2.0), "arithmetic"),
+        (Constants(1e-9, 0, 1e-11, 1e-12, 1e-11, 1e-3, 2.0), "attention"),
+    ],
+)
+def test_what_binds_is_named(constants: Constants, bound: str) -> None:
+    assert cost_model(constants).predict(ARITHMETIC.load([500], [1], 1)).bound == bound

@@ -1,0 +1,116 @@
+"""Calibrations between starts: believed only for the same key, whole, possible and of this user alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cost.calibrate import Fit
+from quire.cost.step_time import Constants
+from quire.cost.store import CalibrationFile
+
+FIT = Fit(Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 2.0), 0.1)
+KEY = {"machine": "m", "build": "b"}
+
+
+def path_of(file: CalibrationFile) -> Path:
+    assert file.path is not None
+    return file.path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "calibrations"
+
+
+def test_what_is_written_is_read(folder: Path) -> None:
+    CalibrationFile(folder, KEY).write(FIT)
+    assert CalibrationFile(folder, KEY).read() == FIT
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.suffix for path in folder.iterdir()] == [".json"], "nothing else is left"
+
+
+def test_nothing_is_there(folder: Path) -> None:
+    assert CalibrationFile(folder, KEY).read() is None
+
+
+@pytest.mark.parametrize("other", [{"machine": "n", "build": "b"}, {"machine": "m", "build": "c"}])
+def test_another_machine_or_build(folder: Path, other: dict[str, str]) -> None:
+    CalibrationFile(folder, KEY).write(FIT)
+    another = CalibrationFile(folder, other)
+    assert another.read() is None
+    path_of(CalibrationFile(folder, KEY)).rename(path_of(another))
+    assert another.read() is None, "the name of a file proves nothing"
+
+
+def test_without_a_place_nothing_is_kept() -> None:
+    file = CalibrationFile(None, KEY)
+    file.write(FIT)
+    assert file.read() is None
+
+
+def change(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    def changed(content: dict[str, Any]) -> Any:
+        return content | changes
+
+    return changed
+
+
+def constant(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: content | {"constants": content["constants"] | {name: value}}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        change(spread=math.nan),
+        change(spread=0),
+        change(spread=1e9),
+        change(spread="wide"),
+        change(constants=None),
+        constant("per_step", -1.0),
+        constant("per_weight_byte", math.inf),
+        constant("per_operation", None),
+        constant("overlap", 0.5),
+        lambda content: [content],
+    ],
+)
+def test_damage_is_not_believed(folder: Path, damage: Callable[[dict[str, Any]], Any]) -> None:
+    file = CalibrationFile(folder, KEY)
+    file.write(FIT)
+    path_of(file).write_text(json.dumps(damage(json.loads(path_of(file).read_text()))))
+    assert file.read() is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[" * 100_000, '"' + "x" * 100_000])
+def test_no_json(folder: Path, content: str) -> None:
+    file = CalibrationFile(folder, KEY)
+    file.write(FIT)
+    path_of(file).write_text(content)
+    assert file.read() is None
+
+
+def test_what_others_may_write_is_not_believed(folder: Path) -> None:
+    file = CalibrationFile(folder, KEY)
+    file.write(FIT)
+    path_of(file).chmod(0o666)
+    assert file.read() is None
+    path_of(file).chmod(0o600)
+    folder.chmod(0o777)
+    assert file.read() is None
+    file.write(FIT)
+    folder.chmod(0o700)
+    assert file.read() == FIT
+
+
+def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    file = CalibrationFile(folder, KEY)
+    file.write(FIT)
+    path_of(file).rename(tmp_path / "elsewhere")
+    path_of(file).symlink_to(tmp_path / "elsewhere")
+    assert file.read() is None

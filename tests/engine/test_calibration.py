@@ -1,0 +1,139 @@
+"""Measured steps of an engine: what they may not do to requests, how long they may take, and what they give."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.cost.calibrate import Fit, Rows, prior
+from quire.cost.model import CostModel
+from quire.cost.step_time import step_seconds
+from quire.engine.calibration import MAX_SECONDS, MAX_STEP_SECONDS, MOST_REPEATS, Calibration
+from quire.formats.kv_groups import KvGroup
+from quire.schedule import Pending, ScheduledBatch, StepResult
+from tests.cost.models import CONSTANTS, cost_model
+from tests.scheduler.driver import Driver, request
+from tests.scheduler.test_stateful import MODELS
+
+GUESS = prior(2e10, 5e11)
+POINTS: list[Rows] = [[(4, 1)], [(4, 1)] * 3, [(0, 8)], [(20, 1)], [(12, 8)]]
+
+
+class TimedDriver(Driver):
+    """Its clock moves by the time that each step would take with CONSTANTS, `slowness` times."""
+
+    def __init__(self, slowness: float = 1.0) -> None:
+        super().__init__(num_blocks=64, block_size=4)
+        self.now, self.slowness = 0.0, slowness
+        self.core.cost = self.cost = cost_model()
+        self.core._clock = lambda: self.now
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        load = self.cost.arithmetic.load(batch.num_computed_tokens, batch.num_scheduled_tokens, len(batch.request_ids))
+        self.now += self.slowness * step_seconds(self.cost.arithmetic.demand(load), CONSTANTS)
+        return super().submit(batch)
+
+    def calibration(self, points: list[Rows] = POINTS) -> tuple[Calibration, list[Fit]]:
+        done: list[Fit] = []
+        return Calibration(self.core, self.cost, GUESS, points, done.append, lambda: self.now), done
+
+
+@pytest.mark.parametrize("groups", MODELS)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 30))
+def test_requests_get_the_same_tokens(groups: tuple[KvGroup, ...], prompt: list[int], num_tokens: int) -> None:
+    """Steps of nobody before, between and behind requests: nothing is lost that a prefix cache keeps."""
+    driver = Driver(num_blocks=400, groups=groups, cost=cost_model())
+    for index in range(3):
+        assert driver.core.probe([(9, 1), (0, 5)]) is not None
+        num_cached = driver.pool.num_cached_blocks
+        assert driver.core.probe([(30, 3)]) is not None
+        assert driver.pool.num_cached_blocks == num_cached, "a cached block was taken"
+        driver.add(request(f"r{index}", prompt * 9, num_tokens))
+        assert driver.core.probe([(0, 5)]) is None, "somebody waits"
+        driver.run()
+    driver.check_outputs()
+    assert driver.pool.num_used_blocks == 0
+
+
+def test_pages_that_keep_something_are_left_alone() -> None:
+    driver = Driver(num_blocks=16, block_size=4, cost=cost_model())
+    driver.add(request("a", range(40), 5))
+    driver.run()
+    assert driver.core.probe([(0, 8)]) is not None
+    assert driver.core.probe([(30, 1)]) is None, "10 blocks of 16 are cached"
+
+
+def test_all_points_are_measured_and_their_constants_are_kept() -> None:
+    driver = TimedDriver()
+    calibration, done = driver.calibration()
+    while calibration.step():
+        pass
+    assert len(calibration.steps) == len(POINTS)
+    assert [fit.constants for fit in done] == [driver.cost.fit.constants]
+    for step in calibration.steps:
+        assert step_seconds(step.demand, driver.cost.fit.constants) == pytest.approx(step.seconds, rel=0.02)
+    assert len(driver.batches) == len(POINTS) * (1 + MOST_REPEATS), "the first one is not timed"
+    assert not driver.core.has_work()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.004, 0.02, 1.0])
+def test_a_start_waits_no_longer_than_it_may(seconds: float) -> None:
+    driver = TimedDriver()
+    calibration, done = driver.calibration()
+    calibration.run(seconds)
+    assert driver.now <= seconds
+    assert bool(done) == (seconds == 1.0)
+
+
+def test_a_slow_machine_measures_short_steps_only() -> None:
+    """A request that comes meanwhile waits for the end of one step, and all of them have a limit."""
+    driver = TimedDriver(slowness=100.0)
+    driver.cost.calibrate(Fit(driver.cost.fit.constants, 0.5))
+    calibration, done = driver.calibration([[(4, 1)]] * 100)
+    longest = before = 0.0
+    while calibration.step():
+        longest, before = max(longest, driver.now - before), driver.now
+    assert driver.now <= MAX_SECONDS + MAX_STEP_SECONDS
+    assert longest <= 1.2 * MAX_STEP_SECONDS
+    assert len(done) == 1
+
+
+def test_a_request_comes_first() -> None:
+    driver = TimedDriver()
+    calibration, done = driver.calibration()
+    assert calibration.step()
+    driver.add(request("a", range(5), 3))
+    assert not calibration.step()
+    driver.run()
+    while calibration.step():
+        pass
+    assert len(done) == 1
+    driver.check_outputs()
+
+
+def test_a_step_that_fails_ends_it() -> None:
+    def fail(batch: ScheduledBatch, is_computed: bool) -> Exception | None:
+        return MemoryError() if batch.num_tokens == 8 and batch.request_ids[0] == "probe 0" else None
+
+    driver = Driver(failure=fail, cost=cost_model())
+    done: list[Fit] = []
+    assert isinstance(driver.core.cost, CostModel)
+    calibration = Calibration(driver.core, driver.core.cost, GUESS, POINTS, done.append)
+    while calibration.step():
+        pass
+    assert len(calibration.steps) == 2
+    assert not done, "half a calibration is not kept"
+    driver.add(request("a", range(8), 3))
+    driver.run()
+    driver.check_outputs()
+
+
+def test_records_hold_predictions() -> None:
+    driver = TimedDriver()
+    driver.add(request("a", range(8), 1))
+    driver.run()
+    record = driver.core.last_record
+    assert record is not None
+    assert record.predicted_seconds > 0
+    assert (record.kv_tokens, record.pairs) == ((8, 8), (36, 36))
