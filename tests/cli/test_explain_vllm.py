@@ -236,8 +236,10 @@ def test_any_text(text: str) -> None:
         assert refusal.isprintable()
         return
     assert explanation.text().replace("\n", "").isprintable()
-    words = shlex.split(" ".join(explanation.command))
-    read(*words[words.index("serve") + 1 :])
+    command = " ".join(explanation.command)
+    if "$" not in command and "`" not in command:  # what only a shell can fill in
+        words = shlex.split(command)
+        read(*words[words.index("serve") + 1 :])
 
 
 def test_notes_on_what_a_shell_would_do() -> None:
