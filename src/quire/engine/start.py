@@ -20,7 +20,7 @@ from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Worker, WorkerExecutor
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
-from quire.planning.step_costs import assumed_fit, calibration_file, ceilings, expectation, step_arithmetic
+from quire.planning.step_costs import assumed_fit, calibration_file, ceilings, expectation, peaks, step_arithmetic
 from quire.scheduler.from_settings import scheduler_of
 from quire.settings import Planned, as_dict
 from quire.worker.worker import DeviceWorker
@@ -91,7 +91,9 @@ def start_engine(
     origin = "an earlier start measured steps" if calibration is None else "this start measured steps"
     expected = expectation(schedule.max_num_seqs, cost, origin, waited)
     progress("warm up", 1.0, "first token produced")
-    return StartedEngine(core, resolved.noting(expected), model_config, running.executor, calibration)
+    return StartedEngine(
+        core, resolved.noting({**expected, **peaks(resolved)}), model_config, running.executor, calibration
+    )
 
 
 def _calibration(

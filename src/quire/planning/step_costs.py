@@ -53,6 +53,16 @@ def ceilings(resolved: Resolved, read_bandwidth: float | None = None) -> Ceiling
     return assumed if read_bandwidth is None else replace(assumed, read_bandwidth=read_bandwidth)
 
 
+def peaks(resolved: Resolved) -> Mapping[str, Setting]:
+    """The ceilings, by name, with what they were taken from; none of a device that the table does not have."""
+    record, place = Record(), resolved.device
+    if place.device == "cpu":
+        reached, detail = ceilings(resolved), f"assumed for {place.num_threads} threads of {place.isa}, not measured"
+        record.put("peak_flops", reached.flops, "formula", detail)
+        record.put("peak_read_bandwidth", reached.read_bandwidth, "formula", detail)
+    return record
+
+
 def assumed_fit(reached: Ceilings) -> Fit:
     """Constants before anything was measured; their interval is wide."""
     return Fit(prior(reached.read_bandwidth, reached.flops), FEW_STEPS_SPREAD)
