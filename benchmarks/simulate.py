@@ -7,7 +7,7 @@ has a time to first token of at most three times, and a time per token of at mos
 
 The claim: throughput, goodput, medians, preemptions and tokens from the prefix cache are within 10 %, P99 within 20 %.
 
-    python benchmarks/simulate.py [MODEL] [--seconds 60] [--workloads chat rag ...] [--rates 0.5 0.9 1.5]
+    python benchmarks/simulate.py [MODEL] [--seconds 60] [--workloads chat shared ...] [--rates 0.5 0.9 1.5]
         [--save HARDWARE]
 
 MODEL: none is the bundled demo model, which is the quick setting: with `--seconds 8` it takes about ten minutes. Its
@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,17 @@ from quire.entry.launch import find_model
 from quire.kernels import extension
 from quire.measure import report
 from quire.measure.load import Run
-from quire.measure.named_workloads import named_workload
 from quire.measure.options import Target, Traffic, Workload
 from quire.measure.plan import Plan
 from quire.measure.serving import find_server, one_round, warm_up
 from quire.measure.statistics import Metrics, measure
+from quire.measure.workload import named_workload
 from quire.planning import devices
 from quire.planning.step_costs import known_cost
 from quire.simulate.run import plan_engine, simulate
 
-WORKLOADS = ("chat", "rag", "code", "random:256/256", "random:1024/32", "random:32/400")
+# Requests of at most 2,048 tokens. `shared` is --dataset-name prefix_repetition: 10 beginnings of 256 tokens.
+WORKLOADS = ("chat", "shared", "random:1500/30", "random:1000/100", "random:256/256", "random:32/400")
 RATES = (0.5, 0.9, 1.5)
 MAX_NUM_SEQS, MAX_QUEUED = 32, 128
 CONTEXTS = 12  # of 2,048 tokens that the KV cache holds: fewer than run at once, so that requests are preempted
@@ -122,7 +123,8 @@ class Bench:
     def plan(self, name: str, num_prompts: int, traffic: Traffic) -> Plan:
         """With prompts that nobody has sent before."""
         self._seed += 1
-        workload = Workload(**named_workload(name), num_prompts=max(num_prompts, FEWEST_REQUESTS), seed=self._seed)
+        chosen = Workload(dataset_name="prefix_repetition") if name == "shared" else named_workload(name)
+        workload = replace(chosen, num_prompts=max(num_prompts, FEWEST_REQUESTS), seed=self._seed)
         return self._server.plan(workload, traffic)
 
     def serve(self, plan: Plan) -> tuple[Run, dict[str, float]]:
@@ -200,7 +202,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder, hub id or GGUF file; none: the demo model")
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each run")
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="as --workload of quire simulate")
+    parser.add_argument(
+        "--workloads", nargs="+", default=list(WORKLOADS), help="as --workload of quire simulate, or shared"
+    )
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="shares of saturation")
     parser.add_argument("--quantization", help="of the weights, as in quire serve")
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
