@@ -214,21 +214,32 @@ def _timed_trace(options: Workload, tokenizer: BenchTokenizer) -> list[BenchRequ
     allowed = _allowed(tokenizer)
     chunk = options.timed_trace_chunk_hash_size
     requests: list[BenchRequest] = []
-    for row in _read_lines(options)[: options.num_prompts]:
-        length = row.count(options.timed_trace_label_input_length)
+    for length, output_len, row in _trace_rows(options):
         ids: list[int] = []
         for hash_id in row.items(options.timed_trace_label_hash_ids):
             ids += _chunk_tokens(f"{options.seed}:{hash_id}", chunk, allowed)
         # Beyond its hashes a prompt shares nothing with others.
         ids += _chunk_tokens(f"{options.seed}/{len(requests)}", max(length - len(ids), 0), allowed)
-        output_len = options.output_len or row.count(options.timed_trace_label_output_length)
         timestamp = row.number(options.timed_trace_label_timestamp) * options.timed_trace_sec_multiplier
         requests.append(BenchRequest(ids[:length], length, output_len, timestamp))
-    if not requests:
-        raise ConfigError("The trace is empty", value=options.dataset_path, param="dataset_path")
     start = min(request.timestamp or 0.0 for request in requests)
     shifted = [replace(request, timestamp=(request.timestamp or 0.0) - start) for request in requests]
     return sorted(shifted, key=lambda request: request.timestamp or 0.0)
+
+
+def _trace_rows(options: Workload) -> list[tuple[int, int, _Row]]:
+    """Tokens of prompt and answer, and the whole row, of each request of a trace."""
+    rows = [
+        (
+            row.count(options.timed_trace_label_input_length),
+            options.output_len or row.count(options.timed_trace_label_output_length),
+            row,
+        )
+        for row in _read_lines(options)[: options.num_prompts]
+    ]
+    if not rows:
+        raise ConfigError("The trace is empty", value=options.dataset_path, param="dataset_path")
+    return rows
 
 
 class _Texts:
