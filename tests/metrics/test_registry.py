@@ -53,6 +53,9 @@ EXPECTED = {
     "vllm:request_params_n": "histogram",
     "vllm:request_num_preemptions": "histogram",
     "quire_event_loop_lag_seconds": "histogram",
+    "quire_slo_requests": "counter",
+    "quire_step_predicted_seconds": "histogram",
+    "quire_prediction_ratio": "histogram",
 }
 # vLLM's own upper bounds, which must stay among ours.
 VLLM_BUCKETS = {
@@ -112,7 +115,8 @@ def test_labels(metrics):
             ["device", "host", "disk", "p2p", "external_unspecified"],
         ),
         ("vllm:request_success", "finished_reason", ["stop", "length", "abort", "error"]),
-        ("vllm:admission_rejections", "reason", ["queue_full"]),
+        ("vllm:admission_rejections", "reason", ["queue_full", "ttft_target"]),
+        ("quire_slo_requests", "met", ["true", "false"]),
         ("quire_engine_restarts", "reason", ["crash", "silent", "stuck", "start"]),
         ("quire_requests_lost", "reason", ["streaming", "retried", "gave_up"]),
     ],
