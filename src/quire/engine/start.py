@@ -27,13 +27,11 @@ from quire.planning.step_costs import (
     calibration_file,
     ceilings,
     expectation,
+    peaks,
     step_arithmetic,
 )
-from quire.scheduler.block_pool import BlockPool
-from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.from_settings import scheduler_of
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.residency import BlockResidency
-from quire.scheduler.scheduler import Scheduler
 from quire.settings import Planned, as_dict
 from quire.worker.worker import DeviceWorker
 
@@ -89,54 +87,27 @@ def start_engine(
     workers = make_workers(model_config, progress)
     running = bring_up(config, model_config, workers, is_server=is_server, progress=progress)
     resolved, measured = running.resolved, running.measured
-    model, schedule = resolved.model, resolved.scheduler
-    kv = KVCacheManager(
-        BlockPool(
-            resolved.memory.num_blocks,
-            model.block_size,
-            BlockResidency(schedule.kv_cache_metrics_sample) if schedule.kv_cache_metrics else None,
-        ),
-        kv_groups(model_config),
-        step_tokens=schedule.max_num_batched_tokens,
-        depth=schedule.depth,
-        enable_prefix_caching=schedule.enable_prefix_caching,
-        watermark=schedule.watermark,
-    )
-    limits = SchedulerLimits(
-        max_num_seqs=schedule.max_num_seqs,
-        max_num_batched_tokens=schedule.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        long_prefill_token_threshold=schedule.long_prefill_token_threshold,
-        max_num_queued_reqs=schedule.max_num_queued_reqs,
-        max_shared_prefill_tokens=schedule.max_shared_prefill_tokens,
-        slo_itl=schedule.slo_itl or 0.0,
-        slo_attainment=schedule.slo_attainment,
-    )
+    schedule = resolved.scheduler
     arithmetic = step_arithmetic(resolved, model_config)
     first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
     guess = assumed_fit(ceilings(resolved)).constants
     cost = CostModel(arithmetic, fit([first], guess))
-    scheduler = Scheduler(
-        limits,
-        kv,
-        policy=schedule.scheduling_policy,
-        enable_chunked_prefill=schedule.enable_chunked_prefill,
-        rope_switches_after=model_config.rope.switches_after(model.max_model_len),
-        tokens_within=cost.tokens_within,
-    )
+    scheduler = scheduler_of(resolved, model_config, cost.tokens_within)
     core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost)
     progress("warm up", 2 / 3, "producing a token")
     laps = produce_tokens(core)
     if (calibration := _calibration(core, cost, running, model_config, guess)) is not None:
         calibration.run(CALIBRATION_SHARE * (time.monotonic() - started))
-    fastest = pace_of(cost, limits)
+    fastest = pace_of(cost, scheduler.limits)
     for name in ("slo_ttft", "slo_itl"):
         check_reachable(name, getattr(schedule, name), fastest.fastest_step, fastest.usual_step)
     waited = max(min(lap.waited for lap in laps), measured.step.waited)
     origin = "an earlier start measured steps" if calibration is None else "this start measured steps"
     expected = expectation(schedule.max_num_seqs, cost, origin, waited)
     progress("warm up", 1.0, "first token produced")
-    return StartedEngine(core, resolved.noting(expected), model_config, running.executor, calibration)
+    return StartedEngine(
+        core, resolved.noting({**expected, **peaks(resolved)}), model_config, running.executor, calibration
+    )
 
 
 def pace_of(cost: CostModel, limits: SchedulerLimits) -> Pace:

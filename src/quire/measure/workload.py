@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from quire.errors import ConfigError
 from quire.frontend.chat_template import ChatRenderer
@@ -145,10 +145,10 @@ def _custom(
         rng.shuffle(rows)
     requests = []
     for row in rows[: options.num_prompts]:
-        prompt = _need(row, "prompt", options)
+        prompt = row.text("prompt")
         output_len = options.output_len or options.custom_output_len
         if output_len == -1:
-            output_len = int(_need(row, "output_tokens", options))
+            output_len = row.count("output_tokens")
         text = prompt if render is None else render(prompt)
         requests.append(BenchRequest(text, len(tokenizer.encode(text)), output_len))
     return requests
@@ -159,14 +159,14 @@ def _timed_trace(options: Workload, tokenizer: BenchTokenizer) -> list[BenchRequ
     chunk = options.timed_trace_chunk_hash_size
     requests: list[BenchRequest] = []
     for row in _read_lines(options)[: options.num_prompts]:
-        length = int(_need(row, options.timed_trace_label_input_length, options))
+        length = row.count(options.timed_trace_label_input_length)
         ids: list[int] = []
-        for hash_id in row.get(options.timed_trace_label_hash_ids, ()):
+        for hash_id in row.items(options.timed_trace_label_hash_ids):
             ids += _chunk_tokens(f"{options.seed}:{hash_id}", chunk, allowed)
         # Beyond its hashes a prompt shares nothing with others.
         ids += _chunk_tokens(f"{options.seed}/{len(requests)}", max(length - len(ids), 0), allowed)
-        output_len = options.output_len or int(_need(row, options.timed_trace_label_output_length, options))
-        timestamp = float(_need(row, options.timed_trace_label_timestamp, options)) * options.timed_trace_sec_multiplier
+        output_len = options.output_len or row.count(options.timed_trace_label_output_length)
+        timestamp = row.number(options.timed_trace_label_timestamp) * options.timed_trace_sec_multiplier
         requests.append(BenchRequest(ids[:length], length, output_len, timestamp))
     if not requests:
         raise ConfigError("The trace is empty", value=options.dataset_path, param="dataset_path")
@@ -257,22 +257,54 @@ def _read_json(options: Workload) -> list[Any]:
     return data
 
 
-def _read_lines(options: Workload) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class _Row:
+    """An object of a JSONL file. Its methods raise ConfigErrors that name the line."""
+
+    path: str
+    line: int
+    fields: dict[str, Any]
+
+    def text(self, key: str) -> str:
+        value = self._need(key)
+        return value if isinstance(value, str) else self._refuse(key, value, "a text")
+
+    def number(self, key: str) -> float:
+        value = self._need(key)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if is_number else self._refuse(key, value, "a number")
+
+    def count(self, key: str) -> int:
+        value = self.number(key)
+        return int(value) if value >= 1 else self._refuse(key, self.fields[key], "1 or more")
+
+    def items(self, key: str) -> list[Any]:
+        value = self.fields.get(key, [])
+        return value if isinstance(value, list) else self._refuse(key, value, "a list")
+
+    def _need(self, key: str) -> Any:
+        if key not in self.fields:
+            raise ConfigError(
+                f"Line {self.line} of {self.path} has no {key!r}", value=sorted(self.fields), param="dataset_path"
+            )
+        return self.fields[key]
+
+    def _refuse(self, key: str, value: Any, expected: str) -> NoReturn:
+        raise ConfigError(
+            f"Illegal {key!r} on line {self.line} of {self.path}", value=value, expected=expected, param="dataset_path"
+        )
+
+
+def _read_lines(options: Workload) -> list[_Row]:
     rows = []
-    for number, line in enumerate(_read(options).splitlines(), 1):
-        if not line.strip():
+    for line, text in enumerate(_read(options).split("\n"), 1):
+        if not text.strip():
             continue
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ConfigError(f"Line {number} of {options.dataset_path} is no JSON object", param="dataset_path")
-        rows.append(row)
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"Line {line} of {options.dataset_path} is no JSON object", param="dataset_path")
+        rows.append(_Row(str(options.dataset_path), line, fields))
     return rows
-
-
-def _need(row: dict[str, Any], key: str, options: Workload) -> Any:
-    if key not in row:
-        raise ConfigError(f"An entry of {options.dataset_path} has no {key!r}", value=sorted(row), param="dataset_path")
-    return row[key]
