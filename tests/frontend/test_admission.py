@@ -11,6 +11,7 @@ from quire.cost.model import CostModel
 from quire.engine.start import pace_of
 from quire.errors import QueueFullError, TargetMissedError
 from quire.frontend.admission import MAX_RETRY_SECONDS, Admission
+from quire.frontend.stats import Targets
 from quire.messages import EngineReady, Pace, SetLimits
 from quire.schedule import StepRecord
 from tests.scheduler.driver import request
@@ -121,6 +122,22 @@ def test_predictions_follow_what_requests_had_to_wait() -> None:
         met.append(seconds <= door._factor * 0.5)
         door.on_first_token(str(index), seconds)
     assert 0.87 < sum(met[1000:]) / 2000 < 0.93
+
+
+@pytest.mark.parametrize(
+    ("targets", "ttft", "num_late", "has_met"),
+    [
+        (Targets(), 9.0, 9, None),
+        (Targets(ttft=1.0), 1.0, 0, True),
+        (Targets(ttft=1.0), 1.1, 0, False),
+        (Targets(itl=0.1), 9.0, 1, True),
+        (Targets(itl=0.1), 9.0, 2, True),
+        (Targets(itl=0.1), 9.0, 3, False),
+        (Targets(itl=0.1, attainment=0.9), 9.0, 11, True),
+    ],
+)
+def test_which_answers_have_met_targets(targets: Targets, ttft: float, num_late: int, has_met: bool | None) -> None:
+    assert targets.are_met(ttft, num_late, 100) is has_met
 
 
 @dataclass

@@ -194,6 +194,15 @@ KV_BLOCK_BUCKETS = [
 ]  # fmt: skip
 
 
+def test_predictions(metrics):
+    metrics.engines[0].on_step(record(predicted_seconds=0.01, step_seconds=0.011))
+    metrics.engines[0].on_step(record(step_seconds=0.5))
+    found = families(metrics)
+    for name, value in (("quire_step_predicted_seconds", 0.01), ("quire_prediction_ratio", 1.1)):
+        sums = {s.name.removeprefix(name): s.value for s in found[name].samples if not s.name.endswith("_bucket")}
+        assert (sums["_count"], sums["_sum"]) == (1, pytest.approx(value)), "a step without a prediction does not count"
+
+
 def test_kv_blocks():
     metrics = PrometheusMetrics("m", 2048, kv_blocks=True)
     metrics.engines[0].on_step(
