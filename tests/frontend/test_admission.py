@@ -133,7 +133,7 @@ def test_predictions_follow_what_requests_had_to_wait() -> None:
         (Targets(itl=0.1), 9.0, 1, True),
         (Targets(itl=0.1), 9.0, 2, True),
         (Targets(itl=0.1), 9.0, 3, False),
-        (Targets(itl=0.1, attainment=0.9), 9.0, 11, True),
+        (Targets(itl=0.1, attainment=0.9), 9.0, 10, True),
     ],
 )
 def test_which_answers_have_met_targets(targets: Targets, ttft: float, num_late: int, has_met: bool | None) -> None:
