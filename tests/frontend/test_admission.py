@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from quire.cost.model import CostModel
-from quire.engine.start import pace_of
+from quire.engine.ready import pace_of
 from quire.errors import QueueFullError, TargetMissedError
 from quire.frontend.admission import MAX_RETRY_SECONDS, Admission
 from quire.frontend.stats import Targets

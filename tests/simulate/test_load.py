@@ -173,6 +173,22 @@ def test_time_passes_for_the_scheduler_of_the_settings() -> None:
     assert own.run([Prompt([4] * 64, 1)], [20.0]).duration == 20 + 1
 
 
+def test_the_door_refuses_who_would_come_too_late() -> None:
+    """Three times what four places serve, in steps of a second: with a target, those who are served are in time."""
+    model, device = load_model_config(quire.demo.path()), DeviceFacts("cpu", "test", "avx2", 1, 1 << 36, 1 << 36)
+    prompts, times = [Prompt([i] * 8, 10) for i in range(120)], [0.83 * i for i in range(120)]
+    late = {}
+    for target in (None, 12.0):
+        config = EngineConfig(max_num_seqs=4, slo_ttft=target)
+        run = client_of(plan_engine(config, model, device), model, ByTokens()).run(prompts, times)
+        kinds = {outcome.error.partition(":")[0] for outcome in run.outcomes}
+        assert kinds == ({"", "ttft_target"} if target else {""})
+        served = [outcome for outcome in run.outcomes if outcome.success]
+        late[target] = sum(outcome.ttft > 12 for outcome in served) / len(served)
+        assert len(served) > 30
+    assert late[12.0] < 0.2 < 0.8 < late[None]
+
+
 def test_who_waits_in_the_client() -> None:
     """--max-concurrency 1: a place is free from the end of the step on that ends a request."""
     run = client().run([Prompt([i], 2) for i in range(3)], [0.0, 1.5, 5.0], max_concurrency=1)

@@ -14,15 +14,14 @@ from quire.cost.step_time import Constants
 from quire.engine.bring_up import RunningWorkers, bring_up
 from quire.engine.calibration import Calibration
 from quire.engine.core import EngineCore
+from quire.engine.ready import check_targets, ready_message
 from quire.engine.warm_up import produce_tokens
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Worker, WorkerExecutor
-from quire.messages import EngineReady, Pace, Progress
+from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
-from quire.option import check_reachable
 from quire.planning.step_costs import (
-    SHORT_CONTEXT,
     assumed_fit,
     calibration_file,
     ceilings,
@@ -31,8 +30,7 @@ from quire.planning.step_costs import (
     step_arithmetic,
 )
 from quire.scheduler.from_settings import scheduler_of
-from quire.scheduler.limits import SchedulerLimits
-from quire.settings import Planned, as_dict
+from quire.settings import Planned
 from quire.worker.worker import DeviceWorker
 
 CALIBRATION_SHARE = 0.1  # of a start, that measuring steps may add to it; the rest is measured while nobody waits
@@ -54,16 +52,7 @@ class StartedEngine:
         return is_taking_memory or (self.calibration is not None and self.calibration.step())
 
     def ready_message(self) -> EngineReady:
-        resolved = self.resolved
-        return EngineReady(
-            max_model_len=resolved.model.max_model_len,
-            num_blocks=resolved.memory.num_blocks,
-            block_size=resolved.model.block_size,
-            max_num_seqs=resolved.scheduler.max_num_seqs,
-            max_num_batched_tokens=resolved.scheduler.max_num_batched_tokens,
-            resolved=as_dict(resolved.settings),
-            pace=None if self.core.cost is None else pace_of(self.core.cost, self.core.scheduler.limits),
-        )
+        return ready_message(self.resolved, self.core.cost, self.core.scheduler.limits)
 
 
 def one_worker(model_config: ModelConfig, progress: Progress) -> Sequence[Worker]:
@@ -98,9 +87,7 @@ def start_engine(
     laps = produce_tokens(core)
     if (calibration := _calibration(core, cost, running, model_config, guess)) is not None:
         calibration.run(CALIBRATION_SHARE * (time.monotonic() - started))
-    fastest = pace_of(cost, scheduler.limits)
-    for name in ("slo_ttft", "slo_itl"):
-        check_reachable(name, getattr(schedule, name), fastest.fastest_step, fastest.usual_step)
+    check_targets(schedule, cost, scheduler.limits)
     waited = max(min(lap.waited for lap in laps), measured.step.waited)
     origin = "an earlier start measured steps" if calibration is None else "this start measured steps"
     expected = expectation(schedule.max_num_seqs, cost, origin, waited)
@@ -108,21 +95,6 @@ def start_engine(
     return StartedEngine(
         core, resolved.noting({**expected, **peaks(resolved)}), model_config, running.executor, calibration
     )
-
-
-def pace_of(cost: CostModel, limits: SchedulerLimits) -> Pace:
-    """What the front end has to know of the steps to come."""
-    load = cost.arithmetic.load
-
-    def prompt_seconds(start: int) -> float:
-        return cost.predict(load([start], [count], 1)).seconds
-
-    one = cost.predict(load([min(SHORT_CONTEXT, limits.max_model_len - 1)], [1], 1))
-    count = max(min(limits.max_num_batched_tokens, limits.max_model_len // 2), 1)
-    start = limits.max_model_len - count
-    first = prompt_seconds(0)
-    per_pair = max(prompt_seconds(start) - first, 0.0) / max(start * count, 1)
-    return Pace(one.low, one.high, max(first / count - count / 2 * per_pair, 0.0), per_pair)
 
 
 def _calibration(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.engine.core import EngineCore
+from quire.errors import QueueFullError
+from quire.frontend.admission import Admission
 from quire.measure.load import Outcome, Run
 from quire.messages import AddRequest, RequestDelta
 from quire.sampling_params import SamplingParams
@@ -54,10 +56,12 @@ class Client:
 
     Attributes:
         clock: the one that `core` and its executor read.
+        door: refuses as the front end of a server does.
     """
 
     core: EngineCore
     clock: VirtualClock
+    door: Admission = field(default_factory=Admission)
     totals: Totals = field(default_factory=Totals)
     num_sent: int = 0
 
@@ -75,7 +79,7 @@ class Client:
             max_concurrency: a request that comes while so many are in flight waits in the client.
             on_done: called after each request.
         """
-        core, clock, start = self.core, self.clock, self.clock.now
+        core, clock, door, start = self.core, self.clock, self.door, self.clock.now
         outcomes = [Outcome(len(prompt.token_ids)) for prompt in prompts]
         in_flight: dict[str, _Sent] = {}
         coming, waiting = deque(range(len(prompts))), deque[int]()
@@ -84,9 +88,18 @@ class Client:
             request_id, outcome = str(self.num_sent), outcomes[index]
             self.num_sent += 1
             outcome.start_time, outcome.queue_time = now, now - (start + times[index])
-            in_flight[request_id] = _Sent(outcome, now)
             prompt = prompts[index]
+            if not in_flight:
+                door.on_idle()
+            try:
+                door.check(len(prompt.token_ids))
+            except QueueFullError as error:
+                outcome.error = f"{error.code}: {error.message}"
+                on_done()
+                return
+            in_flight[request_id] = _Sent(outcome, now)
             core.add(AddRequest(request_id, prompt.token_ids, PARAMS, prompt.output_len))
+            door.on_sent(request_id, len(prompt.token_ids), 1)
 
         def arrive() -> None:
             while coming and start + times[coming[0]] <= clock.now:
@@ -101,32 +114,40 @@ class Client:
                 clock.wait_until(start + times[coming[0]])
             arrive()
             deltas = core.step()
+            arrive()  # while the step ran: nobody knows yet what it did, and places that it frees are not free
             if core.last_record is not None:
                 self.totals.add(core.last_record)
-            arrive()  # while the step ran: places that it frees are free from its end on
+                door.on_step(core.last_record)
+            num_ended = 0
             for delta in deltas:
                 sent = in_flight[delta.request_id]
-                _note(sent, delta, clock.now)
+                if _note(sent, delta, clock.now):
+                    door.on_first_token(delta.request_id, sent.outcome.ttft)
                 if delta.finish_reason is not None:
                     sent.outcome.success = not sent.outcome.error
+                    num_ended += sent.outcome.success
                     del in_flight[delta.request_id]
+                    door.on_left(delta.request_id)
                     on_done()
-                    if waiting:
-                        send(waiting.popleft(), clock.now)
+            door.on_answers(num_ended)
+            while waiting and (max_concurrency is None or len(in_flight) < max_concurrency):
+                send(waiting.popleft(), clock.now)
         return Run(outcomes, clock.now - start, client_cpu_seconds=0.0)
 
 
-def _note(sent: _Sent, delta: RequestDelta, now: float) -> None:
-    """What a step gave to a request."""
+def _note(sent: _Sent, delta: RequestDelta, now: float) -> bool:
+    """What a step gave to a request; whether that was its first token."""
     outcome = sent.outcome
     if delta.error is not None:
         outcome.error = f"{delta.error_code or 'error'}: {delta.error}"
-        return
-    if outcome.output_tokens:
-        outcome.itl.append(now - sent.last_time)
-    else:
+        return False
+    is_first = not outcome.output_tokens
+    if is_first:
         outcome.ttft = now - outcome.start_time
         outcome.cached_tokens = delta.num_cached_tokens
+    else:
+        outcome.itl.append(now - sent.last_time)
     outcome.output_tokens += len(delta.token_ids)
     sent.last_time = now
     outcome.latency = now - outcome.start_time
+    return is_first

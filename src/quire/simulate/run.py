@@ -10,6 +10,7 @@ from quire.config import EngineConfig
 from quire.cost.model import CostModel
 from quire.cost.step_time import MIN_SPREAD
 from quire.engine.core import EngineCore
+from quire.engine.ready import check_targets, ready_message
 from quire.frontend.tokenizer import Tokenizer
 from quire.measure.arrivals import arrival_times
 from quire.measure.load import Run
@@ -21,7 +22,7 @@ from quire.planning.step_costs import known_cost
 from quire.resolve import DeviceFacts, resolve
 from quire.scheduler.from_settings import scheduler_of
 from quire.settings import Planned
-from quire.simulate.executor import PredictedExecutor, VirtualClock
+from quire.simulate.executor import PredictedExecutor, UntaughtCost, VirtualClock
 from quire.simulate.load import Client, Prompt, Totals
 
 MEASURED = "measured on this machine by an earlier start"
@@ -42,9 +43,10 @@ def client_of(resolved: Planned, model: ModelConfig, cost: CostModel) -> Client:
     clock = VirtualClock()
     scheduler = scheduler_of(resolved, model, cost.tokens_within, clock.read)
     depth = resolved.scheduler.depth
-    # What the steps teach a cost model would be its own predictions: the core has none.
-    core = EngineCore(scheduler, PredictedExecutor(cost, clock), depth, clock=clock.read, sleep=clock.sleep)
-    return Client(core, clock)
+    core = EngineCore(scheduler, PredictedExecutor(cost, clock), depth, cost, clock=clock.read, sleep=clock.sleep)
+    client = Client(core, clock)
+    client.door.on_ready(ready_message(resolved, cost, scheduler.limits))
+    return client
 
 
 def simulate(
@@ -65,8 +67,10 @@ def simulate(
         ConfigError: the settings or the load contradict themselves, or nothing fits into memory.
     """
     resolved = plan_engine(config, model, device)
-    cost, is_measured = known_cost(resolved, model, device)
+    known, is_measured = known_cost(resolved, model, device)
+    cost = UntaughtCost(known.arithmetic, known.fit)
     client = client_of(resolved, model, cost)
+    check_targets(resolved.scheduler, cost, client.core.scheduler.limits)
     rounds = [plan.requests(plan.workload.seed + i) for i in range(plan.traffic.num_rounds)]
     if plan.traffic.num_warmups:
         warm_up = _prompts(plan.warm_up_requests(), plan.tokenizer)
