@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from quire.cost.arithmetic import Demand
 
-Bound = Literal["memory", "arithmetic", "attention", "host"]
+Bound = Literal["memory", "arithmetic", "attention", "host", "links"]
 
 MIN_SPREAD = 0.03  # of an interval, either way: no machine repeats a step more exactly
 

@@ -110,7 +110,7 @@ def start_engine(
     )
     arithmetic = step_arithmetic(resolved, model_config)
     first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
-    guess = assumed_fit(ceilings(resolved)).constants
+    guess = assumed_fit(ceilings(resolved, running.facts)).constants
     cost = CostModel(arithmetic, fit([first], guess))
     core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost)
     progress("warm up", 2 / 3, "producing a token")

@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import random
+import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +40,12 @@ class BenchRequest:
     timestamp: float | None = None
 
 
+# Workloads by name: mean tokens of prompts and of answers. Chats and code completions are as in the traces of Azure's
+# services (Patel et al., Splitwise, ISCA 2024). The documents that are found for a question are an assumption.
+NAMED_WORKLOADS = {"chat": (1155, 211), "code": (2048, 28), "rag": (4096, 256)}
+NAMED_RANGE = "0.5"  # lengths of named workloads are drawn within half of the mean
+
+
 class BenchTokenizer(Protocol):
     """What a workload needs of quire.frontend.tokenizer.Tokenizer."""
 
@@ -57,6 +65,71 @@ def chat_render(tokenizer: Tokenizer) -> Render | None:
         return None
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens, name=tokenizer.name)
     return lambda text: renderer.render([{"role": "user", "content": text}])
+
+
+def named_workload(text: str) -> Workload:
+    """`chat`, `rag`, `code`, `random:IN/OUT`, or a file: a timed trace, prompts as JSON lines, or ShareGPT's JSON.
+
+    Raises ConfigError for anything else.
+    """
+    if text in NAMED_WORKLOADS:
+        prompt, output = NAMED_WORKLOADS[text]
+        return Workload(random_input_len=prompt, random_output_len=output, random_range_ratio=NAMED_RANGE)
+    if match := re.fullmatch(r"random:(\d{1,8})/(\d{1,8})", text):
+        prompt, output = map(int, match.groups())
+        if prompt and output:
+            return Workload(random_input_len=prompt, random_output_len=output)
+    path = Path(text)
+    if not text.startswith("random:") and path.is_file():
+        kind, more = _kind_of(path)
+        return Workload(dataset_name=kind, dataset_path=text, num_prompts=sys.maxsize, oversample=False, **more)
+    raise ConfigError(
+        "Unknown workload",
+        value=text,
+        expected=f"{', '.join(NAMED_WORKLOADS)}, random:IN/OUT such as random:512/128, or a file of requests",
+        param="workload",
+    )
+
+
+def _kind_of(path: Path) -> tuple[str, dict[str, Any]]:
+    """The data set's kind by its first line, and options that follow from it."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = next((line for line in file if line.strip()), "")
+    if first.lstrip().startswith("["):
+        return "sharegpt", {}
+    try:
+        row = json.loads(first)
+    except ValueError:
+        row = None
+    if isinstance(row, dict) and "input_length" in row:
+        return "timed_trace", {}
+    if isinstance(row, dict) and "prompt" in row:
+        return "custom", {"custom_output_len": -1} if "output_tokens" in row else {}
+    raise ConfigError(
+        f"The first line of {path} is of no workload that is known",
+        expected="a list of conversations, or an object with input_length and output_length, or with prompt",
+        param="workload",
+    )
+
+
+def request_lengths(options: Workload, open_tokenizer: Callable[[], BenchTokenizer]) -> list[tuple[int, int]]:
+    """Tokens of prompt and answer of each request of a workload. Texts are only made where they have to be counted.
+
+    Raises ConfigErrors as `make_requests` does.
+    """
+    if options.dataset_name == "random":
+        rng = random.Random(options.seed)
+        input_ratio, output_ratio = _ratios(options.random_range_ratio)
+        return [
+            (
+                max(_around(options.random_input_len, input_ratio, rng), 1),
+                max(_around(options.random_output_len, output_ratio, rng), 1),
+            )
+            for _ in range(options.num_prompts)
+        ]
+    if options.dataset_name == "timed_trace":
+        return [(length, output_len) for length, output_len, _ in _trace_rows(options)]
+    return [(each.prompt_len, each.output_len) for each in make_requests(options, open_tokenizer())]
 
 
 def make_requests(options: Workload, tokenizer: BenchTokenizer, render: Render | None = None) -> list[BenchRequest]:
@@ -158,21 +231,36 @@ def _timed_trace(options: Workload, tokenizer: BenchTokenizer) -> list[BenchRequ
     allowed = _allowed(tokenizer)
     chunk = options.timed_trace_chunk_hash_size
     requests: list[BenchRequest] = []
-    for row in _read_lines(options)[: options.num_prompts]:
-        length = int(_need(row, options.timed_trace_label_input_length, options))
+    for length, output_len, row in _trace_rows(options):
         ids: list[int] = []
         for hash_id in row.get(options.timed_trace_label_hash_ids, ()):
             ids += _chunk_tokens(f"{options.seed}:{hash_id}", chunk, allowed)
         # Beyond its hashes a prompt shares nothing with others.
         ids += _chunk_tokens(f"{options.seed}/{len(requests)}", max(length - len(ids), 0), allowed)
-        output_len = options.output_len or int(_need(row, options.timed_trace_label_output_length, options))
         timestamp = float(_need(row, options.timed_trace_label_timestamp, options)) * options.timed_trace_sec_multiplier
         requests.append(BenchRequest(ids[:length], length, output_len, timestamp))
-    if not requests:
-        raise ConfigError("The trace is empty", value=options.dataset_path, param="dataset_path")
     start = min(request.timestamp or 0.0 for request in requests)
     shifted = [replace(request, timestamp=(request.timestamp or 0.0) - start) for request in requests]
     return sorted(shifted, key=lambda request: request.timestamp or 0.0)
+
+
+def _trace_rows(options: Workload) -> list[tuple[int, int, dict[str, Any]]]:
+    """Tokens of prompt and answer, and the whole row, of each request of a trace."""
+    rows = []
+    for number, row in enumerate(_read_lines(options)[: options.num_prompts], 1):
+        length = _need(row, options.timed_trace_label_input_length, options)
+        output_len = options.output_len or _need(row, options.timed_trace_label_output_length, options)
+        if not all(isinstance(count, int) and count > 0 for count in (length, output_len)):
+            raise ConfigError(
+                f"Request {number} of {options.dataset_path} has an illegal length",
+                value=[length, output_len],
+                expected="whole numbers of tokens, at least 1",
+                param="dataset_path",
+            )
+        rows.append((length, output_len, row))
+    if not rows:
+        raise ConfigError("The trace is empty", value=options.dataset_path, param="dataset_path")
+    return rows
 
 
 class _Texts:
