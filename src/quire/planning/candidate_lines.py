@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.model_config import ModelConfig
-from quire.planning.candidates import Candidate, Candidates, memory_terms, missing_bytes, points
+from quire.planning.candidates import Candidate, Candidates, memory_terms, points
 from quire.planning.estimate import short, table
 from quire.planning.hardware import Hardware
 from quire.resolve import NEVER_RUN, shown_bytes
@@ -102,7 +102,7 @@ class RankedPlan:
         has_price = any(row.price_per_million() is not None for row in rows)
         head = ["hardware", "weights", "KV", "TP", "copies", "at once", "requests/s", "tokens/s"]
         yield from table(
-            head + ["per M tokens"] * has_price + ["meets it"],
+            head + ["per M"] * has_price + ["meets it"],
             [_ranked(row, has_price) for row in rows],
             num_names=3,
         )
@@ -132,9 +132,8 @@ class RankedPlan:
             f"fits      {best.copies * best.num_requests:,} requests of your workload at <= 1 % preemption, "
             f"{best.num_sequences:,} of {longest:,} tokens"
         )
-        share = self.candidates.demand.lengths.share_longer_than(longest)
-        if share:
-            yield f"          {share:.0%} of the requests are longer than max_model_len, and would be refused"
+        if share := self.candidates.demand.lengths.share_longer_than(longest):
+            yield f"          {share:.0%} of the requests are longer than that, and would be refused"
         yield ""
         yield "Of one copy:" if best.copies > 1 else "Predicted:"
         named = points(best)
@@ -152,18 +151,20 @@ class RankedPlan:
                 for name, point in named
             ],
         )
-        yield f"Nine of ten measurements should lie in the intervals; {best.origin}."
+        yield "Nine of ten measurements should lie in the intervals."
+        yield f"Speeds are {best.origin}."
         yield ""
 
     def _missing(self) -> Iterator[str]:
-        closest = self.candidates.closest
-        longest = self.candidates.demand.lengths.longest
+        closest, demand = self.candidates.closest, self.candidates.demand
+        what = f"a request of {demand.lengths.longest:,} tokens"
+        if demand.num_sequences is not None:
+            what = f"{demand.num_sequences:,} full contexts"
         words = " ".join(closest.flags) or "the checkpoint as it is"
         each = "each " if closest.hardware.count > 1 else ""
-        yield (
-            f"best      none: {words} on {closest.hardware.name} comes closest, with "
-            f"{shown_bytes(missing_bytes(closest))} missing on {each}device for a request of {longest:,} tokens"
-        )
+        missing = shown_bytes(closest.missing_bytes)
+        yield f"best      none: {words} on {closest.hardware.name} comes closest;"
+        yield f"          {missing} are missing on {each}device for {what}"
         yield from labelled(
             "memory",
             [f"{term.name:<9} {shown_bytes(term.num_bytes):>11}  {term.origin}" for term in memory_terms(closest)],
@@ -175,7 +176,7 @@ class RankedPlan:
         if best is None:
             closest = found.closest
             length = closest.max_model_len
-            if length >= LEAST_LENGTH:
+            if length >= LEAST_LENGTH and found.demand.num_sequences is None:
                 yield f"requests of at most {length:,} tokens: --max-model-len {length}"
             for other in (found.with_more_devices(closest), found.with_larger_devices(closest)):
                 if other is not None:
@@ -200,7 +201,7 @@ def _ranked(row: Candidate, has_price: bool) -> list[str]:
     ]
     point = row.best_point
     if point is None:
-        return [*cells, "-", "-", *(["-"] * has_price), f"lacks {shown_bytes(missing_bytes(row))}"]
+        return [*cells, f"lacks {shown_bytes(row.missing_bytes)}", "-", *(["-"] * has_price), "no"]
     rates = [(point.requests_per_second * row.copies).text(), short(point.tokens_per_second.value * row.copies)]
     price = row.price_per_million()
     prices = ["-" if price is None else f"{price.value:.2f}"] if has_price else []
@@ -208,14 +209,15 @@ def _ranked(row: Candidate, has_price: bool) -> list[str]:
 
 
 def _other(row: Candidate, what: str, than: Candidate | None = None) -> str:
-    """What another row gives, beside the best one."""
-    holds = f"{row.copies * row.num_requests:,} requests at once"
-    with_flags = f" with {' '.join(row.flags)}" if row.flags and than is None else ""
-    planned = "" if row.is_runnable else ", planned only"
-    if than is None or not than.requests_per_second:
-        return f"{what}{with_flags}: {holds}{planned}"
-    times = row.requests_per_second / than.requests_per_second
-    return f"{what}{with_flags}: {times:.2g} x the requests/s, {holds}{planned}"
+    """What another row gives, beside the best one if there is one."""
+    if than is None:
+        shared = f"TP {row.degree}, " * (not row.is_runnable)
+        what = f"{what}: {shared}{' '.join(row.fit.form.flags) or 'the checkpoint as it is'}"
+        what += f" --max-model-len {row.max_model_len}" * row.is_cut
+    parts = [f"{row.copies * row.num_requests:,} requests at once"]
+    if than is not None and than.requests_per_second:
+        parts.insert(0, f"{row.requests_per_second / than.requests_per_second:.2g} x the requests/s")
+    return f"{what}: {', '.join(parts)}{' (planned)' * (not row.is_runnable)}"
 
 
 def labelled(label: str, lines: list[str]) -> Iterator[str]:

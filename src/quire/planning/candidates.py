@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,12 +11,13 @@ from quire.config import EngineConfig
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.collectives import AllReduces
 from quire.errors import ModelConfigError
+from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig, WeightBytes
 from quire.planning.cut_model import ModelCut, check_degree
 from quire.planning.estimate import Estimate
 from quire.planning.fits import Fit, Form, fit_of, possible_forms, weight_bytes
 from quire.planning.hardware import Hardware, next_larger
-from quire.planning.memory_plan import logits_bytes
+from quire.planning.memory_plan import KvPages, logits_bytes
 from quire.planning.request_lengths import RequestLengths
 from quire.planning.service import Goals, Point, Service
 from quire.planning.step_costs import KnownCost, described_cost, known_cost, step_arithmetic
@@ -77,7 +78,7 @@ class Candidate:
     @property
     def is_cut(self) -> bool:
         """A full context does not fit."""
-        return self.max_model_len < self.fit.form.resolved.model.max_model_len
+        return 0 < self.max_model_len < self.fit.form.resolved.model.max_model_len
 
     @property
     def is_runnable(self) -> bool:
@@ -92,6 +93,16 @@ class Candidate:
     @property
     def fits(self) -> bool:
         return self.service is not None
+
+    @property
+    def missing_bytes(self) -> int:
+        """On each device, for the longest request of the workload, or for as many full contexts as were asked for."""
+        pages, longest = self.fit.pages, self.fit.form.resolved.model.max_model_len
+        needed = pages.for_request(min(self.demand.lengths.longest, longest))
+        if self.demand.num_sequences is not None:
+            of_a_copy = -(-self.demand.num_sequences // self.copies)
+            needed = max(pages.for_request(longest), of_a_copy * pages.while_decoding(longest))
+        return max(needed * pages.page_bytes - self.fit.num_bytes, 0)
 
     @cached_property
     def within(self) -> int:
@@ -111,6 +122,8 @@ class Candidate:
     @property
     def meets(self) -> bool:
         """Whether the workload, its rate and its times are met, by the predictions themselves."""
+        if self.demand.lengths.longest > self.fit.form.resolved.model.max_model_len:
+            return False  # some requests would be refused
         return self.within > 0 and self.requests_per_second >= (self.demand.goals.request_rate or 0.0)
 
     @cached_property
@@ -137,13 +150,13 @@ class Candidate:
         return point.tokens_per_second.over(per_hour * 1e6 / SECONDS_PER_HOUR)
 
     def rank(self) -> tuple[float, ...]:
-        """The smallest is the best: it meets the demand, runs, holds a full context, loses least, and costs least."""
+        """The smallest is the best: it meets the demand, runs, loses least, holds a full context, and costs least."""
         price = self.price_per_million()
         cost = price.value if price else -self.requests_per_second / self.hardware.count
         if not self.meets:
-            missing = 0 if self.fits else missing_bytes(self) * self.degree
+            missing = self.missing_bytes * self.degree
             return (1, not self.fits, missing, not self.is_runnable, -self.requests_per_second)
-        return (0, not self.is_runnable, self.is_cut, self.fit.form.expected_loss, cost, self.degree)
+        return (0, not self.is_runnable, self.fit.form.expected_loss, self.is_cut, cost, self.degree)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -160,7 +173,7 @@ class Candidate:
             "memory": [term.as_dict() for term in memory_terms(self)],
             "requests_that_fit": self.copies * self.num_requests,
             "verdict": self.verdict,
-            "missing_bytes": 0 if self.fits else missing_bytes(self),
+            "missing_bytes": self.missing_bytes,
             "points": [point.as_dict() | {"name": name} for name, point in points(self)],
             "speed_origin": self.origin,
             "requests_per_second": float(f"{self.requests_per_second:.4g}"),
@@ -191,12 +204,11 @@ def memory_terms(candidate: Candidate) -> list[MemoryTerm]:
     fit, form = candidate.fit, candidate.fit.form
     memory, weights = fit.memory, sum(fit.weight_bytes)
     kv_bytes = fit.num_blocks * fit.pages.page_bytes
-    per_token = f"{fit.kv_bytes_per_token:,} bytes per token that all layers keep"
     return [
         MemoryTerm(
             "weights", weights, "exact" if candidate.is_exact else "assumed", f"{form.weights.name}, from config.json"
         ),
-        MemoryTerm("KV cache", kv_bytes, "exact", f"{fit.num_tokens:,} tokens; {per_token}"),
+        MemoryTerm("KV cache", kv_bytes, "assumed", _tokens(fit)),
         MemoryTerm("work", memory.work_bytes, "assumed", "at least: activations and logits of a full step"),
         MemoryTerm("left", memory.total_bytes - weights - kv_bytes - memory.work_bytes, "assumed", _left(candidate)),
     ]
@@ -204,8 +216,11 @@ def memory_terms(candidate: Candidate) -> list[MemoryTerm]:
 
 def _left(candidate: Candidate) -> str:
     share = candidate.fit.form.resolved.device.gpu_memory_utilization
-    reserve = "to the system and to fragments"
-    return reserve if share is None else f"{reserve}; --gpu-memory-utilization {share}"
+    return "reserve" if share is None else f"reserve; --gpu-memory-utilization {share}"
+
+
+def _tokens(fit: Fit) -> str:
+    return f"the rest: {fit.num_tokens:,} tokens of {fit.kv_bytes_per_token:,} bytes"
 
 
 def points(candidate: Candidate) -> list[tuple[str, Point]]:
@@ -222,12 +237,6 @@ def points(candidate: Candidate) -> list[tuple[str, Point]]:
     if goals.has_slo and candidate.within:
         counts[candidate.within] = "within the SLO"
     return [(counts[count], service.at(count)) for count in sorted(counts)]
-
-
-def missing_bytes(candidate: Candidate) -> int:
-    """On each device, for one request of the workload's longest."""
-    fit = candidate.fit
-    return max(fit.pages.for_request(candidate.demand.lengths.longest) * fit.pages.page_bytes - fit.num_bytes, 0)
 
 
 class Candidates:
@@ -247,10 +256,10 @@ class Candidates:
         demand: Demand,
         degree: int | None = None,
     ) -> None:
-        self._engine, self._model, self._hardware, self.demand = engine, model, hardware, demand
-        self._degree = degree
-        self._parts: dict[tuple[str, str | None, str, int], Part | None] = {}
-        self._arithmetic: dict[tuple[str, str | None, str, int], StepArithmetic] = {}
+        self._engine, self._model, self.demand, self._degree = engine, model, demand, degree
+        self._parts: dict[Hashable, Part | None] = {}
+        self._pages: dict[Hashable, KvPages] = {}
+        self._arithmetic: dict[Hashable, StepArithmetic] = {}
         self.refused: dict[str, str] = {}
         self.rows = sorted((row for each in hardware for row in self._on(each)), key=Candidate.rank)
 
@@ -262,7 +271,7 @@ class Candidates:
     @property
     def closest(self) -> Candidate:
         """Where the fewest bytes are missing on all devices of a copy."""
-        return min(self.rows, key=lambda row: missing_bytes(row) * row.degree)
+        return min(self.rows, key=lambda row: row.missing_bytes * row.degree)
 
     def with_larger_devices(self, row: Candidate) -> Candidate | None:
         """The first row on the next larger GPUs that fits; None: none of the table does."""
@@ -325,27 +334,25 @@ class Candidates:
         part = self._part(form, degree)
         if part is None:
             return None
-        fit = fit_of(form, part[0], hardware.facts, part[1])
+        fit = fit_of(form, part[0], hardware.facts, part[1], self._pages_of(form, part[0], degree))
         if degree > 1:
             fit = _with_all_logits(fit, self._model)
-        lengths, wanted = demand.lengths, form.resolved.model.max_model_len
-        longest = min(fit.pages.longest(fit.num_blocks), wanted)
-        holds = longest >= lengths.longest if demand.num_sequences is None else longest == wanted
-        copies, is_exact = hardware.count // degree, self._model.is_native
-        if demand.num_sequences is not None and holds:
-            holds = copies * fit.pages.num_requests(fit.num_blocks, wanted) >= demand.num_sequences
-        room = lengths.that_fit(fit.pages, fit.num_blocks) if holds else 0
-        if not room:
-            return Candidate(hardware, degree, fit, longest, 0, demand, None, "", is_exact)
+        longest = min(fit.pages.longest(fit.num_blocks), form.resolved.model.max_model_len)
+        row = Candidate(hardware, degree, fit, longest, 0, demand, None, "", self._model.is_native)
+        if row.missing_bytes:
+            return row
+        room = demand.lengths.that_fit(fit.pages, fit.num_blocks)
         known = self._cost(hardware, form, degree)
         layers, row_bytes = len(self._model.layers), self._model.hidden_size * DTYPE_BYTES[form.weights.dtype]
         sums = AllReduces(degree, 2 * layers, row_bytes, hardware.link_bandwidth)
         steps = form.resolved.scheduler
-        service = Service(known.cost, sums, lengths, steps.max_num_batched_tokens, min(room, steps.max_num_seqs))
-        return Candidate(hardware, degree, fit, longest, room, demand, service, known.origin, is_exact)
+        room_now = min(room, steps.max_num_seqs)
+        service = Service(known.cost, sums, demand.lengths, steps.max_num_batched_tokens, room_now)
+        return replace(row, num_requests=room, service=service, origin=known.origin)
 
     def _part(self, form: Form, degree: int) -> Part | None:
-        key = (form.weights.dtype, form.weights.quantization, form.resolved.device.isa, degree)
+        is_packed = packs_floats(form.resolved.device.isa)
+        key = (form.weights.dtype, form.weights.quantization, is_packed, degree)
         if key not in self._parts:
             try:
                 part = ModelCut(self._model, form.weights.quantization, degree).part()
@@ -353,6 +360,14 @@ class Candidates:
             except ModelConfigError:
                 self._parts[key] = None
         return self._parts[key]
+
+    def _pages_of(self, form: Form, part: ModelConfig, degree: int) -> KvPages:
+        """The same for all formats of the weights."""
+        settings = form.resolved.model
+        key = (settings.dtype, settings.kv_cache_dtype, settings.block_size, form.resolved.scheduler, degree)
+        if key not in self._pages:
+            self._pages[key] = KvPages.of(form.resolved, part)
+        return self._pages[key]
 
     def _cost(self, hardware: Hardware, form: Form, degree: int) -> KnownCost:
         if not hardware.is_known:

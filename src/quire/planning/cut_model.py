@@ -10,6 +10,8 @@ from quire.formats.stored_linear import StoredLinear, legal_cuts
 from quire.layer_spec import WHOLE, Attention, Dense, FeedForward, Full, LinearShape
 from quire.model_config import ModelConfig
 
+MOST_DEGREES = 64  # devices per copy that are looked at where the legal numbers are listed
+
 
 class ModelCut:
     """Cuts a model whose weights are in one format into `num_parts` equal parts.
@@ -99,14 +101,19 @@ def why_not_cut(model: ModelConfig, quantization: str | None, degree: int) -> st
     return None
 
 
-def check_degree(model: ModelConfig, quantization: str | None, degree: int, most: int) -> None:
-    """ConfigError for a number of parts that the model cannot have, with those that it can have."""
-    reason = "a model has at least one part" if degree < 1 else why_not_cut(model, quantization, degree)
+def check_degree(model: ModelConfig, quantization: str | None, degree: int, num_devices: int) -> None:
+    """ConfigError for a number of parts that the model cannot have on so many devices, with those that it can have."""
+    reason = f"{num_devices} devices do not make whole copies" if num_devices % max(degree, 1) else None
+    if degree < 1:
+        reason = "a copy takes at least one device"
+    reason = reason or why_not_cut(model, quantization, degree)
     if reason is not None:
-        valid = ", ".join(map(str, legal_degrees(model, quantization, max(most, degree))))
+        legal = legal_degrees(model, quantization, MOST_DEGREES)
+        here = [each for each in legal if num_devices % each == 0]
         raise ConfigError(
-            f"The model cannot be shared by so many devices: {reason}",
+            f"A copy of the model cannot be shared by {degree} devices: {reason}",
             value=degree,
-            expected=f"one of {valid}",
+            expected=f"one of {', '.join(map(str, here))} with {num_devices} devices; the model allows "
+            + ", ".join(map(str, legal)),
             param="tensor_parallel_size",
         )

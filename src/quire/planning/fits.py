@@ -153,26 +153,27 @@ def weight_bytes(form: Form, model: ModelConfig) -> WeightBytes:
     return model.weight_bytes_by_kind(form.weights.dtype, form.weights.quantization, is_packed=packed)
 
 
-def fit_of(form: Form, model: ModelConfig, device: DeviceFacts, num_bytes: WeightBytes) -> Fit:
+def fit_of(form: Form, model: ModelConfig, device: DeviceFacts, num_bytes: WeightBytes, pages: KvPages) -> Fit:
     """What the formats leave for the KV cache on a device.
 
     Args:
         model: the whole one, or the part that a device holds.
         num_bytes: of its weights.
+        pages: that its requests take.
     """
     memory = predict_memory(form.resolved, model, device, sum(num_bytes))
-    kv_cache_bytes, why = bytes_for_kv_cache(form.engine, model, form.resolved, memory)
+    kv_cache_bytes, why = bytes_for_kv_cache(form.engine, form.resolved, memory, pages)
     fit = Fit(
         form=form,
         weight_bytes=num_bytes,
         kv_bytes_per_token=model.kv_bytes_per_token(kv_format(form.kv_cache_dtype, form.weights.dtype)),
         num_bytes=kv_cache_bytes,
         why=why,
-        pages=KvPages.of(form.resolved, model),
+        pages=pages,
         max_model_len=form.resolved.model.max_model_len,
         memory=memory,
     )
-    return replace(fit, max_model_len=length_that_starts(form.engine, form.resolved, fit.pages, fit.num_blocks))
+    return replace(fit, max_model_len=length_that_starts(form.engine, form.resolved, pages, fit.num_blocks))
 
 
 def _weight_formats(engine: EngineConfig, model: ModelConfig, own: Resolved) -> Iterator[tuple[str, str | None, float]]:

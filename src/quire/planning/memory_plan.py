@@ -194,13 +194,13 @@ def length_that_starts(config: EngineConfig, resolved: Resolved, pages: KvPages,
 
 
 def bytes_for_kv_cache(
-    config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts
+    config: EngineConfig, resolved: Resolved, memory: MemoryFacts, pages: KvPages
 ) -> tuple[int, str]:
     """What there is memory for, also beyond what the running requests of a start could use, and why.
 
     Negative if weights, work and reserve take more than there is.
     """
-    offer = _offer(config, resolved, memory, KvPages.of(resolved, model).page_bytes)
+    offer = _offer(config, resolved, memory, pages.page_bytes)
     return offer.num_bytes, offer.detail
 
 

@@ -60,9 +60,7 @@ class RequestLengths:
         return sum(request.total > num_tokens for request in self.requests) / len(self.requests)
 
     def that_fit(self, pages: KvPages, num_pages: int) -> int:
-        """Requests that run together and run out of pages in one step of a hundred at most."""
-        if num_pages < pages.for_request(self.longest):
-            return 0
+        """Requests, one at least, that run together and run out of pages in one step of a hundred at most."""
         mean, spread = self._pages(pages)
         half = SHORTAGE_QUANTILE * spread / 2
         root = (math.sqrt(half * half + mean * num_pages) - half) / mean  # n mean + z spread sqrt(n) = num_pages

@@ -16,6 +16,7 @@ from quire.formats.kv_format import kv_format
 from quire.model_config import ModelConfig, WeightBytes
 from quire.planning.estimate import Estimate, table
 from quire.planning.fits import Fit, WeightsForm, fit_of, possible_forms, weight_bytes
+from quire.planning.memory_plan import KvPages
 from quire.planning.step_costs import KnownCost, decode_step
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.settings import Resolved
@@ -212,7 +213,8 @@ def plan(
             step = None if known is None else decode_step(known.cost, 1)
             rows[form.weights] = WeightsRow(form.weights, weight_bytes(form, model), step)
             origins += [] if known is None else [known.origin]
-        fits.append(fit_of(form, model, device, rows[form.weights].num_bytes))
+        pages = KvPages.of(form.resolved, model)
+        fits.append(fit_of(form, model, device, rows[form.weights].num_bytes, pages))
     weights, origin = list(rows.values()), "; ".join(dict.fromkeys(origins))
     return ModelPlan(model_name, model, memory_name, forms[0].resolved, weights, fits, refused, num_sequences, origin)
 
