@@ -15,10 +15,11 @@ from quire.errors import ConfigError
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning.candidate_lines import RankedPlan
 from quire.planning.candidates import Candidate, Candidates, Demand, memory_terms, points
+from quire.planning.devices import LEAST_CAPABILITY
 from quire.planning.hardware import parse_hardware
 from quire.planning.request_lengths import RequestLength, RequestLengths
 from quire.planning.service import Goals
-from tests.planning.goldens import CHATS, FILE, HERE, candidates_of, facts
+from tests.planning.goldens import CHATS, FILE, GIB, HERE, candidates_of, facts
 from tests.planning.test_cut_model import AWQ
 from tests.real_models import MODELS, write_config
 
@@ -296,3 +297,20 @@ def test_a_degree_that_was_asked_for(tmp_path: Path) -> None:
     model = load_model_config(folder)
     found = Candidates(engine, model, parse_hardware("h100x2", HERE, ()), CHATS)
     assert {row.fit.form.weights.name for row in found.rows} == {"int4"}, "what the user has named is not up for choice"
+
+
+def test_the_documented_table() -> None:
+    """docs/planning.md has a row for each GPU that kernels run on, with its numbers."""
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    for gpu in GPUS.values():
+        fp8 = f"{gpu.fp8_flops / 1e12:g}" if gpu.fp8_flops else "-"
+        cells = (
+            f"`{gpu.name}`",
+            f"{gpu.memory_bytes / GIB:.2f}",
+            f"{gpu.read_bandwidth / 1e9:,.0f}",
+            f"{gpu.bf16_flops / 1e12:g}",
+            fp8,
+            f"{gpu.capability / 10:.1f}",
+            gpu.aws or "-",
+        )
+        assert (f"| {' | '.join(cells)} |" in text) == (gpu.capability >= LEAST_CAPABILITY), gpu.name

@@ -43,6 +43,16 @@ def test_more_requests_wait_longer_and_get_more_done() -> None:
         assert more.requests_per_second.value > one.requests_per_second.value
 
 
+@pytest.mark.parametrize("length", [RequestLength(600, 200), RequestLength(1500, 20), RequestLength(5000, 300)])
+def test_no_more_than_full_steps_can_do(length: RequestLength) -> None:
+    """The prompts of all that is served were computed: at best in whole steps, beside nothing."""
+    served, cost = service(room=2048, lengths=RequestLengths("test", [length])), cost_model(CONSTANTS, 0.25)
+    full = cost.predict(cost.arithmetic.load([0], [2048], 1)).seconds
+    rates = [served.at(count).requests_per_second.value for count in range(1, served.most + 1)]
+    assert max(rates) * length.prompt / 2048 * full < 1
+    assert all(more > 0.995 * one for one, more in pairwise(rates)), "more requests never get less done"
+
+
 def test_searches_find_what_a_walk_finds() -> None:
     served = service()
     every = [served.at(count) for count in range(1, served.most + 1)]

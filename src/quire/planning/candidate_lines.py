@@ -108,6 +108,8 @@ class RankedPlan:
         )
         if num_hidden:
             yield f"{num_hidden} more rows, other formats of the KV cache among them: --json."
+        if has_price:
+            yield "per M: the price of a million tokens of answers, if there are always enough requests."
         if any(not row.is_runnable for row in rows):
             yield "* is planned: no version runs a copy on several devices yet."
 
@@ -165,10 +167,10 @@ class RankedPlan:
         missing = shown_bytes(closest.missing_bytes)
         yield f"best      none: {words} on {closest.hardware.name} comes closest;"
         yield f"          {missing} are missing on {each}device for {what}"
-        yield from labelled(
-            "memory",
-            [f"{term.name:<9} {shown_bytes(term.num_bytes):>11}  {term.origin}" for term in memory_terms(closest)],
+        terms = ", ".join(
+            f"{term.name} {shown_bytes(term.num_bytes)} ({term.origin})" for term in memory_terms(closest)[::2]
         )
+        yield f"memory    {weights}, {work}, of {shown_bytes(closest.hardware.memory_bytes)}"
 
     def _changes(self) -> Iterator[str]:
         """What would change the answer, or, if nothing fits, what would make something fit; the easiest first."""

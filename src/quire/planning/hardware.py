@@ -61,14 +61,15 @@ class Hardware:
 
     def text(self) -> str:
         """For people."""
-        parts = [f"{shown_bytes(self.memory_bytes)} each" if self.count > 1 else shown_bytes(self.memory_bytes)]
+        each = " each" * (self.count > 1)
+        parts = [shown_bytes(self.memory_bytes) + each]
         if self.is_known:
             rates = self.ceilings(None)
             parts += [f"{rates.read_bandwidth / 1e9:,.0f} GB/s", f"{rates.flops / 1e12:,.0f} Tflop/s"]
         if self.gpu is not None and self.gpu.aws:
             parts.append(f"AWS {self.gpu.aws}")
         if self.price_per_hour is not None:
-            parts.append(f"{self.price_per_hour:g} per hour each")
+            parts.append(f"{self.price_per_hour:g} per hour{each}")
         return f"{self.name}: {', '.join(parts)} ({self.origin})"
 
     def as_dict(self) -> dict[str, Any]:

@@ -81,9 +81,10 @@ class Service:
 
     def __init__(self, cost: CostModel, sums: AllReduces, lengths: RequestLengths, step_tokens: int, room: int) -> None:
         self._cost, self._sums, self._step_tokens = cost, sums, step_tokens
-        self._prompt, self._output = lengths.mean_prompt, lengths.mean_output
+        self._prompt, self._output = max(round(lengths.mean_prompt), 1), lengths.mean_output
         context = round(lengths.resident_tokens())
         self._row = cost.arithmetic.load([max(context - 1, 0)], [1], 1)
+        self._whole_prompt = cost.arithmetic.load([0], [self._prompt], 1)
         # Prompts and answers share the tokens of steps: with more requests than this they would all be prompts.
         busy = int(step_tokens * self._output / (self._prompt + self._output))
         self.most = max(min(room, busy), 1)
@@ -116,8 +117,8 @@ class Service:
         return self._known[count]
 
     def _at(self, count: int) -> Point:
-        decode, share = self._step(count, 0), self._prompt_share(count)
-        mixed = self._step(count, self._chunk(count))
+        decode, (chunk, share) = self._step(count, 0), self._prompts_beside(count)
+        mixed = self._step(count, chunk)
         itl = decode.seconds + share * (mixed.seconds - decode.seconds)
         ttft = self._ttft(count, share, decode.seconds)
         ratio = decode.high / decode.seconds
@@ -135,30 +136,47 @@ class Service:
         """The prompt's own steps beside the others' tokens, half a step that runs already, and half a prompt before."""
         others, chunk = count - 1, self._chunk(count)
         whole, rest = divmod(self._prompt, chunk)
-        own = whole * self._step(others, chunk).seconds + (
-            self._step(others, round(rest)).seconds if rest >= 1 else 0.0
-        )
+        own = whole * self._step(others, chunk).seconds
+        own += self._step(others, rest).seconds if rest else 0.0
         return own + (decode_seconds / 2 + share * own / 2 if others else 0.0)
 
     def _chunk(self, count: int) -> int:
-        """Tokens of a prompt in one step."""
-        return max(min(round(self._prompt), self._step_tokens - count), 1)
+        """Tokens of one prompt in a step."""
+        return max(min(self._prompt, self._step_tokens - count), 1)
 
-    def _prompt_share(self, count: int) -> float:
-        """Share of the steps that carry prompts of others."""
-        prompt_tokens = (count - 1) * self._prompt / self._output  # per step
-        return min(prompt_tokens / self._chunk(count), 1.0)
+    def _prompts_beside(self, count: int) -> tuple[int, float]:
+        """Tokens of the others' prompts in a step that has some, and the share of such steps.
+
+        As many prompts are computed as answers end.
+        """
+        needed = (count - 1) * self._prompt / self._output
+        chunk = max(self._chunk(count), round(needed))
+        return chunk, needed / chunk
 
     def _step(self, count: int, prompt_tokens: int) -> StepTime:
-        """A step with a token of each of `count` requests and a piece from the middle of a prompt."""
-        row = self._row
-        load = Load(count, count, count, tuple(count * n for n in row.kv_tokens), tuple(count * n for n in row.pairs))
-        if prompt_tokens:
-            start = max(round(self._prompt) - prompt_tokens, 0) // 2
-            load = self._cost.arithmetic.with_row(load, start, prompt_tokens, 1)
+        """A step with a token of each of `count` requests, whole prompts, and a piece from the middle of one."""
+        whole, rest = divmod(prompt_tokens, self._prompt)
+        load = _sum(count, self._row, whole, self._whole_prompt)
+        if rest:
+            load = self._cost.arithmetic.with_row(load, (self._prompt - rest) // 2, rest, 1)
         step, sums = self._cost.predict(load), self._sums.seconds(load.num_tokens)
         ratio, seconds = step.high / step.seconds, step.seconds + sums
         return StepTime(seconds, seconds / ratio, seconds * ratio, "links" if sums > step.seconds else step.bound)
+
+
+def _sum(count: int, one: Load, more: int, other: Load) -> Load:
+    """`count` times one load, and `more` times the other one."""
+
+    def add(first: int, second: int) -> int:
+        return count * first + more * second
+
+    return Load(
+        add(one.num_tokens, other.num_tokens),
+        add(one.num_rows, other.num_rows),
+        add(one.num_logits, other.num_logits),
+        tuple(map(add, one.kv_tokens, other.kv_tokens)),
+        tuple(map(add, one.pairs, other.pairs)),
+    )
 
 
 def _interval(seconds: float, ratio: float) -> Estimate:
