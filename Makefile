@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CXX ?= c++
 export CXX
+# Each of the many processes that tests start would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 # What pip shall install as torch, in pip's words: a requirement, a file, options. Empty: a CPU build, unless there is a GPU.
 TORCH ?=
 # The name says whether the kernels were compiled, so that a compiler installed later is noticed.

@@ -28,7 +28,7 @@ import uvloop
 from quire.measure import report
 from quire.measure.load import Run
 from quire.measure.options import Report, Target, Traffic, Workload
-from quire.measure.serving import Plan, find_server, one_round, warm_up
+from quire.measure.serving import find_server, one_round, warm_up
 from quire.measure.statistics import measure
 
 INPUT_LEN, OUTPUT_LEN, MAX_NUM_SEQS, MAX_QUEUED = 64, 128, 16, 16
@@ -58,7 +58,7 @@ class Bench:
         """Send so many requests, with prompts nobody has sent before."""
         self._seed += 1
         workload = Workload(num_prompts=num_prompts, random_input_len=INPUT_LEN, random_output_len=OUTPUT_LEN)
-        plan = Plan.of(workload, traffic, self._server)
+        plan = self._server.plan(workload, traffic)
         requests = plan.requests(self._seed)
         if traffic.num_warmups:
             self._runner.run(warm_up(self._server, plan))

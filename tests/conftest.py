@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import shutil
@@ -28,6 +29,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_NUM_THREADS", "1")
         importlib.import_module("quire.kernels.cpu")  # reads it once
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays. A collection of garbage, which every capture of graphs asks for, need not look at it."""
+    gc.collect()
+    gc.freeze()
+
 
 # The machine that runs the tests may be busy.
 settings.register_profile(

@@ -141,8 +141,13 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     sample_seconds: float = 0.0
     output_seconds: float = 0.0
     step_seconds: float = 0.0
-    predicted_seconds: float = 0.0  # what step_seconds was taken to be before it ran; 0: nothing was
-    # As cost.arithmetic.Load: a number per kind of layer.
+    # What step_seconds was taken to be before it ran, as cost.step_time.StepTime; 0: nothing was.
+    predicted_seconds: float = 0.0
+    predicted_low_seconds: float = 0.0
+    predicted_high_seconds: float = 0.0
+    bound: str = ""
+    # As cost.arithmetic.Load; where there is one per kind of layer, in tuples.
+    num_logits: int = 0
     kv_tokens: tuple[int, ...] = ()
     pairs: tuple[int, ...] = ()
     evicted_blocks: list[EvictedBlock] | None = None  # None: without --kv-cache-metrics

@@ -1,176 +1,152 @@
-"""The command lines of the five guides, by row: each runs, runs with a notice, or is refused with the way out."""
+"""The command lines of the five guides: each runs, runs with a notice, or is refused, and `explain --vllm` says so.
+
+Lines that are rebuilt from the rows are named in `guides.REBUILT`, the others are verbatim.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
+from pathlib import Path
 
 import pytest
 
+from quire.cli import explain_vllm
+from quire.cli.explain_vllm import STOPS, explain_command
+from quire.cli.main import main
 from quire.compat.environment import check_environment
-from quire.config import EngineConfig
+from quire.compat.pasted import BROKEN, read_pasted
+from quire.config import EngineConfig, ServerConfig
+from quire.entry.listen import check_guarded
 from quire.errors import ConfigError
+from quire.planning import devices
+from tests.cli.guides import LINES, REBUILT, S0_3, S1_4, Line
 from tests.cli.reading import read
 
-# guide and row, command line, settings it must give
-RUNS = [
-    ("S0-6", "--model TheBloke/Mistral-7B-Instruct-v0.2-AWQ --quantization awq", {"quantization": "awq"}),
-    ("S0-6", "--model TheBloke/Mistral-7B-Instruct-v0.2-GPTQ --quantization gptq", {"quantization": "gptq"}),
-    (
-        "S1-11",
-        "m/Meta-Llama-3.1-8B-Instruct-AWQ --quantization awq --dtype half",
-        {"quantization": "awq", "dtype": "half"},
-    ),
-    ("S2-9", "--model meta-llama/Llama-3-8b --quantization fp8 --dtype auto", {"quantization": "fp8"}),
-    ("S4-26", "Qwen/Qwen3-32B-FP8 --quantization fp8", {"quantization": "fp8"}),
-    (
-        "S0-3",
-        "--model mistralai/Mistral-7B-Instruct-v0.2 --tensor-parallel-size 1 --gpu-memory-utilization 0.90 "
-        "--max-model-len 8192 --max-num-seqs 256 --max-num-batched-tokens 8192 --port 8000",
-        {"max_model_len": 8192, "max_num_seqs": 256, "gpu_memory_utilization": 0.9, "port": 8000},
-    ),
-    ("S0-4", "--model m --gpu-memory-utilization 0.95", {"gpu_memory_utilization": 0.95}),
-    ("S0-4", "--model m --gpu-memory-utilization 0.85", {"gpu_memory_utilization": 0.85}),
-    (
-        "S0-11",
-        "--model m --max-num-batched-tokens 16384 --max-num-seqs 512",
-        {"max_num_batched_tokens": 16384, "max_num_seqs": 512},
-    ),
-    (
-        "S0-18",
-        "--model m --served-model-name mistral-7b --host 0.0.0.0 --port 8000 --max-model-len 8192 "
-        "--gpu-memory-utilization 0.90 --max-num-seqs 256 --enable-prefix-caching --uvicorn-log-level warning",
-        {"served_model_name": ("mistral-7b",), "host": "0.0.0.0", "uvicorn_log_level": "warning"},
-    ),
-    ("S4-6", "m --kv-cache-dtype fp8_e4m3", {"kv_cache_dtype": "fp8_e4m3"}),
-    ("S4-31", "--model m --kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}),
-    ("S1-3", "meta-llama/Llama-3.1-8B-Instruct", {"model": "meta-llama/Llama-3.1-8B-Instruct"}),
-    (
-        "S1-8",
-        "m --enable-prefix-caching --gpu-memory-utilization 0.95 --max-model-len 4096",
-        {"enable_prefix_caching": True},
-    ),
-    ("S1-9", "m --max-num-seqs 256 --max-num-batched-tokens 32768", {"max_num_batched_tokens": 32768}),
-    (
-        "S1-15",
-        "m --gpu-memory-utilization 0.95 --max-model-len 4096 --max-num-seqs 256 --enable-prefix-caching --dtype half "
-        "--port 8000",
-        {"dtype": "half", "max_num_seqs": 256},
-    ),
-    (
-        "S2-3",
-        "--model m --tensor-parallel-size 1 --max-model-len 8192 --max-num-seqs 256 --gpu-memory-utilization 0.90 "
-        "--host 0.0.0.0 --port 8000",
-        {"tensor_parallel_size": 1, "host": "0.0.0.0"},
-    ),
-    ("S2-15", "--model m --max-num-seqs 32 --max-num-batched-tokens 4096", {"max_num_seqs": 32}),
-    (
-        "S4-27",
-        "--model m --quantization gguf --gguf-file m.Q4_K_M.gguf",
-        {"quantization": "gguf", "gguf_file": "m.Q4_K_M.gguf"},
-    ),
-    ("S2-15", "m --performance-mode interactivity", {"performance_mode": "interactivity"}),
-    (
-        "S3-1",
-        "--model m --max-num-batched-tokens 8192 --gpu-memory-utilization 0.85",
-        {"max_num_batched_tokens": 8192},
-    ),
-    (
-        "S3-2",
-        "--model m --enable-chunked-prefill --max-num-batched-tokens 4096",
-        {"enable_chunked_prefill": True, "enable_prefix_caching": True},
-    ),
-    ("S3-2", "--model m --enable-chunked-prefill False", {"enable_chunked_prefill": False}),
-    ("S3-3", "--model m --enable-prefix-caching", {"enable_prefix_caching": True}),
-    ("S3-5", "--model m --num-speculative-decoder-samples 0", {"model": "m"}),
-    ("S3-6", "--model m --block-size 32 --gpu-memory-utilization 0.88", {"block_size": 32}),
-]
-
-# row, command line, settings, the notice's words
-RUNS_WITH_NOTICE = [
-    (
-        "S2-14",
-        "--model m --max-num-seqs 512 --max-num-batched-tokens 32768 --block-size 32 --swap-space 4",
-        {"block_size": 32, "max_num_seqs": 512},
-        "--swap-space has no effect: preempted requests are computed again",
-    ),
-    (
-        "S4-23",
-        "--model m --lora-extra-vocab-size 256",
-        {"model": "m"},
-        "--lora-extra-vocab-size has no effect: a vocabulary never grows here",
-    ),
-]
-
-# row, command line, the name the error is about, what its text says
-REFUSED = [
-    (
-        "S0-16",
-        "--model meta-llama/Meta-Llama-3-8B --speculative-model meta-llama/Meta-Llama-3-1B --num-speculative-tokens 5",
-        "num_speculative_tokens",
-        "present flag is --spec-tokens",
-    ),
-    (
-        "S2-7",
-        "--model meta-llama/Llama-3-70b --tensor-parallel-size 4 --dtype bfloat16 --max-model-len 16384 "
-        "--gpu-memory-utilization 0.95",
-        "tensor_parallel_size",
-        "Tensor parallelism is not supported",
-    ),
-    (
-        "S2-11",
-        "--model m --speculative-model d --num-speculative-tokens 5 --tensor-parallel-size 4",
-        "num_speculative_tokens",
-        "Not supported either: --speculative-model",
-    ),
-    ("S3-4", "--model m --tensor-parallel-size 2", "tensor_parallel_size", "Leave --tensor-parallel-size out"),
-    (
-        "S3-5",
-        "--model m --num-speculative-decoder-samples 4",
-        "num_speculative_decoder_samples",
-        "no version of vLLM had it",
-    ),
-    (
-        "S4-23",
-        "--model m --enable-lora --lora-modules a=/a b=/b --max-loras 1 --max-lora-rank 16 --lora-extra-vocab-size 256",
-        "enable_lora",
-        "Not supported either: --lora-modules",
-    ),
-]
+RUNS = [line for line in LINES if not line.statuses]
+REFUSED = [line for line in LINES if STOPS & set(line.statuses.values())]
+RUNS_WITH_NOTICE = [line for line in LINES if line not in RUNS and line not in REFUSED]
 
 
-def _check(line: str, settings: dict[str, object]) -> None:
-    engine, server = read(*shlex.split(line))
+def _row(line: Line) -> str:
+    return line.row
+
+
+@pytest.fixture(autouse=True)
+def no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the working folder nor in the hub's cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(explain_vllm, "cached_file", lambda *_: None)
+
+
+def _check(words: list[str], settings: dict[str, object]) -> tuple[EngineConfig, ServerConfig]:
+    engine, server = read(*words)
     for name, value in settings.items():
         assert getattr(engine if hasattr(engine, name) else server, name) == value
+    check_guarded(server, server.api_key)
+    return engine, server
 
 
-@pytest.mark.parametrize(("row", "line", "settings"), RUNS, ids=[row for row, *_ in RUNS])
-def test_runs(row: str, line: str, settings: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("line", RUNS, ids=_row)
+def test_runs(line: Line, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        _check(line, settings)
+        _check(read_pasted(line.text).words, line.settings)
     assert not caplog.records, "flags that do what the guide says need no notice"
 
 
-@pytest.mark.parametrize(
-    ("row", "line", "settings", "notice"), RUNS_WITH_NOTICE, ids=[row for row, *_ in RUNS_WITH_NOTICE]
-)
-def test_runs_with_notice(
-    row: str, line: str, settings: dict[str, object], notice: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("line", RUNS_WITH_NOTICE, ids=_row)
+def test_runs_with_notice(line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    pasted = read_pasted(line.text)
+    for name, value in pasted.variables.items():
+        monkeypatch.setenv(name, value)
     with caplog.at_level(logging.WARNING):
-        _check(line, settings)
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith(notice)
+        _check(pasted.words, line.settings)
+        check_environment()
+    noticed = {record.getMessage().partition(" has no effect: ")[0] for record in caplog.records}
+    assert noticed == line.statuses.keys() - {"--num-speculative-decoder-samples"}, "0 of them asks for nothing"
 
 
-@pytest.mark.parametrize(("row", "line", "name", "part"), REFUSED, ids=[row for row, *_ in REFUSED])
-def test_refused(row: str, line: str, name: str, part: str) -> None:
+@pytest.mark.parametrize("line", REFUSED, ids=_row)
+def test_refused(line: Line) -> None:
     with pytest.raises(ConfigError) as caught:
-        read(*shlex.split(line))
-    assert caught.value.param == name
-    assert part in caught.value.message
+        _check(read_pasted(line.text).words, {})
+    assert "--" + (caught.value.param or "").replace("_", "-") in line.statuses
     assert caught.value.fix, "a refusal says what to do"
+
+
+@pytest.mark.parametrize("line", LINES, ids=_row)
+def test_explained(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+    """Each flag, what a start would do, and a command for Quire that our own parser reads without a notice."""
+    with caplog.at_level(logging.WARNING):
+        explanation = explain_command(line.text)
+        found = {answer.name: answer.status for answer in explanation.answers if answer.status != "same"}
+        assert found == line.statuses
+        assert explanation.starts == (line not in REFUSED)
+        says = [answer.does for answer in explanation.answers if answer.status != "same"]
+        assert line.says in (says or [""])[0]
+        words = shlex.split(" ".join(explanation.command))
+        assert words[:2] == ["quire", "serve"]
+        _check(words[2:], line.settings)
+    assert not caplog.records
+
+
+def test_most_lines_are_verbatim() -> None:
+    rows = {line.row for line in LINES}
+    assert rows > REBUILT
+    assert len([line for line in LINES if line.row not in REBUILT]) > len(LINES) // 2
+
+
+def test_comments_that_break_a_shell() -> None:
+    """S0-3 and S2-3: after `\\` and a blank a shell ends the command."""
+    for line in LINES:
+        assert (BROKEN in explain_command(line.text).notes) == (line.row in ("S0-3", "S2-3"))
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]], ids=["text", "json"])
+def test_awq_on_a_checkpoint_that_is_none(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """S0-3, an error of the guide: Mistral-7B-Instruct-v0.3 is in bfloat16. Known where its config.json is."""
+    folder = tmp_path / "mistralai" / "Mistral-7B-Instruct-v0.3"
+    folder.mkdir(parents=True)
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "vocab_size": 32768, "max_position_embeddings": 32768}
+    names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "torch_dtype": "bfloat16"}
+    common = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "hidden_act": "silu", "sliding_window": None}
+    (folder / "config.json").write_text(json.dumps(sizes | names | common))
+    monkeypatch.setattr(devices, "total_memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(devices, "free_memory_bytes", lambda: 60 << 30)
+    assert main(["explain", "--vllm", S0_3, *words]) == 1
+    output = capsys.readouterr().out
+    if not words:
+        assert "--quantization awq   [contradictory]\n    does    The checkpoint is not quantized in this way" in output
+        assert "Quire does not start with --quantization." in output
+        assert output.rstrip().endswith("--tensor-parallel-size 1 \\\n    --dtype float16"), "and awq is left out"
+        return
+    shown = json.loads(output)
+    flags = {flag["name"]: flag for flag in shown["flags"]}
+    assert [name for name, flag in flags.items() if flag["status"] != "same"] == ["--quantization"]
+    assert "floating point: leave --quantization out" in flags["--quantization"]["does"]
+    assert flags["--max-model-len"]["here"] == "8,192: the model allows 32768"
+    assert flags["--max-model-len"]["next"].startswith("16384: one full request takes 2.00 GiB of KV cache")
+    assert not shown["starts"]
+
+
+def test_a_key_lets_others_connect() -> None:
+    (line,) = [line for line in LINES if line.row == "S0-18"]
+    explanation = explain_command("VLLM_API_KEY=secret " + line.text)
+    assert explanation.starts
+    assert "--host 0.0.0.0" in " ".join(explanation.command)
+    assert "secret" not in explanation.text() + json.dumps(explanation.as_dict())
+
+
+def test_a_benchmark_is_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """S1-4."""
+    assert main(["explain", "--vllm", S1_4]) == 2
+    error = capsys.readouterr().err
+    assert "vllm.benchmarks.benchmark_serving does not start a server" in error
+    assert "Use python -m quire.benchmarks.benchmark_serving" in error
 
 
 def test_speculation_in_python() -> None:

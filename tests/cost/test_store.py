@@ -18,6 +18,11 @@ FIT = Fit(Constants(1e-3, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 2.0), 0.1)
 KEY = {"machine": "m", "build": "b"}
 
 
+def path_of(file: CalibrationFile) -> Path:
+    assert file.path is not None
+    return file.path
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "calibrations"
@@ -39,8 +44,14 @@ def test_another_machine_or_build(folder: Path, other: dict[str, str]) -> None:
     CalibrationFile(folder, KEY).write(FIT)
     another = CalibrationFile(folder, other)
     assert another.read() is None
-    CalibrationFile(folder, KEY).path.rename(another.path)
+    path_of(CalibrationFile(folder, KEY)).rename(path_of(another))
     assert another.read() is None, "the name of a file proves nothing"
+
+
+def test_without_a_place_nothing_is_kept() -> None:
+    file = CalibrationFile(None, KEY)
+    file.write(FIT)
+    assert file.read() is None
 
 
 def change(**changes: Any) -> Callable[[dict[str, Any]], Any]:
@@ -72,7 +83,7 @@ def constant(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
 def test_damage_is_not_believed(folder: Path, damage: Callable[[dict[str, Any]], Any]) -> None:
     file = CalibrationFile(folder, KEY)
     file.write(FIT)
-    file.path.write_text(json.dumps(damage(json.loads(file.path.read_text()))))
+    path_of(file).write_text(json.dumps(damage(json.loads(path_of(file).read_text()))))
     assert file.read() is None
 
 
@@ -80,16 +91,16 @@ def test_damage_is_not_believed(folder: Path, damage: Callable[[dict[str, Any]],
 def test_no_json(folder: Path, content: str) -> None:
     file = CalibrationFile(folder, KEY)
     file.write(FIT)
-    file.path.write_text(content)
+    path_of(file).write_text(content)
     assert file.read() is None
 
 
 def test_what_others_may_write_is_not_believed(folder: Path) -> None:
     file = CalibrationFile(folder, KEY)
     file.write(FIT)
-    file.path.chmod(0o666)
+    path_of(file).chmod(0o666)
     assert file.read() is None
-    file.path.chmod(0o600)
+    path_of(file).chmod(0o600)
     folder.chmod(0o777)
     assert file.read() is None
     file.write(FIT)
@@ -100,6 +111,6 @@ def test_what_others_may_write_is_not_believed(folder: Path) -> None:
 def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
     file = CalibrationFile(folder, KEY)
     file.write(FIT)
-    file.path.rename(tmp_path / "elsewhere")
-    file.path.symlink_to(tmp_path / "elsewhere")
+    path_of(file).rename(tmp_path / "elsewhere")
+    path_of(file).symlink_to(tmp_path / "elsewhere")
     assert file.read() is None

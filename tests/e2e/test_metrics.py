@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -209,6 +210,28 @@ def test_an_abort_is_counted_and_leaves_nothing(server: Serve) -> None:
     counted.check_histograms(("time_to_first_token_seconds",), 1)
     counted.check_histograms(tuple(name for name in PER_CONTINUATION if name != "time_to_first_token_seconds"), 0)
     counted.check_histograms(PER_REQUEST, 0)
+
+
+def test_steps_are_predicted_and_utilization_is_live(server: Serve) -> None:
+    body = {"prompt": "Hello", "max_tokens": 240, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as response:
+        lines = response.iter_lines()
+        for _ in range(20):
+            next(lines)
+        shares = _scrape(server)
+        steps = [json.loads(line) for line in server.get("/v1/steps?limit=5").text.splitlines()]
+    assert 0 < shares["quire_model_flops_utilization"] < 1
+    assert shares["quire_model_bandwidth_utilization"] > 0
+    assert len(steps) == 5
+    for step in steps:
+        assert (step["engine"], step["rows"], step["logits"], step["decode_tokens"]) == (0, 1, 1, 1)
+        assert step["kv_tokens"] == step["pairs"]
+        assert 0 < step["predicted"]["low_seconds"] < step["predicted"]["seconds"] < step["predicted"]["high_seconds"]
+        assert 0 < step["forward_seconds"] < step["seconds"]
+    lengths = [step["kv_tokens"][0] for step in steps]
+    assert lengths == list(range(lengths[0], lengths[0] + 5))
+    idle = {"quire_model_flops_utilization": 0, "quire_model_bandwidth_utilization": 0}
+    server.wait_for(lambda: idle.items() <= _scrape(server).items(), "no utilization when idle")
 
 
 def test_refused_requests_touch_the_http_counters_alone(server: Serve) -> None:

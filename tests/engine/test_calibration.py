@@ -135,5 +135,7 @@ def test_records_hold_predictions() -> None:
     driver.run()
     record = driver.core.last_record
     assert record is not None
-    assert record.predicted_seconds > 0
+    assert 0 < record.predicted_low_seconds < record.predicted_seconds < record.predicted_high_seconds
+    assert record.bound in ("memory", "arithmetic", "attention", "host")
+    assert record.num_logits == 1
     assert (record.kv_tokens, record.pairs) == ((8, 8), (36, 36))

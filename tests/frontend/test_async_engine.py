@@ -93,7 +93,7 @@ async def test_a_request_from_prompt_to_text():
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
         assert outputs[-1].outputs[0].finish_reason == "stop"
         assert running.engine.num_unfinished == 0
-        assert running.engine.replicas[0].last_record.num_rows == 1
+        assert running.engine.replicas[0].records[-1].num_rows == 1
         assert running.engine.input_processor.limits.max_model_len == 2048, "the engine's own limit holds"
 
 

@@ -20,7 +20,7 @@ def test_steps_are_added_up() -> None:
     step = record(
         num_prefill_tokens=4,
         num_decode_tokens=1,
-        num_sampled_tokens=2,
+        num_logits=2,
         num_rows=2,
         kv_tokens=load.kv_tokens,
         pairs=load.pairs,

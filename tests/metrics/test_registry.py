@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -36,6 +37,8 @@ EXPECTED = {
     "vllm:estimated_flops_per_gpu": "counter",
     "vllm:estimated_read_bytes_per_gpu": "counter",
     "vllm:estimated_write_bytes_per_gpu": "counter",
+    "quire_model_flops_utilization": "gauge",
+    "quire_model_bandwidth_utilization": "gauge",
     "vllm:iteration_tokens_total": "histogram",
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
@@ -66,7 +69,7 @@ VLLM_BUCKETS = {
 
 
 def record(**fields: object) -> StepRecord:
-    zeros = {name: 0 for name in StepRecord.__struct_fields__ if not name.endswith("_seconds")}
+    zeros = {field.name: 0 for field in msgspec.structs.fields(StepRecord) if field.required}
     return StepRecord(**{**zeros, **fields})
 
 

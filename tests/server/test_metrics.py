@@ -92,7 +92,7 @@ def test_kv_usage_is_a_share():
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
-            server.wait_for(lambda: server.engine.replicas[0].last_record.num_blocks_in_use > 1, "a second block")
+            server.wait_for(lambda: server.engine.replicas[0].records[-1].num_blocks_in_use > 1, "a second block")
             assert 0 < server.metric("vllm:kv_cache_usage_perc") < 1
             assert server.metric("vllm:num_requests_running") == 1
         server.wait_for_idle()  # the client has left: no step follows

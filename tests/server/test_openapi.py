@@ -135,6 +135,11 @@ def test_other_answers_fit(server):
     path = "/v1/requests/{request_id}/timeline"
     found = server.http.get(path.format(request_id=answer["id"])).json()
     assert mismatch(found, answer_schema("get", path)["schema"]) is None
+    schema = answer_schema("get", "/v1/steps", media_type="application/x-ndjson")["x-line-schema"]
+    steps = server.http.get("/v1/steps").text.splitlines()
+    assert steps
+    for line in steps:
+        assert mismatch(json.loads(line), schema) is None
     for path, response in (
         ("/v1/chat/completions", server.chat(temperature=9)),
         ("/v1/completions", server.complete(model="x")),

@@ -50,7 +50,7 @@ STATIC = "/playground/app.js"  # one of the page's files, which all have one ans
 BARE = frozenset(
     (
         *("/", "/v1/models", "/ping", "/load", "/health", "/livez", "/readyz", "/metrics", "/version"),
-        *("/docs", "/openapi.json", STATIC),
+        *("/docs", "/openapi.json", "/v1/steps", STATIC),
     )
 )
 NAMES = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -241,6 +242,15 @@ def test_the_largest_is_captured_first_into_one_pool() -> None:
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Without what tests/conftest.py has frozen."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("thawed")
 @pytest.mark.parametrize("is_frozen_by_others", [False, True])
 def test_what_is_captured_is_freed_with_its_owner(is_frozen_by_others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a reference cycle; what others have frozen stays as they left it."""

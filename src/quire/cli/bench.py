@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.flags import Parser, add_config_flags
 from quire.cli.settings import add_settings_flags, read_settings
@@ -16,6 +16,9 @@ from quire.compat.bench_flags import ABSENT_BENCH_FLAGS
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.measure.options import Report, Target, Traffic, Workload, from_args
+
+if TYPE_CHECKING:
+    from quire.measure.load import Run
 
 
 def add_parser(subparsers: Any) -> None:
@@ -93,14 +96,15 @@ def _numbers(parser: Any, flags: dict[str, tuple[int, str]]) -> None:
         group.add_argument(f"--{name}", type=int, default=default, help=f"{help} (default: {default})")
 
 
-def _bar(is_off: bool, total: int, title: str = "") -> Any:
+def progress_bar(is_off: bool, total: int, title: str = "") -> Any:
+    """Has update() and close()."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc=title or None, disable=is_off, dynamic_ncols=True)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from quire.measure import page, report, serving
+    from quire.measure import report, serving
 
     groups = [from_args(group, args) for group in (Workload, Traffic, Target, Report)]
     workload, traffic, target, options = groups
@@ -108,8 +112,15 @@ def _serve(args: argparse.Namespace) -> int:
     assert isinstance(traffic, Traffic)
     assert isinstance(target, Target)
     assert isinstance(options, Report)
-    runs, facts = serving.run(workload, traffic, target, partial(_bar, options.disable_tqdm))
+    runs, facts = serving.run(workload, traffic, target, partial(progress_bar, options.disable_tqdm))
     result = report.serving_result(workload, traffic, target, options, runs, facts)
+    return say_result(result, runs, options, traffic)
+
+
+def say_result(result: dict[str, Any], runs: Sequence[Run], options: Report, traffic: Traffic) -> int:
+    """Print a result of serving, write the files that are asked for, and answer the exit code."""
+    from quire.measure import page, report
+
     text = report.serving_text(result, options)
     print(text)
     if options.plot is not None:
@@ -171,7 +182,7 @@ def _latency(parser: Parser, args: argparse.Namespace) -> int:
         num_iters=args.num_iters,
         detokenize=not args.disable_detokenize,
         seed=config.seed or 0,
-        bar=partial(_bar, args.disable_tqdm),
+        bar=partial(progress_bar, args.disable_tqdm),
     )
     return _finish(args, result, offline.latency_text(result))
 
@@ -185,7 +196,7 @@ def _startup(parser: Parser, args: argparse.Namespace) -> int:
         num_iters_cold=args.num_iters_cold,
         num_iters_warmup=args.num_iters_warmup,
         num_iters_warm=args.num_iters_warm,
-        bar=partial(_bar, args.disable_tqdm),
+        bar=partial(progress_bar, args.disable_tqdm),
     )
     return _finish(args, result, startup.startup_text(result))
 
@@ -201,7 +212,7 @@ def _compare(args: argparse.Namespace) -> int:
         traffic = from_args(Traffic, args)
         traffic = replace(traffic, num_rounds=getattr(args, "num_rounds", duel.NUM_ROUNDS))
         options = from_args(Report, args)
-        bar = partial(_bar, options.disable_tqdm)
+        bar = partial(progress_bar, options.disable_tqdm)
         target = from_args(Target, args)
         rounds = duel.rounds(args.a, args.b, from_args(Workload, args), traffic, target, options, bar)
         found = compare.differences(*rounds, paired=True)

@@ -47,7 +47,7 @@ def read_config_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, A
             )
         lines[action.dest] = line
         if (value := values[key]) is not None:
-            settings[action.dest] = _converted(value, action, f"{where}: {key}")
+            settings[action.dest] = converted(value, action, f"{where}: {key}")
     return settings
 
 
@@ -69,8 +69,8 @@ def _action(key: str, parser: argparse.ArgumentParser, where: str) -> argparse.A
     return known[name]
 
 
-def _converted(value: Any, action: argparse.Action, where: str) -> Any:
-    """The value as its flag would have read it."""
+def converted(value: Any, action: argparse.Action, where: str) -> Any:
+    """The value as its flag would have read it. Raises ConfigError, which says `where` it stands."""
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ConfigError(f"{where} is on or off", value=value, expected="true or false")

@@ -1,14 +1,22 @@
-"""`quire explain [MODEL] [flags of serve]`: what a server would start with, and why. Loads no weights."""
+"""`quire explain [MODEL] [flags of serve]`: what a server would start with, and why. Loads no weights.
+
+`quire explain --vllm COMMAND`: what becomes of each flag of a vLLM command.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import partial
 from typing import Any
 
+from quire import logs
 from quire.cli.flags import Parser
 from quire.cli.settings import add_settings_flags, read_settings
+from quire.errors import ConfigError
+
+_OWN_ARGUMENTS = ("command", "run", "json", "vllm")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -16,12 +24,20 @@ def add_parser(subparsers: Any) -> None:
         "explain", help="show every setting `serve` would start with, and why", allow_abbrev=False
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--vllm",
+        metavar="COMMAND",
+        help="say what becomes of each flag of a vLLM command, and print it for Quire; -: read it from standard input",
+    )
+    parser.secret_names.add("vllm")  # it may hold a key
     add_settings_flags(parser)
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
     """Exit code 0, or 2 if a start would fail for lack of memory."""
+    if args.vllm is not None:
+        return _explain_vllm(args)
     engine_config, server_config = read_settings(parser, args)
     from quire.entry.launch import find_model
     from quire.kernels import extension
@@ -42,3 +58,22 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         if explanation.error is not None:
             print(f"\nA start would fail: {explanation.error.message}")
     return 0 if explanation.error is None else 2
+
+
+def _explain_vllm(args: argparse.Namespace) -> int:
+    """Exit code 0, or 1 if Quire would not start with the flags as they are."""
+    other = [name for name, value in vars(args).items() if name not in _OWN_ARGUMENTS and value is not None]
+    if other:
+        raise ConfigError(
+            "--vllm explains the flags in its command, and others are given beside it",
+            value=other,
+            fix="Put all flags into the command",
+            param="vllm",
+        )
+    logs.configure()
+    from quire.cli.explain_vllm import explain_command
+
+    text = sys.stdin.buffer.read().decode(errors="replace") if args.vllm == "-" else args.vllm
+    explanation = explain_command(text)
+    print(json.dumps(explanation.as_dict(), indent=2) if args.json else explanation.text())
+    return 0 if explanation.starts else 1

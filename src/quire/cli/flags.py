@@ -72,11 +72,14 @@ class Parser(argparse.ArgumentParser):
                 return self if chosen is self else chosen._chosen(words[at + 1 :])
         return self
 
-    def _unknown(self, word: str) -> NoReturn:
-        name = word.split("=")[0]
+    def nearest_flag(self, word: str) -> str | None:
+        """The known flag that is most like an unknown one."""
         actions = self._option_string_actions.items()
         shown = [flag for flag, action in actions if action.help != argparse.SUPPRESS]
-        near = nearest(name, shown, [flag for flag, _ in actions])
+        return nearest(word.split("=")[0], shown, [flag for flag, _ in actions])
+
+    def _unknown(self, word: str) -> NoReturn:
+        near = self.nearest_flag(word)
         self.error(f"unknown argument {word!r}" + (f"; did you mean {near}?" if near else ""))
 
 

@@ -27,6 +27,8 @@ def plain_words(words: list[str], switches: Collection[str]) -> list[str]:
     for word in rest:
         if word == "--":
             plain += [word, *rest]
+        elif any(char.isspace() for char in word.partition("=")[0]):
+            plain.append(word)  # a whole command line, as `explain --vllm` takes it: flags have no blanks
         elif word.startswith("-O") and len(word) > 2 and word[2] != ".":
             plain += ["-O", word[2:].removeprefix("=")]
         elif _is_dotted(word):

@@ -82,18 +82,29 @@ def check_environment(*, is_strict: bool = False) -> None:
     for name in sorted(os.environ):
         if not name.startswith(PREFIXES) or name in known:
             continue
-        if name in REFUSED and os.environ[name].strip().lower() not in _OFF:
+        if is_refused(name, os.environ[name]):
             why, fix = REFUSED[name]
             raise ConfigError(f"{name} is set, and {why}", fix=fix, param=name)
         if name in NOT_READ:
             logger.warning("%s has no effect: %s", name, NOT_READ[name])
         elif name not in REFUSED:
-            _on_unknown(name, known, is_strict)
+            _on_unknown(name, is_strict)
 
 
-def _on_unknown(name: str, known: set[str], is_strict: bool) -> None:
-    near = difflib.get_close_matches(name, sorted(known | NOT_READ.keys()), 1, 0.8)
-    hint = f"Did you mean {near[0]}?" if near else "Unset it"
+def is_refused(name: str, value: str) -> bool:
+    """Whether a server does not start while the variable has this value."""
+    return name in REFUSED and value.strip().lower() not in _OFF
+
+
+def nearest_variable(name: str) -> str | None:
+    """The known variable that an unknown one is likely to mean."""
+    known = {variable.name for variable in envs.VARIABLES}
+    return next(iter(difflib.get_close_matches(name, sorted(known | NOT_READ.keys()), 1, 0.8)), None)
+
+
+def _on_unknown(name: str, is_strict: bool) -> None:
+    near = nearest_variable(name)
+    hint = f"Did you mean {near}?" if near else "Unset it"
     if is_strict:
         raise ConfigError(f"The environment variable {name} is not known", fix=hint, param=name)
     logger.warning("%s is not read by Quire. %s", name, hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -41,6 +42,10 @@ class Foreign:
         """Whether the value means what happens anyway."""
         shown = str(value).strip().lower()
         return value is None or shown in _NOTHING or any(shown == str(item).lower() for item in self.off)
+
+    def translation(self, value: Any) -> dict[str, Any]:
+        """The present settings that a value becomes; none: it has no effect. Raises ConfigError for an illegal one."""
+        return {} if self.becomes is None else self.becomes(_parsed(value))
 
     def refusal(self, spelled: str, value: Any) -> ConfigError:
         """The error for a refused name."""
@@ -97,3 +102,13 @@ def _each(
     for shape, names in shapes:
         for name in names.split():
             yield Foreign(name, kind, text, instead, shape, off or ((False,) if shape == "switch" else ()))
+
+
+def _parsed(value: Any) -> Any:
+    """A flag's text as the JSON value it is, or itself."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value

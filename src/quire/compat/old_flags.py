@@ -25,11 +25,6 @@ OLD_FLAGS: tuple[Foreign, ...] = (
     # Speculative decoding before --speculative-config.
     *refused(_spec_config("--spec-model"), values="speculative_model"),
     *refused(_spec_config("--spec-tokens"), values="num_speculative_tokens"),
-    *refused(
-        f"no version of vLLM had it; {_spec_config('--spec-tokens')}",
-        off=(0,),
-        values="num_speculative_decoder_samples",
-    ),
     *accepted(
         f"{SPECULATION}, and without a draft model it means nothing",
         values="""
@@ -129,5 +124,14 @@ OLD_FLAGS: tuple[Foreign, ...] = (
     *accepted(
         "every step leaves a record in /metrics",
         switches="collect_model_forward_time collect_model_execute_time",
+    ),
+)
+
+# Names that guides made up.
+INVENTED_FLAGS: tuple[Foreign, ...] = (
+    *refused(
+        f"no version of vLLM had it; {_spec_config('--spec-tokens')}",
+        off=(0,),
+        values="num_speculative_decoder_samples",
     ),
 )

@@ -8,14 +8,16 @@ from typing import Any
 
 from quire.compat.engine_flags import ENGINE_FLAGS
 from quire.compat.foreign import Foreign
-from quire.compat.old_flags import OLD_FLAGS
+from quire.compat.old_flags import INVENTED_FLAGS, OLD_FLAGS
 from quire.compat.server_flags import SERVER_FLAGS
 from quire.errors import ConfigError
 from quire.logs import get_logger
 
 logger = get_logger(__name__)
 
-FOREIGN: dict[str, Foreign] = {entry.name: entry for entry in (*ENGINE_FLAGS, *SERVER_FLAGS, *OLD_FLAGS)}
+FOREIGN: dict[str, Foreign] = {
+    entry.name: entry for entry in (*ENGINE_FLAGS, *SERVER_FLAGS, *OLD_FLAGS, *INVENTED_FLAGS)
+}
 
 # Further spellings of foreign flags on the command line.
 SHORT_FLAGS: dict[str, tuple[str, ...]] = {
@@ -65,12 +67,12 @@ def settle(given: Mapping[str, Any], spell: Callable[[str], str] = str) -> dict[
     settled = {name: value for name, value in given.items() if name not in FOREIGN}
     for name, value in asked.items():
         entry = FOREIGN[name]
-        becomes = {} if entry.becomes is None else entry.becomes(_parsed(value))
+        becomes = entry.translation(value)
         if not becomes:
             logger.warning("%s has no effect: %s", spell(name), entry.text)
         for target, new in becomes.items():
-            logger.warning("%s is taken as %s %s: %s", spell(name), spell(target), _shown(new), entry.text)
-            settled[target] = _joined(settled.get(target), new, spell(name), spell(target))
+            logger.warning("%s is taken as %s %s: %s", spell(name), spell(target), shown_value(new), entry.text)
+            settled[target] = joined(settled.get(target), new, spell(name), spell(target))
     return settled
 
 
@@ -89,7 +91,8 @@ def _check_refused(asked: Mapping[str, Any], spell: Callable[[str], str]) -> Non
         raise error
 
 
-def _joined(old: Any, new: Any, source: str, target: str) -> Any:
+def joined(old: Any, new: Any, source: str, target: str) -> Any:
+    """What a setting becomes that has a value and is translated to as well. Raises ConfigError if the two differ."""
     if isinstance(old, dict) and isinstance(new, dict) and not old.keys() & new.keys():
         return {**old, **new}
     if old is not None and old != new:
@@ -97,15 +100,6 @@ def _joined(old: Any, new: Any, source: str, target: str) -> Any:
     return new
 
 
-def _parsed(value: Any) -> Any:
-    """A flag's text as the JSON value it is, or itself."""
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
-
-
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """As a command line has it."""
     return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -30,16 +30,18 @@ class CalibrationFile:
     """The file of one model on one machine.
 
     Args:
-        folder: where calibrations are kept.
+        folder: where calibrations are kept; None: there is no place for them.
         key: what a calibration depends on; JSON.
     """
 
-    def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path | None, key: Mapping[str, Any]) -> None:
         self._key = dict(key)
-        self.path = folder / f"{digest(json.dumps(self._key, sort_keys=True))[:32]}.json"
+        self.path = folder and folder / f"{digest(json.dumps(self._key, sort_keys=True))[:32]}.json"
 
     def read(self) -> Fit | None:
         """What was written for this key; None if there is nothing to be believed."""
+        if self.path is None:
+            return None
         try:
             check_private(self.path.parent)
             with open_private(self.path) as file:
@@ -61,6 +63,8 @@ class CalibrationFile:
 
     def write(self, fit: Fit) -> None:
         """Keep a calibration. What goes wrong is logged: the next start measures again."""
+        if self.path is None:
+            return
         text = json.dumps({"key": self._key, "constants": asdict(fit.constants), "spread": fit.spread}, indent=1)
         scratch = self.path.with_suffix(f".{os.getpid()}")
         try:

@@ -234,7 +234,7 @@ class EngineCore:
         batch, stats, scheduler = step.batch, step.stats, self.scheduler
         load, predicted = step.load, step.predicted
         num_tokens, pool = batch.num_tokens, scheduler.kv.pool
-        return StepRecord(
+        record = StepRecord(
             step_id=batch.step_id,
             num_prefill_tokens=num_tokens - stats.num_decode_tokens,
             num_decode_tokens=stats.num_decode_tokens,
@@ -256,11 +256,13 @@ class EngineCore:
             output_seconds=output_seconds,
             # With two batches in flight a step begins where the one before ended.
             step_seconds=end - max(step.start_time, self._last_end_time),
-            predicted_seconds=0.0 if predicted is None else predicted.seconds,
-            kv_tokens=() if load is None else load.kv_tokens,
-            pairs=() if load is None else load.pairs,
             evicted_blocks=None if pool.residency is None else pool.residency.take_evicted(),
         )
+        if load is not None and predicted is not None:
+            record.predicted_seconds, record.bound = predicted.seconds, predicted.bound
+            record.predicted_low_seconds, record.predicted_high_seconds = predicted.low, predicted.high
+            record.num_logits, record.kv_tokens, record.pairs = load.num_logits, load.kv_tokens, load.pairs
+        return record
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

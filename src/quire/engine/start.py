@@ -20,12 +20,8 @@ from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Worker, WorkerExecutor
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
-from quire.planning.step_costs import assumed_fit, calibration_file, ceilings, expectation, step_arithmetic
-from quire.scheduler.block_pool import BlockPool
-from quire.scheduler.kv_cache_manager import KVCacheManager
-from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.residency import BlockResidency
-from quire.scheduler.scheduler import Scheduler
+from quire.planning.step_costs import assumed_fit, calibration_file, ceilings, expectation, peaks, step_arithmetic
+from quire.scheduler.from_settings import scheduler_of
 from quire.settings import Planned, as_dict
 from quire.worker.worker import DeviceWorker
 
@@ -80,34 +76,8 @@ def start_engine(
     workers = make_workers(model_config, progress)
     running = bring_up(config, model_config, workers, is_server=is_server, progress=progress)
     resolved, measured = running.resolved, running.measured
-    model, schedule = resolved.model, resolved.scheduler
-    kv = KVCacheManager(
-        BlockPool(
-            resolved.memory.num_blocks,
-            model.block_size,
-            BlockResidency(schedule.kv_cache_metrics_sample) if schedule.kv_cache_metrics else None,
-        ),
-        kv_groups(model_config),
-        step_tokens=schedule.max_num_batched_tokens,
-        depth=schedule.depth,
-        enable_prefix_caching=schedule.enable_prefix_caching,
-        watermark=schedule.watermark,
-    )
-    limits = SchedulerLimits(
-        max_num_seqs=schedule.max_num_seqs,
-        max_num_batched_tokens=schedule.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        long_prefill_token_threshold=schedule.long_prefill_token_threshold,
-        max_num_queued_reqs=schedule.max_num_queued_reqs,
-        max_shared_prefill_tokens=schedule.max_shared_prefill_tokens,
-    )
-    scheduler = Scheduler(
-        limits,
-        kv,
-        policy=schedule.scheduling_policy,
-        enable_chunked_prefill=schedule.enable_chunked_prefill,
-        rope_switches_after=model_config.rope.switches_after(model.max_model_len),
-    )
+    schedule = resolved.scheduler
+    scheduler = scheduler_of(resolved, model_config)
     arithmetic = step_arithmetic(resolved, model_config)
     first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
     guess = assumed_fit(ceilings(resolved, running.facts)).constants
@@ -121,7 +91,13 @@ def start_engine(
     origin = "an earlier start measured steps" if calibration is None else "this start measured steps"
     expected = expectation(schedule.max_num_seqs, cost, origin, waited)
     progress("warm up", 1.0, "first token produced")
-    return StartedEngine(core, resolved.noting(expected), model_config, running.executor, calibration)
+    return StartedEngine(
+        core,
+        resolved.noting({**expected, **peaks(resolved, running.facts)}),
+        model_config,
+        running.executor,
+        calibration,
+    )
 
 
 def _calibration(

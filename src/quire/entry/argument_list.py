@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Where /proc/PID/stat has the addresses of the arguments (proc(5)), counted behind the name, which may hold spaces.
 _ARG_START, _ARG_END = 48 - 3, 49 - 3
-_SECRET_FLAGS = (b"--api", b"--hf", b"--header")
+_SECRET_FLAGS = (b"--api", b"--hf", b"--header", b"--vllm")
 
 
 def hide_secrets(secrets: Collection[str]) -> None:

@@ -75,11 +75,14 @@ def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
     folder, name, model_config = find_model(config, progress, weights=config.load_format != "dummy")
     if config.load_format in ("auto", "safetensors") and folder.is_dir():
         read_headers(folder)  # what is broken is told before an engine is started
-    tokenizer = None
-    if not config.skip_tokenizer_init:
-        source = folder if config.tokenizer is None else _tokenizer_files(config.tokenizer, config)
-        tokenizer = Tokenizer.from_folder(source, config.tokenizer_mode)
+    tokenizer = None if config.skip_tokenizer_init else read_tokenizer(config, folder)
     return FrontEndParts(folder, name, model_config, tokenizer, _input_processor(config, model_config, tokenizer))
+
+
+def read_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
+    """Of the model in a folder or GGUF file, or the one that --tokenizer names. Raises ConfigErrors."""
+    source = folder if config.tokenizer is None else _tokenizer_files(config.tokenizer, config)
+    return Tokenizer.from_folder(source, config.tokenizer_mode)
 
 
 def _tokenizer_files(name: str, config: EngineConfig) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -31,6 +32,8 @@ from quire.sampling_params import RequestOutputKind
 from quire.schedule import StepRecord
 
 logger = get_logger(__name__)
+
+MAX_RECORDS = 1024  # of steps, about 1 KB each
 
 
 class Replica:
@@ -60,7 +63,7 @@ class Replica:
         self.is_ready = False  # its engine has produced a real token, and is not known to have failed
         self.progress: EngineProgress | None = None  # of the start or the start after a failure, until ready
         self.error: QuireError | None = None  # why there is no engine any more
-        self.last_record: StepRecord | None = None  # of the engine's last step
+        self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)  # of the engines' last steps
         self.admission = Admission()
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}
@@ -219,7 +222,7 @@ class Replica:
     def _handle_outputs(self, message: EngineOutputs) -> None:
         self._supervisor.watch.on_step(self._clock())
         if message.record is not None:
-            self.last_record = message.record
+            self.records.append(message.record)
             self.admission.on_step(message.record)
             self.output_processor.metrics.on_step(message.record)
         result = self.output_processor.process(message.deltas)

@@ -10,7 +10,7 @@ import uvloop
 
 from quire.measure.options import Report, Target, Traffic, Workload
 from quire.measure.report import round_metrics
-from quire.measure.serving import Plan, find_server, one_round, warm_up
+from quire.measure.serving import find_server, one_round, warm_up
 
 NUM_ROUNDS = 6
 
@@ -25,7 +25,7 @@ def rounds(
     found: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         servers = [runner.run(find_server(replace(target, base_url=url))) for url in (a, b)]
-        plans = [Plan.of(workload, traffic, server) for server in servers]
+        plans = [server.plan(workload, traffic) for server in servers]
         for server, plan in zip(servers, plans, strict=True):
             runner.run(warm_up(server, plan))
         progress = bar(2 * traffic.num_rounds * workload.num_prompts)

@@ -27,7 +27,7 @@ Series = dict[str, list[tuple[float, float]]]
 
 
 def serving_page(text: str, runs: Sequence[Run], result: dict[str, Any]) -> str:
-    """The page of `quire bench serve`.
+    """The page of `quire bench serve` and of `quire simulate`.
 
     Args:
         text: the printed report.
@@ -49,7 +49,8 @@ def serving_page(text: str, runs: Sequence[Run], result: dict[str, Any]) -> str:
         plot("Requests in flight, last round", "s", "requests", {"requests": _points(requests)}),
         _timeline(last),
     ]
-    return page(f"quire bench serve: {result.get('model_id')}", text, plots)
+    command = "bench serve" if result.get("simulated") is None else "simulate"
+    return page(f"quire {command}: {result.get('model_id')}", text, plots)
 
 
 def page(title: str, text: str, plots: Sequence[str]) -> str:

@@ -112,7 +112,10 @@ def _commit() -> str | None:
 def serving_result(
     workload: Workload, traffic: Traffic, target: Target, report: Report, runs: Sequence[Run], more: dict[str, Any]
 ) -> dict[str, Any]:
-    """The JSON object of `quire bench serve`: vLLM's keys and ours. Percentiles only of --percentile-metrics."""
+    """The JSON object of `quire bench serve` and `quire simulate`: vLLM's keys and ours.
+
+    Percentiles only of --percentile-metrics.
+    """
     metrics = measure(runs, report.percentiles(), report.limits_ms())
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     shown = report.percentile_metrics.split(",")
@@ -200,7 +203,8 @@ def _intervals(metrics: Metrics, runs: Sequence[Run], names: Sequence[str]) -> d
 
 def serving_text(result: dict[str, Any], report: Report) -> str:
     """The block people and scripts read, and below it what vLLM's has not."""
-    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
+    title = "Serving Benchmark Result" if result.get("simulated") is None else "Simulated Serving Result"
+    lines = [f"{f' {title} ':=^{WIDTH}}"]
 
     def row(label: str, value: Any) -> None:
         lines.append(f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}")
@@ -242,7 +246,14 @@ def _own_lines(result: dict[str, Any]) -> list[str]:
     if total:
         share = 100 * result["cached_prompt_tokens"] / total
         lines.append(f"{'Prompt tokens from the prefix cache (%):':<40} {share:.1f}")
-    lines.append(f"{'Client CPU (% of one core):':<40} {result['client_cpu_percent']:.0f}")
+    if (simulated := result.get("simulated")) is None:
+        lines.append(f"{'Client CPU (% of one core):':<40} {result['client_cpu_percent']:.0f}")
+    else:
+        low, high = simulated["step_time_interval"]
+        lines.append(f"{'Preemptions:':<40} {simulated['num_preemptions']}")
+        lines.append(f"{'Steps:':<40} {simulated['num_steps']}")
+        lines.append(f"{'Real step times, nine of ten (%):':<40} {100 * low:.0f} to {100 * high:.0f} of the predicted")
+        lines.append(f"simulated, no model was loaded; step times: {simulated['step_times']}")
     return lines + [f"warning: {text}" for text in warnings(result)]
 
 

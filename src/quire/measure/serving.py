@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +17,7 @@ import uvloop
 import quire.demo
 from quire import envs
 from quire.demo import DEMO_MODEL_NAME
-from quire.errors import ConfigError, QuireError
+from quire.errors import QuireError
 from quire.frontend.tokenizer import Tokenizer
 from quire.loader.hub import resolve_tokenizer_files
 from quire.measure.arrivals import arrival_times
@@ -25,10 +25,10 @@ from quire.measure.floor import Work, floor, measure_machine, together
 from quire.measure.http import HttpClient, HttpError
 from quire.measure.load import Run, run_load
 from quire.measure.options import Target, Traffic, Workload, key_values
-from quire.measure.workload import BenchRequest, chat_render, make_requests
+from quire.measure.plan import Plan
+from quire.measure.workload import BenchRequest
 from quire.model_config import load_model_config
 
-WARM_UP_SEED = 1 << 40  # no round has it, so that no measured prompt was sent before
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
@@ -92,6 +92,12 @@ class Server:
 
         return body
 
+    def plan(self, workload: Workload, traffic: Traffic) -> Plan:
+        """What to send. Raises ConfigErrors for options that contradict each other."""
+        is_chat = self.target.backend == "openai-chat"
+        ignore_eos = self.target.ignore_eos or workload.dataset_name in ("timed_trace", "random")
+        return Plan(workload, traffic, self.tokenizer(), is_chat, ignore_eos)
+
 
 class UnreachableError(QuireError):
     """No server answers at the address."""
@@ -136,40 +142,10 @@ async def find_server(target: Target) -> Server:
     return Server(target, name, target.model or card.get("root") or card["id"], **engine)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A load that is ready to be sent, any number of times."""
-
-    workload: Workload
-    traffic: Traffic
-    tokenizer: Tokenizer
-    is_chat: bool
-    ignore_eos: bool
-
-    @classmethod
-    def of(cls, workload: Workload, traffic: Traffic, server: Server) -> Plan:
-        """Raises ConfigErrors for options that contradict each other."""
-        is_chat = server.target.backend == "openai-chat"
-        is_trace = workload.dataset_name == "timed_trace"
-        if is_trace and is_chat:
-            raise ConfigError("A trace sends token ids", fix="Use --backend openai")
-        if traffic.self_timed and not is_trace:
-            raise ConfigError("Only a trace has times", fix="Leave --self-timed out, or use --dataset-name timed_trace")
-        ignore_eos = server.target.ignore_eos or is_trace or workload.dataset_name == "random"
-        return cls(workload, traffic, server.tokenizer(), is_chat, ignore_eos)
-
-    def requests(self, seed: int, count: int | None = None) -> list[BenchRequest]:
-        """Of one round; `count` instead of --num-prompts."""
-        workload = replace(self.workload, seed=seed, num_prompts=count or self.workload.num_prompts)
-        if count is not None and workload.dataset_name == "prefix_repetition":
-            workload = replace(workload, prefix_repetition_num_prefixes=1)
-        return make_requests(workload, self.tokenizer, None if self.is_chat else chat_render(self.tokenizer))
-
-
 async def warm_up(server: Server, plan: Plan) -> None:
     """Send --num-warmups requests and forget them."""
     if plan.traffic.num_warmups:
-        requests = plan.requests(WARM_UP_SEED, plan.traffic.num_warmups)
+        requests = plan.warm_up_requests()
         await _send(server, plan, requests, [0.0] * len(requests))
 
 
@@ -210,7 +186,7 @@ def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         server = runner.run(find_server(target))
-        plan = Plan.of(workload, traffic, server)
+        plan = server.plan(workload, traffic)
         rounds = [plan.requests(workload.seed + i) for i in range(traffic.num_rounds)]
         runner.run(warm_up(server, plan))
         progress = bar(sum(map(len, rounds)))

@@ -6,12 +6,10 @@ import hashlib
 import json
 import math
 import random
-import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from quire.errors import ConfigError
 from quire.frontend.chat_template import ChatRenderer
@@ -40,12 +38,6 @@ class BenchRequest:
     timestamp: float | None = None
 
 
-# Workloads by name: mean tokens of prompts and of answers. Chats and code completions are as in the traces of Azure's
-# services (Patel et al., Splitwise, ISCA 2024). The documents that are found for a question are an assumption.
-NAMED_WORKLOADS = {"chat": (1155, 211), "code": (2048, 28), "rag": (4096, 256)}
-NAMED_RANGE = "0.5"  # lengths of named workloads are drawn within half of the mean
-
-
 class BenchTokenizer(Protocol):
     """What a workload needs of quire.frontend.tokenizer.Tokenizer."""
 
@@ -67,68 +59,22 @@ def chat_render(tokenizer: Tokenizer) -> Render | None:
     return lambda text: renderer.render([{"role": "user", "content": text}])
 
 
-def named_workload(text: str) -> Workload:
-    """`chat`, `rag`, `code`, `random:IN/OUT`, or a file: a timed trace, prompts as JSON lines, or ShareGPT's JSON.
-
-    Raises ConfigError for anything else.
-    """
-    if text in NAMED_WORKLOADS:
-        prompt, output = NAMED_WORKLOADS[text]
-        return Workload(random_input_len=prompt, random_output_len=output, random_range_ratio=NAMED_RANGE)
-    if match := re.fullmatch(r"random:(\d{1,8})/(\d{1,8})", text):
-        prompt, output = map(int, match.groups())
-        if prompt and output:
-            return Workload(random_input_len=prompt, random_output_len=output)
-    path = Path(text)
-    if not text.startswith("random:") and path.is_file():
-        kind, more = _kind_of(path)
-        return Workload(dataset_name=kind, dataset_path=text, num_prompts=sys.maxsize, oversample=False, **more)
-    raise ConfigError(
-        "Unknown workload",
-        value=text,
-        expected=f"{', '.join(NAMED_WORKLOADS)}, random:IN/OUT such as random:512/128, or a file of requests",
-        param="workload",
-    )
-
-
-def _kind_of(path: Path) -> tuple[str, dict[str, Any]]:
-    """The data set's kind by its first line, and options that follow from it."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        first = next((line for line in file if line.strip()), "")
-    if first.lstrip().startswith("["):
-        return "sharegpt", {}
-    try:
-        row = json.loads(first)
-    except ValueError:
-        row = None
-    if isinstance(row, dict) and "input_length" in row:
-        return "timed_trace", {}
-    if isinstance(row, dict) and "prompt" in row:
-        return "custom", {"custom_output_len": -1} if "output_tokens" in row else {}
-    raise ConfigError(
-        f"The first line of {path} is of no workload that is known",
-        expected="a list of conversations, or an object with input_length and output_length, or with prompt",
-        param="workload",
-    )
-
-
 def request_lengths(options: Workload, open_tokenizer: Callable[[], BenchTokenizer]) -> list[tuple[int, int]]:
     """Tokens of prompt and answer of each request of a workload. Texts are only made where they have to be counted.
 
     Raises ConfigErrors as `make_requests` does.
     """
     if options.dataset_name == "random":
-        rng = random.Random(options.seed)
+        rng, prefix_len = random.Random(options.seed), options.random_prefix_len
         input_ratio, output_ratio = _ratios(options.random_range_ratio)
-        return [
-            (
-                max(_around(options.random_input_len, input_ratio, rng), 1),
-                max(_around(options.random_output_len, output_ratio, rng), 1),
-            )
-            for _ in range(options.num_prompts)
-        ]
+        lengths = ((options.random_input_len, input_ratio), (options.random_output_len, output_ratio))
+        drawn = ([_around(mean, ratio, rng) for mean, ratio in lengths] for _ in range(options.num_prompts))
+        return [(max(prefix_len + num_in, 1), max(num_out, 1)) for num_in, num_out in drawn]
+    if options.dataset_name == "prefix_repetition":
+        prompt_len = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
+        return [(prompt_len, options.prefix_repetition_output_len)]
     if options.dataset_name == "timed_trace":
-        return [(length, output_len) for length, output_len, _ in _trace_rows(options)]
+        return [(num_in, num_out) for num_in, num_out, _ in _trace_rows(options)]
     return [(each.prompt_len, each.output_len) for each in make_requests(options, open_tokenizer())]
 
 
@@ -218,10 +164,10 @@ def _custom(
         rng.shuffle(rows)
     requests = []
     for row in rows[: options.num_prompts]:
-        prompt = _need(row, "prompt", options)
+        prompt = row.text("prompt")
         output_len = options.output_len or options.custom_output_len
         if output_len == -1:
-            output_len = int(_need(row, "output_tokens", options))
+            output_len = row.count("output_tokens")
         text = prompt if render is None else render(prompt)
         requests.append(BenchRequest(text, len(tokenizer.encode(text)), output_len))
     return requests
@@ -233,31 +179,27 @@ def _timed_trace(options: Workload, tokenizer: BenchTokenizer) -> list[BenchRequ
     requests: list[BenchRequest] = []
     for length, output_len, row in _trace_rows(options):
         ids: list[int] = []
-        for hash_id in row.get(options.timed_trace_label_hash_ids, ()):
+        for hash_id in row.items(options.timed_trace_label_hash_ids):
             ids += _chunk_tokens(f"{options.seed}:{hash_id}", chunk, allowed)
         # Beyond its hashes a prompt shares nothing with others.
         ids += _chunk_tokens(f"{options.seed}/{len(requests)}", max(length - len(ids), 0), allowed)
-        timestamp = float(_need(row, options.timed_trace_label_timestamp, options)) * options.timed_trace_sec_multiplier
+        timestamp = row.number(options.timed_trace_label_timestamp) * options.timed_trace_sec_multiplier
         requests.append(BenchRequest(ids[:length], length, output_len, timestamp))
     start = min(request.timestamp or 0.0 for request in requests)
     shifted = [replace(request, timestamp=(request.timestamp or 0.0) - start) for request in requests]
     return sorted(shifted, key=lambda request: request.timestamp or 0.0)
 
 
-def _trace_rows(options: Workload) -> list[tuple[int, int, dict[str, Any]]]:
+def _trace_rows(options: Workload) -> list[tuple[int, int, _Row]]:
     """Tokens of prompt and answer, and the whole row, of each request of a trace."""
-    rows = []
-    for number, row in enumerate(_read_lines(options)[: options.num_prompts], 1):
-        length = _need(row, options.timed_trace_label_input_length, options)
-        output_len = options.output_len or _need(row, options.timed_trace_label_output_length, options)
-        if not all(isinstance(count, int) and count > 0 for count in (length, output_len)):
-            raise ConfigError(
-                f"Request {number} of {options.dataset_path} has an illegal length",
-                value=[length, output_len],
-                expected="whole numbers of tokens, at least 1",
-                param="dataset_path",
-            )
-        rows.append((length, output_len, row))
+    rows = [
+        (
+            row.count(options.timed_trace_label_input_length),
+            options.output_len or row.count(options.timed_trace_label_output_length),
+            row,
+        )
+        for row in _read_lines(options)[: options.num_prompts]
+    ]
     if not rows:
         raise ConfigError("The trace is empty", value=options.dataset_path, param="dataset_path")
     return rows
@@ -345,22 +287,54 @@ def _read_json(options: Workload) -> list[Any]:
     return data
 
 
-def _read_lines(options: Workload) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class _Row:
+    """An object of a JSONL file. Its methods raise ConfigErrors that name the line."""
+
+    path: str
+    line: int
+    fields: dict[str, Any]
+
+    def text(self, key: str) -> str:
+        value = self._need(key)
+        return value if isinstance(value, str) else self._refuse(key, value, "a text")
+
+    def number(self, key: str) -> float:
+        value = self._need(key)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if is_number else self._refuse(key, value, "a number")
+
+    def count(self, key: str) -> int:
+        value = self.number(key)
+        return int(value) if value >= 1 else self._refuse(key, self.fields[key], "1 or more")
+
+    def items(self, key: str) -> list[Any]:
+        value = self.fields.get(key, [])
+        return value if isinstance(value, list) else self._refuse(key, value, "a list")
+
+    def _need(self, key: str) -> Any:
+        if key not in self.fields:
+            raise ConfigError(
+                f"Line {self.line} of {self.path} has no {key!r}", value=sorted(self.fields), param="dataset_path"
+            )
+        return self.fields[key]
+
+    def _refuse(self, key: str, value: Any, expected: str) -> NoReturn:
+        raise ConfigError(
+            f"Illegal {key!r} on line {self.line} of {self.path}", value=value, expected=expected, param="dataset_path"
+        )
+
+
+def _read_lines(options: Workload) -> list[_Row]:
     rows = []
-    for number, line in enumerate(_read(options).splitlines(), 1):
-        if not line.strip():
+    for line, text in enumerate(_read(options).split("\n"), 1):
+        if not text.strip():
             continue
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ConfigError(f"Line {number} of {options.dataset_path} is no JSON object", param="dataset_path")
-        rows.append(row)
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"Line {line} of {options.dataset_path} is no JSON object", param="dataset_path")
+        rows.append(_Row(str(options.dataset_path), line, fields))
     return rows
-
-
-def _need(row: dict[str, Any], key: str, options: Workload) -> Any:
-    if key not in row:
-        raise ConfigError(f"An entry of {options.dataset_path} has no {key!r}", value=sorted(row), param="dataset_path")
-    return row[key]

@@ -31,6 +31,7 @@ from quire.metrics.registry import (
     Metric,
     steps_up_to,
 )
+from quire.metrics.utilization import Utilization
 from quire.model_config import ModelConfig
 from quire.schedule import StepRecord
 
@@ -154,6 +155,7 @@ class EngineSeries:
         self.stats_line = StatsLine(f"{int(labels['engine']):03d}")
         self._labels, self._cache_config, self._model = labels, cache_config, model
         self._arithmetic: StepArithmetic | None = None
+        self._utilization = Utilization(0.0, 0.0)
         self._has_cache_config = False
         self._num_unfinished = 0
         self._recent_tokens: RecentTokens | None = None
@@ -244,6 +246,7 @@ class EngineSeries:
             self._count("vllm:estimated_flops_per_gpu", demand.flops)
             self._count("vllm:estimated_read_bytes_per_gpu", demand.weight_bytes + demand.kv_bytes)
             self._count("vllm:estimated_write_bytes_per_gpu", demand.written_bytes)
+            self._set_utilization(*self._utilization.add(demand, record.step_seconds))
         for block in record.evicted_blocks or ():
             self._observe("vllm:kv_block_lifetime_seconds", block.lifetime_seconds)
             self._observe("vllm:kv_block_idle_before_evict_seconds", block.idle_seconds)
@@ -264,6 +267,7 @@ class EngineSeries:
         self._count("quire_engine_restarts", 1, reason)
         self._set_load(0, self._num_unfinished, 0)
         self._set("vllm:kv_cache_usage_perc", 0)
+        self._clear_utilization()
 
     def on_retry(self) -> None:
         """A request is sent to the engine after the one that failed."""
@@ -281,7 +285,16 @@ class EngineSeries:
         """No step follows an abort of the last request, so nothing else would say that it is gone."""
         self._set_load(0, 0, 0)
         self._set("vllm:kv_cache_usage_perc", 0)
+        self._clear_utilization()
         self.stats_line.set_idle()
+
+    def _clear_utilization(self) -> None:
+        self._utilization.clear()
+        self._set_utilization(0, 0)
+
+    def _set_utilization(self, flops: float, bandwidth: float) -> None:
+        self._set("quire_model_flops_utilization", flops)
+        self._set("quire_model_bandwidth_utilization", bandwidth)
 
     def _set_load(self, num_running: int, num_capacity: int, num_deferred: int) -> None:
         self._set("vllm:num_requests_running", num_running)
@@ -297,6 +310,8 @@ class EngineSeries:
             weights = quantization if isinstance(quantization, str) else None
             kv_cache_dtype = str(_setting(ready, "kv_cache_dtype") or "auto")
             self._arithmetic = StepArithmetic(self._model, dtype, weights, kv_cache_dtype)
+        peaks = (_setting(ready, name) for name in ("peak_flops", "peak_read_bandwidth"))
+        self._utilization = Utilization(*(peak if isinstance(peak, int | float) else 0.0 for peak in peaks))
         if not self._has_cache_config:
             self._has_cache_config = True
             self._cache_config.labels(**self._labels, **cache_config(ready)).set(1)
@@ -305,7 +320,7 @@ class EngineSeries:
 def load_of(record: StepRecord) -> Load:
     """What a step was, for its demand."""
     num_tokens = record.num_prefill_tokens + record.num_decode_tokens
-    return Load(num_tokens, record.num_rows, record.num_sampled_tokens, record.kv_tokens, record.pairs)
+    return Load(num_tokens, record.num_rows, record.num_logits, record.kv_tokens, record.pairs)
 
 
 def cache_config(ready: EngineReady) -> dict[str, str]:

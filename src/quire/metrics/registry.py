@@ -184,6 +184,20 @@ METRICS: tuple[Metric, ...] = (
         "Keys and values written by all steps, estimated likewise.",
     ),
     Metric(
+        "quire_model_flops_utilization",
+        "gauge",
+        "ratio",
+        "MFU: operations of the steps of about the last 10 seconds, estimated likewise, over their time and peak_flops "
+        "of GET /v1/config. Time between steps does not count; 0: idle, or no peak is known.",
+    ),
+    Metric(
+        "quire_model_bandwidth_utilization",
+        "gauge",
+        "ratio",
+        "MBU: the same of bytes read and peak_read_bandwidth. Both peaks are assumed for the kind of processor, not "
+        "measured; caches may read faster.",
+    ),
+    Metric(
         "vllm:iteration_tokens_total",
         "histogram",
         "tokens",

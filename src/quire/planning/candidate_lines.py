@@ -167,10 +167,9 @@ class RankedPlan:
         missing = shown_bytes(closest.missing_bytes)
         yield f"best      none: {words} on {closest.hardware.name} comes closest;"
         yield f"          {missing} are missing on {each}device for {what}"
-        terms = ", ".join(
-            f"{term.name} {shown_bytes(term.num_bytes)} ({term.origin})" for term in memory_terms(closest)[::2]
-        )
-        yield f"memory    {weights}, {work}, of {shown_bytes(closest.hardware.memory_bytes)}"
+        shown = {term.name: f"{shown_bytes(term.num_bytes)} ({term.origin})" for term in memory_terms(closest)}
+        total = shown_bytes(closest.hardware.memory_bytes)
+        yield f"memory    weights {shown['weights']}, work {shown['work']}, of {total}"
 
     def _changes(self) -> Iterator[str]:
         """What would change the answer, or, if nothing fits, what would make something fit; the easiest first."""

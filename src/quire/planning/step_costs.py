@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from quire.cost.arithmetic import StepArithmetic
@@ -11,6 +12,7 @@ from quire.cost.devices import Ceilings, cpu_ceilings, cuda_ceilings
 from quire.cost.model import CostModel
 from quire.cost.step_time import StepTime
 from quire.cost.store import CalibrationFile
+from quire.errors import ConfigError
 from quire.kernels import extension
 from quire.metrics.stopwatch import busy_machine
 from quire.model_config import ModelConfig
@@ -33,7 +35,7 @@ def step_arithmetic(resolved: Resolved, model: ModelConfig) -> StepArithmetic:
 
 
 def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> CalibrationFile:
-    """Where starts with these settings keep what they measured. Raises ConfigError without a place."""
+    """Where starts with these settings keep what they measured."""
     form, place = resolved.model, resolved.device
     key = {
         "machine": [device.name, place.isa, place.num_threads, *([device.gpu.name] if device.gpu else [])],
@@ -41,7 +43,10 @@ def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts
         "model": digest(repr(replace(model, model="", max_model_len=0))),
         "form": [form.dtype, form.quantization, form.kv_cache_dtype, form.block_size],
     }
-    return CalibrationFile(cache_folder("calibrations", "calibrations"), key)
+    folder = None
+    with suppress(ConfigError):  # without a home every start measures
+        folder = cache_folder("calibrations", "calibrations")
+    return CalibrationFile(folder, key)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,19 @@ def ceilings(resolved: Resolved, device: DeviceFacts, read_bandwidth: float | No
         return cuda_ceilings(device.gpu.name, resolved.model.quantization)
     assumed = cpu_ceilings(resolved.device.isa, resolved.device.num_threads)
     return assumed if read_bandwidth is None else replace(assumed, read_bandwidth=read_bandwidth)
+
+
+def peaks(resolved: Resolved, device: DeviceFacts) -> Mapping[str, Setting]:
+    """The ceilings, by name, with what they were taken from; none of a device that the table does not have."""
+    record, place = Record(), resolved.device
+    if place.device == "cpu":
+        reached, detail = (
+            ceilings(resolved, device),
+            f"assumed for {place.num_threads} threads of {place.isa}, not measured",
+        )
+        record.put("peak_flops", reached.flops, "formula", detail)
+        record.put("peak_read_bandwidth", reached.read_bandwidth, "formula", detail)
+    return record
 
 
 def assumed_fit(reached: Ceilings) -> Fit:

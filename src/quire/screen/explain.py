@@ -104,9 +104,9 @@ class Explanation:
         for name, setting in self.settings.items():
             if setting.source == "default" and (setting.value is None or not (setting.detail or setting.limits)):
                 why = f"  ({setting.detail})" if setting.detail else ""
-                plain.append(f"  {name:<{NAME_COLUMN}} {_shown(name, setting.value)}{why}")
+                plain.append(f"  {name:<{NAME_COLUMN}} {shown_setting(name, setting.value)}{why}")
                 continue
-            yield f"{name:<{NAME_COLUMN}}   {_shown(name, setting.value)}   [{setting.source}]"
+            yield f"{name:<{NAME_COLUMN}}   {shown_setting(name, setting.value)}   [{setting.source}]"
             if setting.detail:
                 yield f"    why     {setting.detail}"
             if setting.limits:
@@ -227,7 +227,8 @@ def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages) -> dict[
     return costs
 
 
-def _shown(name: str, value: Any) -> str:
+def shown_setting(name: str, value: Any) -> str:
+    """A value for people: bytes also in GiB, counts with commas."""
     if name.endswith("_bytes") and isinstance(value, int):
         return f"{value:,} ({shown_bytes(value)})"
     is_count = isinstance(value, int) and not isinstance(value, bool) and name != "port"

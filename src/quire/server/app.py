@@ -21,7 +21,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.metrics import log_line
 from quire.metrics.prometheus import PrometheusMetrics
-from quire.server import config_api, health, loop_lag, models, openapi, page, timeline, tokenization
+from quire.server import config_api, health, loop_lag, models, openapi, page, steps, timeline, tokenization
 from quire.server.auth import PUBLIC_PATHS, AccessControl, check_api_keys
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
@@ -53,6 +53,7 @@ def create_app(
         *(Route(alias, generation[path], methods=["POST"]) for alias, path in openapi.ALIASES.items()),
         Route("/v1/models", models.list_models, methods=["GET"]),
         Route("/v1/config", config_api.config, methods=["GET", "POST"]),
+        Route("/v1/steps", steps.get_steps, methods=["GET"]),
         Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
         Route("/v1/requests/{request_id}/timeline", timeline.get_timeline, methods=["GET"]),
         Route("/tokenize", tokenization.tokenize, methods=["POST"]),

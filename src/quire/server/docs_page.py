@@ -55,7 +55,8 @@ def _anchor(path: str, method: str) -> str:
 
 
 def _section(path: str, method: str, operation: dict[str, Any]) -> str:
-    rows = []
+    queries = [parameter for parameter in operation.get("parameters", ()) if parameter["in"] == "query"]
+    rows = [(f"?{query['name']}=", _type(query["schema"]) + _default(query["schema"])) for query in queries]
     if "requestBody" in operation:
         rows.append(("body", _kinds(operation["requestBody"]["content"])))
     for status, response in operation["responses"].items():
@@ -74,6 +75,8 @@ def _kinds(content: dict[str, Any]) -> str:
         parts.append(f"{_type(body['schema'])} as <code>{escape(media_type)}</code>")
         if "x-event-schema" in body:
             parts[-1] = f"events of {_type(body['x-event-schema'])} as <code>{escape(media_type)}</code>"
+        if "x-line-schema" in body:
+            parts[-1] = f"lines of {_type(body['x-line-schema'])} as <code>{escape(media_type)}</code>"
     return ", or ".join(parts)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,16 +12,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.frontend.replica import MAX_RECORDS
 from quire.server.auth import PUBLIC_PATHS
 from quire.server.docs_page import render
 from quire.server.health import Starting
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.common import ErrorBody, ModelCard, ModelList
 from quire.server.protocol.completions import CompletionChunk, CompletionRequest, CompletionResponse
+from quire.server.protocol.steps import StepLine
 from quire.server.protocol.timeline import TimelineResponse
 from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from quire.server.request_schemas import SchemaBounds, config_body, refine
 from quire.server.state import ServerState
+from quire.server.steps import DEFAULT_LIMIT, JSON_LINES
 
 # The pages are text alone: nothing is loaded, and no script runs.
 PAGE_HEADERS = {
@@ -42,6 +45,8 @@ class Operation:
         response: struct of the answer, or a media type, or a plain JSON schema.
         events: struct of an event of a streamed answer.
         errors: statuses besides 401, 403 and 500, which every guarded route has.
+        lines: struct of a line of an answer in JSON lines.
+        query: schemas of the parameters behind the path, by name; none must be given.
     """
 
     summary: str
@@ -49,6 +54,8 @@ class Operation:
     response: type[msgspec.Struct] | str | dict[str, Any] | None = None
     events: type[msgspec.Struct] | None = None
     errors: tuple[int, ...] = ()
+    lines: type[msgspec.Struct] | None = None
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def _object(**properties: str) -> dict[str, Any]:
@@ -80,6 +87,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/v1/config"): Operation("Every setting with its source", None, _CONFIG, errors=(503,)),
     ("POST", "/v1/config"): Operation("Move limits while serving", None, _CONFIG, errors=(*_BODY, 503)),
+    ("GET", "/v1/steps"): Operation(
+        "The last steps of each engine, predicted beside measured, the newest one last",
+        lines=StepLine,
+        query={"limit": {"type": "integer", "minimum": 1, "maximum": MAX_RECORDS, "default": DEFAULT_LIMIT}},
+        errors=(400,),
+    ),
     ("POST", "/tokenize"): Operation(
         "Token ids of a prompt or a chat", TokenizeRequest, TokenizeResponse, errors=(*_BODY, 404)
     ),
@@ -114,7 +127,7 @@ def build(
     keyless = PUBLIC_PATHS | ({"/metrics"} if has_public_metrics else set())
     structs: list[type[msgspec.Struct]] = [ErrorBody, Starting]
     for operation in OPERATIONS.values():
-        for kind in (operation.request, operation.response, operation.events):
+        for kind in (operation.request, operation.response, operation.events, operation.lines):
             if isinstance(kind, type) and kind not in structs:
                 structs.append(kind)
     schemas, components = msgspec.json.schema_components(structs, ref_template=REF)
@@ -161,6 +174,11 @@ def _operation(
             "schema": {"type": "string", "description": "Lines `data: ...`, the last of them `data: [DONE]`"},
             "x-event-schema": schema_of(operation.events),
         }
+    if operation.lines is not None:
+        content[JSON_LINES] = {
+            "schema": {"type": "string", "description": "A JSON object a line"},
+            "x-line-schema": schema_of(operation.lines),
+        }
     for status in sorted(errors):
         responses[str(status)] = {
             "description": "An error",
@@ -183,10 +201,10 @@ def _operation(
     elif path == "/v1/config" and operation.errors != (503,):
         result["requestBody"] = {"required": True, "content": {"application/json": {"schema": config_body()}}}
     names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
-    if names:
-        result["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    if parameters:
+        result["parameters"] = parameters
     return result
 
 

@@ -20,7 +20,7 @@ from quire.kernels.dense import linear, pack_linear
 from quire.kernels.fp8 import fp8_linear, pack_fp8, quantize_fp8
 from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.ops import add_rms_norm, gated_activation, greedy, paged_attention
-from quire.kernels.triton import attention, dense
+from quire.kernels.triton import attention, dense, parts
 from quire.kernels.triton.attention import AttentionShape, choose_fixed_shape
 from quire.kernels.triton.launch import IS_INTERPRETED
 from quire.kernels.triton.parts import part_length
@@ -78,7 +78,8 @@ def test_dense_products_equal_the_float32_product(N: int, K: int, dtype: torch.d
 @pytest.mark.parametrize("kind", ["dense", "fp8"])
 def test_rows_of_products_are_those_of_the_row_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles that each number of rows gets; K in three parts, by programs of their own or one after the other."""
-    N, K = 130, 1600
+    N, K = 130, 544
+    monkeypatch.setattr(parts, "_SHORTEST_PART", 128)
     assert -(-K // part_length(N, K)) == 3
     x_MK, weight_NK = randn(70, K, dtype=torch.float16), randn(N, K, dtype=torch.float16, seed=1) / K**0.5
     bias_N = randn(N, seed=2)
@@ -95,7 +96,7 @@ def test_rows_of_products_are_those_of_the_row_alone(kind: str, monkeypatch: pyt
 
     all_MN = product(x_MK)
     for is_split in (True, False):
-        monkeypatch.setattr("quire.kernels.triton.parts.is_split", lambda *_, is_split=is_split: is_split)
+        monkeypatch.setattr(parts, "is_split", lambda *_, is_split=is_split: is_split)
         for begin, end in BATCHES:
             assert torch.equal(product(x_MK[begin:end]), all_MN[begin:end]), f"{begin} to {end}, split: {is_split}"
 
@@ -131,8 +132,8 @@ def test_attention_does_not_depend_on_the_batch_nor_on_the_cut(
     """Ranges of 64 keys: a prompt of 150 tokens at once, in pieces, beside others, and some of it as decodes."""
     window, soft_cap = form
     monkeypatch.setattr(attention, "_SHORTEST_RANGE", 64)
-    monkeypatch.setattr(attention, "_PROGRAMS_WANTED", 6)  # up to two sequences are split
-    length, H, G, E, P = 150, 4, 2, 32, 16
+    monkeypatch.setattr(attention, "_PROGRAMS_WANTED", 3)  # up to two sequences are split
+    length, H, G, E, P = 150, 2, 1, 32, 16
     q_THE, cache, tables_SM, _, _ = make(H, G, E, P, [(length, length), (1, 100), (1, 40)], torch.float16)
     if codes is not None:
         encoded = [kv_codes.encode(x.float(), codes) for x in cache.tensors()]

@@ -1,0 +1,71 @@
+"""`quire simulate [MODEL] [flags of serve] [flags of bench serve]`: a load on a server that is predicted, not run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from quire.cli.bench import progress_bar, say_result
+from quire.cli.flags import Parser, add_config_flags
+from quire.cli.settings import add_settings_flags, read_settings
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.measure.named_workloads import named_workload
+from quire.measure.options import Report, Target, Traffic, Workload, from_args
+
+DESCRIPTION = """
+The scheduler, the KV cache's pages and the queue's limit are those of a server with these settings; a step takes as
+long as the engine predicts. Nothing is loaded. The report is that of `quire bench serve`.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "simulate",
+        help="predict what `bench serve` would measure, without loading the model",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workload", metavar="NAME", help="chat, rag, code, random:IN/OUT in tokens, or a --dataset-name")
+    add("--trace", metavar="FILE", help="requests with their times, as --dataset-name timed_trace reads them; all")
+    add_settings_flags(parser, (EngineConfig,))
+    add_config_flags(parser, Workload, skip=frozenset({"seed"}))  # the engine's
+    for group in (Traffic, Report):
+        add_config_flags(parser, group)
+    parser.set_defaults(run=partial(run, parser))
+
+
+def run(parser: Parser, args: argparse.Namespace) -> int:
+    """Exit code 0, or 1 if no request was answered."""
+    config, _ = read_settings(parser, args)
+    workload, traffic, options = _workload(args, config.seed or 0), from_args(Traffic, args), from_args(Report, args)
+    from quire.entry.launch import find_model, read_tokenizer
+    from quire.kernels import extension
+    from quire.measure import report
+    from quire.measure.plan import Plan
+    from quire.planning import devices
+    from quire.simulate.run import simulate
+
+    folder, name, model = find_model(config, None, weights=False)
+    gpu = "none was looked for" if config.device == "cpu" else devices.ask_gpu()
+    device = devices.detect(extension.chosen_isa(), gpu)
+    plan = Plan(workload, traffic, read_tokenizer(config, folder), is_chat=False, ignore_eos=True)
+    runs, facts = simulate(name, config, model, device, plan, partial(progress_bar, options.disable_tqdm))
+    workload = replace(workload, num_prompts=len(runs[0].outcomes))  # a trace's requests are counted only now
+    result = report.serving_result(workload, traffic, Target(), options, runs, facts)
+    return say_result(result, runs, options, traffic)
+
+
+def _workload(args: argparse.Namespace, seed: int) -> Workload:
+    """What --workload and --trace stand for; flags of a single option come on top."""
+    if args.workload is not None and args.trace is not None:
+        raise ConfigError("A trace is a workload", value=args.workload, fix="Leave --workload or --trace out")
+    if args.trace is not None:
+        stands_for = {"dataset_name": "timed_trace", "dataset_path": args.trace, "num_prompts": sys.maxsize}
+    else:
+        stands_for = {} if args.workload is None else named_workload(args.workload)
+    return from_args(Workload, argparse.Namespace(**stands_for | vars(args)), seed=seed)

@@ -1,0 +1,50 @@
+"""The scheduler that settings ask for: over a worker, or over one that is only predicted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from quire.formats.kv_groups import kv_groups
+from quire.model_config import ModelConfig
+from quire.scheduler.block_pool import BlockPool
+from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.residency import BlockResidency
+from quire.scheduler.scheduler import Scheduler
+from quire.settings import Planned
+
+
+def scheduler_of(
+    resolved: Planned, model_config: ModelConfig, clock: Callable[[], float] = time.monotonic
+) -> Scheduler:
+    """A scheduler with an empty KV cache of the planned size."""
+    model, schedule = resolved.model, resolved.scheduler
+    kv = KVCacheManager(
+        BlockPool(
+            resolved.memory.num_blocks,
+            model.block_size,
+            BlockResidency(schedule.kv_cache_metrics_sample, clock) if schedule.kv_cache_metrics else None,
+        ),
+        kv_groups(model_config),
+        step_tokens=schedule.max_num_batched_tokens,
+        depth=schedule.depth,
+        enable_prefix_caching=schedule.enable_prefix_caching,
+        watermark=schedule.watermark,
+    )
+    limits = SchedulerLimits(
+        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        long_prefill_token_threshold=schedule.long_prefill_token_threshold,
+        max_num_queued_reqs=schedule.max_num_queued_reqs,
+        max_shared_prefill_tokens=schedule.max_shared_prefill_tokens,
+    )
+    return Scheduler(
+        limits,
+        kv,
+        policy=schedule.scheduling_policy,
+        enable_chunked_prefill=schedule.enable_chunked_prefill,
+        rope_switches_after=model_config.rope.switches_after(model.max_model_len),
+        clock=clock,
+    )

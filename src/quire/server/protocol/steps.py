@@ -1,0 +1,47 @@
+"""A line of GET /v1/steps: what a step did, what it was predicted to take, and what it took. No text, no request."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepPrediction(msgspec.Struct, kw_only=True):
+    """What the step was taken to need before it ran. Nine of ten steps take between `low` and `high`, and most of the
+    time goes to `bound`: memory, arithmetic, attention or host."""
+
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    bound: str
+
+
+class StepLine(msgspec.Struct, kw_only=True):
+    """One step of the engine with the index `engine`.
+
+    A row is a request. `kv_tokens` are those whose keys and values are read, and `pairs` those of a new token and one
+    that it sees: each over the rows, a number per kind of layer (all tokens seen, a window, ...). Running and waiting
+    requests and blocks are as they were after the step. `predicted` is null if the engine did not predict.
+    """
+
+    engine: int
+    step_id: int
+    prefill_tokens: int
+    decode_tokens: int
+    sampled_tokens: int
+    rows: int
+    logits: int
+    kv_tokens: list[int]
+    pairs: list[int]
+    running: int
+    waiting: int
+    blocks_in_use: int
+    blocks_total: int
+    preemptions: int
+    cached_tokens: int
+    predicted: StepPrediction | None
+    seconds: float
+    schedule_seconds: float
+    prepare_seconds: float
+    forward_seconds: float
+    sample_seconds: float
+    output_seconds: float

@@ -1,0 +1,119 @@
+"""A simulation from settings to rounds: what `explain` says a start would settle, and an engine made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.cost.model import CostModel
+from quire.cost.step_time import MIN_SPREAD
+from quire.engine.core import EngineCore
+from quire.frontend.tokenizer import Tokenizer
+from quire.measure.arrivals import arrival_times
+from quire.measure.load import Run
+from quire.measure.plan import Plan
+from quire.measure.workload import BenchRequest
+from quire.model_config import ModelConfig
+from quire.planning.memory_plan import plan_kv_cache, predict_memory
+from quire.planning.step_costs import known_cost
+from quire.resolve import DeviceFacts, resolve
+from quire.scheduler.from_settings import scheduler_of
+from quire.settings import Planned
+from quire.simulate.executor import PredictedExecutor, VirtualClock
+from quire.simulate.load import Client, Prompt, Totals
+
+MEASURED = "measured on this machine by an earlier start"
+ASSUMED = (
+    "assumed from the kind of processor, because no start has measured any with these settings on this machine: run "
+    "`quire serve` with them, and leave it idle for ten seconds"
+)
+
+
+def plan_engine(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Planned:
+    """The settings of a server started now. Raises ConfigErrors, among them MemoryPlanError."""
+    resolved = resolve(config, model, device, is_server=True)
+    return plan_kv_cache(config, model, resolved, predict_memory(resolved, model, device))
+
+
+def client_of(resolved: Planned, model: ModelConfig, cost: CostModel) -> Client:
+    """Who sends to an engine with these settings, whose steps take as long as is predicted."""
+    clock = VirtualClock()
+    scheduler = scheduler_of(resolved, model, clock.read)
+    depth = resolved.scheduler.depth
+    # What the steps teach a cost model would be its own predictions: the core has none.
+    core = EngineCore(scheduler, PredictedExecutor(cost, clock), depth, clock=clock.read, sleep=clock.sleep)
+    return Client(core, clock)
+
+
+def simulate(
+    name: str,
+    config: EngineConfig,
+    model: ModelConfig,
+    device: DeviceFacts,
+    plan: Plan,
+    bar: Any,
+) -> tuple[list[Run], dict[str, Any]]:
+    """The rounds of a load, and what the result says of the engine. The same arguments give the same answer.
+
+    Args:
+        name: of the model.
+        bar: called with the number of requests; gives something with update() and close().
+
+    Raises:
+        ConfigError: the settings or the load contradict themselves, or nothing fits into memory.
+    """
+    resolved = plan_engine(config, model, device)
+    cost, is_measured = known_cost(resolved, model, device)
+    client = client_of(resolved, model, cost)
+    rounds = [plan.requests(plan.workload.seed + i) for i in range(plan.traffic.num_rounds)]
+    if plan.traffic.num_warmups:
+        warm_up = _prompts(plan.warm_up_requests(), plan.tokenizer)
+        client.run(warm_up, [0.0] * len(warm_up))
+    runs, sent = [], [_prompts(requests, plan.tokenizer) for requests in rounds]
+    client.totals, progress = Totals(), bar(sum(map(len, rounds)))
+    for i, (requests, prompts) in enumerate(zip(rounds, sent, strict=True)):
+        times = arrival_times(plan.traffic, requests, plan.workload.seed + i)
+        most = plan.traffic.max_concurrency
+        runs.append(client.run(prompts, times, max_concurrency=most, on_done=progress.update))
+    progress.close()
+    prompts = [prompt for each in sent for prompt in each]
+    facts = {
+        "date": None,
+        "endpoint_type": "simulated",
+        "backend": "simulated",
+        "model_id": name,
+        "tokenizer_id": config.tokenizer or name,
+        "num_requests_sent": len(prompts),
+        "num_unique_prompts": len({tuple(prompt.token_ids) for prompt in prompts}),
+        "hardware_limit": None,
+        "simulated": _said_of(resolved, cost, is_measured, client.totals),
+    }
+    return runs, facts
+
+
+def _said_of(resolved: Planned, cost: CostModel, is_measured: bool, totals: Totals) -> dict[str, Any]:
+    """What a simulated result says beside what a measured one says."""
+    ratio = 1 + max(cost.spread, MIN_SPREAD)
+    return {
+        "is_calibrated": is_measured,
+        "step_times": MEASURED if is_measured else ASSUMED,
+        "step_time_interval": [1 / ratio, ratio],  # measured over predicted, of nine of ten steps
+        **asdict(totals),
+        "settings": {
+            **asdict(resolved.model),
+            **asdict(resolved.scheduler),
+            "num_blocks": resolved.memory.num_blocks,
+        },
+    }
+
+
+def _prompts(requests: Sequence[BenchRequest], tokenizer: Tokenizer) -> list[Prompt]:
+    """As the server would read them."""
+    return [
+        Prompt(
+            request.prompt if isinstance(request.prompt, list) else tokenizer.encode(request.prompt), request.output_len
+        )
+        for request in requests
+    ]

@@ -1,0 +1,191 @@
+"""`quire simulate`: bench serve's report of a load on the demo model that nobody loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire.demo
+from quire.cli.main import main
+from quire.config import EngineConfig
+from quire.cost.calibrate import Fit
+from quire.kernels import extension
+from quire.measure.named_workloads import NAMED, named_workload
+from quire.measure.options import Workload
+from quire.model_config import load_model_config
+from quire.planning import devices
+from quire.planning.step_costs import calibration_file
+from quire.resolve import resolve
+from tests.cost.models import CONSTANTS
+from tests.measure.test_bench_serve import DETAILS, KEYS
+
+SMALL = ("--num-prompts", "30", "--random-input-len", "40", "--random-output-len", "20", "--disable-tqdm")
+# The size of the KV cache does not depend on what else runs here.
+FIXED = ("--kv-cache-memory-bytes", "16M", "--device", "cpu")
+
+
+@pytest.fixture
+def simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command; answers what it printed and its result."""
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+
+    def run(*words: str) -> tuple[str, dict[str, Any]]:
+        files = ("--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json")
+        assert main(["simulate", *FIXED, *files, *words]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
+
+    return run
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["simulate", *FIXED, *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_report_is_that_of_bench_serve_and_says_that_it_is_simulated(simulated: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    text, result = simulated(*SMALL, "--request-rate", "50", "--goodput", "ttft:60000", "--plot", str(page))
+    assert not (KEYS | DETAILS) - result.keys()
+    assert (result["completed"], result["failed"], result["num_prompts"]) == (30, 0, 30)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (30 * 40, 30 * 20)
+    assert result["request_goodput"] == result["request_throughput"]
+    assert text.startswith("============ Simulated Serving Result ============\n")
+    assert "\nsimulated, no model was loaded; step times: assumed from the kind of processor" in text
+    assert "\nPreemptions: " in text
+    assert "Client CPU" not in text
+    assert result["simulated"]["step_time_interval"] == pytest.approx([1 / 1.5, 1.5])
+    assert result["simulated"]["num_steps"] >= 20
+    html = page.read_text()
+    assert html.count("<svg") == 7
+    assert "<h1>quire simulate: quire-demo</h1>" in html
+    assert "Simulated Serving Result" in html
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    """In processes that order sets differently; another seed gives another result."""
+    words = (
+        *FIXED,
+        *SMALL,
+        "--request-rate",
+        "50",
+        "--max-concurrency",
+        "5",
+        "--num-rounds",
+        "2",
+        "--num-warmups",
+        "3",
+    )
+    files = ("--save-result", "--save-detailed", "--result-filename", "r.json", "--plot", "page.html")
+
+    def output(name: str, seed: str) -> list[bytes]:
+        (folder := tmp_path / name).mkdir()
+        command = [sys.executable, "-m", "quire", "simulate", *words, *files, "--seed", seed]
+        environment = os.environ | {"PYTHONHASHSEED": name, "QUIRE_CACHE_DIR": str(tmp_path / "cache")}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+        return [done.stdout, (folder / "r.json").read_bytes(), (folder / "page.html").read_bytes()]
+
+    first = output("1", "7")
+    assert output("2", "7") == first
+    assert output("3", "8")[1] != first[1]
+
+
+def test_shared_beginnings_of_a_trace_are_found_in_the_cache(simulated: Any, tmp_path: Path) -> None:
+    """All of its lines are simulated, at their times. Of the 40 tokens, 32 are those of the first request."""
+    trace = tmp_path / "trace.jsonl"
+    row = {"input_length": 40, "output_length": 3, "hash_ids": [4, 5]}
+    trace.write_text("".join(json.dumps(row | {"timestamp": 100 + 2 * i}) + "\n" for i in range(1200)))
+    _, result = simulated("--trace", str(trace), "--disable-tqdm")
+    assert (result["completed"], result["num_prompts"]) == (1200, 1200)
+    assert result["duration"] == pytest.approx(2 * 1199, abs=1)
+    assert result["cached_prompt_tokens"] == 1199 * 32 == result["simulated"]["prefix_cache_hits"]
+    assert result["num_unique_prompts"] == 1200
+    _, result = simulated("--trace", str(trace), "--disable-tqdm", "--num-prompts", "7", "--no-enable-prefix-caching")
+    assert (result["completed"], result["cached_prompt_tokens"]) == (7, 0)
+
+
+def test_what_an_earlier_start_measured(simulated: Any) -> None:
+    """Steps that are ten times slower: ten times the latencies, and the interval that was measured."""
+    model = load_model_config(quire.demo.path())
+    device = devices.detect(extension.chosen_isa(), "none was looked for")
+    resolved = resolve(EngineConfig(device="cpu"), model, device, is_server=True)
+    found = []
+    for factor in (1, 10):
+        *seconds, overlap = (getattr(CONSTANTS, name) for name in CONSTANTS.__dataclass_fields__)
+        constants = type(CONSTANTS)(*(factor * each for each in seconds), overlap)
+        calibration_file(resolved, model, device).write(Fit(constants, 0.25))
+        text, result = simulated(*SMALL)
+        assert "step times: measured on this machine by an earlier start\n" in text
+        assert result["simulated"]["step_time_interval"] == pytest.approx([0.8, 1.25])
+        found.append(result["latencies"])
+    assert [10 * each for each in found[0]] == pytest.approx(found[1])
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("nonsense", "Line 2 of TRACE is no JSON object."),
+        ('{"timestamp": 1, "output_length": 2}', "Line 2 of TRACE has no 'input_length'."),
+        (
+            '{"timestamp": "x", "input_length": 1, "output_length": 2}',
+            "Illegal 'timestamp' on line 2 of TRACE. Got 'x'.",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 0, "output_length": 2}',
+            "Illegal 'input_length' on line 2 of TRACE. Got 0.",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 1, "output_length": 2, "hash_ids": 3}',
+            "Illegal 'hash_ids' on line 2 of TRACE. Got 3.",
+        ),
+    ],
+)
+def test_a_bad_line_of_a_trace_is_named(
+    line: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(f'{{"timestamp": 1, "input_length": 1, "output_length": 2}}\n{line}\n')
+    assert part.replace("TRACE", str(trace)) in refusal(capsys, "--trace", str(trace))
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--workload", "chta"), "Unknown workload. Got 'chta'. Expected chat, rag, code, random:IN/OUT"),
+        (("--workload", "chta"), "Did you mean 'chat'?"),
+        (("--workload", "random:5/0"), "Did you mean 'random'?"),
+        (("--workload", "chat", "--trace", "x"), "A trace is a workload."),
+        (("--trace", "no/such"), "The data set cannot be read"),
+        (("--self-timed",), "Only a trace has times"),
+        (("--num-gpu-blocks-override", "1", "--max-model-len", "64"), "does not fit"),
+    ],
+)
+def test_mistakes(words: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert part in refusal(capsys, *words)
+
+
+def test_named_workloads(simulated: Any) -> None:
+    """Each is a legal one; flags of single options come on top."""
+    for name in NAMED:
+        Workload(**named_workload(name))
+    assert named_workload("random:512/64") == {
+        "dataset_name": "random",
+        "random_input_len": 512,
+        "random_output_len": 64,
+    }
+    _, result = simulated("--workload", "random:20/5", "--num-prompts", "4", "--random-output-len", "6")
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (4 * 20, 4 * 6)
+
+
+def test_nothing_is_loaded() -> None:
+    code = (
+        "import sys\nfrom quire.cli.main import main\n"
+        f"main({['simulate', *FIXED, *SMALL]!r})\nprint(sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

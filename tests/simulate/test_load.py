@@ -1,0 +1,186 @@
+"""Loads on a virtual clock: the scheduler's own batches, times that a hand can compute, refusals."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from quire.cost.arithmetic import Load
+from quire.cost.calibrate import Fit
+from quire.cost.model import CostModel
+from quire.cost.step_time import StepTime
+from quire.engine.core import EngineCore
+from quire.engine.deterministic import DeterministicExecutor
+from quire.measure.options import Report, Target, Traffic, Workload
+from quire.measure.report import serving_result
+from quire.messages import AddRequest
+from quire.schedule import Executor, Pending, ScheduledBatch, StepResult
+from quire.scheduler.block_pool import BlockPool
+from quire.scheduler.kv_cache_manager import KVCacheManager
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
+from quire.simulate.executor import PredictedExecutor, VirtualClock
+from quire.simulate.load import PARAMS, Client, Prompt
+from tests.cost.models import CONSTANTS, cost_model
+
+NUM_BLOCKS, BLOCK_SIZE = 40, 4
+
+
+class ByTokens(CostModel):
+    """A step takes a second, and more for each token beyond one per row."""
+
+    def __init__(self, per_token: float = 0.0) -> None:
+        super().__init__(cost_model().arithmetic, Fit(CONSTANTS, 0.1))
+        self._per_token = per_token
+
+    def predict(self, load: Load) -> StepTime:
+        seconds = 1 + self._per_token * (load.num_tokens - load.num_rows)
+        return StepTime(seconds, seconds, seconds, "host")
+
+
+def scheduler(clock: VirtualClock, depth: int = 1, **limits: Any) -> Scheduler:
+    kv = KVCacheManager(BlockPool(NUM_BLOCKS, BLOCK_SIZE), step_tokens=16, depth=depth)
+    given = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 80} | limits
+    return Scheduler(SchedulerLimits(**given), kv, clock=clock.read)
+
+
+def client(per_token: float = 0.0, depth: int = 1, **limits: Any) -> Client:
+    clock = VirtualClock()
+    executor = PredictedExecutor(ByTokens(per_token), clock)
+    return Client(EngineCore(scheduler(clock, depth, **limits), executor, depth, clock=clock.read), clock)
+
+
+Batches = list[tuple[Any, ...]]
+
+
+def content(batch: ScheduledBatch) -> tuple[Any, ...]:
+    """All that a worker is told but the tokens of answers."""
+    new = [(row.request_id, len(row.token_ids), list(row.block_ids)) for row in batch.new_rows]
+    columns = (batch.num_computed_tokens, batch.num_scheduled_tokens, batch.num_logits, batch.removed_request_ids)
+    return batch.step_id, list(batch.request_ids), *map(list, columns), list(map(list, batch.new_block_ids)), new
+
+
+class Recorder:
+    """Keeps what an executor is asked for."""
+
+    def __init__(self, executor: Executor, batches: Batches) -> None:
+        self._executor, self._batches = executor, batches
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        self._batches.append(content(batch))
+        return self._executor.submit(batch)
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+
+
+def real_run(prompts: list[Prompt], times: list[float], per_token: float, depth: int, **limits: Any) -> Batches:
+    """A core that computes, with a loop of its own; a batch ends after what ByTokens says."""
+    clock, batches, ends = VirtualClock(), [], []
+    model = DeterministicExecutor(NUM_BLOCKS, BLOCK_SIZE, is_delayed=True)
+    core = EngineCore(scheduler(clock, depth, **limits), Recorder(model, batches), depth, clock=clock.read)
+    num_added = num_taken = 0
+    while num_added < len(prompts) or core.has_work():
+        if not core.has_work():
+            clock.now = max(clock.now, times[num_added])
+        while num_added < len(prompts) and times[num_added] <= clock.now:
+            prompt = prompts[num_added]
+            core.add(AddRequest(str(num_added), prompt.token_ids, PARAMS, prompt.output_len))
+            num_added += 1
+        core.step()
+        for _, _, _, counts, *_ in batches[len(ends) :]:
+            ends.append(max(clock.now, ends[-1] if ends else 0.0) + 1 + per_token * (sum(counts) - len(counts)))
+        if core.last_record is not None:
+            clock.now = ends[num_taken]
+            num_taken += 1
+    return batches
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("shared", [0, 6], ids=["in-order", "shared"])
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_are_those_of_a_core_that_computes(seed: int, shared: int, depth: int) -> None:
+    """With chunks, hits of the prefix cache, preemptions and refusals, at the same times."""
+    rng = random.Random(seed)
+    beginnings = [[rng.randrange(1000) for _ in range(12)] for _ in range(3)]
+    prompts = [
+        Prompt(rng.choice(beginnings) + [rng.randrange(1000) for _ in range(rng.randint(1, 24))], rng.randint(1, 30))
+        for _ in range(40)
+    ]
+    times = sorted(rng.uniform(0, 150) for _ in prompts)
+    limits = {"max_num_queued_reqs": 6, "max_shared_prefill_tokens": shared}
+    expected = real_run(prompts, times, 0.1, depth, **limits)
+    own, found = client(0.1, depth, **limits), []
+    own.core.executor = Recorder(own.core.executor, found)
+    run = own.run(prompts, times)
+    assert found == expected
+    assert own.totals.num_steps == len(expected)
+    assert own.totals.num_preemptions > 0, "nothing was preempted: the check proves little"
+    assert own.totals.prefix_cache_hits > 0, "nothing was found in the cache: the check proves little"
+    assert any(outcome.error for outcome in run.outcomes), "nothing was refused: the check proves little"
+    assert sum(outcome.cached_tokens for outcome in run.outcomes) == own.totals.prefix_cache_hits
+
+
+def test_a_queue_computed_by_hand() -> None:
+    """One request runs at a time, steps of 1 s: A from 0 to 3 s, B from 3 to 5 s, and C comes when nobody is there."""
+    prompts = [Prompt([1, 2, 3, 4], 3), Prompt([5, 6], 2), Prompt([7], 1)]
+    run = client(max_num_seqs=1).run(prompts, [0.0, 0.5, 9.25])
+    assert [outcome.start_time for outcome in run.outcomes] == [0.0, 0.5, 9.25]
+    assert [outcome.ttft for outcome in run.outcomes] == [1.0, 3.5, 1.0]
+    assert [outcome.itl for outcome in run.outcomes] == [[1.0, 1.0], [1.0], []]
+    assert [outcome.latency for outcome in run.outcomes] == [3.0, 4.5, 1.0]
+    assert [outcome.output_tokens for outcome in run.outcomes] == [3, 2, 1]
+    assert all(outcome.success and not outcome.queue_time for outcome in run.outcomes)
+    assert run.duration == 10.25
+
+
+def test_a_prompt_in_chunks_beside_a_decode() -> None:
+    """16 tokens a step, 0.5 s for each beyond one per row. A decodes alone, then beside two chunks of B's 20 tokens."""
+    prompts = [Prompt([1], 4), Prompt(list(range(20)), 1)]
+    run = client(per_token=0.5).run(prompts, [0.0, 0.5])
+    first, second = run.outcomes
+    # Steps end at 1; + 1 + 0.5 * 14 = 9, with 15 tokens of B; + 1 + 0.5 * 4 = 12, with 5 tokens; 13.
+    assert (first.ttft, first.itl) == (1.0, [8.0, 3.0, 1.0])
+    assert (second.ttft, second.latency) == (11.5, 11.5)
+
+
+def test_with_two_batches_in_flight_a_step_begins_where_the_one_before_ends() -> None:
+    """A newcomer waits for both: the one that runs, and the one behind it."""
+    run = client(depth=2).run([Prompt([1], 5), Prompt([2], 2)], [0.0, 1.5])
+    assert [outcome.ttft for outcome in run.outcomes] == [1.0, 2.5]
+    assert run.outcomes[0].itl == [1.0] * 4
+    assert run.duration == 5.0
+
+
+def test_who_waits_in_the_client() -> None:
+    """--max-concurrency 1: a place is free from the end of the step on that ends a request."""
+    run = client().run([Prompt([i], 2) for i in range(3)], [0.0, 0.5, 5.0], max_concurrency=1)
+    assert [outcome.start_time for outcome in run.outcomes] == [0.0, 2.0, 5.0]
+    assert [outcome.queue_time for outcome in run.outcomes] == [0.0, 1.5, 0.0]
+    assert [outcome.latency for outcome in run.outcomes] == [2.0, 2.0, 2.0]
+
+
+def test_a_load_after_another_one() -> None:
+    """The engine keeps its cache, and the clock goes on."""
+    own, prompt = client(), Prompt(list(range(13)), 1)
+    own.run([prompt], [0.0])
+    again = own.run([prompt], [2.0])
+    assert own.clock.now == 4.0
+    assert (again.outcomes[0].start_time, again.outcomes[0].ttft, again.duration) == (3.0, 1.0, 3.0)
+    assert again.outcomes[0].cached_tokens == 12
+
+
+def test_refused_requests_count_as_in_bench_serve() -> None:
+    """One runs and two may wait: four come at once before the first step, and later one that is too long."""
+    prompts = [Prompt([i], 2) for i in range(4)] + [Prompt([1] * 70, 11)]
+    run = client(max_num_seqs=1, max_num_queued_reqs=2).run(prompts, [0.0] * 4 + [1.5])
+    traffic, report = Traffic(), Report(goodput=("ttft:1000",))
+    result = serving_result(Workload(), traffic, Target(), report, [run], {})
+    assert (result["completed"], result["failed"]) == (2, 3)
+    kinds = [error.partition(":")[0] for error in result["errors"]]
+    assert kinds == ["", "", "queue_full", "queue_full", "context_length_exceeded"]
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (2, 4)
+    assert result["duration"] == 4.0
+    assert result["request_goodput"] == 1 / 4.0, "the second waits for 2 s"
