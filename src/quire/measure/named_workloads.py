@@ -1,4 +1,4 @@
-"""Workloads with a name, or in a file: the options that each of them stands for. Lengths are assumptions, typical of such traffic."""
+"""Workloads with a name or in a file: the options of each. Lengths of named ones are typical assumptions."""
 
 from __future__ import annotations
 

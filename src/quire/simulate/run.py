@@ -65,8 +65,8 @@ def simulate(
         ConfigError: the settings or the load contradict themselves, or nothing fits into memory.
     """
     resolved = plan_engine(config, model, device)
-    cost, is_measured = known_cost(resolved, model, device)
-    client = client_of(resolved, model, cost)
+    known = known_cost(resolved, model, device)
+    client = client_of(resolved, model, known.cost)
     rounds = [plan.requests(plan.workload.seed + i) for i in range(plan.traffic.num_rounds)]
     if plan.traffic.num_warmups:
         warm_up = _prompts(plan.warm_up_requests(), plan.tokenizer)
@@ -88,7 +88,7 @@ def simulate(
         "num_requests_sent": len(prompts),
         "num_unique_prompts": len({tuple(prompt.token_ids) for prompt in prompts}),
         "hardware_limit": None,
-        "simulated": _said_of(resolved, cost, is_measured, client.totals),
+        "simulated": _said_of(resolved, known.cost, known.is_measured, client.totals),
     }
     return runs, facts
 
