@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from quire.cli import explain_vllm
 from quire.cli.explain_vllm import Answer, explain_command
@@ -213,6 +215,33 @@ def test_pasted_texts(text: str, words: list[str]) -> None:
     assert read_pasted(text).words == words
 
 
+PIECES = (
+    "vllm serve", "docker run vllm/vllm-openai", "python -m vllm.entrypoints.openai.api_server", "A=b", "m", "<m>",
+    "--port", "--port=1", "--dtype", "--swap-space 4", "--no-x", "-tp", "-O3", "--hf-overrides.a", "'a b'", "'",
+    '"a\\"b"', '"', "\\", "\\\n", "\n", " ", " ", "#", "$X", "$(", "`", "&", "&&", "2>&1", ">", "<", ";", "|", "(",
+    "\x1b[1m", "\udc80",
+)  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text(text: str) -> None:
+    """An answer that can be shown, with a command that our parser reads; or an error that says what is wrong."""
+    refusal, explanation = "", None
+    try:
+        explanation = explain_command(text)
+    except ConfigError as error:
+        refusal = error.message
+    if explanation is None:
+        assert refusal.isprintable()
+        return
+    assert explanation.text().replace("\n", "").isprintable()
+    command = " ".join(explanation.command)
+    if "$" not in command and "`" not in command:  # what only a shell can fill in
+        words = shlex.split(command)
+        read(*words[words.index("serve") + 1 :])
+
+
 def test_notes_on_what_a_shell_would_do() -> None:
     assert read_pasted("vllm serve m \\\n --port 1").notes == []
     assert read_pasted("vllm serve m \\ # c\n --port 1").notes == [BROKEN]
@@ -231,6 +260,7 @@ def test_notes_on_what_a_shell_would_do() -> None:
         ("vllm", "There is no command of vLLM's in the text"),
         ("vllm serve 'm", "A quotation mark ' has no counterpart"),
         ('vllm serve "m', 'A quotation mark " has no counterpart'),
+        ("vllm serve m\0", "zero byte"),
         ("vllm serve a\nvllm serve b", "The text starts 2 servers"),
         ("vllm bench serve --model m", "vllm bench does not start a server"),
         ("vllm serve m --hf-overrides.a", "--hf-overrides.a has no value"),

@@ -13,6 +13,7 @@ from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.cost.calibrate import Fit
 from quire.kernels import extension
+from quire.measure.workload import NAMED_WORKLOADS
 from quire.model_config import load_model_config
 from quire.option import parse_duration
 from quire.planning import devices
@@ -52,7 +53,7 @@ def test_json_of_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(found["changes"]) == 3
     workload = found["workload"]
     assert workload["name"] == "chat"
-    assert workload["mean_prompt_tokens"] == pytest.approx(500, rel=0.05), "200 that all share, and 300"
+    assert workload["mean_prompt_tokens"] == pytest.approx(NAMED_WORKLOADS["chat"][0], rel=0.05)
 
 
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +145,7 @@ def test_hardware_that_numbers_describe(tmp_path: Path, capsys: pytest.CaptureFi
         (("--request-rate", "inf"), "Illegal --request-rate"),
         (("--price-per-hour", "-2"), "Illegal --price-per-hour"),
         (("--price-per-hour", "1,2"), "as many prices"),
-        (("--workload", "talk"), "Unknown workload. Got 'talk'. Expected chat, rag, code, random:IN/OUT"),
+        (("--workload", "talk"), "Unknown workload. Got 'talk'. Expected chat, code, rag, random:IN/OUT"),
         (("--workload", "random:0/5"), "Unknown workload"),
         (("--workload", "/nowhere/\x1b[31m"), r"\x1b[31m"),
         (("--memory", "80GiB"), "--hardware names a machine"),

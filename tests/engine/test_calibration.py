@@ -10,6 +10,7 @@ from quire.cost.calibrate import Fit, Rows, prior
 from quire.cost.model import CostModel
 from quire.cost.step_time import step_seconds
 from quire.engine.calibration import MAX_SECONDS, MAX_STEP_SECONDS, MOST_REPEATS, Calibration
+from quire.engine.start import StartedEngine
 from quire.formats.kv_groups import KvGroup
 from quire.schedule import Pending, ScheduledBatch, StepResult
 from tests.cost.models import CONSTANTS, cost_model
@@ -83,7 +84,30 @@ def test_a_start_waits_no_longer_than_it_may(seconds: float) -> None:
     calibration, done = driver.calibration()
     calibration.run(seconds)
     assert driver.now <= seconds
-    assert bool(done) == (seconds == 1.0)
+    assert len(calibration.steps) <= 3, "a long context was read before its memory is there"
+    assert (len(calibration.steps) == 3) == (seconds >= 0.02)
+    assert not done
+
+
+def test_memory_is_taken_before_long_contexts_are_measured() -> None:
+    """A page that was never written is the system's one page of zeros, which caches read much faster than memory."""
+
+    class TakesMemory:
+        pieces = 3
+
+        def use_idle_time(self, num_blocks_ever_used: int) -> bool:
+            self.pieces -= 1
+            return self.pieces >= 0
+
+    driver = TimedDriver()
+    calibration, done = driver.calibration()
+    engine = StartedEngine(driver.core, *([None] * 2), TakesMemory(), calibration)  # type: ignore[arg-type]
+    for _ in range(TakesMemory.pieces):
+        assert engine.use_idle_time()
+    assert not driver.batches
+    while engine.use_idle_time():
+        pass
+    assert done
 
 
 def test_a_slow_machine_measures_short_steps_only() -> None:

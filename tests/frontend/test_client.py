@@ -96,7 +96,8 @@ async def test_a_message_of_another_engine_is_refused(addresses):
     receiving = asyncio.ensure_future(client.receive())
     await asyncio.sleep(0)
     client.mark_dead("The engine was given up")
-    assert await receiving == EngineFailed("The engine was given up", engine_index=1)
+    with pytest.raises(EngineDeadError, match="given up"):
+        await receiving
     client.close()
 
 
@@ -131,7 +132,8 @@ async def test_a_pending_receive_hears_of_the_death(addresses):
     await asyncio.sleep(0)
     client.mark_dead("Killed by signal 9")
     client.mark_dead("said twice")
-    assert await pending == EngineFailed("Killed by signal 9")
+    with pytest.raises(EngineDeadError, match="signal 9"):
+        await pending
     assert not client.is_alive
     with pytest.raises(EngineDeadError, match="signal 9"):
         client.send(Abort(["a"]))
@@ -148,7 +150,8 @@ async def test_the_process_is_watched(addresses, monkeypatch):
     await asyncio.sleep(0.03)
     assert not pending.done()
     alive[0] = False
-    assert "has ended" in (await pending).message
+    with pytest.raises(EngineDeadError, match="has ended"):
+        await pending
     client.close()
 
 

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from quire.config import EngineConfig, ServerConfig
 from quire.errors import ModelConfigError, WeightsError
 from quire.families import FAMILIES
 from quire.formats.weight_format import GGUF
@@ -29,8 +28,6 @@ from quire.measure.floor import Machine, Work, floor
 from quire.model_config import load_model_config
 from quire.models.registry import CausalLM
 from quire.quantization.gguf_blocks import unpack_blocks
-from quire.resolve import DeviceFacts
-from quire.screen.explain import explain
 from tests.gguf.raw import F32_TENSOR, STRING, Raw, pair, tensor, text
 from tests.gguf.writing import write_gguf
 from tests.loading import load_model
@@ -326,10 +323,6 @@ def test_what_a_step_reads(tied: bool, kind: str | None, tmp_path: Path) -> None
     assert config.read_bytes_per_step("bfloat16") == expected
     one_token = floor(config, "bfloat16", [Work(1, 0, 1)], Machine(1.0, 1e30, 1e30), quantization="gguf")
     assert one_token.num_bytes == expected
-    device = DeviceFacts("cpu", "CPU", "avx2", 4, 64 << 30, 32 << 30)
-    settings = EngineConfig(model=str(tmp_path / "m.gguf"), dtype="bfloat16")
-    shown = explain("m", settings, ServerConfig(), config, device, read_bandwidth=float(expected)).settings
-    assert shown["expected_tokens_per_second"].value == 1.0
 
 
 def test_split_model(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ NAMES = (
 
 @pytest.fixture
 def poisoned() -> Iterator[RunningServer]:
-    client = EchoClient(None, is_ready=False, step_seconds=0.01, max_model_len=2048)
+    client = EchoClient(None, is_ready=False, step_seconds=0.02, max_model_len=2048)
     client.push(demo_ready())
     with RunningServer(client) as server:
         yield server
@@ -83,7 +83,7 @@ def poisoned() -> Iterator[RunningServer]:
 def stream(server: RunningServer, path: str) -> list[Any]:
     """What a streamed answer says, without what differs between any two: ids and times."""
     base: dict[str, Any] = {"messages": MESSAGES} if path == "/v1/chat/completions" else {"prompt": "Hi"}
-    return [event["choices"] for event in server.events(path, **base, max_tokens=25, ignore_eos=True)]
+    return [event["choices"] for event in server.events(path, **base, max_tokens=12, ignore_eos=True)]
 
 
 @contextmanager

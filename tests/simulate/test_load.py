@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import quire.demo
+from quire.config import EngineConfig
 from quire.cost.arithmetic import Load
 from quire.cost.calibrate import Fit
 from quire.cost.model import CostModel
@@ -16,6 +18,8 @@ from quire.engine.deterministic import DeterministicExecutor
 from quire.measure.options import Report, Target, Traffic, Workload
 from quire.measure.report import serving_result
 from quire.messages import AddRequest
+from quire.model_config import load_model_config
+from quire.resolve import DeviceFacts
 from quire.schedule import Executor, Pending, ScheduledBatch, StepResult
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
@@ -23,6 +27,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.simulate.executor import PredictedExecutor, VirtualClock
 from quire.simulate.load import PARAMS, Client, Prompt
+from quire.simulate.run import client_of, plan_engine
 from tests.cost.models import CONSTANTS, cost_model
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 4
@@ -154,11 +159,25 @@ def test_with_two_batches_in_flight_a_step_begins_where_the_one_before_ends() ->
     assert run.duration == 5.0
 
 
+def test_rows_that_want_no_logits_get_no_token() -> None:
+    batch = ScheduledBatch(3, ["a", "b"], [0, 4], [4, 1], [0, 1], [(), ()], [[], []])
+    assert PredictedExecutor(ByTokens(), VirtualClock()).submit(batch).result().token_ids == [[], [3]]
+
+
+def test_time_passes_for_the_scheduler_of_the_settings() -> None:
+    """A prompt that was alone for ten seconds has the whole budget; before, it leaves room for others."""
+    model, device = load_model_config(quire.demo.path()), DeviceFacts("cpu", "test", "avx2", 1, 1 << 36, 1 << 36)
+    own = client_of(plan_engine(EngineConfig(max_shared_prefill_tokens=16), model, device), model, ByTokens())
+    own.run([Prompt([1], 1), Prompt([2], 1)], [0.0, 0.0])
+    assert own.run([Prompt([3] * 64, 1)], [5.0]).duration == 5 + 4
+    assert own.run([Prompt([4] * 64, 1)], [20.0]).duration == 20 + 1
+
+
 def test_who_waits_in_the_client() -> None:
     """--max-concurrency 1: a place is free from the end of the step on that ends a request."""
-    run = client().run([Prompt([i], 2) for i in range(3)], [0.0, 0.5, 5.0], max_concurrency=1)
+    run = client().run([Prompt([i], 2) for i in range(3)], [0.0, 1.5, 5.0], max_concurrency=1)
     assert [outcome.start_time for outcome in run.outcomes] == [0.0, 2.0, 5.0]
-    assert [outcome.queue_time for outcome in run.outcomes] == [0.0, 1.5, 0.0]
+    assert [outcome.queue_time for outcome in run.outcomes] == [0.0, 0.5, 0.0]
     assert [outcome.latency for outcome in run.outcomes] == [2.0, 2.0, 2.0]
 
 

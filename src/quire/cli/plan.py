@@ -193,13 +193,11 @@ def _slos(args: argparse.Namespace) -> tuple[tuple[str | None, str], tuple[str |
 
 def _lengths(args: argparse.Namespace, engine: EngineConfig, folder: Path) -> Any:
     from quire.entry.launch import read_tokenizer
-    from quire.measure.named_workloads import workload_of
-    from quire.measure.options import Workload
-    from quire.measure.workload import request_lengths
+    from quire.measure.workload import named_workload, request_lengths
     from quire.planning.request_lengths import RequestLength, RequestLengths
 
     chosen = args.workload or "chat"
-    found = request_lengths(Workload(**workload_of(chosen)), lambda: read_tokenizer(engine, folder))
+    found = request_lengths(named_workload(chosen), lambda: read_tokenizer(engine, folder))
     return RequestLengths(chosen, [RequestLength(*each) for each in found])
 
 

@@ -13,8 +13,7 @@ from quire.cli.flags import Parser, add_config_flags
 from quire.cli.settings import add_settings_flags, read_settings
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.measure.named_workloads import named_workload
-from quire.measure.options import Report, Target, Traffic, Workload, from_args
+from quire.measure.options import Report, Target, Traffic, Workload, from_args, given
 
 DESCRIPTION = """
 The scheduler, the KV cache's pages and the queue's limit are those of a server with these settings; a step takes as
@@ -30,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--workload", metavar="NAME", help="chat, rag, code, random:IN/OUT in tokens, or a --dataset-name")
+    add("--workload", metavar="NAME", help="chat, rag, code, random:IN/OUT in tokens, or a file of requests")
     add("--trace", metavar="FILE", help="requests with their times, as --dataset-name timed_trace reads them; all")
     add_settings_flags(parser, (EngineConfig,))
     add_config_flags(parser, Workload, skip=frozenset({"seed"}))  # the engine's
@@ -61,11 +60,12 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace, seed: int) -> Workload:
-    """What --workload and --trace stand for; flags of a single option come on top."""
+    """What --workload or --trace stands for; flags of single options come on top."""
+    from quire.measure.workload import named_workload
+
     if args.workload is not None and args.trace is not None:
         raise ConfigError("A trace is a workload", value=args.workload, fix="Leave --workload or --trace out")
+    chosen = Workload() if args.workload is None else named_workload(args.workload)
     if args.trace is not None:
-        stands_for = {"dataset_name": "timed_trace", "dataset_path": args.trace, "num_prompts": sys.maxsize}
-    else:
-        stands_for = {} if args.workload is None else named_workload(args.workload)
-    return from_args(Workload, argparse.Namespace(**stands_for | vars(args)), seed=seed)
+        chosen = Workload(dataset_name="timed_trace", dataset_path=args.trace, num_prompts=sys.maxsize)
+    return replace(chosen, **given(Workload, args) | {"seed": seed})

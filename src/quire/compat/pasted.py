@@ -49,8 +49,10 @@ class PastedCommand:
 def read_pasted(text: str) -> PastedCommand:
     """The one vLLM server in a text, with environment variables in front, continued lines and comments.
 
-    Raises ConfigError: no such command or several, or a quotation mark without its counterpart.
+    Raises ConfigError: no such command or several, a quotation mark without its counterpart, or a zero byte.
     """
+    if "\0" in text:
+        raise ConfigError("The text holds a zero byte", fix="Paste a text", param="vllm")
     notes: list[str] = []
     commands = list(_joined(_Scanner(text, notes).commands(), notes))
     if not commands:

@@ -25,6 +25,7 @@ GAUSS_NEWTON_STEPS = 100
 MOST_DAMPING = 1e8  # nothing near is better
 FEW_STEPS = 4  # with so many measured steps or fewer the interval is wide
 FEW_STEPS_SPREAD = 0.5
+SHORT_CONTEXT = 16
 LONG_CONTEXT = 2048
 CACHE_BYTES = 256 << 20  # of the KV cache that measured steps touch at most
 
@@ -46,7 +47,7 @@ class Fit:
 
 
 def points(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_tokens: int) -> Iterator[Rows]:
-    """The steps to measure, short ones first: decodes of several sizes, prompts, and both behind a long context.
+    """The steps to measure: decodes of several sizes and prompts, short ones first, then both behind a long context.
 
     Args:
         num_tokens: of KV cache that the rows of a step may have together.
@@ -55,19 +56,19 @@ def points(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, n
     def decodes(num_rows: int, length: int) -> Rows:
         return [(max(min(length, max_model_len - 1, num_tokens // num_rows - 1), 1), 1)] * num_rows
 
-    several, context = min(16, max_model_len - 1), min(LONG_CONTEXT, max_model_len, num_tokens)
+    several, context = min(SHORT_CONTEXT, max_model_len - 1), min(LONG_CONTEXT, max_model_len, num_tokens)
     wished: list[Rows] = [
         decodes(1, several),
         decodes(4, several),
         [(0, 32)],
         decodes(16, several),
-        decodes(1, context),
         [(0, 128)],
         decodes(32, several),
-        decodes(2, context),
         decodes(8, several),
-        decodes(8, context),
         decodes(64, several),
+        decodes(1, context),
+        decodes(2, context),
+        decodes(8, context),
         [(max(context - 128, 0), 128)],
         decodes(32, context),
         [(0, 256)],

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from quire.cost.calibrate import Fit, MeasuredStep, Rows, fit
+from quire.cost.calibrate import SHORT_CONTEXT, Fit, MeasuredStep, Rows, fit
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants
 from quire.engine.core import EngineCore
@@ -44,12 +44,16 @@ class Calibration:
         self._points = deque(points)
         self._repeats: list[float] = []  # seconds of the first point, so far
         self._seconds_left = MAX_SECONDS
+        self.rows: list[Rows] = []  # of `steps`
         self.steps: list[MeasuredStep] = []
 
     def run(self, seconds: float) -> None:
-        """Measure what is predicted to take no longer, all together."""
+        """Measure what is predicted to take no longer, all together, as far as contexts are short.
+
+        A KV cache that was never written has no memory of its own yet: reading it says nothing.
+        """
         end = self._clock() + seconds
-        while self._points and self._predicted_seconds() <= end - self._clock():
+        while self._points and self._context() <= SHORT_CONTEXT and self._predicted_seconds() <= end - self._clock():
             if not self.step():
                 return
 
@@ -72,6 +76,7 @@ class Calibration:
         self._repeats.append(seconds)
         timed = self._repeats[1:]  # the first one takes memory, and is recorded
         if len(timed) == MOST_REPEATS or sum(timed) >= REPEATED_SECONDS:
+            self.rows.append(self._points[0])
             self.steps.append(MeasuredStep(self._cost.arithmetic.demand(load), statistics.median(timed)))
             self._cost.calibrate(fit(self.steps, self._guess))
             self._drop_point()
@@ -82,6 +87,9 @@ class Calibration:
         self._repeats.clear()
         if not self._points and self.steps:
             self._done(self._cost.fit)
+
+    def _context(self) -> int:
+        return max(start for start, _ in self._points[0])
 
     def _predicted_seconds(self) -> float:
         starts, counts = zip(*self._points[0], strict=True)

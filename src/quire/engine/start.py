@@ -40,8 +40,8 @@ class StartedEngine:
 
     def use_idle_time(self) -> bool:
         """Do a little of what must be done some day; False: there is nothing to do now."""
-        is_calibrating = self.calibration is not None and self.calibration.step()
-        return is_calibrating or self.executor.use_idle_time(self.core.scheduler.kv.pool.num_ever_used)
+        is_taking_memory = self.executor.use_idle_time(self.core.scheduler.kv.pool.num_ever_used)
+        return is_taking_memory or (self.calibration is not None and self.calibration.step())
 
     def ready_message(self) -> EngineReady:
         resolved = self.resolved

@@ -13,9 +13,10 @@ import zmq
 import zmq.asyncio
 
 from quire.errors import EngineDeadError
-from quire.messages import AddRequest, EngineFailed, EngineInput, EngineMessage
+from quire.messages import AddRequest, EngineInput, EngineMessage
 from quire.sampling_params import SpelledWords
 
+WAKE = b"wake"  # no message: from `mark_dead` to a `receive` that waits
 RETRY_SECONDS = 0.005  # between attempts to send while the engine has not connected yet
 LIFE_CHECK_SECONDS = 0.1
 CLOSE_LINGER_MS = 1000  # for the last messages (shutdown) to leave
@@ -38,7 +39,7 @@ class EngineClient(Protocol):
         ...
 
     def mark_dead(self, message: str) -> None:
-        """Give the engine up: what it has sent is still received, then comes EngineFailed, and sending fails.
+        """Give the engine up: what it has sent is still received, then receiving and sending raise EngineDeadError.
 
         Args:
             message: what happened, fit for the user.
@@ -123,6 +124,8 @@ class ProcessClient:
             self._check_life()
         try:
             frame = await self._output.recv(0 if self._death is None else zmq.NOBLOCK)
+            while frame == WAKE:  # what the engine sent before its end may lie behind it
+                frame = await self._output.recv(zmq.NOBLOCK)
             message: EngineMessage = self._decoder.decode(frame)
         except zmq.ZMQError:  # nothing is left of what was sent before the death, or the connection is closed
             raise EngineDeadError(self._death or "The connection to the engine is closed") from None
@@ -143,10 +146,10 @@ class ProcessClient:
             return
         self._death = message
         self._input.setsockopt(zmq.LINGER, 0)
-        with self._context.socket(zmq.PUSH) as waker:  # wakes a pending receive
+        with self._context.socket(zmq.PUSH) as waker:
             waker.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
             waker.connect(self._output_address)
-            waker.send(self._encoder.encode(EngineFailed(message, engine_index=self._engine_index)))
+            waker.send(WAKE)
 
     def close(self) -> None:
         for timer in (self._retry, self._life_check):

@@ -194,8 +194,13 @@ def key_values(pairs: tuple[str, ...], flag: str) -> dict[str, str]:
 
 def from_args(kind: type[T], args: argparse.Namespace, **more: Any) -> T:
     """The group `kind` from what was given on the command line; `more` comes on top."""
-    given = vars(args)
-    return kind(**{f.name: given[f.name] for f in options(kind) if f.name in given} | more)
+    return kind(**given(kind, args) | more)
+
+
+def given(kind: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the group `kind` that were given on the command line."""
+    values = vars(args)
+    return {f.name: values[f.name] for f in options(kind) if f.name in values}
 
 
 def _at_least(least: int, config: Any, *names: str) -> None:

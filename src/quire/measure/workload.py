@@ -6,11 +6,14 @@ import hashlib
 import json
 import math
 import random
+import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from quire.compat.names import nearest
 from quire.errors import ConfigError
 from quire.frontend.chat_template import ChatRenderer
 from quire.frontend.tokenizer import Tokenizer
@@ -38,6 +41,12 @@ class BenchRequest:
     timestamp: float | None = None
 
 
+# Workloads by name: mean tokens of prompts and of answers. Chats and code completions are as in the traces of Azure's
+# services (Patel et al., Splitwise, ISCA 2024). The documents that are found for a question are an assumption.
+NAMED_WORKLOADS = {"chat": (1155, 211), "code": (2048, 28), "rag": (4096, 256)}
+NAMED_RANGE = "0.5"  # lengths of named workloads are drawn within half of the mean
+
+
 class BenchTokenizer(Protocol):
     """What a workload needs of quire.frontend.tokenizer.Tokenizer."""
 
@@ -57,6 +66,53 @@ def chat_render(tokenizer: Tokenizer) -> Render | None:
         return None
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens, name=tokenizer.name)
     return lambda text: renderer.render([{"role": "user", "content": text}])
+
+
+def named_workload(text: str) -> Workload:
+    """`chat`, `rag`, `code`, `random:IN/OUT`, or a file: a timed trace, prompts as JSON lines, or ShareGPT's JSON.
+
+    Raises ConfigError for anything else.
+    """
+    if text in NAMED_WORKLOADS:
+        prompt, output = NAMED_WORKLOADS[text]
+        return Workload(random_input_len=prompt, random_output_len=output, random_range_ratio=NAMED_RANGE)
+    if match := re.fullmatch(r"random:(\d{1,8})/(\d{1,8})", text):
+        prompt, output = map(int, match.groups())
+        if prompt and output:
+            return Workload(random_input_len=prompt, random_output_len=output)
+    path = Path(text)
+    if not text.startswith("random:") and path.is_file():
+        kind, more = _kind_of(path)
+        return Workload(dataset_name=kind, dataset_path=text, num_prompts=sys.maxsize, oversample=False, **more)
+    near = nearest(text, NAMED_WORKLOADS)
+    raise ConfigError(
+        "Unknown workload",
+        value=text,
+        expected=f"{', '.join(NAMED_WORKLOADS)}, random:IN/OUT such as random:512/128, or a file of requests",
+        fix=f"Did you mean {near!r}?" if near else None,
+        param="workload",
+    )
+
+
+def _kind_of(path: Path) -> tuple[str, dict[str, Any]]:
+    """The data set's kind by its first line, and options that follow from it."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = next((line for line in file if line.strip()), "")
+    if first.lstrip().startswith("["):
+        return "sharegpt", {}
+    try:
+        row = json.loads(first)
+    except ValueError:
+        row = None
+    if isinstance(row, dict) and "input_length" in row:
+        return "timed_trace", {}
+    if isinstance(row, dict) and "prompt" in row:
+        return "custom", {"custom_output_len": -1} if "output_tokens" in row else {}
+    raise ConfigError(
+        f"The first line of {path} is of no workload that is known",
+        expected="a list of conversations, or an object with input_length and output_length, or with prompt",
+        param="workload",
+    )
 
 
 def request_lengths(options: Workload, open_tokenizer: Callable[[], BenchTokenizer]) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from quire.planning.memory_plan import (
     plan_kv_cache,
     predict_memory,
 )
-from quire.planning.step_costs import expectation, known_cost
+from quire.planning.step_costs import expectation, known_cost, peaks
 from quire.resolve import GIB, DeviceFacts, resolve, resolve_server, shown_bytes
 from quire.screen.layer_kernels import LayerKernel, layer_kernels
 from quire.screen.memory_lines import MemorySummary
@@ -180,7 +180,8 @@ def explain(
         error, resolved = failure, resolved.noting(memory_settings(model, resolved, memory))
     known = known_cost(resolved, model, device, read_bandwidth)
     waited = 0.0 if known.is_measured else waited
-    resolved = resolved.noting(expectation(resolved.scheduler.max_num_seqs, known.cost, known.origin, waited))
+    expected = expectation(resolved.scheduler.max_num_seqs, known.cost, known.origin, waited)
+    resolved = resolved.noting({**expected, **peaks(resolved, device)})
     settings = {**resolved.settings, **resolve_server(server)}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)

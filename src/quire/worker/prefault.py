@@ -27,6 +27,8 @@ MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, Linux 5.14: takes pages, 
 class Prefault:
     """The memory of a KV cache, taken in the order in which its pages are first handed out: ascending.
 
+    From its beginning: a page that was handed out may not have been written, and what has its memory keeps it.
+
     Args:
         pages: [pages, bytes of a page], contiguous.
         lead_bytes: how far ahead of the pages that were in use.
@@ -46,9 +48,8 @@ class Prefault:
 
     def step(self, num_ever_used: int) -> bool:
         """Take some memory ahead of the first `num_ever_used` pages; False: there is nothing to be done now."""
-        used = num_ever_used * self._page_bytes
-        self._taken = max(self._taken, used)
-        if self._taken >= min(self._num_bytes, used + self._lead_bytes) or self._free_bytes() < 2 * self._lead_bytes:
+        wanted = num_ever_used * self._page_bytes + self._lead_bytes
+        if self._taken >= min(self._num_bytes, wanted) or self._free_bytes() < 2 * self._lead_bytes:
             return False
         if not _populate(self._bytes[self._taken : self._taken + PIECE_BYTES]):
             self._num_bytes = 0  # not on this system

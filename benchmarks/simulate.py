@@ -1,0 +1,254 @@
+"""How far `quire simulate` is off: six workloads at 0.5, 0.9 and 1.5 of saturation, simulated and really served.
+
+`quire serve` runs on this machine, one core left to its API and to the client. It is waited for until it has measured
+its steps. Then, for each workload: as many requests as the server runs at once, one after the other, give saturation;
+each rate is served once (Poisson) and simulated with the same requests at the same times. A good request of a workload
+has a time to first token of at most three times, and a time per token of at most twice, the median at the lowest rate.
+
+The claim: throughput, goodput, medians, preemptions and tokens from the prefix cache are within 10 %, P99 within 20 %.
+
+    python benchmarks/simulate.py [MODEL] [--seconds 60] [--workloads chat shared ...] [--rates 0.5 0.9 1.5]
+        [--save HARDWARE]
+
+MODEL: none is the bundled demo model, which is the quick setting: with `--seconds 8` it takes about ten minutes. Its
+steps take a millisecond or two, so what is outside the engine counts more than with any model that people use. --save
+writes benchmarks/results/HARDWARE/simulate_DATE.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from quire.config import EngineConfig
+from quire.entry.launch import find_model
+from quire.kernels import extension
+from quire.measure import report
+from quire.measure.load import Run
+from quire.measure.options import Target, Traffic, Workload
+from quire.measure.plan import Plan
+from quire.measure.serving import find_server, one_round, warm_up
+from quire.measure.statistics import Metrics, measure
+from quire.measure.workload import named_workload
+from quire.planning import devices
+from quire.planning.step_costs import known_cost
+from quire.simulate.run import plan_engine, simulate
+
+# Requests of at most 2,048 tokens. `shared` is --dataset-name prefix_repetition: 10 beginnings of 256 tokens.
+WORKLOADS = ("chat", "shared", "random:1500/30", "random:1000/100", "random:256/256", "random:32/400")
+RATES = (0.5, 0.9, 1.5)
+MAX_NUM_SEQS, MAX_QUEUED = 32, 128
+CONTEXTS = 12  # of 2,048 tokens that the KV cache holds: fewer than run at once, so that requests are preempted
+CALIBRATION_SECONDS = 120
+FEWEST_REQUESTS = 60
+WITHIN = {"p99": 0.2}  # by the beginning of a metric's name
+OTHERS_WITHIN = 0.1
+TIMES = ("ttft", "tpot", "itl", "e2el")
+COUNTERS = {"preemptions": "vllm:num_preemptions_total", "cached tokens": "vllm:prefix_cache_hits_total"}
+
+
+class NoBar:
+    """Nobody looks."""
+
+    def update(self) -> None:
+        """A request is done."""
+
+    def close(self) -> None:
+        """All are."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A workload at a rate, served and simulated: metrics by name."""
+
+    workload: str
+    factor: float
+    served: dict[str, float]
+    simulated: dict[str, float]
+
+    def errors(self) -> dict[str, float]:
+        """Shares that the simulation is off. Of a count below 1, as if it were 1."""
+        return {
+            name: (self.simulated[name] - real) / (max(real, 1.0) if name in COUNTERS else max(real, 1e-9))
+            for name, real in self.served.items()
+        }
+
+
+def is_within(name: str, error: float) -> bool:
+    """Whether a metric is as near as is claimed."""
+    return abs(error) <= WITHIN.get(name.split()[0], OTHERS_WITHIN)
+
+
+def numbers(metrics: Metrics, counts: dict[str, float]) -> dict[str, float]:
+    """What is compared. Rates per second, times in ms."""
+    rates = {name: metrics.rates[f"{name.replace(' ', '_')}"] for name in ("request throughput", "output throughput")}
+    medians = {f"median {name}": 1000 * metrics.times[name].median for name in TIMES}
+    tails = {f"p99 {name}": 1000 * metrics.times[name].percentiles[99] for name in TIMES}
+    return {**rates, "goodput": metrics.rates["request_goodput"], **medians, **counts, **tails}
+
+
+class Bench:
+    """One server, and the simulation of it."""
+
+    def __init__(self, config: EngineConfig, port: int) -> None:
+        _, self._name, self._model = find_model(config, None, weights=False)
+        self._config, self._device = config, devices.detect(extension.chosen_isa(), "none was looked for")
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        target = Target(
+            base_url=f"http://127.0.0.1:{port}", temperature=0.0, ready_check_timeout_sec=600, ignore_eos=True
+        )
+        self._server = self._runner.run(find_server(target))
+        self._seed = 0
+
+    def wait_for_calibration(self) -> None:
+        """Until the server has measured its steps, while nobody asks it anything. Ends the program if it does not."""
+        resolved = plan_engine(self._config, self._model, self._device)
+        end = time.monotonic() + CALIBRATION_SECONDS
+        while not known_cost(resolved, self._model, self._device)[1]:
+            if time.monotonic() > end:
+                sys.exit(f"the server has not measured its steps after {CALIBRATION_SECONDS} s")
+            time.sleep(0.5)
+
+    def plan(self, name: str, num_prompts: int, traffic: Traffic) -> Plan:
+        """With prompts that nobody has sent before."""
+        self._seed += 1
+        chosen = Workload(dataset_name="prefix_repetition") if name == "shared" else named_workload(name)
+        workload = replace(chosen, num_prompts=max(num_prompts, FEWEST_REQUESTS), seed=self._seed)
+        return self._server.plan(workload, traffic)
+
+    def serve(self, plan: Plan) -> tuple[Run, dict[str, float]]:
+        """A round, and what the server counted meanwhile."""
+        self._runner.run(warm_up(self._server, plan))
+        before = self._counts()
+        seed = plan.workload.seed
+        run: Run = self._runner.run(one_round(self._server, plan, plan.requests(seed), seed, lambda: None))
+        return run, {name: count - before[name] for name, count in self._counts().items()}
+
+    def simulate(self, plan: Plan) -> tuple[Run, dict[str, float]]:
+        """The same round."""
+        (run,), facts = simulate(self._name, self._config, self._model, self._device, plan, lambda total: NoBar())
+        own = facts["simulated"]
+        return run, {"preemptions": own["num_preemptions"], "cached tokens": own["prefix_cache_hits"]}
+
+    def cells(self, name: str, rates: list[float], seconds: float) -> list[Cell]:
+        """A workload at each rate."""
+        closed = Traffic(max_concurrency=MAX_NUM_SEQS, num_warmups=4)
+        run, _ = self.serve(self.plan(name, 3 * MAX_NUM_SEQS, closed))
+        saturation = sum(outcome.success for outcome in run.outcomes) / run.duration
+        print(f"{name}: saturation {saturation:.2f} requests/s", flush=True)
+        found, limits = [], dict[str, float]()
+        for factor in sorted(rates):
+            rate = factor * saturation
+            plan = self.plan(name, int(rate * seconds), Traffic(request_rate=rate))
+            served, simulated = self.serve(plan), self.simulate(plan)
+            if not limits:
+                times = measure([served[0]], [], {}).times
+                limits = {"ttft": 3000 * times["ttft"].median, "tpot": 2000 * times["tpot"].median}
+            sides = [numbers(measure([run], [99], limits), counts) for run, counts in (served, simulated)]
+            cell = Cell(name, factor, *sides)
+            far = [f"{each} {error:+.0%}" for each, error in cell.errors().items() if not is_within(each, error)]
+            print(f"  {factor:g}x: {', '.join(far) or 'all within'}", flush=True)
+            found.append(cell)
+        return found
+
+    def _counts(self) -> dict[str, float]:
+        """Counters of the server."""
+        client = self._server.client()
+        try:
+            text = self._runner.run(client.request("GET", "/metrics")).decode()
+        finally:
+            client.close()
+        return {
+            name: sum(map(float, re.findall(rf"^{series}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)))
+            for name, series in COUNTERS.items()
+        }
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def markdown(result: dict[str, Any], cells: list[Cell]) -> str:
+    """The result file for people."""
+    errors = [(name, error) for cell in cells for name, error in cell.errors().items()]
+    num_within = sum(is_within(*each) for each in errors)
+    lines = [
+        *report.heading("What `quire simulate` predicts, and what `quire bench serve` measured", result),
+        f"- {result['model']}; {' '.join(result['flags'])}.",
+        f"- Rates are shares of saturation, for {result['seconds']:g} s each. Times in ms, rates per second.",
+        f"- **{num_within} of {len(errors)} numbers are within 10 %, P99 within 20 %.**",
+        "- A cell has the measured value, and behind it how far the simulation is off.",
+        "",
+        *report.table_head("workload | rate | " + " | ".join(cells[0].served)),
+    ]
+    for cell in cells:
+        off = cell.errors()
+        values = [f"{real:.4g} {off[name]:+.0%}" for name, real in cell.served.items()]
+        lines.append(f"| {cell.workload} | {cell.factor:g} | {' | '.join(values)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder, hub id or GGUF file; none: the demo model")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of each run")
+    parser.add_argument(
+        "--workloads", nargs="+", default=list(WORKLOADS), help="as --workload of quire simulate, or shared"
+    )
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="shares of saturation")
+    parser.add_argument("--quantization", help="of the weights, as in quire serve")
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
+    arguments = parser.parse_args()
+    environment = report.environment("python", "benchmarks/simulate.py")
+    settings: dict[str, Any] = {
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_queued_reqs": MAX_QUEUED,
+        "max_model_len": 2048,
+        "num_gpu_blocks_override": CONTEXTS * 2048 // 16,
+        "block_size": 16,
+        "num_threads": max(devices.num_cores() - 1, 1),
+        "device": "cpu",
+    }
+    if arguments.quantization is not None:
+        settings["quantization"] = arguments.quantization
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "quire", "serve", *([arguments.model] if arguments.model else []), *flags]
+    server = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        bench = Bench(EngineConfig(model=arguments.model, sources=dict.fromkeys(settings, "flag"), **settings), port)
+        bench.wait_for_calibration()
+        cells = [cell for name in arguments.workloads for cell in bench.cells(name, arguments.rates, arguments.seconds)]
+        bench.close()
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+    result = {
+        **environment,
+        "model": arguments.model or "The bundled demo model",
+        "flags": flags,
+        "seconds": arguments.seconds,
+        "cells": [
+            {"workload": cell.workload, "rate": cell.factor, "served": cell.served, "simulated": cell.simulated}
+            for cell in cells
+        ],
+    }
+    text = markdown(result, cells)
+    print(text)
+    if arguments.save:
+        report.save_published(Path(__file__).parent, "simulate", arguments.save, result, text)
+
+
+if __name__ == "__main__":
+    main()
