@@ -102,7 +102,7 @@ def _kind_of(path: Path) -> tuple[str, dict[str, Any]]:
         return "sharegpt", {}
     try:
         row = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         row = None
     if isinstance(row, dict) and "input_length" in row:
         return "timed_trace", {}
