@@ -108,6 +108,9 @@ OTHER_VALUES: dict[str, Any] = {
     "max_num_batched_tokens": 999,
     "long_prefill_token_threshold": 9,
     "max_num_queued_reqs": 9,
+    "slo_ttft": 0.5,
+    "slo_itl": 0.05,
+    "slo_attainment": 0.9,
     "max_shared_prefill_tokens": 9,
     "enable_chunked_prefill": False,
     "scheduling_policy": "priority",
@@ -119,8 +122,8 @@ OTHER_VALUES: dict[str, Any] = {
     "kv_cache_metrics": True,
     "kv_cache_metrics_sample": 0.5,
 }
-# One legal value each in this version.
-FIXED = {"trust_remote_code", "quantization", "tensor_parallel_size"}
+# One legal value each in this version; and `slo`, which becomes others.
+FIXED = {"trust_remote_code", "quantization", "tensor_parallel_size", "slo"}
 
 
 @pytest.mark.parametrize("f", [f for f in options(EngineConfig) if f.name not in FIXED], ids=lambda f: f.name)

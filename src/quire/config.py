@@ -18,7 +18,10 @@ from quire.errors import ConfigError
 from quire.formats.kv_format import KV_CACHE_DTYPES
 from quire.formats.weight_format import ON_LOAD
 from quire.hf_config.quantization import QUANTIZATION_NAMES
+from quire.logs import get_logger
 from quire.option import (
+    ATTAINMENTS,
+    DURATION,
     Source,
     check_choices,
     check_foreign,
@@ -27,6 +30,7 @@ from quire.option import (
     normalise,
     option,
     options,
+    parse_duration,
     parse_human_int,
     parse_length,
 )
@@ -35,6 +39,8 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 ATTENTION_BACKENDS = ("auto", "FLASHINFER", "TRITON_ATTN", "CPU_ATTN")
+
+logger = get_logger(__name__)
 
 
 def _parse_backend(text: str) -> str:
@@ -207,6 +213,28 @@ class EngineConfig:
         type=parse_human_int,
         limits="prompt tokens of a shared step: how long a short prompt waits beside long ones",
     )
+    slo_ttft: float | None = option(
+        None,
+        "Target for the time to first token, 500ms, 1.5s or seconds: a server refuses (429) who would miss it.",
+        live=True,
+        type=parse_duration,
+        limits="requests that are taken",
+    )
+    slo_itl: float | None = option(
+        None,
+        "Target for the time between two tokens, 50ms, 0.1s or seconds: beside answers, a step takes as many prompt "
+        "tokens as fit.",
+        live=True,
+        type=parse_duration,
+        limits="prompt tokens of a step beside answers, and requests that run at once",
+    )
+    slo_attainment: float = option(
+        0.99,
+        "Share of the times that have to reach these targets, from 0.5 to 0.9999.",
+        live=True,
+        limits="how far below the targets predictions have to stay",
+    )
+    slo: str | None = option(None, "The targets in one flag: ttft=500ms,itl=50ms.")
     max_num_queued_reqs: int | None = option(
         None, "Most requests waiting; above it new ones get 429.", live=True, limits="waiting requests"
     )
@@ -231,6 +259,7 @@ class EngineConfig:
         normalise(self)
         check_types(self)
         check_choices(self)
+        _take_slo(self)
         _check_engine(self)
         complete_sources(self)
 
@@ -392,6 +421,34 @@ def _unknown_argument(name: str, known: set[str]) -> ConfigError:
     return ConfigError(f"Unknown engine argument {name!r}", fix=fix, param=name)
 
 
+def _take_slo(config: EngineConfig) -> None:
+    """Take `slo` apart into the settings that it stands for."""
+    if config.slo is None:
+        return
+    source = config.sources.get("slo", "argument")
+    for part in config.slo.split(","):
+        name, _, text = part.strip().partition("=")
+        if name == "tpot":
+            logger.warning("tpot in --slo is taken as itl: a mean over an answer would hide that it stood still")
+            name = "itl"
+        if name not in ("ttft", "itl"):
+            raise ConfigError(
+                "Illegal target", value=config.slo, expected="ttft=500ms, itl=50ms, or both with a comma", param="slo"
+            )
+        seconds, setting = parse_duration(text), f"slo_{name}"
+        if getattr(config, setting) not in (None, seconds):
+            raise ConfigError(
+                f"slo and {setting} say different things",
+                value=[seconds, getattr(config, setting)],
+                fix="Leave one of the two out",
+                param="slo",
+            )
+        object.__setattr__(config, setting, seconds)
+        config.sources[setting] = source
+    object.__setattr__(config, "slo", None)
+    config.sources.pop("slo", None)
+
+
 def _check_engine(config: EngineConfig) -> None:
     if config.trust_remote_code:
         raise ConfigError(
@@ -463,6 +520,24 @@ def _check_engine(config: EngineConfig) -> None:
         number = getattr(config, name)
         if number is not None and number < 1:
             raise ConfigError(f"Illegal value of {name}", value=number, expected="a positive number", param=name)
+    for name in ("slo_ttft", "slo_itl"):
+        seconds = getattr(config, name)
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise ConfigError(f"Illegal {name}", value=seconds, expected=DURATION, param=name)
+    if config.slo_itl is not None and not config.enable_chunked_prefill:
+        raise ConfigError(
+            "A target for the time between tokens needs prompts that may be split",
+            fix="Leave out --no-enable-chunked-prefill or --slo-itl",
+            param="slo_itl",
+        )
+    least, most = ATTAINMENTS
+    if not least <= config.slo_attainment <= most:
+        raise ConfigError(
+            "Illegal slo_attainment",
+            value=config.slo_attainment,
+            expected=f"a share from {least} to {most}",
+            param="slo_attainment",
+        )
     for name in ("long_prefill_token_threshold", "max_shared_prefill_tokens"):
         number = getattr(config, name)
         if number is not None and number < 0:

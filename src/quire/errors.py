@@ -98,6 +98,12 @@ class QueueFullError(QuireError):
     retry_after_seconds: int | None = None  # when there should be room again, where that is known
 
 
+class TargetMissedError(QueueFullError):
+    """The first token would come later than the target of the server (--slo-ttft)."""
+
+    code = "ttft_target"
+
+
 class EngineDeadError(QuireError):
     """The engine process ended or does not answer."""
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from quire.config import EngineConfig
+from quire.option import ATTAINMENTS
 from quire.sampling_params import SamplingParams
 from quire.schedule import StepRecord, TokenLogprobs
 
@@ -59,6 +60,9 @@ class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
     long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] | None = None  # 0: no limit
     max_num_queued_reqs: Positive | None = None
     max_shared_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None  # 0: prompts go in order
+    slo_ttft: Annotated[float, msgspec.Meta(ge=0)] | None = None  # seconds; 0: no target
+    slo_itl: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    slo_attainment: Annotated[float, msgspec.Meta(ge=ATTAINMENTS[0], le=ATTAINMENTS[1])] | None = None
 
 
 class Command(msgspec.Struct, tag="command"):
@@ -116,6 +120,19 @@ class EngineOutputs(_FromEngine, tag="outputs", omit_defaults=True):
     record: StepRecord | None = None
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """How long steps are predicted to take, in seconds."""
+
+    fastest_step: float  # of one token of one request: hardly ever less
+    usual_step: float  # of the same: hardly ever more
+    per_prompt_token: float  # while nobody else has a token in the step
+    per_prompt_pair: float  # of a prompt's token and one before it, beside that
+
+    def prompt_seconds(self, num_tokens: float) -> float:
+        """Of a prompt alone."""
+        return num_tokens * (self.per_prompt_token + num_tokens / 2 * self.per_prompt_pair)
+
+
 class EngineReady(_FromEngine, tag="ready"):
     """Sent once a real token has been produced: what the front end needs to know of the loaded model."""
 
@@ -127,6 +144,7 @@ class EngineReady(_FromEngine, tag="ready"):
     resolved: dict[
         str, object
     ] = {}  # the resolved settings with their sources, for GET /v1/config and the first screen
+    pace: Pace | None = None
 
 
 # How a start reports how far it is: (phase, fraction, detail), the first three fields of EngineProgress. May be called

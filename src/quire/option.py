@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quire.compat.values import SAME_VALUES, why_not
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 
 # Where a value comes from. argument: of LLM(...); file: --config; live: POST /v1/config; the rest says resolve.py.
 Source = Literal["flag", "argument", "file", "environment", "model", "device", "measured", "formula", "default", "live"]
@@ -52,6 +53,50 @@ def parse_duration(text: str | float) -> float:
 def parse_length(text: str | int) -> int:
     """A human number, or `auto` for -1."""
     return -1 if text == "auto" else parse_human_int(text)
+
+
+ATTAINMENTS = 0.5, 0.9999  # least and most share of the times that have to reach a target
+DURATION = "a positive time: 500ms, 1.5s, or a number of seconds"
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds of `500ms`, `1.5s` or a plain number."""
+    number = str(text).strip()
+    for unit, factor in (("ms", 1e-3), ("s", 1.0), ("", 1.0)):
+        if number.endswith(unit):
+            try:
+                seconds = float(number.removesuffix(unit)) * factor
+            except ValueError:
+                break
+            if 0 < seconds < math.inf and not isinstance(text, bool):
+                return seconds
+            break
+    raise ConfigError("Not a duration", value=text, expected=DURATION)
+
+
+def shown_duration(seconds: float) -> str:
+    """`12.3ms` or `1.5s`, rounded up: no target that is said to be reached is refused."""
+    number, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
+    digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
+    return f"{math.ceil(number * 10**digits) / 10**digits:g}{unit}"
+
+
+def check_reachable(
+    name: str, seconds: float | None, fastest: float, usual: float, kind: type[QuireError] = ConfigError
+) -> None:
+    """Raise `kind` for a target below the fastest step: it would be missed by every token.
+
+    Args:
+        fastest, usual: seconds of a step with one token of one request, hardly ever less and hardly ever more.
+    """
+    if seconds is not None and seconds < fastest:
+        raise kind(
+            f"{name} is below the fastest step on this machine",
+            value=shown_duration(seconds),
+            expected=f"at least {shown_duration(fastest)}; {shown_duration(usual)} is reached in most steps",
+            fix="Raise it, or take a smaller model, fewer bits or a faster machine",
+            param=name,
+        )
 
 
 def option(

@@ -178,6 +178,9 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             max_num_batched_tokens=budget,
             max_shared_prefill_tokens=shared,
             max_num_queued_reqs=queued,
+            slo_ttft=config.slo_ttft,
+            slo_itl=config.slo_itl,
+            slo_attainment=config.slo_attainment,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             enable_chunked_prefill=config.enable_chunked_prefill,
             scheduling_policy=cast(SchedulingPolicy, config.scheduling_policy),  # one of its choices
@@ -225,6 +228,9 @@ _UNSET = {
     "num_gpu_blocks_override": "what is free decides",
     "download_dir": "the hub library's cache",
     "seed": "another one at every start",
+    "slo_ttft": "no target",
+    "slo_itl": "no target",
+    "slo": "taken apart into slo_ttft and slo_itl",
 }
 
 

@@ -118,6 +118,9 @@ class SchedulerSettings:
     max_num_batched_tokens: int
     max_shared_prefill_tokens: int
     max_num_queued_reqs: int | None
+    slo_ttft: float | None  # seconds, as slo_itl
+    slo_itl: float | None
+    slo_attainment: float
     long_prefill_token_threshold: int
     enable_chunked_prefill: bool
     scheduling_policy: SchedulingPolicy

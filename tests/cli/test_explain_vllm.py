@@ -38,6 +38,7 @@ LEGAL = {
     "block_size": "32",
     "tensor_parallel_size": "1",
     "quantization": "awq",
+    "slo": "itl=0.5",
     "root_path": "/a",
     "ssl_cert_reqs": "0",
 }

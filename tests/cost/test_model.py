@@ -95,8 +95,9 @@ def test_a_calibration_forgets_what_steps_have_taught() -> None:
 @given(st.integers(0, 20), st.integers(0, 3000), st.integers(0, 600), st.floats(0, 0.1))
 def test_the_tokens_that_fit_in_a_time(num_decodes: int, start: int, most: int, seconds: float) -> None:
     cost = cost_model()
-    load = ARITHMETIC.load([100] * num_decodes, [1] * num_decodes, num_decodes)
-    count = cost.tokens_within(seconds, load, start, most)
+    starts, counts = [100] * num_decodes, [1] * num_decodes
+    load = ARITHMETIC.load(starts, counts, num_decodes)
+    count = cost.tokens_within(seconds, 0.5, starts, counts, start, most)
     assert 0 <= count <= most
     if count:
         assert cost.predict(ARITHMETIC.with_row(load, start, count, 1)).seconds <= seconds

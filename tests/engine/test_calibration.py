@@ -12,28 +12,18 @@ from quire.cost.step_time import step_seconds
 from quire.engine.calibration import MAX_SECONDS, MAX_STEP_SECONDS, MOST_REPEATS, Calibration
 from quire.engine.start import StartedEngine
 from quire.formats.kv_groups import KvGroup
-from quire.schedule import Pending, ScheduledBatch, StepResult
-from tests.cost.models import CONSTANTS, cost_model
-from tests.scheduler.driver import Driver, request
+from quire.schedule import ScheduledBatch
+from tests.cost.models import cost_model
+from tests.scheduler.driver import Driver, TimedDriver, request
 from tests.scheduler.test_stateful import MODELS
 
 GUESS = prior(2e10, 5e11)
 POINTS: list[Rows] = [[(4, 1)], [(4, 1)] * 3, [(0, 8)], [(20, 1)], [(12, 8)]]
 
 
-class TimedDriver(Driver):
-    """Its clock moves by the time that each step would take with CONSTANTS, `slowness` times."""
-
+class CalibratedDriver(TimedDriver):
     def __init__(self, slowness: float = 1.0) -> None:
-        super().__init__(num_blocks=64, block_size=4)
-        self.now, self.slowness = 0.0, slowness
-        self.core.cost = self.cost = cost_model()
-        self.core._clock = lambda: self.now
-
-    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        load = self.cost.arithmetic.load(batch.num_computed_tokens, batch.num_scheduled_tokens, len(batch.request_ids))
-        self.now += self.slowness * step_seconds(self.cost.arithmetic.demand(load), CONSTANTS)
-        return super().submit(batch)
+        super().__init__(cost_model(), slowness=lambda: slowness, num_blocks=64, block_size=4)
 
     def calibration(self, points: list[Rows] = POINTS) -> tuple[Calibration, list[Fit]]:
         done: list[Fit] = []
@@ -66,7 +56,7 @@ def test_pages_that_keep_something_are_left_alone() -> None:
 
 
 def test_all_points_are_measured_and_their_constants_are_kept() -> None:
-    driver = TimedDriver()
+    driver = CalibratedDriver()
     calibration, done = driver.calibration()
     while calibration.step():
         pass
@@ -80,7 +70,7 @@ def test_all_points_are_measured_and_their_constants_are_kept() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.004, 0.02, 1.0])
 def test_a_start_waits_no_longer_than_it_may(seconds: float) -> None:
-    driver = TimedDriver()
+    driver = CalibratedDriver()
     calibration, done = driver.calibration()
     calibration.run(seconds)
     assert driver.now <= seconds
@@ -112,7 +102,7 @@ def test_memory_is_taken_before_long_contexts_are_measured() -> None:
 
 def test_a_slow_machine_measures_short_steps_only() -> None:
     """A request that comes meanwhile waits for the end of one step, and all of them have a limit."""
-    driver = TimedDriver(slowness=100.0)
+    driver = CalibratedDriver(slowness=100.0)
     driver.cost.calibrate(Fit(driver.cost.fit.constants, 0.5))
     calibration, done = driver.calibration([[(4, 1)]] * 100)
     longest = before = 0.0
@@ -124,7 +114,7 @@ def test_a_slow_machine_measures_short_steps_only() -> None:
 
 
 def test_a_request_comes_first() -> None:
-    driver = TimedDriver()
+    driver = CalibratedDriver()
     calibration, done = driver.calibration()
     assert calibration.step()
     driver.add(request("a", range(5), 3))
@@ -154,7 +144,7 @@ def test_a_step_that_fails_ends_it() -> None:
 
 
 def test_records_hold_predictions() -> None:
-    driver = TimedDriver()
+    driver = CalibratedDriver()
     driver.add(request("a", range(8), 1))
     driver.run()
     record = driver.core.last_record

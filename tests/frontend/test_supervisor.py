@@ -420,7 +420,7 @@ async def test_moved_limits_stay_moved() -> None:
         assert running.engine.ready.max_num_seqs == 3
         shown = running.engine.ready.resolved
         assert [shown[name]["source"] for name in resolved] == ["live", "default", "live", "default"]
-        assert running.engine.replicas[0].admission.max_num_queued_reqs == 5
+        assert running.engine.replicas[0].admission.limits["max_num_queued_reqs"] == 5
 
 
 async def test_shutdown_while_it_starts_again() -> None:

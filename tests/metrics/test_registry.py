@@ -56,6 +56,9 @@ EXPECTED = {
     "vllm:request_params_n": "histogram",
     "vllm:request_num_preemptions": "histogram",
     "quire_event_loop_lag_seconds": "histogram",
+    "quire_slo_requests": "counter",
+    "quire_step_predicted_seconds": "histogram",
+    "quire_prediction_ratio": "histogram",
 }
 # vLLM's own upper bounds, which must stay among ours.
 VLLM_BUCKETS = {
@@ -115,7 +118,8 @@ def test_labels(metrics):
             ["device", "host", "disk", "p2p", "external_unspecified"],
         ),
         ("vllm:request_success", "finished_reason", ["stop", "length", "abort", "error"]),
-        ("vllm:admission_rejections", "reason", ["queue_full"]),
+        ("vllm:admission_rejections", "reason", ["queue_full", "ttft_target"]),
+        ("quire_slo_requests", "met", ["true", "false"]),
         ("quire_engine_restarts", "reason", ["crash", "silent", "stuck", "start"]),
         ("quire_requests_lost", "reason", ["streaming", "retried", "gave_up"]),
     ],
@@ -188,6 +192,15 @@ KV_BLOCK_BUCKETS = [
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
     float("inf"),
 ]  # fmt: skip
+
+
+def test_predictions(metrics):
+    metrics.engines[0].on_step(record(predicted_seconds=0.01, step_seconds=0.011))
+    metrics.engines[0].on_step(record(step_seconds=0.5))
+    found = families(metrics)
+    for name, value in (("quire_step_predicted_seconds", 0.01), ("quire_prediction_ratio", 1.1)):
+        sums = {s.name.removeprefix(name): s.value for s in found[name].samples if not s.name.endswith("_bucket")}
+        assert (sums["_count"], sums["_sum"]) == (1, pytest.approx(value)), "a step without a prediction does not count"
 
 
 def test_kv_blocks():

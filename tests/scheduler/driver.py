@@ -7,6 +7,7 @@ from operator import sub
 from typing import Any
 
 from quire.cost.model import CostModel
+from quire.cost.step_time import step_seconds
 from quire.engine.core import EngineCore
 from quire.engine.deterministic import DeterministicExecutor, expected_tokens
 from quire.formats.kv_groups import ONE_LAYER, KvGroup, num_tables
@@ -82,6 +83,8 @@ class Driver:
         long_prefill_token_threshold: int = 0,
         max_num_queued_reqs: int | None = None,
         max_shared_prefill_tokens: int = 0,
+        slo_itl: float = 0.0,
+        slo_attainment: float = 0.99,
         policy: SchedulingPolicy = "fcfs",
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
@@ -113,6 +116,8 @@ class Driver:
             long_prefill_token_threshold=long_prefill_token_threshold,
             max_num_queued_reqs=max_num_queued_reqs,
             max_shared_prefill_tokens=max_shared_prefill_tokens,
+            slo_itl=slo_itl,
+            slo_attainment=slo_attainment,
         )
         self.scheduler = Scheduler(
             limits,
@@ -121,6 +126,7 @@ class Driver:
             enable_chunked_prefill=enable_chunked_prefill,
             rope_switches_after=rope_switches_after,
             proposer=proposer,
+            tokens_within=None if cost is None else cost.tokens_within,
             clock=clock,
         )
         self.executor = DeterministicExecutor(
@@ -261,3 +267,17 @@ class Driver:
                 num_held = sum(page != NO_PAGE for page in table.pages[column::width])
                 assert num_held <= group.most_blocks(table.num_tokens, self.kv.block_size, self.unsettled_tokens), group
             first += group.num_tables
+
+
+class TimedDriver(Driver):
+    """Its clock moves by the time that each step would take: what `cost` says at first, `slowness` times."""
+
+    def __init__(self, cost: CostModel, *, slowness: Callable[[], float] = lambda: 1.0, **arguments: Any) -> None:
+        self.now, self.slowness, self.cost, self.constants = 0.0, slowness, cost, cost.fit.constants
+        super().__init__(cost=cost, clock=lambda: self.now, **arguments)
+        self.core._clock = lambda: self.now
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        load = self.cost.arithmetic.load(batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits))
+        self.now += self.slowness() * step_seconds(self.cost.arithmetic.demand(load), self.constants)
+        return super().submit(batch)

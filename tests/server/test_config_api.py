@@ -10,7 +10,7 @@ import pytest
 from quire import __version__, demo
 from quire.config import EngineConfig, ServerConfig
 from quire.frontend.echo_client import EchoClient
-from quire.messages import EngineReady, SetLimits
+from quire.messages import EngineReady, Pace, SetLimits
 from quire.model_config import load_model_config
 from quire.option import options
 from quire.planning.memory_plan import MemoryFacts, plan_kv_cache
@@ -22,6 +22,7 @@ GIB = 1 << 30
 DEVICE = DeviceFacts(
     kind="cpu", name="test", isa="avx2", num_cores=4, total_memory_bytes=8 * GIB, free_memory_bytes=6 * GIB
 )
+PACE = Pace(0.01, 0.012, 1e-4, 1e-9)
 MEMORY = MemoryFacts(total_bytes=8 * GIB, free_bytes=6 * GIB, weight_bytes=GIB, work_bytes=GIB)
 
 
@@ -36,7 +37,7 @@ def demo_ready(**arguments: Any) -> EngineReady:
         resolved.scheduler.max_num_seqs,
         resolved.scheduler.max_num_batched_tokens,
     )
-    return EngineReady(MAX_MODEL_LEN, *numbers, resolved=as_dict(resolved.settings))
+    return EngineReady(MAX_MODEL_LEN, *numbers, resolved=as_dict(resolved.settings), pace=PACE)
 
 
 def _server(ready: EngineReady, **settings: Any) -> RunningServer:
@@ -85,6 +86,9 @@ def test_get(running: RunningServer) -> None:
         "long_prefill_token_threshold": {"value": 0, "min": 0, "max": 2**31 - 1},
         "max_num_queued_reqs": {"value": 1024, "min": 1, "max": 2**31 - 1},
         "max_shared_prefill_tokens": {"value": 64, "min": 0, "max": 2**31 - 1},
+        "slo_ttft": {"value": None, "min": PACE.fastest_step, "max": None},
+        "slo_itl": {"value": None, "min": PACE.fastest_step, "max": None},
+        "slo_attainment": {"value": 0.99, "min": 0.5, "max": 0.9999},
     }
 
 
@@ -125,6 +129,16 @@ def test_move_back_and_forth(running: RunningServer) -> None:
     assert moved["max"] == 128
 
 
+def test_targets_move(running: RunningServer) -> None:
+    moves = {"slo_ttft": "500ms", "slo_itl": 0.05, "slo_attainment": 0.9}
+    assert running.http.post("/v1/config", json=moves).status_code == 200
+    assert _moves(running) == [SetLimits(slo_ttft=0.5, slo_itl=0.05, slo_attainment=0.9)]
+    body = running.http.post("/v1/config", json={"slo_itl": None}).json()
+    assert _moves(running)[-1] == SetLimits(slo_itl=0.0)
+    assert (body["live"]["slo_ttft"]["value"], body["live"]["slo_itl"]["value"]) == (0.5, None)
+    assert body["settings"]["slo_itl"]["source"] == "live"
+
+
 def test_the_engine_obeys(running: RunningServer) -> None:
     running.http.post("/v1/config", json={"max_num_seqs": 1})
     assert running.client._max_num_seqs == 1
@@ -151,6 +165,15 @@ def test_the_engine_obeys(running: RunningServer) -> None:
         ({"max_num_seq": 8}, "max_num_seq", "Did you mean max_num_seqs?"),
         ({"x" * 1000: 8}, "x" * 64, "Unknown setting"),
         ({"max_num_seqs": 8, "block_size": 32}, "block_size", "cannot be moved while serving"),
+        ({"slo_itl": "5 parsecs"}, "slo_itl", "500ms, 1.5s, or a number of seconds"),
+        ({"slo_itl": 0}, "slo_itl", "500ms, 1.5s, or a number of seconds"),
+        ({"slo_itl": -1.5}, "slo_itl", "500ms, 1.5s, or a number of seconds"),
+        ({"slo_itl": [1]}, "slo_itl", "500ms, 1.5s, or a number of seconds"),
+        ({"slo_ttft": True}, "slo_ttft", "500ms, 1.5s, or a number of seconds"),
+        ({"slo_ttft": "9ms"}, "slo_ttft", "Expected at least 10ms; 12ms is reached"),
+        ({"slo_attainment": 1.0}, "slo_attainment", "Expected 0.5 to 0.9999"),
+        ({"slo_attainment": "0.9"}, "slo_attainment", "is not a share"),
+        ({"slo": "itl=50ms"}, "slo", "cannot be moved while serving"),
         ({}, None, "Nothing is to be moved"),
         ([], None, "not a JSON object"),
         (7, None, "not a JSON object"),

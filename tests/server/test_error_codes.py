@@ -23,13 +23,15 @@ from quire.errors import (
     QuireError,
     RendererLostError,
 )
+from quire.frontend.admission import Admission
 from quire.frontend.echo_client import EchoClient
-from quire.messages import EngineFailed
+from quire.messages import EngineFailed, SetLimits
 from quire.model_config import load_model_config
 from quire.server.cors import CorsRules
 from quire.server.errors import HTTP_CODES, HttpError
 from quire.server.http_protocol import ConnectionLimits
 from quire.server.limits import Limits
+from tests.frontend.test_admission import record
 from tests.server.serving import RunningServer
 from tests.server.test_guard import ask
 
@@ -154,6 +156,20 @@ def renderer_lost() -> str:
         return code_of(server.chat())
 
 
+def refuse_late(admission: Admission) -> None:
+    """As if a step of two seconds ran."""
+    admission.on_step(record(1, 0, predicted_seconds=2.0))
+    admission.check()
+
+
+def ttft_target() -> str:
+    with RunningServer() as server:
+        admission = server.engine.replicas[0].admission
+        admission.on_limits(SetLimits(slo_ttft=1.0))
+        server.run(lambda: setattr(server.engine.replicas[0], "check_room", lambda *_: refuse_late(admission)))
+        return code_of(server.chat())
+
+
 def internal_error() -> str:
     with RunningServer() as server:
         server.run(lambda: setattr(server.engine, "add_request", None))
@@ -199,6 +215,7 @@ def server_error() -> str:
 CALLS: dict[str, Callable[[], str]] = {
     "metrics_disabled": metrics_disabled,
     "queue_full": queue_full,
+    "ttft_target": ttft_target,
     "not_ready": not_ready,
     "engine_dead": engine_dead,
     "engine_restarted": engine_restarted,

@@ -11,58 +11,19 @@ from collections import Counter
 import httpx
 import pytest
 
-from quire.errors import QueueFullError
 from quire.frontend.admission import (
     FREE_REFUSALS,
     MAX_REFUSAL_DELAY_SECONDS,
-    MAX_RETRY_SECONDS,
     REFUSAL_TURN_SECONDS,
     REFUSALS_PER_SECOND,
-    Admission,
     Refusals,
 )
 from quire.frontend.echo_client import EchoClient
-from quire.messages import AddRequest, EngineReady, SetLimits
-from quire.schedule import StepRecord
+from quire.messages import AddRequest, EngineReady, Pace, SetLimits
+from tests.frontend.test_admission import record
 from tests.server.serving import RunningServer
 from tests.server.test_errors import error_of
 from tests.server.test_guard import ask, expecting, head_of
-
-
-def record(num_running: int, num_waiting: int) -> StepRecord:
-    zeros = {name: 0 for name in StepRecord.__struct_fields__ if not name.endswith("_seconds")}
-    return StepRecord(**{**zeros, "num_running": num_running, "num_waiting": num_waiting})
-
-
-def admission(limit: int | None) -> Admission:
-    result = Admission()
-    result.on_ready(EngineReady(2048, 1, 16, 4, 64, {"max_num_queued_reqs": {"value": limit}}))
-    return result
-
-
-def test_predicted_wait():
-    """Three wait for four slots that need 2 s each on average: half a slot-time per request."""
-    door = admission(3)
-    for seconds in (1.0, 3.0):
-        door.on_finished(seconds)
-    door.on_step(record(num_running=4, num_waiting=3))
-    assert door.predicted_wait_seconds == pytest.approx((3 + 1) * 2.0 / 4)
-    with pytest.raises(QueueFullError, match="fewer than 3") as error:
-        door.check()
-    assert error.value.retry_after_seconds == 2
-    door.on_step(record(num_running=4, num_waiting=2))
-    door.check()
-    door.on_step(record(num_running=1, num_waiting=10**9))
-    assert door.retry_after_seconds == MAX_RETRY_SECONDS
-    door.on_idle()
-    door.check()
-    assert door.retry_after_seconds >= 1
-
-
-def test_no_limit_is_no_limit():
-    for door in (admission(None), Admission()):
-        door.on_step(record(num_running=1, num_waiting=10**6))
-        door.check()
 
 
 def test_five_times_saturation():
@@ -101,10 +62,10 @@ def test_five_times_saturation():
         assert server.complete(max_tokens=3).status_code == 200
 
 
-def refusals(server: RunningServer) -> float:
-    text = server.http.get("/metrics").text
-    line = next(line for line in text.splitlines() if line.startswith("vllm:admission_rejections_total{"))
-    assert 'reason="queue_full"' in line
+def refusals(server: RunningServer, reason: str = "queue_full") -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    of_all = (line for line in lines if line.startswith("vllm:admission_rejections_total{"))
+    line = next(line for line in of_all if f'reason="{reason}"' in line)
     return float(line.rsplit(" ", 1)[1])
 
 
@@ -118,7 +79,7 @@ def test_a_full_queue_costs_no_tokenization(monkeypatch):
         monkeypatch.setattr(server.engine.input_processor, "process", None)
         response = server.complete(max_tokens=3)
         assert error_of(response, 429)["code"] == "queue_full"
-        assert response.headers["retry-after"] == "3"
+        assert response.headers["retry-after"] == "1"
         assert not [message for message in client.sent if isinstance(message, AddRequest)]
         monkeypatch.undo()
         server.run(lambda: (setattr(client, "is_paused", False), client._wake.set()))
@@ -128,26 +89,9 @@ def test_a_full_queue_costs_no_tokenization(monkeypatch):
 def test_the_limit_moves_with_the_engines():
     client = EchoClient(None, max_num_queued_reqs=2)
     with RunningServer(client) as server:
-        assert server.engine.replicas[0].admission.max_num_queued_reqs == 2
+        assert server.engine.replicas[0].admission.limits["max_num_queued_reqs"] == 2
         server.run(lambda: server.engine.set_limits(SetLimits(max_num_queued_reqs=7)))
-        assert server.engine.replicas[0].admission.max_num_queued_reqs == 7
-
-
-def test_what_was_sent_since_the_last_step_counts():
-    """Else all that came between two steps would be tokenized and sent, for the engine to refuse."""
-    door = admission(3)
-    door.on_step(record(num_running=4, num_waiting=1))
-    door.on_sent(1)
-    door.check()
-    door.on_sent(1)
-    with pytest.raises(QueueFullError, match="Got 3"):
-        door.check()
-    assert door.retry_after_seconds == 1
-    door.on_step(record(num_running=4, num_waiting=2))
-    door.check()
-    door.on_sent(5)
-    door.on_idle()
-    door.check()
+        assert server.engine.replicas[0].admission.limits["max_num_queued_reqs"] == 7
 
 
 def test_between_two_steps_no_more_is_sent_than_the_queue_takes():
@@ -168,6 +112,27 @@ def test_between_two_steps_no_more_is_sent_than_the_queue_takes():
         answers = asyncio.run(storm())
         assert sorted(answers) == [200] * 3 + [429] * 9
         assert sum(isinstance(message, AddRequest) for message in client.sent) == 3
+
+
+def test_a_prompt_that_would_miss_the_target_is_refused_once_its_length_is_known(monkeypatch):
+    client = EchoClient(None, is_ready=False, max_model_len=2048)
+    resolved = {"slo_ttft": {"value": 0.5}, "slo_itl": {"value": None}}
+    client.push(EngineReady(2048, 64, 16, 4, 64, resolved, Pace(0.01, 0.012, 0.01, 0.0)))
+    with RunningServer(client) as server:
+        admission = server.engine.replicas[0].admission
+        monkeypatch.setattr(type(server.engine.replicas[0]), "num_unfinished", property(lambda replica: 1))
+        server.run(lambda: admission.on_step(record(1, 0, predicted_seconds=0.01)))
+        response = server.complete(prompt=[5] * 300)
+        assert error_of(response, 429)["code"] == "ttft_target"
+        assert response.headers["retry-after"] == "4"
+        assert "Expected at most 500ms" in response.json()["error"]["message"]
+        assert refusals(server, "ttft_target") == 1
+        monkeypatch.undo()
+        assert server.complete(prompt=[5] * 300, max_tokens=3).status_code == 200, "nobody else is there"
+        server.wait_for_idle()
+        assert not admission._prompts
+        text = server.http.get("/metrics").text
+        assert sum(float(line[-3:]) for line in text.splitlines() if line.startswith("quire_slo_requests_total")) == 1
 
 
 @pytest.fixture
@@ -191,7 +156,7 @@ def test_a_refusal_reads_no_body_and_keeps_the_connection(full, path):
             answer = connection.recv(65536)
             assert answer.startswith(b"HTTP/1.1 429"), answer
             assert b'"queue_full"' in answer
-            assert b"retry-after: 3" in answer
+            assert b"retry-after: 1" in answer
             assert b"connection: close" not in answer
             connection.sendall(body)
         connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")

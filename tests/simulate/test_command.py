@@ -140,6 +140,14 @@ def test_what_an_earlier_start_measured(simulated: Any) -> None:
             "Illegal 'input_length' on line 2 of TRACE. Got 0.",
         ),
         (
+            '{"timestamp": NaN, "input_length": 1, "output_length": 2}',
+            "Illegal 'timestamp' on line 2 of TRACE. Got nan.",
+        ),
+        (
+            f'{{"timestamp": 1, "input_length": 1, "output_length": 1{400 * "0"}}}',
+            "Illegal 'output_length' on line 2 of TRACE. Got 1000",
+        ),
+        (
             '{"timestamp": 1, "input_length": 1, "output_length": 2, "hash_ids": 3}',
             "Illegal 'hash_ids' on line 2 of TRACE. Got 3.",
         ),
@@ -167,6 +175,12 @@ def test_a_bad_line_of_a_trace_is_named(
 )
 def test_mistakes(words: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert part in refusal(capsys, *words)
+
+
+def test_a_config_file_holds_settings_and_no_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("max-num-seqs: 4\nrequest-rate: 3\n")
+    assert "line 2: unknown setting 'request-rate'" in refusal(capsys, "--config", str(path))
 
 
 def test_named_workloads(simulated: Any, tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import yaml
 
 from quire.compat.names import nearest
+from quire.compat.table import FOREIGN
+from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
+from quire.option import options
 
-# Keys that are words of the command line and no settings.
-_NOT_IN_FILES = ("config", "json", "help")
+# What a command has beside these, such as a workload, belongs on the command line.
+_SETTINGS = {f.name for config in (EngineConfig, ServerConfig) for f in options(config)} | FOREIGN.keys()
 
 
 def read_config_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -57,7 +60,7 @@ def _action(key: str, parser: argparse.ArgumentParser, where: str) -> argparse.A
     known = {
         flag.removeprefix("--"): action
         for flag, action in parser._option_string_actions.items()
-        if flag.startswith("--") and not flag.startswith("--no-") and action.dest not in _NOT_IN_FILES
+        if flag.startswith("--") and not flag.startswith("--no-") and action.dest in _SETTINGS
     }
     if name == "model-tag":  # the name of the positional argument
         name = "model"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from collections.abc import Sequence
+from statistics import NormalDist
 
 from quire.cost.arithmetic import Load, StepArithmetic
 from quire.cost.calibrate import Fit
-from quire.cost.correct import Correction
-from quire.cost.step_time import StepTime, step_time
+from quire.cost.correct import SPREAD_QUANTILE, Correction
+from quire.cost.step_time import MIN_SPREAD, StepTime, step_time
 
 
 class CostModel:
@@ -37,15 +40,24 @@ class CostModel:
         """A step took `seconds`."""
         self._correction.add(load.num_tokens, predicted_seconds, seconds)
 
-    def tokens_within(self, seconds: float, load: Load, start: int, most: int) -> int:
-        """How many tokens of a prompt, at most `most`, a step can take beside its `load` in so many seconds.
+    def margin(self, attainment: float) -> float:
+        """What to multiply a prediction with so that this share of the steps takes no longer."""
+        return math.pow(1 + max(self.spread, MIN_SPREAD), NormalDist().inv_cdf(attainment) / SPREAD_QUANTILE)
+
+    def tokens_within(
+        self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], start: int, most: int
+    ) -> int:
+        """How many tokens of a prompt, at most `most`, a step can take beside its rows in so many seconds.
 
         Args:
+            attainment: share of such steps that take no longer.
+            starts, counts: computed and new tokens of each row.
             start: tokens of the prompt that are computed.
         """
+        load, limit = self.arithmetic.load(starts, counts, len(counts)), seconds / self.margin(attainment)
         with_prompt = self.arithmetic.with_row
 
         def needed(count: int) -> float:
             return self.predict(with_prompt(load, start, count, 1)).seconds
 
-        return bisect_right(range(1, most + 1), seconds, key=needed)
+        return most if needed(most) <= limit else bisect_right(range(1, most + 1), limit, key=needed)

@@ -1,9 +1,10 @@
 """How long a step takes: its demand times a few constants of one machine, one build and one model in one form.
 
-    t = host + logits * row + ((weights * w)^p + (operations * c)^p)^(1/p) + kv_bytes * k + attention * a
+    t = host + logits * row + ((weights * w)^p + (operations * c)^p)^(1/p) + uncached(kv_bytes) * k + attention * a
 
 Weights are read while products are computed, more or less: `overlap` p says how far the shorter of both hides behind
-the longer one (p = 1: not at all). It is the roofline (Williams et al. 2009) with a round knee.
+the longer one (p = 1: not at all). It is the roofline (Williams et al. 2009) with a round knee. Keys and values that
+caches keep from step to step are read faster.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from quire.cost.arithmetic import Demand
 
 Bound = Literal["memory", "arithmetic", "attention", "host", "links"]
 
+# A byte of keys and values costs this share where all of them fit into a cache of this size with room to spare. Taken
+# from tests/cost/recorded: 15 GB/s for 4 MB, 8 GB/s for 33 MB, 6 GB/s for 134 MB with two cores.
+CACHED_SHARE, CACHED_BYTES = 0.4, 16e6
 MIN_SPREAD = 0.03  # of an interval, either way: no machine repeats a step more exactly
 
 
@@ -70,9 +74,14 @@ def _parts(demand: Demand, constants: Constants) -> tuple[float, float, float, f
         constants.per_step + demand.num_logits * constants.per_logit_row,
         demand.weight_bytes * constants.per_weight_byte,
         (demand.linear_flops + demand.linear_int8_ops) * constants.per_operation,
-        demand.kv_bytes * constants.per_kv_byte,
+        _uncached(demand.kv_bytes) * constants.per_kv_byte,
         demand.attention_flops * constants.per_attention_flop,
     )
+
+
+def _uncached(kv_bytes: float) -> float:
+    """The bytes that cost as much outside of caches."""
+    return kv_bytes * (kv_bytes + CACHED_SHARE * CACHED_BYTES) / (kv_bytes + CACHED_BYTES)
 
 
 def _overlapped(first: float, second: float, overlap: float) -> float:

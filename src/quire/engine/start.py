@@ -18,10 +18,20 @@ from quire.engine.warm_up import produce_tokens
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Worker, WorkerExecutor
-from quire.messages import EngineReady, Progress
+from quire.messages import EngineReady, Pace, Progress
 from quire.model_config import ModelConfig, load_model_config
-from quire.planning.step_costs import assumed_fit, calibration_file, ceilings, expectation, peaks, step_arithmetic
+from quire.option import check_reachable
+from quire.planning.step_costs import (
+    SHORT_CONTEXT,
+    assumed_fit,
+    calibration_file,
+    ceilings,
+    expectation,
+    peaks,
+    step_arithmetic,
+)
 from quire.scheduler.from_settings import scheduler_of
+from quire.scheduler.limits import SchedulerLimits
 from quire.settings import Planned, as_dict
 from quire.worker.worker import DeviceWorker
 
@@ -52,6 +62,7 @@ class StartedEngine:
             max_num_seqs=resolved.scheduler.max_num_seqs,
             max_num_batched_tokens=resolved.scheduler.max_num_batched_tokens,
             resolved=as_dict(resolved.settings),
+            pace=None if self.core.cost is None else pace_of(self.core.cost, self.core.scheduler.limits),
         )
 
 
@@ -77,16 +88,19 @@ def start_engine(
     running = bring_up(config, model_config, workers, is_server=is_server, progress=progress)
     resolved, measured = running.resolved, running.measured
     schedule = resolved.scheduler
-    scheduler = scheduler_of(resolved, model_config)
     arithmetic = step_arithmetic(resolved, model_config)
     first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
     guess = assumed_fit(ceilings(resolved, running.facts)).constants
     cost = CostModel(arithmetic, fit([first], guess))
+    scheduler = scheduler_of(resolved, model_config, cost.tokens_within)
     core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost)
     progress("warm up", 2 / 3, "producing a token")
     laps = produce_tokens(core)
     if (calibration := _calibration(core, cost, running, model_config, guess)) is not None:
         calibration.run(CALIBRATION_SHARE * (time.monotonic() - started))
+    fastest = pace_of(cost, scheduler.limits)
+    for name in ("slo_ttft", "slo_itl"):
+        check_reachable(name, getattr(schedule, name), fastest.fastest_step, fastest.usual_step)
     waited = max(min(lap.waited for lap in laps), measured.step.waited)
     origin = "an earlier start measured steps" if calibration is None else "this start measured steps"
     expected = expectation(schedule.max_num_seqs, cost, origin, waited)
@@ -98,6 +112,21 @@ def start_engine(
         running.executor,
         calibration,
     )
+
+
+def pace_of(cost: CostModel, limits: SchedulerLimits) -> Pace:
+    """What the front end has to know of the steps to come."""
+    load = cost.arithmetic.load
+
+    def prompt_seconds(start: int) -> float:
+        return cost.predict(load([start], [count], 1)).seconds
+
+    one = cost.predict(load([min(SHORT_CONTEXT, limits.max_model_len - 1)], [1], 1))
+    count = max(min(limits.max_num_batched_tokens, limits.max_model_len // 2), 1)
+    start = limits.max_model_len - count
+    first = prompt_seconds(0)
+    per_pair = max(prompt_seconds(start) - first, 0.0) / max(start * count, 1)
+    return Pace(one.low, one.high, max(first / count - count / 2 * per_pair, 0.0), per_pair)
 
 
 def _calibration(

@@ -1,8 +1,17 @@
-"""The door: while the engine's queue is full, requests are refused before they are tokenized, and told when to retry.
+"""The door: who would wait too long is refused, before tokenization where that is known, and told when to retry.
 
-Predicted wait of a newcomer, by Little's law: W waiting requests and the newcomer leave the queue at the rate at which
-running ones end, R running over S seconds of mean service (scheduled to last token) of the last SERVICES_REMEMBERED
-requests: (W + 1) * S / R.
+Two things are too long: a queue that is full, and a predicted time to first token that misses its target
+(--slo-ttft). The prediction, in seconds: what the step that runs takes; then what there is to wait for, which is the
+longer of two; then the request's own prompt.
+
+- Prompts before it: the tokens sent and not computed yet, times what a token takes (Pace, from the cost model), over
+  the share of the steps' time that prompts get beside answers.
+- A place in the batch, once max_num_seqs requests run: of R running ones one ends every O / R steps, O being the tokens
+  sampled lately for each answer that ended.
+
+What prompts find in the prefix cache takes no time: as large a share as lately. Where requests waited longer than
+predicted, predictions are multiplied by a factor that the share --slo-attainment of them stays within; it moves with
+every request whose prediction was not far below the target.
 
 Refusing costs the engine its cores where clients ask again at once. So it has a pace: up to FREE_REFUSALS at once,
 then REFUSALS_PER_SECOND, each of them told when its turn comes. Turns come together, every REFUSAL_TURN_SECONDS: this
@@ -13,15 +22,24 @@ more clients ask than are told in that time, the pace is exceeded.
 from __future__ import annotations
 
 import math
-from collections import deque
+from typing import NamedTuple
 
-from quire.errors import QueueFullError
-from quire.messages import EngineReady
+from quire.errors import QueueFullError, TargetMissedError
+from quire.frontend.stats import Targets
+from quire.messages import EngineReady, Pace, SetLimits
+from quire.option import shown_duration
 from quire.schedule import StepRecord
 
-SERVICES_REMEMBERED = 64
-FIRST_SERVICE_SECONDS = 1.0  # assumed until the first request has ended
+ANSWERS_REMEMBERED = 64
+FIRST_ANSWER_TOKENS = 128  # as if one answer of this length had ended before the start
+RECENT_WEIGHT = 1 / 16  # of a step among those that count
 MAX_RETRY_SECONDS = 600
+# The factor of predictions: before any request was seen, how far one moves it (in logarithms), and its bounds.
+FIRST_FACTOR = 1.3
+FACTOR_STEP = 0.1
+FACTOR_BOUNDS = 0.5, 4.0
+NEAR_TARGET = 0.25  # predictions below this share of the target do not move it
+MIN_SHARE = 0.02  # of a step for prompts, however long answers take
 # benchmarks/results/epyc-zen3-2core/overload_users_2026-11-22.md
 REFUSALS_PER_SECOND = 100
 FREE_REFUSALS = 100
@@ -29,55 +47,144 @@ REFUSAL_TURN_SECONDS = 0.1
 MAX_REFUSAL_DELAY_SECONDS = 10.0
 
 
+class _Sent(NamedTuple):
+    """A prompt without a first token: tokens that are not expected in the prefix cache, and what they take."""
+
+    num_tokens: float
+    seconds: float
+    predicted_ttft: float  # without the factor
+
+
 class Admission:
-    """What an engine last said of its queue, what was sent to it since, and how long requests have taken lately."""
+    """What an engine last said of its queue and its steps, what was sent to it since, and how long answers were lately.
+
+    Attributes:
+        limits: those of the engine, by the names of SetLimits.
+        targets: what they say of times.
+    """
 
     def __init__(self) -> None:
-        self.max_num_queued_reqs: int | None = None
+        self.limits: dict[str, float | None] = {}
+        self.targets = Targets()
+        self._pace = Pace(0.0, 0.0, 0.0, 0.0)
         self._num_waiting = self._num_running = 0
         self._num_sent = 0  # since the last step
-        self._services: deque[float] = deque(maxlen=SERVICES_REMEMBERED)
+        self._num_places = 1
+        self._step_seconds = self._usual_step_seconds = self._answer_seconds = 0.0
+        self._cache_queries = self._cache_hits = 0.0
+        self._sampled_tokens, self._num_ended = float(FIRST_ANSWER_TOKENS), 1.0  # lately
+        self._prompts: dict[str, _Sent] = {}
+        self._prompt_tokens = self._prompt_seconds = self._computed_tokens = 0.0  # of all of them
+        self._factor = FIRST_FACTOR
 
     def on_ready(self, ready: EngineReady) -> None:
-        """The limit that the engine resolved."""
-        setting = ready.resolved.get("max_num_queued_reqs")
-        value = setting.get("value") if isinstance(setting, dict) else None
-        self.max_num_queued_reqs = value if isinstance(value, int) else None
+        """What the engine resolved."""
+        settings = {name: ready.resolved.get(name) for name in SetLimits.__struct_fields__}
+        self.limits = {name: found.get("value") for name, found in settings.items() if isinstance(found, dict)}
+        self.limits |= {
+            "max_num_seqs": ready.max_num_seqs,
+            "max_num_batched_tokens": ready.max_num_batched_tokens,
+        }
+        self._pace = ready.pace or self._pace
+        self._set_targets()
+
+    def on_limits(self, limits: SetLimits) -> None:
+        """Limits were moved."""
+        given = {name: getattr(limits, name) for name in limits.__struct_fields__}
+        self.limits |= {name: value for name, value in given.items() if value is not None}
+        self._set_targets()
+
+    def _set_targets(self) -> None:
+        ttft, itl, attainment = (self.limits.get(name) for name in ("slo_ttft", "slo_itl", "slo_attainment"))
+        self.targets = Targets(ttft or 0.0, itl or 0.0, attainment or Targets().attainment)
 
     def on_step(self, record: StepRecord) -> None:
         """The engine did a step."""
         self._num_waiting, self._num_running, self._num_sent = record.num_waiting, record.num_running, 0
+        self._sampled_tokens += record.num_sampled_tokens
+        self._computed_tokens = min(self._computed_tokens + record.num_prefill_tokens, self._prompt_tokens)
+        # Those that no prompt kept from being admitted wait for blocks, or for an answer's end.
+        is_full = record.num_waiting > record.num_deferred and not record.num_prefill_tokens
+        self._num_places = record.num_running if is_full else int(self.limits.get("max_num_seqs") or 1)
+        pace, seconds = self._pace, record.predicted_seconds or record.step_seconds
+        prompts = record.num_prefill_tokens * pace.per_prompt_token
+        prompts += max(record.pairs, default=0) * pace.per_prompt_pair if record.num_prefill_tokens else 0.0
+        self._answer_seconds = max(seconds - prompts, 0.0) if record.num_decode_tokens else 0.0
+        self._step_seconds = seconds
+        usual = self._usual_step_seconds or seconds
+        self._usual_step_seconds = usual + RECENT_WEIGHT * (seconds - usual)
+        if record.prefix_cache_queries:
+            self._cache_queries += record.prefix_cache_queries - RECENT_WEIGHT * self._cache_queries
+            self._cache_hits += record.prefix_cache_hits - RECENT_WEIGHT * self._cache_hits
 
-    def on_sent(self, count: int) -> None:
-        """So many requests are on their way to the engine: they wait there until its next step."""
+    def on_sent(self, request_id: str, num_prompt_tokens: int, count: int) -> None:
+        """`count` continuations of one prompt are on their way to the engine: they wait there until its next step."""
         self._num_sent += count
+        num_tokens = self._num_new(num_prompt_tokens)
+        sent = _Sent(num_tokens, self._pace.prompt_seconds(num_tokens), self._predicted_ttft(num_prompt_tokens))
+        self._prompts[request_id] = sent
+        self._prompt_tokens += sent.num_tokens
+        self._prompt_seconds += sent.seconds
 
-    def on_finished(self, service_seconds: float) -> None:
-        """A request ended `service_seconds` after it was first scheduled."""
-        self._services.append(max(service_seconds, 0.0))
+    def on_first_token(self, request_id: str, seconds: float) -> None:
+        """A request got its first token, so long after its arrival."""
+        sent, target = self._prompts.get(request_id), self.targets.ttft
+        if sent is not None and target and sent.predicted_ttft > NEAR_TARGET * target:
+            is_late = seconds > self._factor * sent.predicted_ttft
+            step = FACTOR_STEP * (self.targets.attainment if is_late else self.targets.attainment - 1)
+            low, high = FACTOR_BOUNDS
+            self._factor = min(max(self._factor * math.exp(step), low), high)
+        if sent is not None:
+            self._computed_tokens = max(self._computed_tokens - sent.num_tokens, 0.0)
+        self.on_left(request_id)
+
+    def on_left(self, request_id: str) -> None:
+        """A request has ended or needs no first token any more; unknown ids are ignored."""
+        if (sent := self._prompts.pop(request_id, None)) is None:
+            return
+        self._prompt_tokens -= sent.num_tokens
+        self._prompt_seconds -= sent.seconds
+        if not self._prompts:  # the sums of nothing, without rounding
+            self._prompt_tokens = self._prompt_seconds = 0.0
+        self._computed_tokens = min(self._computed_tokens, self._prompt_tokens)
+
+    def on_answers(self, num_ended: int) -> None:
+        """So many continuations ended in a step."""
+        rest = (1 - 1 / ANSWERS_REMEMBERED) ** num_ended
+        self._sampled_tokens, self._num_ended = rest * self._sampled_tokens, rest * self._num_ended + num_ended
 
     def on_idle(self) -> None:
         """No request is left; no step will say so."""
         self._num_waiting = self._num_running = self._num_sent = 0
+        self._step_seconds = self._answer_seconds = 0.0
+        self._prompts.clear()
+        self._prompt_tokens = self._prompt_seconds = self._computed_tokens = 0.0
 
     @property
     def num_waiting(self) -> int:
         return self._num_waiting + self._num_sent
 
-    @property
-    def predicted_wait_seconds(self) -> float:
-        """Until a request that came now would be scheduled; the module says how."""
-        mean = sum(self._services) / len(self._services) if self._services else FIRST_SERVICE_SECONDS
-        return (self.num_waiting + 1) * mean / max(self._num_running, 1)
+    def predicted_ttft(self, num_prompt_tokens: int) -> float:
+        """Seconds until a request that came now would have its first token; the module says how."""
+        return self._factor * self._predicted_ttft(num_prompt_tokens)
 
     @property
     def retry_after_seconds(self) -> int:
-        """The predicted wait as whole seconds for a Retry-After header: at least 1."""
-        return min(max(math.ceil(self.predicted_wait_seconds), 1), MAX_RETRY_SECONDS)
+        """The predicted wait of a newcomer as whole seconds for a Retry-After header: at least 1."""
+        return _whole(self.predicted_ttft(1))
 
-    def check(self) -> None:
-        """Raise QueueFullError if the queue is full as far as is known here. The engine checks again."""
-        limit = self.max_num_queued_reqs
+    def check(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> None:
+        """Refuse a request as far as is known here; the engine checks its queue again.
+
+        Args:
+            num_prompt_tokens: 1 before it is known.
+            waited: seconds since it arrived.
+
+        Raises:
+            QueueFullError: the queue is full. TargetMissedError: its first token would come too late. Without any other
+            request it is taken: no later moment is better.
+        """
+        limit, target = self.limits.get("max_num_queued_reqs"), self.targets.ttft
         if limit and self.num_waiting >= limit:
             error = QueueFullError(
                 "The waiting queue is full",
@@ -87,6 +194,56 @@ class Admission:
             )
             error.retry_after_seconds = self.retry_after_seconds
             raise error
+        is_idle = not self.num_waiting + self._num_running
+        if target and not is_idle and (predicted := waited + self.predicted_ttft(num_prompt_tokens)) > target:
+            raise _late(predicted, target)
+
+    def _num_new(self, num_prompt_tokens: int) -> float:
+        """Tokens of a prompt that have to be computed: as many of them are cached as lately."""
+        hit_rate = self._cache_hits / self._cache_queries if self._cache_queries else 0.0
+        return num_prompt_tokens * (1 - hit_rate)
+
+    def _predicted_ttft(self, num_prompt_tokens: int) -> float:
+        num_left = self._prompt_tokens - self._computed_tokens
+        before = self._prompt_seconds * num_left / self._prompt_tokens if self._prompt_tokens else 0.0
+        own, share = self._pace.prompt_seconds(self._num_new(num_prompt_tokens)), self._prompt_share()
+        return self._step_seconds + max(before / share, self._place_seconds()) + own / share
+
+    def _prompt_share(self) -> float:
+        """The share of a step's time that prompts get beside answers."""
+        # Prompts that are there now are answers by then.
+        answers = max(self._answer_seconds, self._pace.usual_step if self._prompts else 0.0)
+        if not answers:
+            return 1.0
+        num_tokens = (self.limits.get("max_num_batched_tokens") or 1) - self._num_running
+        if self.targets.itl:
+            prompts = self.targets.itl - answers
+        else:
+            num_tokens = min(num_tokens, self.limits.get("max_shared_prefill_tokens") or num_tokens)
+            prompts = num_tokens * self._pace.per_prompt_token
+        return max(prompts / (prompts + answers), MIN_SHARE) if prompts > 0 else MIN_SHARE
+
+    def _place_seconds(self) -> float:
+        """Until there is a place in the batch."""
+        position = self.num_waiting + 1 - max(self._num_places - self._num_running, 0)
+        mean = self._sampled_tokens / self._num_ended
+        return max(position, 0) * mean * self._usual_step_seconds / max(self._num_running, 1)
+
+
+def _late(predicted: float, target: float) -> TargetMissedError:
+    seconds = _whole(predicted - target)
+    error = TargetMissedError(
+        f"The first token would come after {shown_duration(predicted)}",
+        expected=f"at most {shown_duration(target)} (slo_ttft)",
+        fix=f"Retry in {seconds} s, shorten the prompt, or raise --slo-ttft",
+    )
+    error.retry_after_seconds = seconds
+    return error
+
+
+def _whole(seconds: float) -> int:
+    """For a Retry-After header."""
+    return min(max(math.ceil(seconds), 1), MAX_RETRY_SECONDS)
 
 
 class Refusals:

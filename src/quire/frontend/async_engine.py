@@ -144,6 +144,7 @@ class AsyncEngine:
             raise InvalidRequestError(
                 "The request id is in use", value=request_id, fix="Use another id", param="request_id"
             )
+        replica.check_room(len(processed.prompt_token_ids), self._clock() - arrival_time)
         return replica.add(processed)
 
     def _pick(self) -> Replica:

@@ -7,25 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.compat.names import nearest
-from quire.errors import InvalidRequestError
+from quire.errors import ConfigError, InvalidRequestError
 from quire.frontend.async_engine import AsyncEngine
 from quire.messages import EngineReady, SetLimits
+from quire.option import ATTAINMENTS, DURATION, check_reachable, parse_duration
 
 LEAST = {"long_prefill_token_threshold": 0, "max_shared_prefill_tokens": 0}  # 0: no such limit; of the others: 1
 MOST = 2**31 - 1  # of limits that no memory was planned for
+TARGETS = ("slo_ttft", "slo_itl")  # durations, or null
 
 
 @dataclass(frozen=True)
 class LiveLimit:
     """One limit: its value now, and the bounds it may be moved in."""
 
-    value: int | None
-    minimum: int
-    maximum: int
+    value: float | None
+    minimum: float
+    maximum: float | None  # None: of a duration, which has no bound and may be null
 
     @property
     def bounds(self) -> str:
         """`1 to 128`, for people."""
+        if self.maximum is None:
+            return f"{DURATION}, or null for no target"
         return f"{self.minimum} or more" if self.maximum == MOST else f"{self.minimum} to {self.maximum}"
 
 
@@ -35,7 +39,12 @@ def live_limits(ready: EngineReady) -> dict[str, LiveLimit]:
     for name in SetLimits.__struct_fields__:
         if name in ready.resolved:
             setting = _record(ready, name)
-            limits[name] = LiveLimit(setting["value"], LEAST.get(name, 1), setting.get("max", MOST))
+            bounds: tuple[float, float | None] = LEAST.get(name, 1), setting.get("max", MOST)
+            if name in TARGETS:
+                bounds = 0.0 if ready.pace is None else ready.pace.fastest_step, None
+            elif name == "slo_attainment":
+                bounds = ATTAINMENTS
+            limits[name] = LiveLimit(setting["value"], *bounds)
     return limits
 
 
@@ -50,7 +59,9 @@ def move_limits(engine: AsyncEngine, changes: Mapping[str, Any]) -> None:
     records = [replica.facts for replica in engine.replicas if replica.facts is not None]
     for ready in records:
         _check_all(changes, ready)
-    engine.set_limits(SetLimits(**changes))
+    changes = {name: _target(name, value) if name in TARGETS else value for name, value in changes.items()}
+    moves: dict[str, Any] = {name: 0.0 if value is None else value for name, value in changes.items()}
+    engine.set_limits(SetLimits(**moves))
     for ready in records:
         for name, value in changes.items():
             ready.resolved[name] = _moved(_record(ready, name), value)
@@ -87,8 +98,15 @@ def _check(name: str, value: Any, limits: Mapping[str, LiveLimit], ready: Engine
             what, fix = f"Unknown setting {name[:64]!r}", f"Did you mean {near}?" if near else None
         raise InvalidRequestError(what, expected=_movable(limits), fix=fix, param=name[:64])
     limit = limits[name]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} is not a whole number", value=value, expected=limit.bounds, param=name)
+    if limit.maximum is None:
+        seconds, pace = _target(name, value), ready.pace
+        if pace is not None:
+            check_reachable(name, seconds, pace.fastest_step, pace.usual_step, InvalidRequestError)
+        return
+    is_share = name == "slo_attainment"
+    if isinstance(value, bool) or not isinstance(value, float if is_share else int):
+        what = f"{name} is not a {'share' if is_share else 'whole number'}"
+        raise InvalidRequestError(what, value=value, expected=limit.bounds, param=name)
     if not limit.minimum <= value <= limit.maximum:
         why = None
         if limit.maximum < min(value, MOST):
@@ -96,6 +114,14 @@ def _check(name: str, value: Any, limits: Mapping[str, LiveLimit], ready: Engine
         raise InvalidRequestError(
             f"{name} is out of its bounds", value=value, expected=limit.bounds, fix=why, param=name
         )
+
+
+def _target(name: str, value: Any) -> float | None:
+    """Seconds; None: there is no target."""
+    try:
+        return None if value is None else parse_duration(value)
+    except ConfigError as error:
+        raise InvalidRequestError(f"{name} is no duration", value=value, expected=error.expected, param=name) from None
 
 
 def _check_together(changes: Mapping[str, Any], limits: Mapping[str, LiveLimit], ready: EngineReady) -> None:
@@ -121,7 +147,7 @@ def _check_together(changes: Mapping[str, Any], limits: Mapping[str, LiveLimit],
         )
 
 
-def _moved(setting: Mapping[str, Any], value: int) -> dict[str, Any]:
+def _moved(setting: Mapping[str, Any], value: float | None) -> dict[str, Any]:
     """The record of a setting after its move; what it was at the start stays known."""
     first = setting.get("start") or {key: setting[key] for key in ("value", "source", "detail")}
     detail = f"moved while serving; started as {first['value']} ({first['source']})"

@@ -12,7 +12,7 @@ from quire import errors
 from quire.errors import QuireError
 from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.request_state import Continuation, RequestState
-from quire.frontend.stats import EngineMetrics, NoMetrics
+from quire.frontend.stats import EngineMetrics, NoMetrics, Targets
 from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
@@ -36,6 +36,8 @@ class ProcessedOutputs:
     outputs: list[RequestOutput] = field(default_factory=list)
     abort_ids: list[str] = field(default_factory=list)
     errors: dict[str, QuireError] = field(default_factory=dict)  # by request_id; its last output says so too
+    first_tokens: list[tuple[str, float]] = field(default_factory=list)  # request_id, seconds since its arrival
+    num_ended: int = 0  # continuations
 
 
 class OutputProcessor:
@@ -55,6 +57,7 @@ class OutputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self.metrics: EngineMetrics = NoMetrics() if metrics is None else metrics
+        self.targets = Targets()  # that metrics judge by
         self.timelines = Timelines()  # of recent requests
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
@@ -133,12 +136,16 @@ class OutputProcessor:
     def _update(self, child: Continuation, delta: RequestDelta, now: float, result: ProcessedOutputs) -> None:
         request = child.request
         request.take_facts(child, delta)
+        is_first = request.metrics.first_token_time is None
         self._count_tokens(child, len(delta.token_ids), now)
+        if is_first and request.metrics.first_token_time is not None:
+            result.first_tokens.append((request.request_id, now - request.metrics.arrival_time))
         child.take_tokens(delta)
         if child.finish_reason is not None:
             if delta.finish_reason is None:
                 result.abort_ids.append(child.request_id)  # a stop string, which the engine does not know of
             self._end(child, child.finish_reason, now)
+            result.num_ended += 1
         output = request.take_output(child)
         if output is not None:
             result.outputs.append(output)
@@ -161,7 +168,9 @@ class OutputProcessor:
             self.metrics.on_first_token(now - metrics.arrival_time, num_tokens, num_prompt_tokens, num_cached_tokens)
         else:
             assert child.last_token_time is not None
-            self.metrics.on_tokens(num_tokens, now - child.last_token_time)
+            seconds = now - child.last_token_time
+            child.num_late += 0 < self.targets.itl < seconds
+            self.metrics.on_tokens(num_tokens, seconds)
         child.last_token_time = metrics.last_token_time = now
 
     def _fail(self, request: RequestState, error: QuireError, now: float, result: ProcessedOutputs) -> None:
@@ -186,4 +195,4 @@ class OutputProcessor:
         if request.num_running == 0:
             request.metrics.finished_time = now
             del self._requests[request.request_id]
-        self.metrics.on_finished(child.summary(reason, now))
+        self.metrics.on_finished(child.summary(reason, now, self.targets))

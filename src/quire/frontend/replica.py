@@ -7,8 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
-from quire.errors import EngineDeadError, EngineRestartedError, QueueFullError, QuireError, ShuttingDownError
+from quire.errors import (
+    EngineDeadError,
+    EngineRestartedError,
+    QueueFullError,
+    QuireError,
+    ShuttingDownError,
+    TargetMissedError,
+)
 from quire.frontend.admission import Admission
 from quire.frontend.client import EngineClient
 from quire.frontend.input_processor import ProcessedRequest
@@ -27,7 +35,7 @@ from quire.messages import (
     EngineReady,
     SetLimits,
 )
-from quire.outputs import FinishReason, RequestOutput
+from quire.outputs import FinishReason
 from quire.sampling_params import RequestOutputKind
 from quire.schedule import StepRecord
 
@@ -68,7 +76,7 @@ class Replica:
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}
         self._supervisor = Supervisor(self, client, starter, recovery, clock)
-        self._moved_limits: dict[str, int] = {}  # since the start of the first engine
+        self._moved_limits: dict[str, Any] = {}  # since the start of the first engine
         self._task: asyncio.Task[None] | None = None
 
     def start(self, on_change: Callable[[], None], on_progress: Callable[[EngineProgress], None]) -> None:
@@ -103,15 +111,19 @@ class Replica:
         """Requests without their last output."""
         return self.output_processor.num_unfinished
 
-    def check_room(self) -> None:
-        """Raise QueueFullError if the engine's queue is full as far as is known here."""
+    def check_room(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> None:
+        """Raise QueueFullError for a request that would wait too long as far as is known here: see Admission.check."""
         if self.num_unfinished == 0:
             self.admission.on_idle()
         try:
-            self.admission.check()
-        except QueueFullError:
-            self.output_processor.metrics.on_rejected("queue_full")
+            self.admission.check(num_prompt_tokens, waited)
+        except QueueFullError as error:
+            self._count_refusal(error)
             raise
+
+    def _count_refusal(self, error: QueueFullError) -> None:
+        is_late = isinstance(error, TargetMissedError)
+        self.output_processor.metrics.on_rejected("ttft_target" if is_late else "queue_full")
 
     def add(self, processed: ProcessedRequest) -> RequestStream:
         """Send one request, whose id is not in use. Whoever gets the stream must iterate it to its end or close it."""
@@ -124,7 +136,7 @@ class Replica:
         with suppress(EngineDeadError):  # what is received last says so too: then it is sent to the next engine
             for message in processed.requests:
                 self.client.send(message)
-            self.admission.on_sent(len(processed.requests))
+            self.admission.on_sent(processed.request_id, len(processed.prompt_token_ids), len(processed.requests))
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -135,6 +147,7 @@ class Replica:
 
     def _on_leave(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
+        self.admission.on_left(request_id)
         self._send_abort(self.output_processor.abort([request_id]))
 
     def _send_abort(self, engine_ids: list[str]) -> None:
@@ -151,8 +164,8 @@ class Replica:
         """Move limits of this engine and of those after it. One that is not ready hears of them when it is."""
         given = {name: getattr(limits, name) for name in limits.__struct_fields__}
         self._moved_limits |= {name: value for name, value in given.items() if value is not None}
-        if limits.max_num_queued_reqs is not None:
-            self.admission.max_num_queued_reqs = limits.max_num_queued_reqs
+        self.admission.on_limits(limits)
+        self.output_processor.targets = self.admission.targets
         if self.is_ready:
             self._send(limits)
 
@@ -182,6 +195,7 @@ class Replica:
                 self.facts, self.is_ready, self.progress = message, True, None
                 self.output_processor.metrics.on_ready(message)
                 self.admission.on_ready(message)
+                self.output_processor.targets = self.admission.targets
                 self._on_change()
 
     def _restore(self, ready: EngineReady, before: EngineReady) -> None:
@@ -226,28 +240,26 @@ class Replica:
             self.admission.on_step(message.record)
             self.output_processor.metrics.on_step(message.record)
         result = self.output_processor.process(message.deltas)
+        for request_id, seconds in result.first_tokens:
+            self.admission.on_first_token(request_id, seconds)
+        self.admission.on_answers(result.num_ended)
         streams = self._streams
         for output in result.outputs:
             stream = streams.get(output.request_id)
             if stream is not None:
                 if output.finished:
                     del streams[output.request_id]
-                    self._count_service(output)
+                    self.admission.on_left(output.request_id)
                 stream.put(output)
                 if output.error is not None:
                     stream.fail(self._completed(result.errors[output.request_id]))
         self._send_abort(result.abort_ids)
 
-    def _count_service(self, output: RequestOutput) -> None:
-        metrics = output.metrics
-        if metrics is not None and metrics.finished_time is not None and metrics.first_scheduled_time is not None:
-            self.admission.on_finished(metrics.finished_time - metrics.first_scheduled_time)
-
     def _completed(self, error: QuireError) -> QuireError:
         """The engine knows only its queue's length; when to come again is known here."""
         if isinstance(error, QueueFullError):
             error.retry_after_seconds = self.admission.retry_after_seconds
-            self.output_processor.metrics.on_rejected("queue_full")
+            self._count_refusal(error)
         return error
 
     def _end(self, error: QuireError, reason: FinishReason) -> None:

@@ -6,7 +6,7 @@ from typing import cast
 
 from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.logprobs import LogprobDecoder, PromptLogprobs
-from quire.frontend.stats import FinishedRequest
+from quire.frontend.stats import FinishedRequest, Targets
 from quire.frontend.text.pipeline import TextPipeline
 from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ class Continuation:
         "max_tokens",
         "num_cached_tokens",
         "num_counted",
+        "num_late",
         "num_preemptions",
         "num_received",
         "num_tokens",
@@ -52,6 +53,7 @@ class Continuation:
         self.timeline = request.timeline.continuations[index]
         self.is_cumulative = params.output_kind is not RequestOutputKind.DELTA
         self.num_counted = 0  # tokens that the metrics have heard of
+        self.num_late = 0  # those of them that came later than their target
         self.num_cached_tokens = 0
         self.queued_seconds: float | None = None
         self.first_token_time: float | None = None
@@ -144,10 +146,13 @@ class Continuation:
         timeline.finish_reason = self.finish_reason
         timeline.finished_seconds = now - self.request.metrics.arrival_time
 
-    def summary(self, reason: FinishReason, now: float) -> FinishedRequest:
+    def summary(self, reason: FinishReason, now: float, targets: Targets) -> FinishedRequest:
         """The numbers of this continuation at its end."""
         processed, arrival = self.request.processed, self.request.metrics.arrival_time
         first, last, queued = self.first_token_time, self.last_token_time, self.queued_seconds
+        has_met = None
+        if first is not None and reason in ("stop", "length"):
+            has_met = targets.are_met(first - arrival, self.num_late, self.num_counted)
         return FinishedRequest(
             finish_reason=reason,
             num_prompt_tokens=len(processed.prompt_token_ids),
@@ -161,6 +166,7 @@ class Continuation:
             queued_seconds=queued,
             prefill_seconds=None if first is None or queued is None else max(first - arrival - queued, 0.0),
             decode_seconds=None if first is None or last is None else last - first,
+            has_met_targets=has_met,
             longest_num_output_tokens=self.request.longest_num_output_tokens if self.request.num_running == 0 else None,
         )
 

@@ -13,11 +13,30 @@ if TYPE_CHECKING:
     from quire.frontend.input_processor import ProcessedRequest
 
 # Why a request that is well-formed was not taken: a closed set, since it becomes a metric's label.
-RejectionReason = Literal["queue_full"]
+RejectionReason = Literal["queue_full", "ttft_target"]
 # Why an engine was replaced: it ended by itself or said so, gave no sign of life, did not end a step, did not start.
 FailureReason = Literal["crash", "silent", "stuck", "start"]
 # Why a request ended with its engine: its output had begun to leave, it was with its second engine, or no other came.
 UnsavedReason = Literal["streaming", "retried", "gave_up"]
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """For the times of a request, in seconds; 0: none."""
+
+    ttft: float = 0.0
+    itl: float = 0.0
+    attainment: float = 0.99  # share of the times that have to reach them
+
+    def are_met(self, ttft: float, num_late: int, num_tokens: int) -> bool | None:
+        """Whether a continuation met them; None: there are none.
+
+        Args:
+            num_late: of its tokens, how many came later than `itl` after the one before. One may in any case.
+        """
+        if not self.ttft and not self.itl:
+            return None
+        return (not self.ttft or ttft <= self.ttft) and num_late <= 1 + (1 - self.attainment) * num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +58,7 @@ class FinishedRequest:
     queued_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None
+    has_met_targets: bool | None = None  # None: there are none, or it did not end by itself
     longest_num_output_tokens: int | None = None  # of the n continuations, with the last of them to end
 
     @property

@@ -19,6 +19,7 @@ from quire.frontend.chat_template import ChatRenderer
 from quire.frontend.tokenizer import Tokenizer
 from quire.measure.options import Workload
 
+MAX_TIME, MAX_TOKENS = 1e15, 10_000_000  # in a data set; more is a mistake, or no number
 MAX_FITS = 30  # tries to reach a length in tokens by a text
 # What vLLM keeps of a recorded conversation: (least tokens of each part, most of the prompt, most of both).
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
@@ -357,12 +358,14 @@ class _Row:
 
     def number(self, key: str) -> float:
         value = self._need(key)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        return float(value) if is_number else self._refuse(key, value, "a number")
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_TIME:
+            return float(value)
+        self._refuse(key, value, "a number")
 
     def count(self, key: str) -> int:
         value = self.number(key)
-        return int(value) if value >= 1 else self._refuse(key, self.fields[key], "1 or more")
+        is_legal = 1 <= value <= MAX_TOKENS
+        return int(value) if is_legal else self._refuse(key, self.fields[key], f"1 to {MAX_TOKENS:,}")
 
     def items(self, key: str) -> list[Any]:
         value = self.fields.get(key, [])

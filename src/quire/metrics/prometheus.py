@@ -67,6 +67,8 @@ class EndedRequest(Protocol):
     @property
     def n(self) -> int: ...
     @property
+    def has_met_targets(self) -> bool | None: ...
+    @property
     def longest_num_output_tokens(self) -> int | None: ...
     @property
     def e2e_seconds(self) -> float: ...
@@ -217,6 +219,8 @@ class EngineSeries:
             self._set_idle()
         if finished.finish_reason not in ("stop", "length"):
             return
+        if finished.has_met_targets is not None:
+            self._count("quire_slo_requests", 1, "true" if finished.has_met_targets else "false")
         self._observe("vllm:e2e_request_latency_seconds", finished.e2e_seconds)
         self._observe("vllm:request_queue_time_seconds", finished.queued_seconds)
         self._observe("vllm:request_prefill_time_seconds", finished.prefill_seconds)
@@ -238,6 +242,9 @@ class EngineSeries:
         self._set_load(record.num_running, record.num_waiting - record.num_deferred, record.num_deferred)
         self._set("vllm:kv_cache_usage_perc", record.num_blocks_in_use / max(record.num_blocks_total, 1))
         self._observe("vllm:iteration_tokens_total", record.num_prefill_tokens + record.num_sampled_tokens)
+        if record.predicted_seconds:
+            self._observe("quire_step_predicted_seconds", record.predicted_seconds)
+            self._observe("quire_prediction_ratio", record.step_seconds / record.predicted_seconds)
         self._count("vllm:prefix_cache_queries", record.prefix_cache_queries)
         self._count("vllm:prefix_cache_hits", record.prefix_cache_hits)
         self._count("vllm:num_preemptions", record.num_preemptions)

@@ -37,6 +37,7 @@ _RESIDENCY = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
     1200.0, 1800.0,
 )  # fmt: skip
+_RATIO = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0, 10.0)
 _N = (1.0, 2.0, 5.0, 10.0, 20.0)
 _PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
@@ -136,10 +137,34 @@ METRICS: tuple[Metric, ...] = (
         "vllm:admission_rejections",
         "counter",
         "requests",
-        "Requests refused because the queue was full, by reason.",
+        "Requests refused, by reason: queue_full, too many waited; ttft_target, their first token would have come too "
+        "late.",
         label="reason",
-        values=("queue_full",),
+        values=("queue_full", "ttft_target"),
         common=("model_name",),
+    ),
+    Metric(
+        "quire_slo_requests",
+        "counter",
+        "continuations",
+        "Continuations that ended by themselves while there was a target (--slo-ttft, --slo-itl), by whether they met "
+        "it: the first token in time, and of the others all but one and 1 - --slo-attainment of them.",
+        label="met",
+        values=("true", "false"),
+    ),
+    Metric(
+        "quire_step_predicted_seconds",
+        "histogram",
+        "seconds",
+        "What a step was predicted to take, before it ran.",
+        buckets=_INTER_TOKEN,
+    ),
+    Metric(
+        "quire_prediction_ratio",
+        "histogram",
+        "ratio",
+        "What a step took over what it was predicted to take.",
+        buckets=_RATIO,
     ),
     Metric(
         "quire_engine_restarts",

@@ -9,16 +9,23 @@ from quire.formats.kv_groups import kv_groups
 from quire.model_config import ModelConfig
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
-from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.limits import SchedulerLimits, TokensWithin
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
 from quire.settings import Planned
 
 
 def scheduler_of(
-    resolved: Planned, model_config: ModelConfig, clock: Callable[[], float] = time.monotonic
+    resolved: Planned,
+    model_config: ModelConfig,
+    tokens_within: TokensWithin,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
-    """A scheduler with an empty KV cache of the planned size."""
+    """A scheduler with an empty KV cache of the planned size.
+
+    Args:
+        tokens_within: knows how long steps take.
+    """
     model, schedule = resolved.model, resolved.scheduler
     kv = KVCacheManager(
         BlockPool(
@@ -39,6 +46,8 @@ def scheduler_of(
         long_prefill_token_threshold=schedule.long_prefill_token_threshold,
         max_num_queued_reqs=schedule.max_num_queued_reqs,
         max_shared_prefill_tokens=schedule.max_shared_prefill_tokens,
+        slo_itl=schedule.slo_itl or 0.0,
+        slo_attainment=schedule.slo_attainment,
     )
     return Scheduler(
         limits,
@@ -46,5 +55,6 @@ def scheduler_of(
         policy=schedule.scheduling_policy,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         rope_switches_after=model_config.rope.switches_after(model.max_model_len),
+        tokens_within=tokens_within,
         clock=clock,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from quire.request import Request
@@ -18,6 +20,8 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0  # most tokens of one request in one step; 0: no such limit
     max_num_queued_reqs: int | None = None  # waiting requests; None: no limit
     max_shared_prefill_tokens: int = 0  # of prompts in a step that several requests share; 0: prompts go in order
+    slo_itl: float = 0.0  # seconds of a step that has answers; 0: no target
+    slo_attainment: float = 0.99  # share of these steps that reach it
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_queued_reqs"):
@@ -27,6 +31,16 @@ class SchedulerLimits:
         for name in ("long_prefill_token_threshold", "max_shared_prefill_tokens"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} must be positive, or 0 for no limit, got {value}.")
+
+
+class TokensWithin(Protocol):
+    """What the scheduler asks of whoever knows how long steps take: CostModel.tokens_within."""
+
+    def __call__(
+        self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], start: int, most: int, /
+    ) -> int:
+        """How many tokens of a prompt fit, at most `most`, beside rows with `counts` new tokens behind `starts`."""
+        ...
 
 
 def check_queue(num_waiting: int, limits: SchedulerLimits) -> None:

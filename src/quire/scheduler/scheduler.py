@@ -19,7 +19,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch, StepResult
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
-from quire.scheduler.limits import SchedulerLimits, check_queue, check_request
+from quire.scheduler.limits import SchedulerLimits, TokensWithin, check_queue, check_request
 from quire.scheduler.progress import advance, lose_results, num_lacking, num_schedulable, settle, start_at
 from quire.scheduler.proposer import Proposer
 from quire.scheduler.queue import ORDER_KEYS, TURN_KEYS, Key, WaitingQueue
@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 
 WAITING, PREEMPTED = RequestStatus.WAITING, RequestStatus.PREEMPTED
 RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
+LEAST_PROMPT_TOKENS = 16  # of the oldest prompt in each step, however long answers take
 SHARING_SECONDS = 10.0  # after the last step that several requests were there for, the next comer is expected
 
 
@@ -43,12 +44,13 @@ class ScheduleStats:
     prefix_cache_hits: int = 0  # how many of them were cached
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
     """A batch that is made, or whose result is not here yet, and its requests: ids may have been given again since."""
 
     batch: ScheduledBatch
     rows: list[Request]
+    is_timed: bool = False  # it has answers, and prompts take what its time allows
 
 
 class Scheduler:
@@ -68,6 +70,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         rope_switches_after: int | None = None,
         proposer: Proposer | None = None,
+        tokens_within: TokensWithin | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy not in ORDER_KEYS:
@@ -77,6 +80,7 @@ class Scheduler:
         self._enable_chunked_prefill = enable_chunked_prefill
         self._rope_switches_after = rope_switches_after
         self._proposer = proposer
+        self._tokens_within = tokens_within
         self._clock = clock
         self._key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
         self._queue = WaitingQueue(policy)
@@ -164,7 +168,8 @@ class Scheduler:
 
     def set_limits(self, change: SetLimits) -> None:
         """Move limits from the next step on; requests that run above a lowered limit run on. Raises ValueError."""
-        given = {name: value for name in change.__struct_fields__ if (value := getattr(change, name)) is not None}
+        names = self.limits.__dataclass_fields__.keys() & set(change.__struct_fields__)
+        given = {name: value for name in names if (value := getattr(change, name)) is not None}
         self.limits = replace(self.limits, **given)
 
     def reset_prefix_cache(self) -> None:
@@ -199,8 +204,18 @@ class Scheduler:
                 num_drafts_left -= len(drafts)
                 budget -= self._add_row(step, request, 1 + len(drafts), drafts)
 
-        if self._is_shared():
-            self._share(step, prompts, min(budget, self.limits.max_shared_prefill_tokens))
+        is_shared, num_answers = self._is_shared(), len(step.rows)
+        step.is_timed = self._is_timed and num_answers > 0
+        least = fitting = min(budget, LEAST_PROMPT_TOKENS)
+        if step.is_timed and budget > 0:
+            fitting = self._num_fitting(step, prompts[0].num_computed_tokens if prompts else 0, budget)
+            budget = max(fitting, least)
+        elif is_shared:
+            budget = min(budget, self.limits.max_shared_prefill_tokens)
+        if fitting < least and num_answers > 1:
+            self._serve_oldest(step, prompts, budget)
+        elif is_shared:
+            self._share(step, prompts, budget)
         else:
             self._serve_in_order(step, prompts, budget)
         return self._close(step)
@@ -292,19 +307,36 @@ class Scheduler:
 
     # Scheduling
 
+    @property
+    def _is_timed(self) -> bool:
+        """Whether steps that have answers hold as many prompt tokens as their time allows, instead of a number."""
+        return self.limits.slo_itl > 0 and self._tokens_within is not None and self._enable_chunked_prefill
+
+    def _num_fitting(self, step: _Step, start: int, most: int) -> int:
+        """How many of `most` tokens of a prompt, behind its first `start` ones, the time of the step allows."""
+        assert self._tokens_within is not None
+        limits, batch = self.limits, step.batch
+        rows = batch.num_computed_tokens, batch.num_scheduled_tokens
+        return self._tokens_within(limits.slo_itl, limits.slo_attainment, *rows, start, most)
+
+    def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
+        """Answers take all the time: the oldest prompt goes on slowly, and who waits does so until an answer ends."""
+        if prompts and (count := self._chunk(num_lacking(prompts[0]), budget)) > 0:
+            self._add_row(step, prompts[0], count)
+
     def _serve_in_order(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Give prompts what the budget holds, running ones first; nobody overtakes one that it does not hold."""
         for request in prompts:
             count = self._chunk(num_lacking(request), budget)
             if count == 0:
                 return
-            budget -= self._add_row(step, request, count)
+            budget -= self._add_prompt(step, request, count)
         while budget > 0 and (candidate := self._candidate(self._queue.first_in_order)) is not None:
             request, prefix = candidate
             count = self._chunk(request.num_tokens - prefix.num_tokens, budget)
             if count == 0 or not self._admit(step, request, prefix):
                 return
-            budget -= self._add_row(step, request, count)
+            budget -= self._add_prompt(step, request, count)
 
     def _share(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Give half of the budget to the oldest prompt, and the rest to those that lack the fewest tokens.
@@ -338,7 +370,7 @@ class Scheduler:
                 return
             reserved = 0 if request is oldest else reserved
             if (count := self._chunk(num_lacking(request), budget - reserved)) > 0:
-                budget -= self._add_row(step, request, count)
+                budget -= self._add_prompt(step, request, count)
 
     def _is_shared(self) -> bool:
         """Whether prompts have to leave room for others: a prompt has the whole budget once it was alone for a while.
@@ -385,6 +417,13 @@ class Scheduler:
             return ()
         drafts = self._proposer.propose(request, most)[:most]
         return drafts if self.kv.extend(request, request.num_tokens + len(drafts)) else ()
+
+    def _add_prompt(self, step: _Step, request: Request, count: int) -> int:
+        """Put `count` tokens of a prompt into the step, or fewer if its time does not allow them; answers how many."""
+        if step.is_timed:
+            least = min(count, LEAST_PROMPT_TOKENS)
+            count = max(self._num_fitting(step, request.num_computed_tokens, count), least)
+        return self._add_row(step, request, count)
 
     def _add_row(self, step: _Step, request: Request, count: int, drafts: Sequence[int] = ()) -> int:
         """Put `count` tokens of a running request, the drafts included, into the step; answers how many they are.

@@ -16,9 +16,10 @@ from quire.field_checks import ABOVE_ZERO
 from quire.frontend.chat_messages import TEXT_PART_TYPES
 from quire.frontend.chat_template import RESERVED_KWARGS
 from quire.frontend.input_processor import MAX_PRIORITY, ModelLimits
-from quire.frontend.live_limits import LEAST, MOST
+from quire.frontend.live_limits import LEAST, MOST, TARGETS
 from quire.frontend.prompts import MAX_CACHE_SALT_CHARS
 from quire.messages import SetLimits
+from quire.option import ATTAINMENTS
 from quire.sampling_params import (
     FLOAT_RANGES,
     INT_RANGES,
@@ -102,6 +103,8 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
 def config_body() -> Schema:
     """Of POST /v1/config; the bounds of the day are in what GET answers."""
     limits = {name: _integer(LEAST.get(name, 1), MOST) for name in SetLimits.__struct_fields__}
+    limits |= {name: {"anyOf": [_number(ABOVE_ZERO, MOST), {"type": "string"}, _NULL]} for name in TARGETS}
+    limits["slo_attainment"] = _number(*ATTAINMENTS)
     return {"type": "object", "properties": limits, "minProperties": 1, "additionalProperties": False}
 
 

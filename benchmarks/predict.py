@@ -1,0 +1,415 @@
+"""How well the engine predicts itself: times of steps and requests it was not calibrated with, and memory.
+
+    python benchmarks/predict.py MODEL... [--formats none int8 int4 fp8] [--rounds 3] [--save HARDWARE]
+                                 [--record FOLDER]
+    python benchmarks/predict.py --rescore FILE...
+
+Every round starts an engine for each model and format, calibrates it from nothing, and measures eight loads: steps by
+themselves, and short runs of real requests. The rounds take turns over models and formats, so that the noise of the
+machine shows: `noise` is the same step measured in one round against the next. Predictions of steps come from the
+calibration alone. Those of requests are the engine's own after it has answered the same load once, with what running
+steps have corrected. A cell is a load of one model in one format.
+
+--save writes benchmarks/results/HARDWARE/predict_DATE.md and .json. --record writes the steps into
+FOLDER/MODEL.json, for tests/cost/test_recorded.py. --rescore predicts recorded steps anew, without measuring, and
+writes the errors into their files: after a change of the cost model that made them smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.cost.arithmetic import StepArithmetic
+from quire.cost.calibrate import Fit, MeasuredStep, Rows, fit, prior
+from quire.cost.step_time import step_seconds
+from quire.measure import report
+from quire.model_config import load_model_config
+
+FORMATS = ("none", "int8", "int4", "fp8")
+MOST_MEDIAN, MOST_P90 = 0.10, 0.25  # errors of a cell
+MOST_KV_ERROR, MOST_MEMORY_ERROR = 0.01, 0.05
+STEP_REPEATS = 3  # of a step in a round, after one that is not counted
+OUTPUT_TOKENS = 16
+LATE_AFTER = 5  # tokens of the others, when the prompt of a mixed step comes
+MAX_MODEL_LEN = 2048
+
+
+class Work(NamedTuple):
+    """A load as one step, and as requests that give such steps: lengths of prompts, and of one that comes later."""
+
+    rows: Rows
+    prompts: tuple[int, ...]
+    late_prompt: int = 0
+
+
+LOADS = {
+    "decode 1": Work([(64, 1)], (64,)),
+    "decode 8": Work([(64, 1)] * 8, (64,) * 8),
+    "decode 32": Work([(64, 1)] * 32, (64,) * 32),
+    "decode 4 at 1,000": Work([(1000, 1)] * 4, (1000,) * 4),
+    "decode 16 at 1,000": Work([(1000, 1)] * 16, (1000,) * 16),
+    "prompt of 100": Work([(0, 100)], (100,)),
+    "prompt of 700": Work([(0, 700)], (700,)),
+    "mixed": Work([(200, 1)] * 8 + [(0, 256)], (200,) * 8, 256),
+}
+QUANTITIES = ("step", "ttft", "itl", "throughput")
+
+
+def measure(model: str, quantization: str | None) -> dict[str, Any]:
+    """One round of a model in one format, in this process: the calibration, steps, requests and memory."""
+    from quire.config import EngineConfig
+    from quire.engine.start import one_worker, start_engine
+    from quire.planning.memory_plan import plan_kv_cache, predict_memory
+    from quire.planning.step_costs import ceilings
+    from quire.resolve import resolve
+
+    config = EngineConfig(model=model, quantization=quantization, max_model_len=MAX_MODEL_LEN)
+    (worker,) = workers = one_worker(load_model_config(Path(model)), lambda *report: None)
+    model_config = load_model_config(Path(model))
+    facts = worker.facts(wants_gpu=False)
+    asked = resolve(config, model_config, facts, is_server=True)
+    planned = plan_kv_cache(config, model_config, asked, predict_memory(asked, model_config, facts))
+    engine = start_engine(
+        config,
+        Path(model),
+        is_server=True,
+        progress=lambda *report: None,
+        make_workers=lambda model_config, progress: workers,
+    )
+    core, resolved = engine.core, engine.resolved
+    assert engine.calibration is not None
+    assert core.cost is not None
+    for work in LOADS.values():
+        core.probe(work.rows)
+    while engine.use_idle_time():  # gives those pages memory, then calibrates
+        pass
+    reached = ceilings(resolved)
+    held_out = []
+    for work in LOADS.values():
+        probed = [core.probe(work.rows) for _ in range(1 + STEP_REPEATS)]
+        held_out.append([packed(work.rows), [each[1] for each in probed[1:] if each is not None]])
+    draw = random.Random(os.getpid())
+
+    def run_all() -> dict[str, Any]:
+        return {name: run(core, work, draw, model_config.vocab_size) for name, work in LOADS.items()}
+
+    run_all()  # corrects the predictions
+    requests = run_all()
+    return {
+        "form": [resolved.model.dtype, resolved.model.quantization, resolved.model.kv_cache_dtype],
+        "ceilings": [reached.read_bandwidth, reached.flops],
+        "calibration": [
+            [packed(rows), step.seconds]
+            for rows, step in zip(engine.calibration.rows, engine.calibration.steps, strict=True)
+        ],
+        "held_out": held_out,
+        "requests": requests,
+        "memory": {
+            "KV tokens": [
+                planned.memory.num_blocks * planned.model.block_size,
+                resolved.memory.num_blocks * resolved.model.block_size,
+            ],
+            "KV bytes": [planned.memory.kv_cache_bytes, worker.cache.num_bytes],
+            "weights": [planned.memory.weight_bytes, worker.model.weight_bytes()],
+            "work": [planned.memory.work_bytes, resolved.memory.work_bytes],
+        },
+    }
+
+
+def run(core: Any, work: Work, draw: random.Random, vocab_size: int) -> dict[str, Any]:
+    """Requests of a load, from their arrival to the last token: pairs of predicted and measured seconds."""
+    from quire.messages import AddRequest
+    from quire.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)
+    arrivals: dict[str, tuple[float, float]] = {}  # predicted, measured
+
+    def add(length: int) -> None:
+        name = f"r{len(arrivals)}"
+        core.add(AddRequest(name, draw.choices(range(10, vocab_size), k=length), params, max_tokens=OUTPUT_TOKENS))
+        arrivals[name] = predicted, time.perf_counter()
+
+    predicted, start = 0.0, time.perf_counter()
+    firsts: dict[str, tuple[float, float]] = {}
+    moments: list[tuple[float, float]] = []  # of the first request's tokens
+    num_tokens, late = 0, work.late_prompt
+    for length in work.prompts:
+        add(length)
+    while core.has_work():
+        deltas, now = core.step(), time.perf_counter()
+        if core.last_record is not None:
+            predicted += core.last_record.predicted_seconds
+        for delta in (delta for delta in deltas if delta.token_ids):
+            num_tokens += len(delta.token_ids)
+            since = arrivals[delta.request_id]
+            firsts.setdefault(delta.request_id, (predicted - since[0], now - since[1]))
+            if delta.request_id == "r0":
+                moments.append((predicted, now))
+        if late and len(moments) >= LATE_AFTER:
+            add(late)
+            late = 0
+    return {
+        "ttft": list(firsts.values()),
+        "itl": [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(moments)],
+        "throughput": [(num_tokens / predicted, num_tokens / (time.perf_counter() - start))],
+    }
+
+
+def packed(rows: Rows) -> list[list[int]]:
+    """[start, count, how often] of rows that follow each other."""
+    found: list[list[int]] = []
+    for row in rows:
+        if found and found[-1][:2] == list(row):
+            found[-1][2] += 1
+        else:
+            found.append([*row, 1])
+    return found
+
+
+def demand_of(arithmetic: StepArithmetic, rows: Iterable[Sequence[int]]) -> Any:
+    """Of rows as `packed` gives them: each with logits."""
+    starts, counts = zip(*((start, count) for start, count, times in rows for _ in range(times)), strict=True)
+    return arithmetic.demand(arithmetic.load(starts, counts, len(starts)))
+
+
+class Replay:
+    """What the cost model of today says of the steps that a round has recorded."""
+
+    def __init__(self, arithmetic: StepArithmetic, found: dict[str, Any]) -> None:
+        self._arithmetic = arithmetic
+        steps = [MeasuredStep(demand_of(arithmetic, rows), seconds) for rows, seconds in found["calibration"]]
+        self.fit: Fit = fit(steps, prior(*found["ceilings"]))
+
+    def seconds(self, rows: Iterable[Sequence[int]]) -> float:
+        """Predicted, of rows as `packed` gives them."""
+        return step_seconds(demand_of(self._arithmetic, rows), self.fit.constants)
+
+
+def median_error(folder: Path, rounds: Sequence[dict[str, Any]]) -> float:
+    """Of the steps that the calibration did not have, over all loads and rounds of a model in one format.
+
+    Args:
+        folder: of the model's config.json.
+    """
+    arithmetic = StepArithmetic(load_model_config(folder), *rounds[0]["form"])
+    errors = []
+    for found in rounds:
+        replay = Replay(arithmetic, found)
+        errors += [
+            abs(replay.seconds(rows) / statistics.median(seconds) - 1) for rows, seconds in found["held_out"] if seconds
+        ]
+    return statistics.median(errors)
+
+
+def config_folder(config: dict[str, Any], place: str) -> Path:
+    """A folder with a config.json alone, as recordings have it."""
+    folder = Path(place)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def rescore(file: Path) -> None:
+    """Write into a recording how good the predictions of today are."""
+    recording = json.loads(file.read_text())
+    with tempfile.TemporaryDirectory() as place:
+        folder = config_folder(recording["config"], place)
+        for name, form in recording["formats"].items():
+            before, form["median_error"] = form["median_error"], round(median_error(folder, form["rounds"]), 4)
+            print(f"{file.stem:<12} {name:<6} {before:7.1%} -> {form['median_error']:.1%}")
+    write_recording(file, recording)
+
+
+def write_recording(file: Path, recording: dict[str, Any]) -> None:
+    """A round a line."""
+    file.write_text(json.dumps(recording).replace('{"form": ', '\n{"form": ') + "\n")
+
+
+def record(folder: Path, config: dict[str, Any], name: str, rounds: dict[str, list[dict[str, Any]]]) -> None:
+    """Write what a model's rounds measured, by format, with the error of the predictions."""
+    kept = ("form", "ceilings", "calibration", "held_out")
+    forms: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        for form, found in rounds.items():
+            error = round(median_error(config_folder(config, place), found), 4)
+            forms[form] = {"median_error": error, "rounds": [{key: each[key] for key in kept} for each in found]}
+    machine = report.environment("python", "benchmarks/predict.py")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.json"
+    write_recording(file, {"model": name, "machine": machine["machine"], "config": config, "formats": forms})
+    print(f"recorded in {file}")
+
+
+def errors_of(pairs: Iterable[Sequence[float]]) -> list[float]:
+    return [abs(predicted / measured - 1) for predicted, measured in pairs]
+
+
+def summary(errors: Sequence[float]) -> dict[str, float]:
+    """The median error and the one that nine of ten are below."""
+    return {
+        "median": statistics.median(errors),
+        "p90": statistics.quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0],
+        "count": len(errors),
+    }
+
+
+def cells(folder: Path, rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By load: for each quantity the summary of its errors, the noise of the machine, and what is beyond the limits."""
+    arithmetic = StepArithmetic(load_model_config(folder), *rounds[0]["form"])
+    replays = [Replay(arithmetic, found) for found in rounds]
+    result: dict[str, dict[str, Any]] = {}
+    for index, name in enumerate(LOADS):
+        steps = [(replay, *found["held_out"][index]) for replay, found in zip(replays, rounds, strict=True)]
+        pairs = [(replay.seconds(rows), seconds) for replay, rows, measured in steps for seconds in measured]
+        if not pairs:
+            continue  # its rows do not fit into the KV cache
+        cell: dict[str, Any] = {"step": summary(errors_of(pairs))}
+        for quantity in QUANTITIES[1:]:
+            cell[quantity] = summary([e for found in rounds for e in errors_of(found["requests"][name][quantity])])
+        medians = [statistics.median(measured) for *_, measured in steps]
+        cell["noise"] = statistics.median(errors_of(pairwise(medians))) if len(medians) > 1 else None
+        cell["measured_ms"] = 1e3 * statistics.median(medians)
+        cell["ratio"] = statistics.median(predicted / measured for predicted, measured in pairs)
+        cell["exceeds"] = [
+            f"{quantity} {what}"
+            for quantity in QUANTITIES
+            for what, limit in (("median", MOST_MEDIAN), ("p90", MOST_P90))
+            if cell[quantity][what] > limit
+        ]
+        result[name] = cell
+    return result
+
+
+def memory_errors(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By term: what was planned before loading and what there is, of the last round, and the error."""
+    found = {}
+    for name, (planned, real) in rounds[-1]["memory"].items():
+        limit = MOST_KV_ERROR if name.startswith("KV") else MOST_MEMORY_ERROR
+        error = abs(planned / real - 1) if real else 0.0
+        found[name] = {"planned": planned, "real": real, "error": error, "exceeds": error > limit}
+    return found
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        *report.heading("Predicted against measured", result),
+        f"- Rounds: {result['rounds']}, which take turns over models and formats, with an engine and a calibration of "
+        "their own.",
+        "- Errors are |predicted / measured - 1|: median, then P90 over single steps, requests, tokens and runs. "
+        f"**Bold**: above {MOST_MEDIAN:.0%} or {MOST_P90:.0%}.",
+        "- Steps are predicted by the calibration alone. Requests are predicted by the engine after it has answered "
+        "the same load once.",
+        "- noise: the median of a round's measured steps against the next round's. ratio: predicted / measured.",
+        "",
+        *report.table_head("model | format | load | measured ms | ratio | step | TTFT | ITL | throughput | noise"),
+    ]
+    for model, formats in result["models"].items():
+        for form, found in formats.items():
+            for load, cell in found["cells"].items():
+                shares = " | ".join(
+                    ", ".join(
+                        (
+                            f"**{cell[quantity][what]:.1%}**"
+                            if cell[quantity][what] > limit
+                            else f"{cell[quantity][what]:.1%}"
+                        )
+                        for what, limit in (("median", MOST_MEDIAN), ("p90", MOST_P90))
+                    )
+                    for quantity in QUANTITIES
+                )
+                noise = "" if cell["noise"] is None else f"{cell['noise']:.1%}"
+                measured = f"{cell['measured_ms']:.3g} | {cell['ratio']:.2f}"
+                lines.append(f"| {model} | {form} | {load} | {measured} | {shares} | {noise} |")
+    lines += ["", *report.table_head("model | format | memory | planned | real | error")]
+    for model, formats in result["models"].items():
+        for form, found in formats.items():
+            for name, term in found["memory"].items():
+                error = f"**{term['error']:.2%}**" if term["exceeds"] else f"{term['error']:.2%}"
+                lines.append(f"| {model} | {form} | {name} | {term['planned']:,} | {term['real']:,} | {error} |")
+    good, total = result["cells_within"], result["cells"]
+    lines += ["", f"{good} of {total} cells are within both limits in every quantity."]
+    return "\n".join(lines) + "\n"
+
+
+def measured_apart(model: str, form: str) -> dict[str, Any]:
+    """`measure` in a process of its own, which finds no calibration."""
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, __file__, model, "--formats", form, "--here"],
+            env=os.environ | {"QUIRE_CACHE_DIR": cache},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help="checkpoint folders")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", metavar="HARDWARE")
+    parser.add_argument("--record", type=Path, metavar="FOLDER")
+    parser.add_argument("--rescore", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rescore:
+        for file in given.rescore:
+            rescore(file)
+        return
+    if not given.models:
+        parser.error("no model is given")
+    quantizations = {form: None if form == "none" else form for form in given.formats}
+    if given.here:
+        print(json.dumps(measure(given.models[0], quantizations[given.formats[0]])))
+        return
+    rounds: dict[str, dict[str, list[dict[str, Any]]]] = {
+        model: {form: [] for form in quantizations} for model in given.models
+    }
+    for number in range(given.rounds):
+        for model, formats in rounds.items():
+            for form, found in formats.items():
+                start = time.monotonic()
+                found.append(measured_apart(model, form))
+                print(
+                    f"round {number + 1}: {Path(model).name} {form}, {time.monotonic() - start:.0f} s", file=sys.stderr
+                )
+    models = {
+        Path(model).name: {
+            form: {"cells": cells(Path(model), found), "memory": memory_errors(found), "measured": found}
+            for form, found in formats.items()
+        }
+        for model, formats in rounds.items()
+    }
+    every = [cell for formats in models.values() for form in formats.values() for cell in form["cells"].values()]
+    result = {
+        **report.environment("python", "benchmarks/predict.py"),
+        "rounds": given.rounds,
+        "cells": len(every),
+        "cells_within": sum(not cell["exceeds"] for cell in every),
+        "models": models,
+    }
+    print(markdown(result))
+    if given.save:
+        report.save_published(Path(__file__).parent, "predict", given.save, result, markdown(result))
+    if given.record:
+        for model, formats in rounds.items():
+            config = json.loads((Path(model) / "config.json").read_text())
+            record(given.record, config, Path(model).name, formats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The cost model of today predicts steps that were recorded on real machines as well as when they were recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import predict
+
+RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
+WORSE = 0.02  # that a median error may grow by
+
+
+def worse(file: Path, scratch: Path) -> list[str]:
+    """The formats whose median error has grown by more."""
+    recording = json.loads(file.read_text())
+    folder = predict.config_folder(recording["config"], str(scratch))
+    found = []
+    for name, form in recording["formats"].items():
+        before, now = form["median_error"], predict.median_error(folder, form["rounds"])
+        if now > before + WORSE:
+            found.append(f"{name}: {before:.1%} -> {now:.1%}")
+    return found
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
+def test_no_median_error_grows(file: Path, tmp_path: Path) -> None:
+    assert not worse(file, tmp_path), f"{file.name}: predictions of steps have become worse"
+
+
+def test_a_worse_prediction_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = predict.step_seconds
+    monkeypatch.setattr(predict, "step_seconds", lambda demand, constants: 1.5 * seconds(demand, constants))
+    assert {name.partition(":")[0] for name in worse(RECORDED[0], tmp_path)} == set(predict.FORMATS)
+
+
+def test_every_format_of_several_models_is_recorded() -> None:
+    assert len(RECORDED) >= 2
+    for file in RECORDED:
+        recording = json.loads(file.read_text())
+        assert set(recording["formats"]) == set(predict.FORMATS), file.name
+        for form in recording["formats"].values():
+            for found in form["rounds"]:
+                assert len(found["held_out"]) >= len(predict.LOADS)

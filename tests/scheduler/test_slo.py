@@ -1,0 +1,238 @@
+"""Steps that keep a target for the time between two tokens: how long they take, what they cost, and who progresses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.cost.calibrate import Fit
+from quire.cost.model import CostModel
+from quire.cost.step_time import Constants
+from quire.messages import SetLimits
+from quire.scheduler.scheduler import LEAST_PROMPT_TOKENS
+from tests.cost.models import cost_model
+from tests.examples import examples
+from tests.scheduler.driver import Driver, TimedDriver, request
+from tests.scheduler.test_sameness import mixed
+
+STEP_SECONDS, TOKEN_SECONDS = 8e-3, 1e-4  # of a step without prompts, and of a prompt's token
+TARGET = 0.05
+NOISE = 0.05
+
+
+@cache
+def constants() -> Constants:
+    """Of a machine on which prompts and decodes cost what they do in a small model on a few cores."""
+    arithmetic = cost_model().arithmetic
+    demand = arithmetic.demand(arithmetic.load([0], [1], 0))
+    return Constants(
+        STEP_SECONDS,
+        1e-4,
+        1e-3 / demand.weight_bytes,
+        TOKEN_SECONDS / demand.flops,
+        1e-9,
+        1e-3 / demand.flops / 1e4,
+        2.0,
+    )
+
+
+def cost(spread: float = 0.05) -> CostModel:
+    return cost_model(constants(), spread)
+
+
+class Timed(TimedDriver):
+    """Blocks without end, and no look at every one of them after each step."""
+
+    def __init__(self, slowness: Callable[[], float] = lambda: 1.0, **arguments: Any) -> None:
+        plain: dict[str, Any] = {
+            "num_blocks": 4000,
+            "block_size": 32,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 2048,
+            "max_model_len": 20_000,
+            "enable_prefix_caching": False,
+        }
+        super().__init__(cost(), slowness=slowness, **(plain | arguments))
+
+    def check(self) -> None:
+        pass
+
+
+def rows(run: Driver) -> dict[str, int]:
+    """Tokens of each request in the last step."""
+    batch = run.batches[-1]
+    return dict(zip(batch.request_ids, batch.num_scheduled_tokens, strict=True))
+
+
+def long_prompts_beside_answers(**arguments: Any) -> tuple[float, float]:
+    """P99 of the time between two tokens, and tokens per second, of long prompts that come into a stream of answers."""
+    rng = random.Random(0)
+    run = Timed(lambda: rng.lognormvariate(0, NOISE), **arguments)
+    for index in range(8):
+        run.add(request(f"answer{index}", [index] * 20, max_tokens=500))
+    last: dict[str, float] = {}
+    gaps: list[float] = []
+    num_prompts = 0
+    while run.core.has_work():
+        if num_prompts < 8 and run.now > 0.8 * num_prompts:
+            run.add(request(f"prompt{num_prompts}", [num_prompts] * 4000, max_tokens=20))
+            num_prompts += 1
+        for delta in run.step():
+            if delta.request_id in last:
+                gaps.append(run.now - last[delta.request_id])
+            last[delta.request_id] = run.now
+    run.check_outputs()
+    gaps.sort()
+    num_tokens = sum(batch.num_tokens for batch in run.batches)
+    return gaps[int(0.99 * len(gaps))], num_tokens / run.now
+
+
+def test_long_prompts_hold_up_no_answer_and_cost_no_throughput() -> None:
+    fixed = [long_prompts_beside_answers(max_num_batched_tokens=budget) for budget in (2048, 8192)]
+    itl, throughput = long_prompts_beside_answers(max_num_batched_tokens=8192, slo_itl=TARGET)
+    assert all(fixed_itl > 2 * TARGET for fixed_itl, _ in fixed), "the workload shows nothing"
+    assert TARGET / 2 < itl <= TARGET
+    assert throughput >= 0.95 * max(rate for _, rate in fixed)
+
+
+def test_without_answers_nothing_is_cut() -> None:
+    run = Timed(slo_itl=TARGET)
+    run.add(request("long", range(5000), max_tokens=1))
+    run.step()
+    assert rows(run) == {"long": 2048}
+    run.add(request("other", range(1000), max_tokens=1))
+    run.step()
+    assert sum(rows(run).values()) == 2048
+
+
+@pytest.mark.parametrize("slo_attainment", [0.5, 0.9, 0.99])
+def test_the_more_have_to_reach_the_target_the_less_a_step_takes(slo_attainment: float) -> None:
+    run = Timed(slo_itl=TARGET, slo_attainment=slo_attainment)
+    run.add(request("answer", range(4), max_tokens=9))
+    run.step()
+    run.add(request("long", range(5000), max_tokens=1))
+    before = run.now
+    run.step()
+    expected = TARGET / cost().margin(slo_attainment)
+    assert run.now - before == pytest.approx(expected, rel=0.03)
+    assert run.now - before <= expected
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_shared_prefill_tokens": 64}, {"depth": 2}])
+def test_answers_that_take_all_the_time_hold_up_who_waits_and_no_prompt_that_runs(arguments: dict[str, Any]) -> None:
+    run = Timed(slo_itl=TARGET, **arguments)
+    for index in range(4):
+        run.add(request(f"answer{index}", [index] * 20, max_tokens=40))
+    for _ in range(2):
+        run.step()
+    run.add(request("long", range(3000), max_tokens=2))
+    run.step()
+    run.step()
+    assert "long" in rows(run)
+    run.core.set_limits(SetLimits(slo_itl=1e-3))
+    run.add(request("late", range(10), max_tokens=2))
+    for _ in range(3):
+        run.step()
+    assert rows(run) == {"answer0": 1, "answer1": 1, "answer2": 1, "answer3": 1, "long": LEAST_PROMPT_TOKENS}
+    run.run()
+    run.check_outputs()
+
+
+def test_beside_one_answer_there_is_room_for_another() -> None:
+    """However long it takes: nobody waits for the end of one endless answer."""
+    run = Timed(slo_itl=1e-3)
+    run.add(request("answer", range(4), max_tokens=4000))
+    run.step()
+    run.add(request("other", range(100), max_tokens=2))
+    for _ in range(1 + -(-100 // LEAST_PROMPT_TOKENS)):
+        run.step()
+    assert run.tokens("other")
+
+
+def test_a_target_moves_while_serving() -> None:
+    run = Timed()
+    run.add(request("answer", range(4), max_tokens=90))
+    run.step()
+    run.add(request("long", range(20_000 - 1), max_tokens=1))
+    run.step()
+    assert rows(run)["long"] == 2047
+    run.core.set_limits(SetLimits(slo_itl=TARGET))
+    run.step()
+    assert LEAST_PROMPT_TOKENS < rows(run)["long"] < 500
+    run.core.set_limits(SetLimits(slo_itl=0.0))
+    run.step()
+    assert rows(run)["long"] == 2047
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_shared_prefill_tokens": 5}, {"depth": 2}])
+def test_without_a_target_the_batches_are_those_without_a_cost_model(arguments: dict[str, Any]) -> None:
+    driven = [Driver(cost=known, **arguments) for known in (None, cost())]
+    for driver in driven:
+        driver.run_all(*mixed())
+    assert driven[0].batches == driven[1].batches
+
+
+@settings(max_examples=examples(60))
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 12), st.integers(0, 20)), min_size=1, max_size=12),
+    target=st.floats(1e-4, 0.1),
+    shared=st.sampled_from([0, 5, 16]),
+    depth=st.integers(1, 2),
+    threshold=st.sampled_from([0, 3]),
+    num_blocks=st.sampled_from([60, 400]),
+)
+def test_everybody_progresses(
+    prompts: list[tuple[int, int, int]], target: float, shared: int, depth: int, threshold: int, num_blocks: int
+) -> None:
+    """The oldest prompt that runs has tokens in every step, and all get what they would get without a target."""
+    run = Driver(
+        num_blocks=num_blocks,
+        slo_itl=target,
+        max_shared_prefill_tokens=shared,
+        depth=depth,
+        long_prefill_token_threshold=threshold,
+        cost=cost_model(constants(), 0.3),
+    )
+    arrivals = sorted((at, index) for index, (_, _, at) in enumerate(prompts))
+
+    def before_step(step: int) -> None:
+        while arrivals and arrivals[0][0] <= step:
+            index = arrivals.pop(0)[1]
+            length, max_tokens, _ = prompts[index]
+            run.add(request(f"r{index}", [index % 50] * length, max_tokens))
+
+    for step in range(100_000):
+        before_step(step)
+        if not run.core.has_work():
+            if not arrivals:
+                break
+            continue
+        lacking = [r for r in run.live() if r.request_id in run.running_ids()]
+        oldest = next((r for r in lacking if r.num_tokens - r.num_computed_tokens > 1), None)
+        num_batches = len(run.batches)
+        run.step()
+        is_preempted = oldest is not None and oldest.request_id not in run.running_ids()
+        if oldest is not None and len(run.batches) > num_batches and not is_preempted:
+            assert oldest.request_id in run.batches[-1].request_ids
+    run.check_outputs()
+
+
+def test_a_fit_that_is_wrong_is_corrected_by_the_steps() -> None:
+    """The machine is half as fast as the calibration says: most steps keep the target all the same."""
+    run = Timed(lambda: 2.0, slo_itl=TARGET)
+    run.cost.calibrate(Fit(constants(), 0.05))
+    run.add(request("answer", range(4), max_tokens=300))
+    run.step()
+    run.add(request("long", range(19_000), max_tokens=1))
+    lasted = []
+    for _ in range(60):
+        before = run.now
+        run.step()
+        lasted.append(run.now - before)
+    assert max(lasted[30:]) <= TARGET
