@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import math
 import os
-import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -35,19 +34,6 @@ def parse_human_int(text: str | int) -> int:
     if value != int(value):
         raise ConfigError("Not a whole number", value=text, expected="a whole number after applying the suffix")
     return int(value)
-
-
-def parse_duration(text: str | float) -> float:
-    """Seconds: `1.5s`, `500ms`, or a plain number of seconds."""
-    number, factor = str(text).strip(), 1.0
-    for unit, seconds in (("ms", 1e-3), ("s", 1.0)):
-        if number.endswith(unit):
-            number, factor = number.removesuffix(unit).rstrip(), seconds
-            break
-    value = float(number) * factor if re.fullmatch(r"\d+\.?\d*|\.\d+", number) else 0.0
-    if not value > 0:
-        raise ConfigError("Not a duration", value=text, expected="more than nothing, as 500ms, 1.5s or 1.5 (seconds)")
-    return value
 
 
 def parse_length(text: str | int) -> int:

@@ -21,7 +21,7 @@ from quire.config import EngineConfig
 from quire.cost.devices import Ceilings
 from quire.errors import ConfigError
 from quire.model_config import ModelConfig
-from quire.option import parse_duration, parse_human_int
+from quire.option import parse_human_int
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
 
 DESCRIPTION = """
@@ -35,7 +35,7 @@ Exit code: 0; 2 if a model fits in no format; with --check also 1 if the best ro
 """
 _OTHER_GPU = 90  # the compute capability that a GPU which is not here is planned for
 # With any of them, candidates are ranked.
-_RANKED_BY = ("hardware", "workload", "request_rate", "slo_ttft", "slo_itl", "price_per_hour", "tensor_parallel_size")
+_RANKED_BY = ("hardware", "workload", "request_rate", "price_per_hour", "tensor_parallel_size")
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 
@@ -56,8 +56,6 @@ def add_parser(subparsers: Any) -> None:
     add("--sequences", type=int, metavar="N", help="requests of max_model_len to hold (default: 1)")
     add("--workload", metavar="W", help="chat, rag, code, random:IN/OUT, or a file of requests (default: chat)")
     add("--request-rate", metavar="N", help="requests per second that all copies together should serve")
-    add("--slo-ttft", metavar="TIME", help="mean time to the first token, as 500ms or 1.5s; plain numbers: seconds")
-    add("--slo-itl", metavar="TIME", help="mean time from token to token, in the same forms")
     add("--price-per-hour", metavar="PRICE", help="of one device; or one for each of --hardware: 2.5,0.8")
     add("--check", action="store_true", help="exit code 0 only if the best row meets the workload, its rate and times")
     add_settings_flags(parser, (EngineConfig,), models="*")
@@ -71,6 +69,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     names = args.model_tag
     args.model_tag = None
     engine, _ = read_settings(parser, args)
+    is_ranked = is_ranked or engine.slo_ttft is not None or engine.slo_itl is not None
     if names and engine.model is not None:
         raise ConfigError("Models are named twice", value=[*names, engine.model], fix="Leave --model out")
     if args.sequences is not None and args.sequences < 1:
@@ -179,16 +178,10 @@ def _ranked(
                 origin=machine.memory_name,
             )
         ]
-    goals = Goals(
-        None if args.request_rate is None else _rate(args.request_rate, "request_rate"),
-        *(None if text is None else _named_duration(text, name) for text, name in _slos(args)),
-    )
+    rate = None if args.request_rate is None else _rate(args.request_rate, "request_rate")
+    goals = Goals(rate, engine.slo_ttft, engine.slo_itl)
     demand = Demand(_lengths(args, engine, folder), goals, args.sequences)
     return RankedPlan(name, model, hardware, Candidates(engine, model, hardware, demand, degree))
-
-
-def _slos(args: argparse.Namespace) -> tuple[tuple[str | None, str], tuple[str | None, str]]:
-    return (args.slo_ttft, "slo_ttft"), (args.slo_itl, "slo_itl")
 
 
 def _lengths(args: argparse.Namespace, engine: EngineConfig, folder: Path) -> Any:
@@ -229,13 +222,6 @@ def _rate(text: str, name: str) -> float:
             f"Illegal {_flag(name)}", value=text, expected=f"more than 0 per second, {examples}", param=name
         )
     return value
-
-
-def _named_duration(text: str, name: str) -> float:
-    try:
-        return parse_duration(text)
-    except ConfigError as error:
-        raise ConfigError(f"Illegal {_flag(name)}", value=text, expected=error.expected, param=name) from None
 
 
 def _prices(text: str | None) -> list[float]:
