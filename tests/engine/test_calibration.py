@@ -89,7 +89,7 @@ def test_memory_is_taken_before_long_contexts_are_measured() -> None:
             self.pieces -= 1
             return self.pieces >= 0
 
-    driver = TimedDriver()
+    driver = CalibratedDriver()
     calibration, done = driver.calibration()
     engine = StartedEngine(driver.core, *([None] * 2), TakesMemory(), calibration)  # type: ignore[arg-type]
     for _ in range(TakesMemory.pieces):
