@@ -112,7 +112,7 @@ GPUS: dict[str, Gpu] = {
         _gpu("a100-40", "NVIDIA A100-SXM4-40GB", 39.39, 1555, (312, 0, 624), 80, 300e9, _DATA_CENTER + "a100/", "p4d"),
         _gpu("l40s", "NVIDIA L40S", 44.39, 864, (362, 733, 733), 89, _PCIE4, _DATA_CENTER + "l40s/", "g6e"),
         _gpu("a6000", "NVIDIA RTX A6000", 47.53, 768, (154.8, 0, 309.7), 86, _PCIE4, _AMPERE),
-        _gpu("rtx6000-ada", "NVIDIA RTX 6000 Ada Generation", 47.49, 960, (364.2, 728.5, 728.5), 89, _PCIE4, _ADA),
+        _gpu("rtx6000-ada", "NVIDIA RTX 6000 Ada Generation", 44.43, 960, (364.2, 728.5, 728.5), 89, _PCIE4, _ADA),
         _gpu("h100-pcie", "NVIDIA H100 PCIe", 79.11, 2000, (756, 1513, 1513), 90, _PCIE5, _DATA_CENTER + "h100/"),
         _gpu("h100", "NVIDIA H100 80GB HBM3", 79.11, 3350, (989, 1979, 1979), 90, 450e9, _DATA_CENTER + "h100/", "p5"),
         _gpu("a100-80", "NVIDIA A100-SXM4-80GB", 79.15, 2039, (312, 0, 624), 80, 300e9, _DATA_CENTER + "a100/", "p4de"),
