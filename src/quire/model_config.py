@@ -67,6 +67,10 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def describe_checkpoint(self) -> str:
+        """The format of its weights, for people."""
+        return self.dtype if self.quantized is None else self.quantized.describe()
+
     def kv_specs(self) -> list[KvSpec]:
         """What the cache keeps, of every layer for which it keeps anything."""
         return [layer.kv_spec for layer in self.layers if layer.kv_spec is not None]

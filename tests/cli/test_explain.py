@@ -21,62 +21,19 @@ from quire.resolve import DeviceFacts, GpuFacts, resolve
 from quire.screen.explain import explain
 from quire.screen.layer_kernels import LayerKernel
 from tests.cost.models import CONSTANTS
+from tests.real_models import MODELS, write_config
 
 MIB, GIB = 1 << 20, 1 << 30
 DEVICE = DeviceFacts(
     kind="cpu", name="test", isa="avx2", num_cores=4, total_memory_bytes=64 * GIB, free_memory_bytes=60 * GIB
 )
-# From the config.json and the model card of each: family, hidden, inner, layers, heads, KV heads, vocabulary, context,
-# further fields; parameters as published; KV bytes per token in bfloat16 (2 x layers x KV heads x head size x 2).
-MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, int]] = {
-    "SmolLM2-135M": ("llama", (576, 1536, 30, 9, 3, 49152, 8192), {"tie_word_embeddings": True}, 134_515_008, 23_040),
-    "TinyLlama-1.1B": ("llama", (2048, 5632, 22, 32, 4, 32000, 2048), {}, 1_100_048_384, 22_528),
-    "Llama-3.2-1B": (
-        "llama", (2048, 8192, 16, 32, 8, 128256, 131072), {"tie_word_embeddings": True}, 1_235_814_400, 32_768
-    ),
-    "Llama-3.1-8B": ("llama", (4096, 14336, 32, 32, 8, 128256, 131072), {}, 8_030_261_248, 131_072),
-    "Mistral-7B-v0.1": ("mistral", (4096, 14336, 32, 32, 8, 32000, 32768), {}, 7_241_732_096, 131_072),
-    "Qwen2.5-0.5B": (
-        "qwen2", (896, 4864, 24, 14, 2, 151936, 32768), {"tie_word_embeddings": True}, 494_032_768, 12_288
-    ),
-    "Qwen2.5-7B": ("qwen2", (3584, 18944, 28, 28, 4, 152064, 131072), {}, 7_615_616_512, 57_344),
-    "Qwen3-0.6B": (
-        "qwen3",
-        (1024, 3072, 28, 16, 8, 151936, 40960),
-        {"tie_word_embeddings": True, "head_dim": 128},
-        596_049_920,
-        114_688,
-    ),
-    "Qwen3-4B": (
-        "qwen3",
-        (2560, 9728, 36, 32, 8, 151936, 40960),
-        {"tie_word_embeddings": True, "head_dim": 128},
-        4_022_468_096,
-        147_456,
-    ),
-    "Phi-3-mini-4k": ("phi3", (3072, 8192, 32, 32, 32, 32064, 4096), {}, 3_821_079_552, 393_216),
-}  # fmt: skip
-FIELDS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "max_position_embeddings",
-)  # fmt: skip
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}
 
 
-def _folder(tmp_path: Path, name: str) -> Path:
-    family, sizes, further, _, _ = MODELS[name]
-    common = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "torch_dtype": "bfloat16"}
-    names = {"model_type": family, "architectures": [f"{ARCHITECTURES[family]}ForCausalLM"]}
-    config = common | names | dict(zip(FIELDS, sizes, strict=True)) | further
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name, facts in MODELS.items() if facts[3] < 9e9])
 def test_numbers_of_models(tmp_path: Path, name: str) -> None:
     """The arithmetic of 64 GiB: 5 % reserve, weights, logits, and the rest for two contexts of each request or less."""
     parameters, kv_bytes = MODELS[name][3:]
-    model = load_model_config(_folder(tmp_path, name))
+    model = load_model_config(write_config(tmp_path, name))
     explanation = explain(name, EngineConfig(), ServerConfig(), model, DEVICE)
     shown = explanation.as_dict()
     assert shown["model"]["num_parameters"] == parameters
@@ -94,7 +51,7 @@ def test_numbers_of_models(tmp_path: Path, name: str) -> None:
 
 def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
     """Where two contexts per running request are less than what is free; the numbers are those of the plan."""
-    model = load_model_config(_folder(tmp_path, "Qwen2.5-0.5B"))
+    model = load_model_config(write_config(tmp_path, "Qwen2.5-0.5B"))
 
     def explained(**settings: Any) -> tuple[str, int]:
         shown = explain("m", EngineConfig(**settings), ServerConfig(), model, DEVICE).settings
@@ -116,7 +73,7 @@ def test_when_the_length_limits_the_kv_cache(tmp_path: Path) -> None:
 
 def test_expectation_from_bandwidth(tmp_path: Path) -> None:
     """Every token reads all weights; of embeddings that are not the output layer too, it reads one row."""
-    model = load_model_config(_folder(tmp_path, "Phi-3-mini-4k"))
+    model = load_model_config(write_config(tmp_path, "Phi-3-mini-4k"))
     explanation = explain("m", EngineConfig(), ServerConfig(), model, DEVICE, read_bandwidth=30e9)
     setting = explanation.settings["expected_tokens_per_second"]
     assert setting.value == pytest.approx(30e9 / (2 * (3_821_079_552 - 32064 * 3072)), rel=0.005)
@@ -128,7 +85,7 @@ def test_expectation_from_bandwidth(tmp_path: Path) -> None:
 
 def test_what_an_earlier_start_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
-    model = load_model_config(_folder(tmp_path, "Phi-3-mini-4k"))
+    model = load_model_config(write_config(tmp_path, "Phi-3-mini-4k"))
     resolved = resolve(EngineConfig(), model, DEVICE, is_server=True)
     calibration_file(resolved, model, DEVICE).write(Fit(CONSTANTS, 0.1))
     cost = CostModel(step_arithmetic(resolved, model), Fit(CONSTANTS, 0.1))
@@ -139,7 +96,7 @@ def test_what_an_earlier_start_measured(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_is_not_applied_and_where_factors_switch(tmp_path: Path) -> None:
-    path = _folder(tmp_path, "Phi-3-mini-4k") / "config.json"
+    path = write_config(tmp_path, "Phi-3-mini-4k") / "config.json"
     raw = json.loads(path.read_text())
     factors = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48}
     long = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096, "rope_scaling": factors}
@@ -154,7 +111,7 @@ def test_what_is_not_applied_and_where_factors_switch(tmp_path: Path) -> None:
 
 def test_the_kernel_of_each_layer(tmp_path: Path) -> None:
     """By format and instruction set; for a layer that is not quantized, why."""
-    folder = _folder(tmp_path, "Llama-3.1-8B")
+    folder = write_config(tmp_path, "Llama-3.1-8B")
     raw = json.loads((folder / "config.json").read_text())
     raw["quantization_config"] = {
         "quant_method": "awq",
@@ -208,7 +165,7 @@ def _up_and_output(
     tmp_path: Path, description: dict[str, Any] | None, isa: str, engine: EngineConfig
 ) -> tuple[LayerKernel, LayerKernel]:
     """gate+up and the output projection of Llama-3.1-8B, with this under quantization_config."""
-    folder = _folder(tmp_path, "Llama-3.1-8B")
+    folder = write_config(tmp_path, "Llama-3.1-8B")
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": description}))
     device = replace(DEVICE, isa=isa)

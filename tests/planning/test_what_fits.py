@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import quire.demo
-import quire.planning.what_fits
+import quire.planning.fits
 from quire import LLM
 from quire.cli.main import main
 from quire.config import EngineConfig, ServerConfig
@@ -103,7 +103,7 @@ def test_mistral_7b_awq_on_a_t4(tmp_path: Path) -> None:
     assert sum(row.num_bytes) == pytest.approx(4.15e9, rel=0.03)
     assert row.num_bytes.embeddings == row.num_bytes.output == 2 * 32000 * 4096
     fit = found.fits[0]
-    assert (fit.kv_cache_dtype, fit.kv_bytes_per_token) == ("auto", 128 * 1024)
+    assert (fit.form.kv_cache_dtype, fit.kv_bytes_per_token) == ("auto", 128 * 1024)
     assert 9e9 < fit.num_tokens * fit.kv_bytes_per_token < 10e9
     assert fit.num_sequences == 9
 
@@ -111,7 +111,7 @@ def test_mistral_7b_awq_on_a_t4(tmp_path: Path) -> None:
 def test_llama_70b(tmp_path: Path) -> None:
     """39.8 GB in 4 bits with embeddings in bfloat16: 80 GB hold about 110,000 tokens beside it, 40 GB not even that."""
     bf16 = plan_of(tmp_path, LLAMA_70B, gpu(80 * 10**9))
-    assert [row.name for row in bf16.weights] == ["bfloat16", "int8", "fp8", "int4"]
+    assert [row.form.name for row in bf16.weights] == ["bfloat16", "int8", "fp8", "int4"]
     assert sum(bf16.weights[0].num_bytes) == pytest.approx(141.1e9, rel=0.001)
     assert bf16.fits[0].num_tokens == 0
     assert bf16.fits[0].kv_bytes_per_token == 320 * 1024, "so 256 x 8,192 tokens take 687 GB, not 40"
@@ -119,7 +119,7 @@ def test_llama_70b(tmp_path: Path) -> None:
     assert sum(awq.weights[0].num_bytes) == pytest.approx(39.8e9, rel=0.01)
     assert awq.fits[0].num_tokens == pytest.approx(110_000, rel=0.1)
     assert awq.best is not None
-    assert awq.best.flags == ()
+    assert awq.best.form.flags == ()
     small = plan_of(tmp_path, LLAMA_70B | AWQ, gpu(40 * 10**9))
     assert small.best is None
     assert "best     none: --kv-cache-dtype fp8 comes closest, with" in small.text()
@@ -146,7 +146,7 @@ def test_the_longest_that_fits(tmp_path: Path) -> None:
     found = plan_of(tmp_path, LLAMA_70B | AWQ, device, max_model_len=-1)
     best = found.best
     assert best is not None
-    assert (best.flags, best.num_sequences) == ((), 1)
+    assert (best.form.flags, best.num_sequences) == ((), 1)
     assert 0 < best.max_model_len == best.num_tokens < 8192
     text = found.text()
     assert "requests of up to 8,192 tokens, cut to what fits:" in text
@@ -190,9 +190,9 @@ def test_the_best_loses_least_of_what_is_large_enough(tmp_path: Path) -> None:
     def best(num_bytes: float, **more: Any) -> tuple[str, ...]:
         found = plan_of(tmp_path, MISTRAL_7B, gpu(int(num_bytes)), max_model_len=8192, **more)
         assert found.best is not None
-        is_original = not found.best.flags
+        is_original = not found.best.form.flags
         assert is_original != ("it is not the original: measure it first with `quire quality m -" in found.text())
-        return found.best.flags
+        return found.best.form.flags
 
     assert best(24 * GIB) == ()
     assert best(17.4e9) == ("--kv-cache-dtype", "int8")
@@ -203,7 +203,7 @@ def test_the_best_loses_least_of_what_is_large_enough(tmp_path: Path) -> None:
 
 def test_float32_checkpoints_may_run_in_bfloat16(tmp_path: Path) -> None:
     found = plan_of(tmp_path, MISTRAL_7B | {"dtype": "float32"}, CPU)
-    names = [(row.name, row.dtype, row.flags) for row in found.weights]
+    names = [(row.form.name, row.form.dtype, row.form.flags) for row in found.weights]
     assert names[:3] == [
         ("float32", "float32", ()),
         ("bfloat16", "bfloat16", ("--dtype", "bfloat16")),
@@ -214,21 +214,21 @@ def test_float32_checkpoints_may_run_in_bfloat16(tmp_path: Path) -> None:
 
 def test_a_format_the_model_cannot_have_is_named(tmp_path: Path) -> None:
     found = plan_of(tmp_path, MISTRAL_7B | {"intermediate_size": 65_600}, CPU)
-    assert [row.name for row in found.weights] == ["bfloat16", "fp8", "int4"]
+    assert [row.form.name for row in found.weights] == ["bfloat16", "fp8", "int4"]
     assert "int8: A layer has more in-features than one scale" in found.text()
 
 
 def test_a_pair_that_is_not_possible_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    possible = quire.planning.what_fits.resolve
+    possible = quire.planning.fits.resolve
 
     def refuse(engine: EngineConfig, *arguments: Any, **flags: Any) -> Any:
         if engine.quantization is not None and engine.kv_cache_dtype == "int8":
             raise ConfigError("No such pair")
         return possible(engine, *arguments, **flags)
 
-    monkeypatch.setattr(quire.planning.what_fits, "resolve", refuse)
+    monkeypatch.setattr(quire.planning.fits, "resolve", refuse)
     found = plan_of(tmp_path, MISTRAL_7B, CPU)
-    pairs = {(fit.weights.name, fit.kv_cache_dtype) for fit in found.fits}
+    pairs = {(fit.form.weights.name, fit.form.kv_cache_dtype) for fit in found.fits}
     assert {("bfloat16", "int8"), ("int4", "fp8")} <= pairs
     assert ("int4", "int8") not in pairs
     assert found.refused["int4 with a KV cache in int8"] == "No such pair."

@@ -12,7 +12,7 @@ import pytest
 
 import quire.demo
 import quire.formats.weight_format
-import quire.planning.what_fits
+import quire.planning.fits
 from benchmarks import quality
 from quire.kernels import cpu
 from tests.gguf.writing import write_gguf
@@ -68,10 +68,10 @@ def test_more_bits_lose_less(family: list[str]) -> None:
 
 def test_the_plan_goes_by_it() -> None:
     kl = {name.strip("`"): number(cells[2]) for name, cells in DOCUMENTED.items()}
-    weights, kv = quire.planning.what_fits._WEIGHTS_KL, quire.planning.what_fits._KV_KL
+    weights, kv = quire.planning.fits.WEIGHTS_KL, quire.planning.fits.KV_KL
     assert {f"--quantization {name}": loss for name, loss in weights.items() if name is not None}.items() <= kl.items()
     assert {f"--kv-cache-dtype {name}": loss for name, loss in kv.items() if name != "auto"}.items() <= kl.items()
-    assert kl["bfloat16"] == quire.planning.what_fits._REDUCED_DTYPE_KL
+    assert kl["bfloat16"] == quire.planning.fits.REDUCED_DTYPE_KL
 
 
 @dataclass(frozen=True)

@@ -1,89 +1,246 @@
-"""`quire plan [MODEL ...]`: bytes per format, and what fits into the memory. Loads no weights."""
+"""`quire plan [MODEL ...]`: bytes per format, what fits into the memory, and which hardware serves a workload how fast.
+
+Loads no weights.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from quire import __version__
 from quire.cli.flags import Parser
 from quire.cli.settings import add_settings_flags, read_settings
 from quire.config import EngineConfig
+from quire.cost.devices import Ceilings
 from quire.errors import ConfigError
+from quire.model_config import ModelConfig
 from quire.option import parse_human_int
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
 
 DESCRIPTION = """
 Prints the bytes of weights and KV cache in every format, and how many tokens fit beside the weights, from config.json
-or a GGUF header. --quantization, --dtype and --kv-cache-dtype leave only what they name; all other flags are those of
-`serve`.
+or a GGUF header. With --hardware, or with a workload, a rate, times or a price, it ranks hardware, formats and devices
+per copy, and predicts times and rates. --quantization, --dtype and --kv-cache-dtype leave only what they name; all
+other flags are those of `serve`.
+"""
+EPILOG = """
+Exit code: 0; 2 if a model fits in no format; with --check also 1 if the best row does not meet what is asked.
 """
 _OTHER_GPU = 90  # the compute capability that a GPU which is not here is planned for
+# With any of them, candidates are ranked.
+_RANKED_BY = ("hardware", "workload", "request_rate", "price_per_hour", "tensor_parallel_size")
+_FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="show what models take in each format, and what fits into memory",
+        help="show what models take in each format, what fits into memory, and how fast hardware serves a workload",
         description=DESCRIPTION,
+        epilog=EPILOG,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON")
+    add("--hardware", metavar="LIST", help="GPUs to rank, as h100x2,l40s: docs/planning.md lists them")
     add("--memory", metavar="SIZE", help="plan for so much memory, as 80GiB: RAM, or, with --device cuda, a GPU's")
-    add("--sequences", type=int, default=1, metavar="N", help="requests of max_model_len to hold (default: 1)")
+    add("--bandwidth", metavar="RATE", help="with --memory: bytes per second that are read, as 864GB")
+    add("--flops", metavar="RATE", help="with --memory: operations per second in bfloat16, as 362T")
+    add("--sequences", type=int, metavar="N", help="requests of max_model_len to hold (default: 1)")
+    add("--workload", metavar="W", help="chat, rag, code, random:IN/OUT, or a file of requests (default: chat)")
+    add("--request-rate", metavar="N", help="requests per second that all copies together should serve")
+    add("--price-per-hour", metavar="PRICE", help="of one device; or one for each of --hardware: 2.5,0.8")
+    add("--check", action="store_true", help="exit code 0 only if the best row meets the workload, its rate and times")
     add_settings_flags(parser, (EngineConfig,), models="*")
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
-    """Exit code 0, or 2 if a model fits in no format."""
+    """Exit code 0; 2 if a model fits in no format; with --check 1 if what is asked is not met."""
+    is_ranked = args.check or any(getattr(args, name, None) is not None for name in _RANKED_BY)
+    degree = vars(args).pop("tensor_parallel_size", None)  # `serve` takes no other than 1 yet
     names = args.model_tag
     args.model_tag = None
     engine, _ = read_settings(parser, args)
+    is_ranked = is_ranked or engine.slo_ttft is not None or engine.slo_itl is not None
     if names and engine.model is not None:
         raise ConfigError("Models are named twice", value=[*names, engine.model], fix="Leave --model out")
-    if args.sequences < 1:
+    if args.sequences is not None and args.sequences < 1:
         raise ConfigError("Too few sequences", value=args.sequences, expected="1 or more", param="sequences")
+    machine = _Machine(args, engine)
+    plans: list[Any] = []
     from quire.entry.launch import find_model
-    from quire.kernels import extension
-    from quire.planning import devices
-    from quire.planning.what_fits import plan
 
-    wants_other_gpu = engine.device == "cuda" and args.memory is not None
-    gpu = "none was looked for" if engine.device == "cpu" or wants_other_gpu else devices.ask_gpu()
-    device = devices.detect(extension.chosen_isa(), gpu)
-    bandwidth = None
-    if args.memory is not None:
-        device, memory_name = _with_memory(device, engine.device, _memory_bytes(args.memory))
-    else:
-        uses_gpu = device.gpu is not None and engine.device != "cpu"
-        bandwidth = None if uses_gpu else extension.read_bandwidth(device.num_cores)
-        total, free = device.memory_of("cuda" if uses_gpu else "cpu")
-        memory_name = f"{shown_bytes(free)} free now of {shown_bytes(total)}"
-    plans = []
     for model_name in names or [engine.model]:
         config = replace(engine, model=model_name)
-        _, name, model = find_model(config, None, weights=False)
-        plans.append(
-            plan(
-                name,
-                config,
-                model,
-                device,
-                memory_name=memory_name,
-                num_sequences=args.sequences,
-                read_bandwidth=bandwidth,
-            )
-        )
+        folder, name, model = find_model(config, None, weights=False)
+        if is_ranked:
+            plans.append(_ranked(args, config, folder, name, model, machine, degree))
+        else:
+            plans.append(_plain(args, config, name, model, machine))
     if args.json:
         print(json.dumps({"version": __version__, "models": [each.as_dict() for each in plans]}, indent=2))
     else:
         print("\n\n".join(each.text() for each in plans))
-    return 0 if all(each.best is not None for each in plans) else 2
+    return int(max(each.check_code if args.check else each.exit_code for each in plans))
+
+
+class _Machine:
+    """Where the models are to run: this machine, or what --memory, --bandwidth and --flops describe."""
+
+    def __init__(self, args: argparse.Namespace, engine: EngineConfig) -> None:
+        from quire.kernels import extension
+        from quire.planning import devices
+
+        _check_description(args, engine)
+        is_elsewhere = args.hardware is not None or (engine.device == "cuda" and args.memory is not None)
+        gpu = "none was looked for" if engine.device == "cpu" or is_elsewhere else devices.ask_gpu()
+        self.facts = devices.detect(extension.chosen_isa(), gpu)
+        self.read_bandwidth: float | None = None
+        self.described: Ceilings | None = None
+        if args.hardware is not None:
+            self.memory_name = ""
+        elif args.memory is not None:
+            self.facts, self.memory_name = _with_memory(self.facts, engine.device, _memory_bytes(args.memory))
+            if args.bandwidth is not None:
+                self.described = Ceilings(_rate(args.bandwidth, "bandwidth"), _rate(args.flops, "flops"))
+        else:
+            uses_gpu = self.facts.gpu is not None and engine.device != "cpu"
+            self.read_bandwidth = None if uses_gpu else extension.read_bandwidth(self.facts.num_cores)
+            total, free = self.facts.memory_of("cuda" if uses_gpu else "cpu")
+            self.memory_name = f"{shown_bytes(free)} free now of {shown_bytes(total)}"
+        self.has_speed = args.memory is None or self.described is not None
+
+
+def _plain(args: argparse.Namespace, engine: EngineConfig, name: str, model: ModelConfig, machine: _Machine) -> Any:
+    from quire.planning.step_costs import KnownCost, described_cost, known_cost, step_arithmetic
+    from quire.planning.what_fits import plan
+    from quire.settings import Resolved
+
+    def cost_of(resolved: Resolved) -> KnownCost:
+        if machine.described is not None:
+            return described_cost(step_arithmetic(resolved, model), machine.described)
+        return known_cost(resolved, model, machine.facts, machine.read_bandwidth)
+
+    return plan(
+        name,
+        engine,
+        model,
+        machine.facts,
+        memory_name=machine.memory_name,
+        num_sequences=1 if args.sequences is None else args.sequences,
+        cost_of=cost_of if machine.has_speed else None,
+    )
+
+
+def _ranked(
+    args: argparse.Namespace,
+    engine: EngineConfig,
+    folder: Path,
+    name: str,
+    model: ModelConfig,
+    machine: _Machine,
+    degree: int | None,
+) -> Any:
+    from quire.planning.candidate_lines import RankedPlan
+    from quire.planning.candidates import Candidates, Demand
+    from quire.planning.hardware import Hardware, parse_hardware
+    from quire.planning.service import Goals
+
+    prices = _prices(args.price_per_hour)
+    if args.hardware is not None:
+        hardware = parse_hardware(args.hardware, machine.facts, prices)
+    elif len(prices) > 1:
+        raise ConfigError("Several prices for one machine", value=prices, expected="one", param="price_per_hour")
+    else:
+        if not machine.has_speed:
+            raise ConfigError(
+                "A machine with --memory has no speed of its own",
+                fix="Give --bandwidth and --flops too, or name it with --hardware",
+                param="memory",
+            )
+        label, price = "this machine" if args.memory is None else "as described", prices[0] if prices else None
+        hardware = [
+            Hardware(
+                label,
+                1,
+                machine.facts,
+                described=machine.described,
+                read_bandwidth=machine.read_bandwidth,
+                price_per_hour=price,
+                origin=machine.memory_name,
+            )
+        ]
+    rate = None if args.request_rate is None else _rate(args.request_rate, "request_rate")
+    goals = Goals(rate, engine.slo_ttft, engine.slo_itl)
+    demand = Demand(_lengths(args, engine, folder), goals, args.sequences)
+    return RankedPlan(name, model, hardware, Candidates(engine, model, hardware, demand, degree))
+
+
+def _lengths(args: argparse.Namespace, engine: EngineConfig, folder: Path) -> Any:
+    from quire.entry.launch import read_tokenizer
+    from quire.measure.workload import named_workload, request_lengths
+    from quire.planning.request_lengths import RequestLength, RequestLengths
+
+    chosen = args.workload or "chat"
+    found = request_lengths(named_workload(chosen), lambda: read_tokenizer(engine, folder))
+    return RequestLengths(chosen, [RequestLength(*each) for each in found])
+
+
+def _check_description(args: argparse.Namespace, engine: EngineConfig) -> None:
+    """ConfigError for flags of a machine that do not go together."""
+    if args.hardware is not None and (args.memory or args.bandwidth or args.flops):
+        raise ConfigError(
+            "--hardware names a machine, and --memory, --bandwidth and --flops describe one",
+            fix="Leave one of both out",
+            param="hardware",
+        )
+    if args.hardware is not None and engine.device == "cpu":
+        raise ConfigError("--hardware lists GPUs", value="--device cpu", fix="Leave --device out", param="hardware")
+    if (args.bandwidth is None) != (args.flops is None) or (args.bandwidth is not None and args.memory is None):
+        raise ConfigError(
+            "A machine is described by --memory, --bandwidth and --flops together",
+            fix="Give all three: --memory 48GiB --bandwidth 864GB --flops 362T",
+            param="bandwidth",
+        )
+
+
+def _rate(text: str, name: str) -> float:
+    """`864GB`, `3.35TB/s`, `362T`, `989 TFLOPS`, `12.5`."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmgtp]?)(b|flops?)?(/s)?", text.strip(), re.IGNORECASE)
+    value = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
+    if not 0 < value < math.inf:
+        examples = {"bandwidth": "as 864GB or 3.35TB/s", "flops": "as 362T"}.get(name, "as 10 or 0.5")
+        raise ConfigError(
+            f"Illegal {_flag(name)}", value=text, expected=f"more than 0 per second, {examples}", param=name
+        )
+    return value
+
+
+def _prices(text: str | None) -> list[float]:
+    if text is None:
+        return []
+    words = [word.strip() for word in text.split(",")]
+    prices = [float(word) if re.fullmatch(r"\d+\.?\d*|\.\d+", word) else 0.0 for word in words]
+    if not all(price > 0 for price in prices):
+        raise ConfigError(
+            "Illegal --price-per-hour",
+            value=text,
+            expected="a price of one device, as 2.5, or one for each of --hardware, as 2.5,0.8",
+            param="price_per_hour",
+        )
+    return prices
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _memory_bytes(text: str) -> int:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from quire.cost.arithmetic import Demand
 
-Bound = Literal["memory", "arithmetic", "attention", "host"]
+Bound = Literal["memory", "arithmetic", "attention", "host", "links"]
 
 # A byte of keys and values costs this share where all of them fit into a cache of this size with room to spare. Taken
 # from tests/cost/recorded: 15 GB/s for 4 MB, 8 GB/s for 33 MB, 6 GB/s for 134 MB with two cores.

@@ -79,7 +79,7 @@ def start_engine(
     schedule = resolved.scheduler
     arithmetic = step_arithmetic(resolved, model_config)
     first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
-    guess = assumed_fit(ceilings(resolved)).constants
+    guess = assumed_fit(ceilings(resolved, running.facts)).constants
     cost = CostModel(arithmetic, fit([first], guess))
     scheduler = scheduler_of(resolved, model_config, cost.tokens_within)
     core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost)
@@ -93,7 +93,11 @@ def start_engine(
     expected = expectation(schedule.max_num_seqs, cost, origin, waited)
     progress("warm up", 1.0, "first token produced")
     return StartedEngine(
-        core, resolved.noting({**expected, **peaks(resolved)}), model_config, running.executor, calibration
+        core,
+        resolved.noting({**expected, **peaks(resolved, running.facts)}),
+        model_config,
+        running.executor,
+        calibration,
     )
 
 

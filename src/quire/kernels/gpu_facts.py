@@ -12,8 +12,6 @@ import torch
 from quire.planning import devices
 from quire.resolve import NO_DRIVER, GpuFacts
 
-LEAST_CAPABILITY = 80  # bfloat16 in tensor cores
-
 
 def detect() -> GpuFacts | str:
     """Facts of the first visible GPU, or why it cannot be used. Makes a CUDA context where there is one."""
@@ -29,7 +27,7 @@ def detect() -> GpuFacts | str:
         return "Triton is not installed"
     major, minor = torch.cuda.get_device_capability()
     name = torch.cuda.get_device_name()
-    if 10 * major + minor < LEAST_CAPABILITY:
+    if 10 * major + minor < devices.LEAST_CAPABILITY:
         return f"{name} is of compute capability {major}.{minor}, and the kernels need 8.0"
     free, total = torch.cuda.mem_get_info()
     return GpuFacts(name, 10 * major + minor, total, free)

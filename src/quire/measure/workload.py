@@ -116,6 +116,25 @@ def _kind_of(path: Path) -> tuple[str, dict[str, Any]]:
     )
 
 
+def request_lengths(options: Workload, open_tokenizer: Callable[[], BenchTokenizer]) -> list[tuple[int, int]]:
+    """Tokens of prompt and answer of each request of a workload. Texts are only made where they have to be counted.
+
+    Raises ConfigErrors as `make_requests` does.
+    """
+    if options.dataset_name == "random":
+        rng, prefix_len = random.Random(options.seed), options.random_prefix_len
+        input_ratio, output_ratio = _ratios(options.random_range_ratio)
+        lengths = ((options.random_input_len, input_ratio), (options.random_output_len, output_ratio))
+        drawn = ([_around(mean, ratio, rng) for mean, ratio in lengths] for _ in range(options.num_prompts))
+        return [(max(prefix_len + num_in, 1), max(num_out, 1)) for num_in, num_out in drawn]
+    if options.dataset_name == "prefix_repetition":
+        prompt_len = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
+        return [(prompt_len, options.prefix_repetition_output_len)]
+    if options.dataset_name == "timed_trace":
+        return [(num_in, num_out) for num_in, num_out, _ in _trace_rows(options)]
+    return [(each.prompt_len, each.output_len) for each in make_requests(options, open_tokenizer())]
+
+
 def make_requests(options: Workload, tokenizer: BenchTokenizer, render: Render | None = None) -> list[BenchRequest]:
     """The requests of a workload, in the order they are sent.
 

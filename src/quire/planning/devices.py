@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quire.resolve import NO_DRIVER, DeviceFacts, GpuFacts
 
+LEAST_CAPABILITY = 80  # of a GPU's kernels: bfloat16 in tensor cores
 _CGROUP = Path("/sys/fs/cgroup")
 _GPU_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
 _ASK_SECONDS = 60.0  # loading torch from a slow disk takes the longest

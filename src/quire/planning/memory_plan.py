@@ -61,9 +61,15 @@ def planned_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
     )
 
 
-def predict_memory(resolved: Resolved, model: ModelConfig, device: DeviceFacts) -> MemoryFacts:
-    """Memory as it will be after loading: weights from config.json, and the least a step can take."""
-    weights = planned_weight_bytes(resolved, model)
+def predict_memory(
+    resolved: Resolved, model: ModelConfig, device: DeviceFacts, weight_bytes: int | None = None
+) -> MemoryFacts:
+    """Memory as it will be after loading: weights from config.json, and the least a step can take.
+
+    Args:
+        weight_bytes: if they have been counted.
+    """
+    weights = planned_weight_bytes(resolved, model) if weight_bytes is None else weight_bytes
     logits = logits_bytes(model, resolved.scheduler.max_num_seqs)
     total, free = device.memory_of(resolved.device.device)
     return MemoryFacts(
@@ -111,14 +117,14 @@ class KvPages:
         """Requests of `num_tokens` tokens that fit while they decode; they share nothing."""
         if self.for_request(num_tokens) > num_pages:
             return 0
-        return num_pages // self._decoding(num_tokens)
+        return num_pages // self.while_decoding(num_tokens)
 
     def num_tokens(self, num_pages: int, length: int) -> int:
         """Tokens of requests of `length` tokens that fit while they decode."""
         num_blocks = -(-length // self.block_size)
-        return num_pages * num_blocks * self.block_size // self._decoding(length)
+        return num_pages * num_blocks * self.block_size // self.while_decoding(length)
 
-    def _decoding(self, num_tokens: int) -> int:
+    def while_decoding(self, num_tokens: int) -> int:
         """Pages of a request of `num_tokens` tokens while it decodes."""
         return pages_for(self.groups, num_tokens, self.block_size, self.depth)
 
@@ -188,13 +194,13 @@ def length_that_starts(config: EngineConfig, resolved: Resolved, pages: KvPages,
 
 
 def bytes_for_kv_cache(
-    config: EngineConfig, model: ModelConfig, resolved: Resolved, memory: MemoryFacts
+    config: EngineConfig, resolved: Resolved, memory: MemoryFacts, pages: KvPages
 ) -> tuple[int, str]:
     """What there is memory for, also beyond what the running requests of a start could use, and why.
 
     Negative if weights, work and reserve take more than there is.
     """
-    offer = _offer(config, resolved, memory, KvPages.of(resolved, model).page_bytes)
+    offer = _offer(config, resolved, memory, pages.page_bytes)
     return offer.num_bytes, offer.detail
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, prior
-from quire.cost.devices import Ceilings, cpu_ceilings
+from quire.cost.devices import Ceilings, cpu_ceilings, cuda_ceilings
 from quire.cost.model import CostModel
+from quire.cost.step_time import StepTime
 from quire.cost.store import CalibrationFile
 from quire.errors import ConfigError
 from quire.kernels import extension
@@ -20,6 +21,11 @@ from quire.resolve import DeviceFacts
 from quire.settings import Record, Resolved, Setting
 
 SHORT_CONTEXT = 16  # tokens before, of each request that a rate is expected for
+# Of a data sheet's rates, assumed until steps have run on such a device: what good kernels reach in reads of weights
+# and in products of some hundred rows. Nine of ten steps are taken to lie between half of the prediction and twice it.
+REACHED_BANDWIDTH, REACHED_FLOPS, DESCRIBED_SPREAD = 0.75, 0.5, 1.0
+# 2 us are the scheduler's and the output's (benchmarks/NOTES.md), the rest is for sampling in a batch: assumed.
+DESCRIBED_ROW_SECONDS = 5e-6
 
 
 def step_arithmetic(resolved: Resolved, model: ModelConfig) -> StepArithmetic:
@@ -43,21 +49,35 @@ def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts
     return CalibrationFile(folder, key)
 
 
-def ceilings(resolved: Resolved, read_bandwidth: float | None = None) -> Ceilings:
+@dataclass(frozen=True)
+class KnownCost:
+    """A cost model, and where its constants are from, for people."""
+
+    cost: CostModel
+    origin: str
+    is_measured: bool
+
+
+def ceilings(resolved: Resolved, device: DeviceFacts, read_bandwidth: float | None = None) -> Ceilings:
     """What the device reaches at most.
 
     Args:
         read_bandwidth: in bytes per second, if it was measured.
     """
+    if resolved.device.device == "cuda" and device.gpu is not None:
+        return cuda_ceilings(device.gpu.name, resolved.model.quantization)
     assumed = cpu_ceilings(resolved.device.isa, resolved.device.num_threads)
     return assumed if read_bandwidth is None else replace(assumed, read_bandwidth=read_bandwidth)
 
 
-def peaks(resolved: Resolved) -> Mapping[str, Setting]:
+def peaks(resolved: Resolved, device: DeviceFacts) -> Mapping[str, Setting]:
     """The ceilings, by name, with what they were taken from; none of a device that the table does not have."""
     record, place = Record(), resolved.device
     if place.device == "cpu":
-        reached, detail = ceilings(resolved), f"assumed for {place.num_threads} threads of {place.isa}, not measured"
+        reached, detail = (
+            ceilings(resolved, device),
+            f"assumed for {place.num_threads} threads of {place.isa}, not measured",
+        )
         record.put("peak_flops", reached.flops, "formula", detail)
         record.put("peak_read_bandwidth", reached.read_bandwidth, "formula", detail)
     return record
@@ -70,13 +90,30 @@ def assumed_fit(reached: Ceilings) -> Fit:
 
 def known_cost(
     resolved: Resolved, model: ModelConfig, device: DeviceFacts, read_bandwidth: float | None = None
-) -> tuple[CostModel, bool]:
-    """The cost model, and whether an earlier start has measured it."""
+) -> KnownCost:
+    """The cost model on this machine: an earlier start has measured it, or it is assumed."""
     arithmetic = step_arithmetic(resolved, model)
     fit = calibration_file(resolved, model, device).read()
-    if fit is None:
-        return CostModel(arithmetic, assumed_fit(ceilings(resolved, read_bandwidth))), False
-    return CostModel(arithmetic, fit), True
+    if fit is not None:
+        return KnownCost(CostModel(arithmetic, fit), "an earlier start measured steps", True)
+    measured = "" if read_bandwidth is None else f" from {read_bandwidth / 1e9:.1f} GB/s, measured now"
+    assumed = CostModel(arithmetic, assumed_fit(ceilings(resolved, device, read_bandwidth)))
+    return KnownCost(assumed, f"assumed{measured}; a start measures steps", False)
+
+
+def described_cost(arithmetic: StepArithmetic, described: Ceilings) -> KnownCost:
+    """The cost model on a device that only its description tells of."""
+    bandwidth, flops = REACHED_BANDWIDTH * described.read_bandwidth, REACHED_FLOPS * described.flops
+    constants = replace(prior(bandwidth, flops), per_logit_row=DESCRIBED_ROW_SECONDS)
+    cost = CostModel(arithmetic, Fit(constants, DESCRIBED_SPREAD))
+    return KnownCost(
+        cost, f"assumed: {REACHED_BANDWIDTH:.0%} of the bandwidth, {REACHED_FLOPS:.0%} of the operations", False
+    )
+
+
+def decode_step(cost: CostModel, count: int) -> StepTime:
+    """The time of a step with one token of each of `count` requests in short contexts."""
+    return cost.predict(cost.arithmetic.load([SHORT_CONTEXT] * count, [1] * count, count))
 
 
 def expectation(max_num_seqs: int, cost: CostModel, origin: str, waited: float) -> Mapping[str, Setting]:
@@ -88,7 +125,7 @@ def expectation(max_num_seqs: int, cost: CostModel, origin: str, waited: float) 
     """
     record = Record()
     for name, count in (("expected_tokens_per_second", 1), ("expected_total_tokens_per_second", max_num_seqs)):
-        step = cost.predict(cost.arithmetic.load([SHORT_CONTEXT] * count, [1] * count, count))
+        step = decode_step(cost, count)
         least, most = count / step.high, count / step.low
         record.put(
             name,

@@ -178,20 +178,15 @@ def explain(
         resolved = plan_kv_cache(engine, model, resolved, memory)
     except MemoryPlanError as failure:
         error, resolved = failure, resolved.noting(memory_settings(model, resolved, memory))
-    cost, is_measured = known_cost(resolved, model, device, read_bandwidth)
-    origin, waited = ("an earlier start measured steps", 0.0) if is_measured else (_assumption(read_bandwidth), waited)
-    expected = expectation(resolved.scheduler.max_num_seqs, cost, origin, waited)
-    resolved = resolved.noting({**expected, **peaks(resolved)})
+    known = known_cost(resolved, model, device, read_bandwidth)
+    waited = 0.0 if known.is_measured else waited
+    expected = expectation(resolved.scheduler.max_num_seqs, known.cost, known.origin, waited)
+    resolved = resolved.noting({**expected, **peaks(resolved, device)})
     settings = {**resolved.settings, **resolve_server(server)}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
     pages = KvPages.of(resolved, model)
     return Explanation(model_name, model, device, settings, layers, pages, _next_costs(resolved, model, pages), error)
-
-
-def _assumption(read_bandwidth: float | None) -> str:
-    measured = "" if read_bandwidth is None else f" from {read_bandwidth / 1e9:.1f} GB/s, measured now"
-    return f"assumed{measured}; a start measures steps"
 
 
 def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages) -> dict[str, str]:

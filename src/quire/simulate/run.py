@@ -18,18 +18,12 @@ from quire.measure.plan import Plan
 from quire.measure.workload import BenchRequest
 from quire.model_config import ModelConfig
 from quire.planning.memory_plan import plan_kv_cache, predict_memory
-from quire.planning.step_costs import known_cost
+from quire.planning.step_costs import KnownCost, known_cost
 from quire.resolve import DeviceFacts, resolve
 from quire.scheduler.from_settings import scheduler_of
 from quire.settings import Planned
 from quire.simulate.executor import PredictedExecutor, UntaughtCost, VirtualClock
 from quire.simulate.load import Client, Prompt, Totals
-
-MEASURED = "measured on this machine by an earlier start"
-ASSUMED = (
-    "assumed from the kind of processor, because no start has measured any with these settings on this machine: run "
-    "`quire serve` with them, and leave it idle for ten seconds"
-)
 
 
 def plan_engine(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Planned:
@@ -67,8 +61,8 @@ def simulate(
         ConfigError: the settings or the load contradict themselves, or nothing fits into memory.
     """
     resolved = plan_engine(config, model, device)
-    known, is_measured = known_cost(resolved, model, device)
-    cost = UntaughtCost(known.arithmetic, known.fit)
+    known = known_cost(resolved, model, device)
+    cost = UntaughtCost(known.cost.arithmetic, known.cost.fit)
     client = client_of(resolved, model, cost)
     check_targets(resolved.scheduler, cost, client.core.scheduler.limits)
     rounds = [plan.requests(plan.workload.seed + i) for i in range(plan.traffic.num_rounds)]
@@ -92,17 +86,17 @@ def simulate(
         "num_requests_sent": len(prompts),
         "num_unique_prompts": len({tuple(prompt.token_ids) for prompt in prompts}),
         "hardware_limit": None,
-        "simulated": _said_of(resolved, cost, is_measured, client.totals),
+        "simulated": _said_of(resolved, known, client.totals),
     }
     return runs, facts
 
 
-def _said_of(resolved: Planned, cost: CostModel, is_measured: bool, totals: Totals) -> dict[str, Any]:
+def _said_of(resolved: Planned, known: KnownCost, totals: Totals) -> dict[str, Any]:
     """What a simulated result says beside what a measured one says."""
-    ratio = 1 + max(cost.spread, MIN_SPREAD)
+    ratio = 1 + max(known.cost.spread, MIN_SPREAD)
     return {
-        "is_calibrated": is_measured,
-        "step_times": MEASURED if is_measured else ASSUMED,
+        "is_calibrated": known.is_measured,
+        "step_times": known.origin,
         "step_time_interval": [1 / ratio, ratio],  # measured over predicted, of nine of ten steps
         **asdict(totals),
         "settings": {

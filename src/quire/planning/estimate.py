@@ -1,0 +1,49 @@
+"""A predicted number with its interval, and tables of text for people. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class Estimate(NamedTuple):
+    """A prediction. Nine of ten measurements should lie between `low` and `high`."""
+
+    value: float
+    low: float
+    high: float
+
+    def __mul__(self, factor: float) -> Estimate:  # type: ignore[override]
+        """All three times a number."""
+        return Estimate(*(factor * number for number in self))
+
+    def over(self, count: float) -> Estimate:
+        """A rate: `count` in this time."""
+        return Estimate(count / self.value, count / self.high, count / self.low)
+
+    def text(self) -> str:
+        """`31 (21-47)`."""
+        return f"{short(self.value)} ({short(self.low)}-{short(self.high)})"
+
+    def as_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return {name: float(f"{number:.4g}") for name, number in self._asdict().items()}
+
+
+def short(number: float) -> str:
+    """A number of two digits or more, without an exponent: 0.42, 7.3, 42, 1,234."""
+    if number >= 10 or number == 0:
+        return f"{number:,.0f}"
+    return f"{number:.1f}" if number >= 1 else f"{number:.2g}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], num_names: int = 1) -> Iterator[str]:
+    """Lines with columns of equal width: the first `num_names` to the left, numbers to the right."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    for line in lines:
+        cells = [
+            cell.ljust(width) if column < num_names else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()

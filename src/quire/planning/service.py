@@ -1,0 +1,183 @@
+"""What a server gives to so many requests at once: times to tokens, rates, and how many it may take. No torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.cost.arithmetic import Load
+from quire.cost.collectives import AllReduces
+from quire.cost.model import CostModel
+from quire.cost.step_time import Bound, StepTime
+from quire.planning.estimate import Estimate
+from quire.planning.request_lengths import RequestLengths
+
+
+@dataclass(frozen=True)
+class Goals:
+    """What is asked of all copies together. Times are means, in seconds."""
+
+    request_rate: float | None = None
+    ttft: float | None = None
+    itl: float | None = None
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For JSON."""
+        return {"request_rate": self.request_rate, "slo_ttft": self.ttft, "slo_itl": self.itl}
+
+    @property
+    def has_slo(self) -> bool:
+        return self.ttft is not None or self.itl is not None
+
+    def are_kept(self, point: Point) -> bool:
+        """Whether the times are."""
+        return (self.ttft is None or point.ttft.value <= self.ttft) and (
+            self.itl is None or point.itl.value <= self.itl
+        )
+
+    def are_surely_kept(self, point: Point) -> bool:
+        """Whether the slow ends of the intervals are within the goals too."""
+        return (self.ttft is None or point.ttft.high <= self.ttft) and (self.itl is None or point.itl.high <= self.itl)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One copy with a number of requests in it, each followed by another one. Times in seconds.
+
+    Args:
+        bound: what most of the time of a step goes to.
+    """
+
+    num_requests: int
+    ttft: Estimate
+    itl: Estimate
+    requests_per_second: Estimate
+    tokens_per_second: Estimate
+    bound: Bound
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "num_requests": self.num_requests,
+            "ttft_seconds": self.ttft.as_dict(),
+            "itl_seconds": self.itl.as_dict(),
+            "requests_per_second": self.requests_per_second.as_dict(),
+            "output_tokens_per_second": self.tokens_per_second.as_dict(),
+            "bound": self.bound,
+        }
+
+
+class Service:
+    """One copy of a model that serves a workload.
+
+    Args:
+        sums: of the devices that share the copy.
+        step_tokens: most tokens of a step.
+        room: requests that memory and settings let run.
+    """
+
+    def __init__(self, cost: CostModel, sums: AllReduces, lengths: RequestLengths, step_tokens: int, room: int) -> None:
+        self._cost, self._sums, self._step_tokens = cost, sums, step_tokens
+        self._prompt, self._output = max(round(lengths.mean_prompt), 1), lengths.mean_output
+        context = round(lengths.resident_tokens())
+        self._row = cost.arithmetic.load([max(context - 1, 0)], [1], 1)
+        self._whole_prompt = cost.arithmetic.load([0], [self._prompt], 1)
+        # Prompts and answers share the tokens of steps: with more requests than this they would all be prompts.
+        busy = int(step_tokens * self._output / (self._prompt + self._output))
+        self.most = max(min(room, busy), 1)
+        self._known: dict[int, Point] = {}
+
+    @property
+    def knee(self) -> int:
+        """Requests from which on the products of a decode take longer than reading the weights."""
+        demand, constants = self._cost.arithmetic.demand(self._row), self._cost.fit.constants
+        reads = demand.weight_bytes * constants.per_weight_byte
+        rows = reads / ((demand.linear_flops + demand.linear_int8_ops) * constants.per_operation)
+        return min(max(math.ceil(rows), 1), self.most)
+
+    def within(self, goals: Goals) -> int:
+        """The most requests whose times keep the goals; 0: not even one's."""
+        return self._first(lambda point: not goals.are_kept(point)) - 1
+
+    def for_rate(self, requests_per_second: float) -> int:
+        """The fewest requests with this rate; one more than `most`: there are none."""
+        return self._first(lambda point: point.requests_per_second.value >= requests_per_second)
+
+    def _first(self, holds: Callable[[Point], bool]) -> int:
+        """The first number of requests for which it holds, if it then holds for all more."""
+        return 1 + bisect_left(range(1, self.most + 1), True, key=lambda count: holds(self.at(count)))
+
+    def at(self, count: int) -> Point:
+        """With so many requests, `most` at the most."""
+        if count not in self._known:
+            self._known[count] = self._at(count)
+        return self._known[count]
+
+    def _at(self, count: int) -> Point:
+        decode, (chunk, share) = self._step(count, 0), self._prompts_beside(count)
+        mixed = self._step(count, chunk)
+        itl = decode.seconds + share * (mixed.seconds - decode.seconds)
+        ttft = self._ttft(count, share, decode.seconds)
+        ratio = decode.high / decode.seconds
+        cycle = _interval(ttft + self._output * itl, ratio)
+        return Point(
+            count,
+            _interval(ttft, ratio),
+            _interval(itl, ratio),
+            cycle.over(count),
+            cycle.over(count * self._output),
+            mixed.bound if share > 0.5 else decode.bound,
+        )
+
+    def _ttft(self, count: int, share: float, decode_seconds: float) -> float:
+        """The prompt's own steps beside the others' tokens, half a step that runs already, and half a prompt before."""
+        others, chunk = count - 1, self._chunk(count)
+        whole, rest = divmod(self._prompt, chunk)
+        own = whole * self._step(others, chunk).seconds
+        own += self._step(others, rest).seconds if rest else 0.0
+        return own + (decode_seconds / 2 + share * own / 2 if others else 0.0)
+
+    def _chunk(self, count: int) -> int:
+        """Tokens of one prompt in a step."""
+        return max(min(self._prompt, self._step_tokens - count), 1)
+
+    def _prompts_beside(self, count: int) -> tuple[int, float]:
+        """Tokens of the others' prompts in a step that has some, and the share of such steps.
+
+        As many prompts are computed as answers end.
+        """
+        needed = (count - 1) * self._prompt / self._output
+        chunk = max(self._chunk(count), round(needed))
+        return chunk, needed / chunk
+
+    def _step(self, count: int, prompt_tokens: int) -> StepTime:
+        """A step with a token of each of `count` requests, whole prompts, and a piece from the middle of one."""
+        whole, rest = divmod(prompt_tokens, self._prompt)
+        load = _sum(count, self._row, whole, self._whole_prompt)
+        if rest:
+            load = self._cost.arithmetic.with_row(load, (self._prompt - rest) // 2, rest, 1)
+        step, sums = self._cost.predict(load), self._sums.seconds(load.num_tokens)
+        ratio, seconds = step.high / step.seconds, step.seconds + sums
+        return StepTime(seconds, seconds / ratio, seconds * ratio, "links" if sums > step.seconds else step.bound)
+
+
+def _sum(count: int, one: Load, more: int, other: Load) -> Load:
+    """`count` times one load, and `more` times the other one."""
+
+    def add(first: int, second: int) -> int:
+        return count * first + more * second
+
+    return Load(
+        add(one.num_tokens, other.num_tokens),
+        add(one.num_rows, other.num_rows),
+        add(one.num_logits, other.num_logits),
+        tuple(map(add, one.kv_tokens, other.kv_tokens)),
+        tuple(map(add, one.pairs, other.pairs)),
+    )
+
+
+def _interval(seconds: float, ratio: float) -> Estimate:
+    return Estimate(seconds, seconds / ratio, seconds * ratio)

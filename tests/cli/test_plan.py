@@ -1,0 +1,197 @@
+"""`quire plan` on the command line: hardware, workloads, goals and prices, exit codes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire.demo
+from quire.cli.main import main
+from quire.config import EngineConfig
+from quire.cost.calibrate import Fit
+from quire.kernels import extension
+from quire.measure.workload import NAMED_WORKLOADS
+from quire.model_config import load_model_config
+from quire.planning import devices
+from quire.planning.step_costs import calibration_file
+from quire.resolve import resolve
+from tests.cost.models import CONSTANTS
+from tests.real_models import write_config
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", "--json", *words]) == code
+    (model,) = json.loads(capsys.readouterr().out)["models"]
+    assert isinstance(model, dict)
+    return model
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["plan", *words]) == code
+    return capsys.readouterr().out
+
+
+def test_json_of_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_config(tmp_path, "Llama-3.1-8B"))
+    goals = ("--request-rate", "2", "--slo-ttft", "1s", "--slo-itl", "80ms", "--price-per-hour", "2.5,0.9")
+    found = shown(capsys, folder, "--hardware", "h100x2,l40s", *goals)
+    assert found["asked"] == {"request_rate": 2.0, "slo_ttft": 1.0, "slo_itl": 0.08, "sequences": None}
+    assert [each["price_per_hour"] for each in found["hardware"]] == [2.5, 0.9]
+    best = found["best"]
+    assert best == found["candidates"][0]
+    assert best["verdict"] == "yes"
+    assert best["price_per_million_tokens"]["low"] < best["price_per_million_tokens"]["value"]
+    assert {term["origin"] for term in best["memory"]} <= {"exact", "measured", "assumed"}
+    assert best["points"][0]["name"] == "one"
+    for point in best["points"]:
+        assert point["itl_seconds"]["low"] < point["itl_seconds"]["value"] < point["itl_seconds"]["high"]
+        assert point["bound"] in ("memory", "arithmetic", "attention", "host", "links")
+    assert len(found["changes"]) == 3
+    workload = found["workload"]
+    assert workload["name"] == "chat"
+    assert workload["mean_prompt_tokens"] == pytest.approx(NAMED_WORKLOADS["chat"][0], rel=0.05)
+
+
+def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0: met; 1: not by the best row, or not in this version; 2: nothing fits."""
+    folder = str(write_config(tmp_path, "Llama-3.1-8B"))
+    assert shown(capsys, folder, "--hardware", "h100", "--check")["check"] == 0
+    text_of(capsys, folder, "--hardware", "h100", "--check", "--slo-itl", "1ms", code=1)
+    text_of(capsys, folder, "--hardware", "h100", "--slo-itl", "1ms")
+    text_of(capsys, folder, "--hardware", "h100", "--check", "--request-rate", "1000", code=1)
+    large = str(write_config(tmp_path, "Llama-3.1-405B"))
+    text = text_of(capsys, large, "--hardware", "h200x8", "--check", "--quantization", "fp8", code=1)
+    assert "it is planned: this version does not run it" in text
+    text = text_of(capsys, large, "--hardware", "l4x2", "--check", code=2)
+    assert "are missing on each device for a request of" in text
+    assert "fixes     " in text
+
+
+def test_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lengths decide how many requests fit; files are those of `quire bench`."""
+    folder = str(write_config(tmp_path, "Llama-3.1-8B"))
+
+    def planned(workload: str) -> dict[str, Any]:
+        found = shown(capsys, folder, "--hardware", "l40s", "--workload", workload)
+        return found["workload"] | {"fit": found["best"]["requests_that_fit"]}
+
+    assert planned("random:512/128")["mean_resident_tokens"] == 576
+    assert planned("rag")["fit"] < planned("chat")["fit"] < planned("random:64/64")["fit"]
+    trace = tmp_path / "trace.jsonl"
+    names = ("timestamp", "input_length", "output_length")
+    rows = (json.dumps(dict(zip(names, row, strict=True))) for row in ((0, 900, 100), (1, 100, 300)))
+    trace.write_text("\n".join(rows))
+    assert planned(str(trace))["mean_resident_tokens"] == pytest.approx((900 * 100 + 5000 + 100 * 300 + 45_000) / 400)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "one two three", "output_tokens": 7}) + "\n")
+    tokenizer = ("--tokenizer", str(quire.demo.path("target")))
+    found = shown(capsys, folder, "--hardware", "l40s", "--workload", str(prompts), *tokenizer)
+    assert found["workload"]["mean_output_tokens"] == 7
+    assert 0 < found["workload"]["mean_prompt_tokens"] < 20
+
+
+def test_this_machine_with_its_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Speeds are those of the cost model: assumed before a start, and then what the start measured."""
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    words = ("--device", "cpu", "--workload", "random:64/64")
+    before = shown(capsys, *words)
+    assert before["best"]["hardware"] == "this machine"
+    assert before["best"]["speed_origin"].startswith("assumed")
+    facts = devices.detect(extension.chosen_isa())
+    model = load_model_config(quire.demo.path())
+    resolved = resolve(EngineConfig(device="cpu"), model, facts, is_server=True)
+    calibration_file(resolved, model, facts).write(Fit(CONSTANTS, 0.1))
+    after = shown(capsys, *words)
+    (row,) = [row for row in after["candidates"] if not row["flags"]]
+    assert row["speed_origin"] == "an earlier start measured steps"
+    itl = row["points"][0]["itl_seconds"]
+    assert itl["high"] == pytest.approx(1.1 * itl["value"], rel=0.01)
+    plain = text_of(capsys, "--device", "cpu")
+    assert "an earlier start measured steps" in plain
+    assert "tokens/s of one request" in plain
+
+
+def test_hardware_that_numbers_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table's L40S in numbers gives what its name gives."""
+    folder = str(write_config(tmp_path, "Llama-3.1-8B"))
+    numbers = ("--device", "cuda", "--memory", "47GB", "--bandwidth", "864GB/s", "--flops", "362 TFLOPS")
+    described = shown(capsys, folder, *numbers, "--workload", "chat")
+    named = shown(capsys, folder, "--hardware", "l40s")
+    one, other = (found["best"]["points"][0]["itl_seconds"]["value"] for found in (described, named))
+    assert one == pytest.approx(other)
+    assert described["best"]["hardware"] == "as described"
+    plain = text_of(capsys, folder, *numbers)
+    assert "tokens/s of one request" in plain
+    assert "assumed: 75% of the bandwidth" in plain
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--request-rate", "0"), "Illegal --request-rate"),
+        (("--request-rate", "inf"), "Illegal --request-rate"),
+        (("--price-per-hour", "-2"), "Illegal --price-per-hour"),
+        (("--price-per-hour", "1,2"), "as many prices"),
+        (("--workload", "talk"), "Unknown workload. Got 'talk'. Expected chat, code, rag, random:IN/OUT"),
+        (("--workload", "random:0/5"), "Unknown workload"),
+        (("--workload", "/nowhere/\x1b[31m"), r"\x1b[31m"),
+        (("--memory", "80GiB"), "--hardware names a machine"),
+        (("--device", "cpu"), "--hardware lists GPUs"),
+        (("--bandwidth", "1T"), "--hardware names a machine"),
+        (("--tensor-parallel-size", "3"), "cannot be shared by 3 devices"),
+        (("--sequences", "0"), "Too few sequences"),
+    ],
+)
+def test_what_it_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hardware", "h100", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--bandwidth", "1TB"), "described by --memory, --bandwidth and --flops together"),
+        (("--memory", "1GiB", "--flops", "1T"), "described by --memory, --bandwidth and --flops together"),
+        (("--memory", "1GiB", "--bandwidth", "fast", "--flops", "1T"), "Illegal --bandwidth"),
+        (("--memory", "1GiB", "--workload", "chat"), "has no speed of its own"),
+        (("--price-per-hour", "1,2"), "Several prices for one machine"),
+    ],
+)
+def test_machines_that_are_refused(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--device", "cpu", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("[1, 2", "is not JSON"),
+        (
+            '{"input_length": 5, "output_length": 3}\n{"input_length": "x", "output_length": 3}',
+            "Illegal 'input_length' on line 2",
+        ),
+        ('{"input_length": 5, "output_length": 0}', "Illegal 'output_length' on line 1"),
+        ('{"input_length": 5}', "has no 'output_length'"),
+        ('{"input_length": 5, "output_length": 3}\nnonsense', "Line 2 of"),
+        ('{"words": 5}', "is of no workload that is known"),
+        ("", "is of no workload that is known"),
+    ],
+)
+def test_files_that_are_refused(lines: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text(lines)
+    assert main(["plan", "--hardware", "h100", "--workload", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["5 parsecs", "-1", "0ms", "nan"])
+def test_durations_that_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--hardware", "h100", f"--slo-ttft={text}"])
+    assert stop.value.code == 2
+    assert "a positive time: 500ms, 1.5s, or a number of seconds" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""Times and rates of a server: what follows from step times, and that searches find what a walk through all finds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from quire.cost.collectives import LATENCY_SECONDS, AllReduces
+from quire.planning.request_lengths import RequestLength, RequestLengths
+from quire.planning.service import Goals, Service
+from tests.cost.models import CONSTANTS, cost_model
+
+ALONE = AllReduces(1, 0, 0, 1.0)
+LENGTHS = RequestLengths("test", [RequestLength(600, 200)])
+
+
+def service(
+    room: int = 64, sums: AllReduces = ALONE, spread: float = 0.25, lengths: RequestLengths = LENGTHS
+) -> Service:
+    return Service(cost_model(CONSTANTS, spread), sums, lengths, 2048, room)
+
+
+def test_one_request_alone() -> None:
+    """Its prompt in one step, then a step per token."""
+    found, cost = service().at(1), cost_model(CONSTANTS, 0.25)
+    count = cost.arithmetic
+    prompt = cost.predict(count.load([0], [600], 1)).seconds
+    decode = cost.predict(count.load([699], [1], 1)).seconds
+    assert found.ttft.value == pytest.approx(prompt)
+    assert found.itl.value == pytest.approx(decode)
+    assert found.requests_per_second.value == pytest.approx(1 / (prompt + 200 * decode))
+    assert found.tokens_per_second.value == pytest.approx(200 * found.requests_per_second.value)
+    for estimate in (found.ttft, found.itl, found.requests_per_second):
+        assert (estimate.low, estimate.high) == pytest.approx((estimate.value / 1.25, estimate.value * 1.25))
+
+
+def test_more_requests_wait_longer_and_get_more_done() -> None:
+    every = [service().at(count) for count in range(1, 65)]
+    for one, more in pairwise(every):
+        assert more.itl.value > one.itl.value
+        assert more.ttft.value > one.ttft.value
+        assert more.requests_per_second.value > one.requests_per_second.value
+
+
+@pytest.mark.parametrize("length", [RequestLength(600, 200), RequestLength(1500, 20), RequestLength(5000, 300)])
+def test_no_more_than_full_steps_can_do(length: RequestLength) -> None:
+    """The prompts of all that is served were computed: at best in whole steps, beside nothing."""
+    served, cost = service(room=2048, lengths=RequestLengths("test", [length])), cost_model(CONSTANTS, 0.25)
+    full = cost.predict(cost.arithmetic.load([0], [2048], 1)).seconds
+    rates = [served.at(count).requests_per_second.value for count in range(1, served.most + 1)]
+    assert max(rates) * length.prompt / 2048 * full < 1
+    assert all(more > 0.995 * one for one, more in pairwise(rates)), "more requests never get less done"
+
+
+def test_searches_find_what_a_walk_finds() -> None:
+    served = service()
+    every = [served.at(count) for count in range(1, served.most + 1)]
+    for goals in (Goals(ttft=every[20].ttft.value), Goals(itl=every[9].itl.value), Goals(ttft=1e-9), Goals(itl=1e9)):
+        kept = [point.num_requests for point in every if goals.are_kept(point)]
+        assert served.within(goals) == max(kept, default=0)
+    rate = every[30].requests_per_second.value
+    assert served.for_rate(rate) == 31
+    assert served.for_rate(1e9) == served.most + 1
+
+
+def test_steps_hold_only_so_many_prompts() -> None:
+    """Prompts of 8,192 tokens before one answered token: 2,048 tokens a step are a prompt in four steps."""
+    long = RequestLengths("long", [RequestLength(8192, 1)])
+    assert service(room=1000, lengths=long).most == 1
+    assert service(room=1000).most == 2048 * 200 // 800
+
+
+def test_the_knee_is_where_products_take_as_long_as_reads() -> None:
+    served, cost = service(room=10_000), cost_model(CONSTANTS, 0.25)
+    demand = cost.arithmetic.demand(cost.arithmetic.load([699] * served.knee, [1] * served.knee, served.knee))
+    reads = demand.weight_bytes * CONSTANTS.per_weight_byte
+    products = (demand.linear_flops + demand.linear_int8_ops) * CONSTANTS.per_operation
+    assert served.knee == served.most or products == pytest.approx(reads, rel=1 / served.knee + 0.01)
+
+
+def test_sums_over_links_are_added() -> None:
+    sums = AllReduces(4, 10, 8192, 1e9)
+    assert sums.seconds(100) == pytest.approx(10 * (LATENCY_SECONDS + 1.5 * 100 * 8192 / 1e9))
+    assert ALONE.seconds(100) == 0
+    more = service(sums=sums).at(1)
+    assert more.itl.value == pytest.approx(service().at(1).itl.value + sums.seconds(1))
+    slow = service(sums=AllReduces(4, 10, 8192, 1.0)).at(1)
+    assert slow.bound == "links"
