@@ -126,6 +126,7 @@ def test_70b_awq_on_24_gb_cards(tmp_path: Path) -> None:
         ("v100x8", "compute capability is 7.0"),
         ("mi300x", "a GPU of AMD"),
         ("MI300Xx8", "a GPU of AMD"),
+        ("mi300", "a GPU of AMD"),
         ("trn2", "an accelerator of Amazon's"),
         ("h1000", "Did you mean 'h100'?"),
         ("l40", "Did you mean 'l40s'?"),
@@ -140,6 +141,17 @@ def test_hardware_that_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_hardware(text, HERE, ())
     assert words in error.value.message
+
+
+@pytest.mark.parametrize(("text", "name"), [("h100-80gb", "h100"), ("H100-SXM", "h100"), ("p5e", "h200")])
+def test_short_names_of_hardware(text: str, name: str) -> None:
+    assert parse_hardware(text, HERE, ())[0].name == name
+
+
+def test_hardware_without_kernels_is_not_expected() -> None:
+    with pytest.raises(ConfigError) as error:
+        find_gpu("abacus")
+    assert "v100" not in error.value.message
 
 
 def test_names_of_hardware() -> None:
@@ -162,10 +174,31 @@ def test_the_table_of_devices() -> None:
         assert gpu.link_bandwidth < gpu.read_bandwidth, gpu.name
         assert find_gpu(gpu.name) is gpu is find_gpu(gpu.cuda_name)
     assert not NOT_RUN_ON.keys() & GPUS.keys()
-    h100 = cuda_ceilings("NVIDIA H100 80GB HBM3", "fp8")
+    h100 = cuda_ceilings("NVIDIA H100 80GB HBM3", is_fp8=True)
     assert (h100.read_bandwidth, h100.flops) == (3.35e12, 1979e12)
-    assert cuda_ceilings("NVIDIA H100 80GB HBM3", "int8").flops == 989e12, "codes become bfloat16 first"
-    assert cuda_ceilings("NVIDIA Unheard Of", None).read_bandwidth == GPUS["l4"].read_bandwidth
+    assert cuda_ceilings("NVIDIA H100 80GB HBM3", is_fp8=False).flops == 989e12, "codes become bfloat16 first"
+    assert cuda_ceilings("NVIDIA Unheard Of", is_fp8=False).read_bandwidth == GPUS["l4"].read_bandwidth
+
+
+def test_checkpoints_in_fp8_are_multiplied_in_fp8(tmp_path: Path) -> None:
+    """Whatever their method is called: the held format decides."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True},
+    }
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    own = candidates_of(write_config(tmp_path, "Llama-3.1-8B", quantization_config=config), "h100").rows
+    on_load = candidates_of(write_config(tmp_path, "Llama-3.1-8B"), "h100", quantization="fp8").rows
+    first, second = (next(row for row in rows if row.fit.form.kv_cache_dtype == "auto") for rows in (own, on_load))
+    assert first.service is not None
+    assert second.service is not None
+    assert first.service.at(1).ttft.value == pytest.approx(second.service.at(1).ttft.value, rel=0.05)
 
 
 def test_what_ranks_first(tmp_path: Path) -> None:

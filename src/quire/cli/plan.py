@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -36,6 +35,8 @@ Exit code: 0; 2 if a model fits in no format; with --check also 1 if the best ro
 _OTHER_GPU = 90  # the compute capability that a GPU which is not here is planned for
 # With any of them, candidates are ranked.
 _RANKED_BY = ("hardware", "workload", "request_rate", "price_per_hour", "tensor_parallel_size")
+# More or less is a mistake, and sums of such numbers are infinite.
+LEAST_RATE, MOST_RATE, MOST_PRICE = 1e-9, 1e21, 1e12
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 
@@ -216,10 +217,13 @@ def _rate(text: str, name: str) -> float:
     """`864GB`, `3.35TB/s`, `362T`, `989 TFLOPS`, `12.5`."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([kmgtp]?)(b|flops?)?(/s)?", text.strip(), re.IGNORECASE)
     value = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
-    if not 0 < value < math.inf:
+    if not LEAST_RATE <= value <= MOST_RATE:
         examples = {"bandwidth": "as 864GB or 3.35TB/s", "flops": "as 362T"}.get(name, "as 10 or 0.5")
         raise ConfigError(
-            f"Illegal {_flag(name)}", value=text, expected=f"more than 0 per second, {examples}", param=name
+            f"Illegal {_flag(name)}",
+            value=text,
+            expected=f"{LEAST_RATE:g} to {MOST_RATE:g} per second, {examples}",
+            param=name,
         )
     return value
 
@@ -229,11 +233,11 @@ def _prices(text: str | None) -> list[float]:
         return []
     words = [word.strip() for word in text.split(",")]
     prices = [float(word) if re.fullmatch(r"\d+\.?\d*|\.\d+", word) else 0.0 for word in words]
-    if not all(price > 0 for price in prices):
+    if not all(0 < price <= MOST_PRICE for price in prices):
         raise ConfigError(
             "Illegal --price-per-hour",
             value=text,
-            expected="a price of one device, as 2.5, or one for each of --hardware, as 2.5,0.8",
+            expected=f"a price of one device up to {MOST_PRICE:g}, as 2.5, or one for each of --hardware, as 2.5,0.8",
             param="price_per_hour",
         )
     return prices

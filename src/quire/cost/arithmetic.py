@@ -12,7 +12,7 @@ from operator import add
 from typing import NamedTuple
 
 from quire.formats.kv_format import kv_format
-from quire.formats.weight_format import GroupedFormat
+from quire.formats.weight_format import Fp8Format, GroupedFormat
 from quire.layer_spec import KvKind, LinearShape
 from quire.model_config import ModelConfig
 
@@ -113,6 +113,9 @@ class StepArithmetic:
         dtype: of activations, a key of DTYPE_BYTES.
         quantization: of the weights, as ModelConfig.weight_bytes takes it.
         kv_cache_dtype: as the setting of that name.
+
+    Attributes:
+        is_fp8: most weights of the blocks are held, and multiplied, in FP8.
     """
 
     def __init__(self, model: ModelConfig, dtype: str, quantization: str | None, kv_cache_dtype: str) -> None:
@@ -131,8 +134,10 @@ class StepArithmetic:
         self.weight_bytes = model.read_bytes_per_step(dtype, quantization)
         self._blocks = 2 * model.num_block_parameters()
         self._output = 2 * output.num_weights
-        self._int8_blocks = 2 * _num_integers(model, model.active_linears(), quantization)
-        self._int8_output = 2 * _num_integers(model, [output], quantization)
+        blocks = _num_held(model, model.active_linears(), quantization)
+        self.is_fp8 = blocks[Fp8Format] > blocks.total() / 2
+        self._int8_blocks = 2 * blocks[GroupedFormat]
+        self._int8_output = 2 * _num_held(model, [output], quantization)[GroupedFormat]
 
     def load(self, starts: Sequence[int], counts: Sequence[int], num_logits: int) -> Load:
         """Of rows with `counts` new tokens each, at least one, behind `starts` tokens that are computed."""
@@ -181,7 +186,10 @@ class StepArithmetic:
         return Demand(*map(sum, zip(*map(self.demand, loads), strict=True)))
 
 
-def _num_integers(model: ModelConfig, linears: Iterable[LinearShape], quantization: str | None) -> int:
-    """Weights that are held, and multiplied, as integers."""
-    parts = (part for linear in linears for part in model.stored(linear, quantization))
-    return sum(part.shape.num_weights for part in parts if isinstance(part.held, GroupedFormat))
+def _num_held(model: ModelConfig, linears: Iterable[LinearShape], quantization: str | None) -> Counter[type]:
+    """Weights by the kind of format that they are held and multiplied in: GroupedFormat are integers."""
+    counts: Counter[type] = Counter()
+    for linear in linears:
+        for part in model.stored(linear, quantization):
+            counts[type(part.held)] += part.shape.num_weights
+    return counts

@@ -64,10 +64,9 @@ class Gpu:
     aws: str
     source: str
 
-    def ceilings(self, quantization: str | None) -> Ceilings:
-        """For weights in a format. Integers are turned into the model's dtype before they are multiplied."""
-        has_fp8 = quantization == "fp8" and self.fp8_flops > 0
-        return Ceilings(self.read_bandwidth, self.fp8_flops if has_fp8 else self.bf16_flops)
+    def ceilings(self, is_fp8: bool) -> Ceilings:
+        """For weights in FP8 or others. Integers are turned into the model's dtype before they are multiplied."""
+        return Ceilings(self.read_bandwidth, self.fp8_flops if is_fp8 and self.fp8_flops else self.bf16_flops)
 
 
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # of 16 lanes, in one direction
@@ -127,18 +126,27 @@ GPUS: dict[str, Gpu] = {
 }  # fmt: skip
 # What guides name and this version does not run on, and why.
 NOT_RUN_ON = {
+    "mi300": "it is a GPU of AMD, and the kernels are built for CUDA",
     "mi300x": "it is a GPU of AMD, and the kernels are built for CUDA",
     "mi325x": "it is a GPU of AMD, and the kernels are built for CUDA",
     "trn2": "it is an accelerator of Amazon's, and the kernels are built for CUDA",
     "gaudi3": "it is an accelerator of Intel's, and the kernels are built for CUDA",
 }
-_SHORT_NAMES = {"a100": "a100-80", "4090": "rtx4090", "3090": "rtx3090", "5090": "rtx5090"}
+_SHORT_NAMES = {
+    "a100": "a100-80", "4090": "rtx4090", "3090": "rtx3090", "5090": "rtx5090", "h10080": "h100", "h100sxm": "h100",
+    "p5e": "h200",
+}  # fmt: skip
 
 
-def cuda_ceilings(cuda_name: str, quantization: str | None) -> Ceilings:
+def runnable_names() -> list[str]:
+    """Names of the table that kernels run on: those with bfloat16 in tensor cores."""
+    return [gpu.name for gpu in GPUS.values() if gpu.bf16_flops]
+
+
+def cuda_ceilings(cuda_name: str, is_fp8: bool) -> Ceilings:
     """Of a GPU as CUDA names it; one that the table lacks is taken for the slowest that Quire runs on."""
     slowest = min((gpu for gpu in GPUS.values() if gpu.bf16_flops), key=lambda gpu: gpu.read_bandwidth)
-    return next((gpu for gpu in GPUS.values() if gpu.cuda_name == cuda_name), slowest).ceilings(quantization)
+    return next((gpu for gpu in GPUS.values() if gpu.cuda_name == cuda_name), slowest).ceilings(is_fp8)
 
 
 def find_gpu(wanted: str) -> Gpu:
@@ -154,7 +162,7 @@ def find_gpu(wanted: str) -> Gpu:
     if plain in NOT_RUN_ON:
         raise ConfigError(
             f"Quire does not run on {wanted} in this version: {NOT_RUN_ON[plain]}",
-            expected="one of " + ", ".join(GPUS),
+            expected="one of " + ", ".join(runnable_names()),
             param="hardware",
         )
     if plain not in known:
@@ -162,7 +170,7 @@ def find_gpu(wanted: str) -> Gpu:
         raise ConfigError(
             "Unknown hardware",
             value=wanted,
-            expected="one of " + ", ".join(GPUS),
+            expected="one of " + ", ".join(runnable_names()),
             fix=f"Did you mean {known[near[0]].name!r}?"
             if near
             else "Describe it: --memory 48GiB --bandwidth 864GB --flops 362T --device cuda",

@@ -79,7 +79,7 @@ def start_engine(
     schedule = resolved.scheduler
     arithmetic = step_arithmetic(resolved, model_config)
     first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
-    guess = assumed_fit(ceilings(resolved, running.facts)).constants
+    guess = assumed_fit(ceilings(resolved, arithmetic, running.facts)).constants
     cost = CostModel(arithmetic, fit([first], guess))
     scheduler = scheduler_of(resolved, model_config, cost.tokens_within)
     core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost)
@@ -94,7 +94,7 @@ def start_engine(
     progress("warm up", 1.0, "first token produced")
     return StartedEngine(
         core,
-        resolved.noting({**expected, **peaks(resolved, running.facts)}),
+        resolved.noting({**expected, **peaks(resolved)}),
         model_config,
         running.executor,
         calibration,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -82,9 +83,8 @@ def named_workload(text: str) -> Workload:
         prompt, output = map(int, match.groups())
         if prompt and output:
             return Workload(random_input_len=prompt, random_output_len=output)
-    path = Path(text)
-    if not text.startswith("random:") and path.is_file():
-        kind, more = _kind_of(path)
+    if not text.startswith("random:") and os.path.isfile(text):  # a Path raises for a long text
+        kind, more = _kind_of(Path(text))
         return Workload(dataset_name=kind, dataset_path=text, num_prompts=ALL, oversample=False, **more)
     near = nearest(text, NAMED_WORKLOADS)
     raise ConfigError(

@@ -377,7 +377,8 @@ class Candidates:
         key = (form.weights.dtype, form.weights.quantization, form.kv_cache_dtype, degree)
         if key not in self._arithmetic:
             self._arithmetic[key] = step_arithmetic(form.resolved, part[0])
-        return described_cost(self._arithmetic[key], hardware.ceilings(form.weights.quantization))
+        arithmetic = self._arithmetic[key]
+        return described_cost(arithmetic, hardware.ceilings(arithmetic.is_fp8))
 
 
 def _with_all_logits(fit: Fit, model: ModelConfig) -> Fit:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.cost.devices import GPUS, NOT_RUN_ON, Ceilings, Gpu, find_gpu
+from quire.cost.devices import GPUS, NOT_RUN_ON, Ceilings, Gpu, find_gpu, runnable_names
 from quire.errors import ConfigError
 from quire.planning.devices import LEAST_CAPABILITY
 from quire.resolve import DeviceFacts, GpuFacts, shown_bytes
@@ -52,10 +52,10 @@ class Hardware:
         """Of one device."""
         return self.facts.memory_of("cuda" if self.facts.gpu is not None else "cpu")[0]
 
-    def ceilings(self, quantization: str | None) -> Ceilings:
-        """What the device reaches at most by its description, for weights in a format."""
+    def ceilings(self, is_fp8: bool = False) -> Ceilings:
+        """What the device reaches at most by its description, for weights in FP8 or others."""
         if self.gpu is not None:
-            return self.gpu.ceilings(quantization)
+            return self.gpu.ceilings(is_fp8)
         assert self.described is not None, "this machine is measured"
         return self.described
 
@@ -64,7 +64,7 @@ class Hardware:
         each = " each" * (self.count > 1)
         parts = [shown_bytes(self.memory_bytes) + each]
         if self.is_known:
-            rates = self.ceilings(None)
+            rates = self.ceilings()
             parts += [f"{rates.read_bandwidth / 1e9:,.0f} GB/s", f"{rates.flops / 1e12:,.0f} Tflop/s"]
         if self.gpu is not None and self.gpu.aws:
             parts.append(f"AWS {self.gpu.aws}")
@@ -74,7 +74,7 @@ class Hardware:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        rates = self.ceilings(None) if self.is_known else None
+        rates = self.ceilings() if self.is_known else None
         return {
             "name": self.name,
             "count": self.count,
@@ -100,11 +100,6 @@ def listed(gpu: Gpu, count: int, here: DeviceFacts, price_per_hour: float | None
     facts = GpuFacts(gpu.cuda_name, gpu.capability, gpu.memory_bytes, gpu.memory_bytes)
     name = gpu.name if count == 1 else f"{gpu.name}x{count}"
     return Hardware(name, count, replace(here, gpu=facts), gpu, price_per_hour=price_per_hour, origin="data sheet")
-
-
-def runnable_names() -> list[str]:
-    """Names of the table that kernels run on."""
-    return [gpu.name for gpu in GPUS.values() if gpu.capability >= LEAST_CAPABILITY]
 
 
 def parse_hardware(text: str, here: DeviceFacts, prices: Sequence[float]) -> list[Hardware]:
@@ -145,7 +140,7 @@ def _gpu_and_count(word: str) -> tuple[Gpu, int]:
     try:
         return find_gpu(word), 1
     except ConfigError:
-        gpu, count = find_gpu(name), int(number)
+        gpu, count = find_gpu(name), int(number[:9])
     if not 1 <= count <= MOST_DEVICES:
         raise ConfigError(
             "Illegal number of devices", value=word, expected=f"1 to {MOST_DEVICES}, as h100x2", param="hardware"

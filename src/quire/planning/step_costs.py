@@ -58,24 +58,26 @@ class KnownCost:
     is_measured: bool
 
 
-def ceilings(resolved: Resolved, device: DeviceFacts, read_bandwidth: float | None = None) -> Ceilings:
+def ceilings(
+    resolved: Resolved, arithmetic: StepArithmetic, device: DeviceFacts, read_bandwidth: float | None = None
+) -> Ceilings:
     """What the device reaches at most.
 
     Args:
         read_bandwidth: in bytes per second, if it was measured.
     """
     if resolved.device.device == "cuda" and device.gpu is not None:
-        return cuda_ceilings(device.gpu.name, resolved.model.quantization)
+        return cuda_ceilings(device.gpu.name, arithmetic.is_fp8)
     assumed = cpu_ceilings(resolved.device.isa, resolved.device.num_threads)
     return assumed if read_bandwidth is None else replace(assumed, read_bandwidth=read_bandwidth)
 
 
-def peaks(resolved: Resolved, device: DeviceFacts) -> Mapping[str, Setting]:
+def peaks(resolved: Resolved) -> Mapping[str, Setting]:
     """The ceilings, by name, with what they were taken from; none of a device that the table does not have."""
     record, place = Record(), resolved.device
     if place.device == "cpu":
         reached, detail = (
-            ceilings(resolved, device),
+            cpu_ceilings(place.isa, place.num_threads),
             f"assumed for {place.num_threads} threads of {place.isa}, not measured",
         )
         record.put("peak_flops", reached.flops, "formula", detail)
@@ -97,7 +99,7 @@ def known_cost(
     if fit is not None:
         return KnownCost(CostModel(arithmetic, fit), "an earlier start measured steps", True)
     measured = "" if read_bandwidth is None else f" from {read_bandwidth / 1e9:.1f} GB/s, measured now"
-    assumed = CostModel(arithmetic, assumed_fit(ceilings(resolved, device, read_bandwidth)))
+    assumed = CostModel(arithmetic, assumed_fit(ceilings(resolved, arithmetic, device, read_bandwidth)))
     return KnownCost(assumed, f"assumed{measured}; a start measures steps", False)
 
 
