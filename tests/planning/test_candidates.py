@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 
 import quire.planning.fits
 from quire.config import EngineConfig
-from quire.cost.devices import GPUS, NOT_RUN_ON, cuda_ceilings, find_gpu
+from quire.cost.devices import GPUS, NOT_RUN_ON, Ceilings, cuda_ceilings, find_gpu
 from quire.errors import ConfigError
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning.candidate_lines import RankedPlan
 from quire.planning.candidates import Candidate, Candidates, Demand, memory_terms, points
 from quire.planning.devices import LEAST_CAPABILITY
-from quire.planning.hardware import parse_hardware
+from quire.planning.hardware import Hardware, parse_hardware
 from quire.planning.request_lengths import RequestLength, RequestLengths
 from quire.planning.service import Goals
 from tests.planning.goldens import CHATS, FILE, GIB, HERE, candidates_of, facts
@@ -199,6 +200,37 @@ def test_checkpoints_in_fp8_are_multiplied_in_fp8(tmp_path: Path) -> None:
     assert first.service is not None
     assert second.service is not None
     assert first.service.at(1).ttft.value == pytest.approx(second.service.at(1).ttft.value, rel=0.05)
+
+
+def test_no_more_requests_at_once_than_the_settings_let(tmp_path: Path) -> None:
+    found = candidates_of(write_config(tmp_path, "SmolLM2-135M"), "h100", max_num_seqs=4)
+    assert {row.num_requests for row in found.rows} == {4}
+
+
+def test_every_layer_of_a_small_model_takes_a_while(tmp_path: Path) -> None:
+    """Qwen2.5-0.5B reads 1 GB of weights a step, in 0.4 ms on an H100; its 24 layers are launched too."""
+    best = candidates_of(write_config(tmp_path, "Qwen2.5-0.5B"), "h100").best
+    assert best is not None
+    assert best.service is not None
+    assert 0.8e-3 < best.service.at(1).itl.value < 2e-3
+
+
+def test_larger_machines_are_named_where_neither_more_nor_larger_devices_are_enough(tmp_path: Path) -> None:
+    found = candidates_of(write_config(tmp_path, "Llama-3.1-405B"), "l4", quantization="fp8")
+    assert found.with_more_devices(found.closest) is found.with_larger_devices(found.closest) is None
+    other = found.with_more_larger_devices(found.closest)
+    assert other is not None
+    assert other.hardware.count > 1
+
+
+def test_this_machine_has_no_more_devices(tmp_path: Path) -> None:
+    model = load_model_config(write_config(tmp_path, "Llama-3.1-405B"))
+    here, described = (Hardware("here", 1, HERE, described=rates) for rates in (None, Ceilings(1e12, 1e14)))
+    found = Candidates(EngineConfig(model="m", device="cpu", quantization="int4"), model, [described], CHATS)
+    more = found.with_more_devices(found.closest)
+    assert more is not None
+    assert more.hardware.name == "4 such devices"
+    assert found.with_more_devices(replace(found.closest, hardware=here)) is None
 
 
 def test_what_ranks_first(tmp_path: Path) -> None:

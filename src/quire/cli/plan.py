@@ -127,7 +127,9 @@ def _plain(args: argparse.Namespace, engine: EngineConfig, name: str, model: Mod
 
     def cost_of(resolved: Resolved) -> KnownCost:
         if machine.described is not None:
-            return described_cost(step_arithmetic(resolved, model), machine.described)
+            return described_cost(
+                step_arithmetic(resolved, model), machine.described, is_gpu=resolved.device.device == "cuda"
+            )
         return known_cost(resolved, model, machine.facts, machine.read_bandwidth)
 
     return plan(

@@ -115,6 +115,7 @@ class StepArithmetic:
         kv_cache_dtype: as the setting of that name.
 
     Attributes:
+        num_layers: of the model.
         is_fp8: most weights of the blocks are held, and multiplied, in FP8.
     """
 
@@ -135,6 +136,7 @@ class StepArithmetic:
         self._blocks = 2 * model.num_block_parameters()
         self._output = 2 * output.num_weights
         blocks = _num_held(model, model.active_linears(), quantization)
+        self.num_layers = len(model.layers)
         self.is_fp8 = blocks[Fp8Format] > blocks.total() / 2
         self._int8_blocks = 2 * blocks[GroupedFormat]
         self._int8_output = 2 * _num_held(model, [output], quantization)[GroupedFormat]

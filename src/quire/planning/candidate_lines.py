@@ -179,9 +179,12 @@ class RankedPlan:
             length = closest.max_model_len
             if length >= LEAST_LENGTH and found.demand.num_sequences is None:
                 yield f"requests of at most {length:,} tokens: --max-model-len {length}"
-            for other in (found.with_more_devices(closest), found.with_larger_devices(closest)):
-                if other is not None:
-                    yield _other(other, other.hardware.name)
+            others = [found.with_more_devices(closest), found.with_larger_devices(closest)]
+            if not any(others):
+                others = [found.with_more_larger_devices(closest)]
+            yield from (_other(other, other.hardware.name) for other in others if other is not None)
+            if not any(others):
+                yield "a smaller model: no machine of the table with up to 8 GPUs holds this one"
             return
         if (other := found.next_format(best)) is not None:
             yield _other(other, f"{' '.join(other.fit.form.flags)}", best)

@@ -16,7 +16,7 @@ from quire.model_config import DTYPE_BYTES, ModelConfig, WeightBytes
 from quire.planning.cut_model import ModelCut, check_degree
 from quire.planning.estimate import Estimate
 from quire.planning.fits import Fit, Form, fit_of, possible_forms, weight_bytes
-from quire.planning.hardware import Hardware, next_larger
+from quire.planning.hardware import Hardware, listed, next_larger
 from quire.planning.memory_plan import KvPages, logits_bytes
 from quire.planning.request_lengths import RequestLengths
 from quire.planning.service import Goals, Point, Service
@@ -48,7 +48,7 @@ class Candidate:
         degree: devices per copy.
         fit: on one device, of its part of the model.
         max_model_len: of a start; less than the model's where a full context does not fit.
-        num_requests: of the workload that a copy holds at a time, as memory goes.
+        num_requests: of the workload that a copy runs at a time, as memory and --max-num-seqs go.
         service: one copy's; None: it does not start.
         origin: of the speeds, for people.
         is_exact: the bytes of the weights are; else they are an estimate.
@@ -285,13 +285,30 @@ class Candidates:
         return None
 
     def with_more_devices(self, row: Candidate) -> Candidate | None:
-        """The first row with twice, four times or eight times the devices that fits; None: none does."""
+        """The first row with twice, four times or eight times the devices that fits; None: none does.
+
+        None too for this machine, which has no more.
+        """
+        if not row.hardware.is_known:
+            return None
         for factor in (2, 4, 8):
-            more = replace(row.hardware, count=factor * row.hardware.count)
-            name = more.gpu.name if more.gpu is not None else more.name
-            found = [other for other in self._on(replace(more, name=f"{name}x{more.count}")) if other.fits]
+            count, gpu = factor * row.hardware.count, row.hardware.gpu
+            name = f"{count} such devices" if gpu is None else f"{gpu.name}x{count}"
+            found = [other for other in self._on(replace(row.hardware, count=count, name=name)) if other.fits]
             if found:
                 return min(found, key=Candidate.rank)
+        return None
+
+    def with_more_larger_devices(self, row: Candidate) -> Candidate | None:
+        """The first row on 2, 4 or 8 larger GPUs that fits; None: no machine of the table holds the model."""
+        larger = next_larger(row.hardware)
+        while larger is not None and larger.gpu is not None:
+            for count in (2, 4, 8):
+                if count > larger.count and count % (self._degree or 1) == 0:
+                    found = [other for other in self._on(listed(larger.gpu, count, larger.facts)) if other.fits]
+                    if found:
+                        return min(found, key=Candidate.rank)
+            larger = next_larger(larger)
         return None
 
     def with_half_prompts(self, row: Candidate) -> Candidate:
@@ -341,13 +358,12 @@ class Candidates:
         row = Candidate(hardware, degree, fit, longest, 0, demand, None, "", self._model.is_native)
         if row.missing_bytes:
             return row
-        room = demand.lengths.that_fit(fit.pages, fit.num_blocks)
         known = self._cost(hardware, form, degree)
         layers, row_bytes = len(self._model.layers), self._model.hidden_size * DTYPE_BYTES[form.weights.dtype]
         sums = AllReduces(degree, 2 * layers, row_bytes, hardware.link_bandwidth)
         steps = form.resolved.scheduler
-        room_now = min(room, steps.max_num_seqs)
-        service = Service(known.cost, sums, demand.lengths, steps.max_num_batched_tokens, room_now)
+        room = min(demand.lengths.that_fit(fit.pages, fit.num_blocks), steps.max_num_seqs)
+        service = Service(known.cost, sums, demand.lengths, steps.max_num_batched_tokens, room)
         return replace(row, num_requests=room, service=service, origin=known.origin)
 
     def _part(self, form: Form, degree: int) -> Part | None:
@@ -378,7 +394,7 @@ class Candidates:
         if key not in self._arithmetic:
             self._arithmetic[key] = step_arithmetic(form.resolved, part[0])
         arithmetic = self._arithmetic[key]
-        return described_cost(arithmetic, hardware.ceilings(arithmetic.is_fp8))
+        return described_cost(arithmetic, hardware.ceilings(arithmetic.is_fp8), is_gpu=hardware.facts.gpu is not None)
 
 
 def _with_all_logits(fit: Fit, model: ModelConfig) -> Fit:

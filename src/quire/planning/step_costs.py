@@ -26,6 +26,8 @@ SHORT_CONTEXT = 16  # tokens before, of each request that a rate is expected for
 REACHED_BANDWIDTH, REACHED_FLOPS, DESCRIBED_SPREAD = 0.75, 0.5, 1.0
 # 2 us are the scheduler's and the output's (benchmarks/NOTES.md), the rest is for sampling in a batch: assumed.
 DESCRIBED_ROW_SECONDS = 5e-6
+# Launches and small kernels of a layer on a GPU, within a graph: assumed.
+DESCRIBED_LAYER_SECONDS = 20e-6
 
 
 def step_arithmetic(resolved: Resolved, model: ModelConfig) -> StepArithmetic:
@@ -103,10 +105,12 @@ def known_cost(
     return KnownCost(assumed, f"assumed{measured}; a start measures steps", False)
 
 
-def described_cost(arithmetic: StepArithmetic, described: Ceilings) -> KnownCost:
+def described_cost(arithmetic: StepArithmetic, described: Ceilings, *, is_gpu: bool) -> KnownCost:
     """The cost model on a device that only its description tells of."""
     bandwidth, flops = REACHED_BANDWIDTH * described.read_bandwidth, REACHED_FLOPS * described.flops
-    constants = replace(prior(bandwidth, flops), per_logit_row=DESCRIBED_ROW_SECONDS)
+    guess = prior(bandwidth, flops)
+    per_step = guess.per_step + is_gpu * arithmetic.num_layers * DESCRIBED_LAYER_SECONDS
+    constants = replace(guess, per_step=per_step, per_logit_row=DESCRIBED_ROW_SECONDS)
     cost = CostModel(arithmetic, Fit(constants, DESCRIBED_SPREAD))
     return KnownCost(
         cost, f"assumed: {REACHED_BANDWIDTH:.0%} of the bandwidth, {REACHED_FLOPS:.0%} of the operations", False
