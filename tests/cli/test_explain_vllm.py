@@ -340,6 +340,26 @@ def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert '--api-key "$VLLM_API_KEY" --hf-token "$HF_TOKEN"' in json.loads(output)["command"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm serve m --api-key sk-hidden$X --hf-token $(hidden)",
+        "HTTPS_PROXY=http://u:hidden@p:1 HF_HOME=http://u:hidden@p vllm serve m --served-model-name http://u:hidden@p",
+        "DB_PASSWD=hidden MY_PASS=hidden AUTH=hidden CREDENTIALS=hidden DSN=hidden VLLM_XY=hidden vllm serve m",
+        "DSN=hidden curl x; vllm serve m",
+    ],
+)
+def test_secrets_of_a_shell_and_of_others_are_not_shown(text: str) -> None:
+    assert "hidden" not in explain_command(text).text()
+
+
+@pytest.mark.parametrize("text", ["curl -H hidden", "DSN=hidden curl x", "vllm serve --api-key 'hidden"])
+def test_errors_show_no_secrets(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        explain_command(text)
+    assert "hidden" not in error.value.message
+
+
 def test_json_says_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> None:
     text = "vllm serve --max-num-seqs 8 --swap-space 4 --hf-overrides.a.b 1"
     assert main(["explain", "--vllm", text]) == 0

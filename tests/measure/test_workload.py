@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import quire.demo
 from quire.errors import ConfigError
 from quire.frontend.tokenizer import Tokenizer
 from quire.measure.options import Workload
-from quire.measure.workload import BenchRequest, make_requests
+from quire.measure.workload import BenchRequest, make_requests, named_workload
 
 TOKENIZER = Tokenizer.from_folder(quire.demo.path("target"))
 
@@ -122,9 +123,35 @@ def test_timed_trace(tmp_path: Path) -> None:
         ({"dataset_name": "shargpt"}, "Did you mean 'sharegpt'"),
         ({"num_prompts": 0}, "1 or more"),
         ({"random_range_ratio": "1.5"}, "range-ratio"),
+        ({"timed_trace_sec_multiplier": float("nan")}, "more than 0"),
+        ({"timed_trace_sec_multiplier": float("inf")}, "more than 0"),
+        ({"timed_trace_sec_multiplier": 0.0}, "more than 0"),
         ({"dataset_name": "custom", "dataset_path": "no/such.jsonl"}, "cannot be read"),
     ],
 )
 def test_mistakes(options: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         make(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('[{"conversations": 5}]', "Entry 1 of"),
+        ('[{"other": 1}, {"conversations": [{"from": "x"}, {"value": "y"}]}]', "Entry 2 of"),
+        ('[{"conversations": [{"value": 5}, {"value": "y"}]}]', "Entry 1 of"),
+        ('[{"conversations": ["x", "y"]}]', "Entry 1 of"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_conversations_of_another_form(text: str, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "talks.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=part):
+        make(dataset_name="sharegpt", dataset_path=str(path))
+
+
+def test_all_of_a_file_is_taken_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", [{"prompt": "one"}, {"prompt": "two"}])
+    every = replace(named_workload(path), oversample=True)
+    assert len(make_requests(every, TOKENIZER)) == 2

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from quire.cost.collectives import LATENCY_SECONDS, AllReduces
+from quire.cost.step_time import Constants
 from quire.planning.request_lengths import RequestLength, RequestLengths
 from quire.planning.service import Goals, Service
 from tests.cost.models import CONSTANTS, cost_model
@@ -62,6 +63,14 @@ def test_searches_find_what_a_walk_finds() -> None:
     rate = every[30].requests_per_second.value
     assert served.for_rate(rate) == 31
     assert served.for_rate(1e9) == served.most + 1
+
+
+def test_a_few_long_steps_with_prompts_may_take_most_of_the_time() -> None:
+    """One step in six has tokens of a prompt, and takes far more than five times as long as one without."""
+    fast = Constants(1e-6, 1e-9, 4e-11, 2e-12, 5e-11, 4e-12, 2.0)
+    cost, lengths = cost_model(fast), RequestLengths("test", [RequestLength(2000, 50)])
+    assert Service(cost, ALONE, lengths, 2048, 64).at(1).bound == "memory"
+    assert Service(cost, ALONE, lengths, 2048, 64).at(8).bound == "arithmetic"
 
 
 def test_steps_hold_only_so_many_prompts() -> None:

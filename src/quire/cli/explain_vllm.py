@@ -48,8 +48,11 @@ _FIELDS = {f.name: f for config in (EngineConfig, ServerConfig) for f in options
 _DASHES = "-–—"  # pages turn two hyphens into one of the others
 _NUMBER = re.compile(r"-\d*\.?\d+")
 _EXPANDED = re.compile(r"\$\w|\$\{|\$\(|`")  # a shell would put something else there
-_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWD|PASSWORD|AUTH|CREDENTIALS?)$", re.IGNORECASE)
+_LOGIN = re.compile(r"(?<=://)[^/\s]*@")  # user:password@ of an address
 _HIDDEN = "***"
+_PLAIN_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HF_HOME", "OMP_NUM_THREADS"}  # others read them
+_KNOWN_VARIABLES = {variable.name for variable in envs.VARIABLES} | NOT_READ.keys() | REFUSED.keys() | _PLAIN_VARIABLES
 _SECRET_FROM = {"api_key": envs.API_KEY.name, "hf_token": "HF_TOKEN"}
 
 
@@ -171,7 +174,7 @@ class _Given:
     def shown(self) -> str:
         field = _FIELDS.get(self.name)
         is_secret = _SECRET_NAME.search(self.flag) is not None if field is None else field.metadata["secret"]
-        return _HIDDEN if is_secret and self.words else " ".join(self.words)
+        return _HIDDEN if is_secret and self.words else _without_login(" ".join(self.words))
 
     def value(self) -> Any:
         """As `quire serve` reads it. Raises ConfigError."""
@@ -286,7 +289,7 @@ class _Reading:
         return Answer(given.flag, given.shown, "translated", does, targets=tuple(becomes))
 
     def _variable(self, name: str, value: str) -> Answer:
-        shown = _HIDDEN if _SECRET_NAME.search(name) else value
+        shown = _HIDDEN if _is_hidden(name, value) else value
         read = next((variable for variable in envs.VARIABLES if variable.name == name), None)
         if read is not None:
             return Answer(name, shown, "same", read.help, targets=(name,))
@@ -358,7 +361,7 @@ class _Reading:
         words = []
         for name, value in self._variables.items():
             if name in kept:
-                words.append(f"{name}=" + (f'"${name}"' if _SECRET_NAME.search(name) else _word(value)))
+                words.append(f"{name}=" + (f'"${name}"' if _is_hidden(name, value) else _word(value)))
         words += ["quire", "serve"]
         if "model" in kept:
             words += self._unchecked_words("model") or [_word(self._values["model"])]
@@ -369,11 +372,11 @@ class _Reading:
 
     def _flag(self, name: str) -> list[str]:
         flag = as_flag(name)
+        if name in _SECRET_FROM:
+            return [flag, f'"${_SECRET_FROM[name]}"']
         if name in self._unchecked:
             return [flag, *self._unchecked_words(name)]
         value = self._values[name]
-        if _FIELDS[name].metadata["secret"]:
-            return [flag, f'"${_SECRET_FROM[name]}"']
         if isinstance(value, bool):
             return [flag if value else "--no-" + flag.removeprefix("--")]
         if isinstance(value, dict):
@@ -381,7 +384,7 @@ class _Reading:
         return [flag, *(_word(item) for item in (value if isinstance(value, (list, tuple)) else [value]))]
 
     def _unchecked_words(self, name: str) -> list[str]:
-        return ['"' + word.replace('"', '\\"') + '"' for word in self._unchecked.get(name, ())]
+        return ['"' + _without_login(word).replace('"', '\\"') + '"' for word in self._unchecked.get(name, ())]
 
 
 def _given(words: list[str], parser: Parser) -> Iterator[_Given]:
@@ -405,6 +408,12 @@ def _given(words: list[str], parser: Parser) -> Iterator[_Given]:
                 end += 1
             values, at = words[at:end], end
         yield _Given(flag, action, values)
+
+
+def _is_hidden(name: str, value: str) -> bool:
+    """Whether the value of a variable may be a secret: all that Quire does not know, and addresses with a login."""
+    is_known = name in _KNOWN_VARIABLES and _SECRET_NAME.search(name) is None
+    return not is_known or _LOGIN.search(value) is not None
 
 
 def _is_flag(word: str) -> bool:
@@ -464,4 +473,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _word(value: Any) -> str:
     """As a shell reads it; what is no character of a line is spelled out."""
-    return shlex.quote(printable(str(value)).replace("\n", "\\n"))
+    return shlex.quote(printable(_without_login(str(value))).replace("\n", "\\n"))
+
+
+def _without_login(text: str) -> str:
+    """A text without user and password of the addresses in it."""
+    return _LOGIN.sub(f"{_HIDDEN}@", text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,11 +60,11 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
 
 def _workload(args: argparse.Namespace, seed: int) -> Workload:
     """What --workload or --trace stands for; flags of single options come on top."""
-    from quire.measure.workload import named_workload
+    from quire.measure.workload import ALL, named_workload
 
     if args.workload is not None and args.trace is not None:
         raise ConfigError("A trace is a workload", value=args.workload, fix="Leave --workload or --trace out")
     chosen = Workload() if args.workload is None else named_workload(args.workload)
     if args.trace is not None:
-        chosen = Workload(dataset_name="timed_trace", dataset_path=args.trace, num_prompts=sys.maxsize)
+        chosen = Workload(dataset_name="timed_trace", dataset_path=args.trace, num_prompts=ALL)
     return replace(chosen, **given(Workload, args) | {"seed": seed})

@@ -65,7 +65,7 @@ def read_pasted(text: str) -> PastedCommand:
         elif words[0] == "export" or all(_ASSIGNMENT.match(word) for word in words):
             variables |= _assignments(words)
         else:
-            notes.append(f"not read: the command {words[0]}")  # it may have secrets
+            notes.append(f"not read: the command {_first_word(words)}")
     if not found and len(commands) == 1 and _is_flag(commands[0][0]):
         found, notes = [PastedCommand(commands[0], is_whole=False)], notes[:-1]
     if len(found) != 1:
@@ -151,7 +151,7 @@ class _Scanner:
                 if (found := quoted.match(text, at)) is None:
                     raise ConfigError(
                         f"A quotation mark {char} has no counterpart",
-                        value=text[at : at + 60],
+                        value=f"line {text.count(chr(10), 0, at) + 1}",
                         fix="Paste the whole command",
                         param="vllm",
                     )
@@ -186,6 +186,12 @@ def _joined(commands: Iterator[list[str]], notes: list[str]) -> Iterator[list[st
         last = words
     if last:
         yield last
+
+
+def _first_word(words: list[str]) -> str:
+    """What of a command may be shown: the rest may hold secrets."""
+    name, equals, _ = words[0].partition("=")
+    return name + equals
 
 
 def _is_flag(word: str) -> bool:
@@ -247,7 +253,7 @@ def _not_one(commands: list[list[str]], found: list[PastedCommand]) -> ConfigErr
                 )
     return ConfigError(
         "There is no command of vLLM's in the text",
-        value=" ".join(commands[0]),
+        value=_first_word(commands[0]),
         expected=_EXPECTED,
         param="vllm",
     )

@@ -61,6 +61,13 @@ class Workload(_Checked):
         super().__post_init__()
         _at_least(1, self, "num_prompts", "random_output_len", "prefix_repetition_output_len")
         _at_least(1, self, "input_len", "output_len", "prefix_repetition_num_prefixes", "timed_trace_chunk_hash_size")
+        if not 0 < self.timed_trace_sec_multiplier < INFINITE:
+            raise ConfigError(
+                "Illegal value of timed_trace_sec_multiplier",
+                value=self.timed_trace_sec_multiplier,
+                expected="a number of seconds, more than 0",
+                param="timed_trace_sec_multiplier",
+            )
         is_file = self.dataset_name in ("sharegpt", "custom", "timed_trace")
         if is_file != (self.dataset_path is not None):
             raise ConfigError(

@@ -19,6 +19,7 @@ from quire.frontend.chat_template import ChatRenderer
 from quire.frontend.tokenizer import Tokenizer
 from quire.measure.options import Workload
 
+ALL = sys.maxsize  # requests of a file, each once
 MAX_TIME, MAX_TOKENS = 1e15, 10_000_000  # in a data set; more is a mistake, or no number
 MAX_FITS = 30  # tries to reach a length in tokens by a text
 # What vLLM keeps of a recorded conversation: (least tokens of each part, most of the prompt, most of both).
@@ -84,7 +85,7 @@ def named_workload(text: str) -> Workload:
     path = Path(text)
     if not text.startswith("random:") and path.is_file():
         kind, more = _kind_of(path)
-        return Workload(dataset_name=kind, dataset_path=text, num_prompts=sys.maxsize, oversample=False, **more)
+        return Workload(dataset_name=kind, dataset_path=text, num_prompts=ALL, oversample=False, **more)
     near = nearest(text, NAMED_WORKLOADS)
     raise ConfigError(
         "Unknown workload",
@@ -157,8 +158,8 @@ def make_requests(options: Workload, tokenizer: BenchTokenizer, render: Render |
         found = _custom(options, tokenizer, rng, None if options.skip_chat_template else render)
     if not found:
         raise ConfigError("The file has no usable entry", value=options.dataset_path, param="dataset_path")
-    missing = options.num_prompts - len(found)
-    return found + (rng.choices(found, k=missing) if missing > 0 and options.oversample else [])
+    missing = options.num_prompts - len(found) if options.num_prompts != ALL and options.oversample else 0
+    return found + rng.choices(found, k=max(missing, 0))
 
 
 def _random(options: Workload, tokenizer: BenchTokenizer, rng: random.Random) -> list[BenchRequest]:
@@ -193,11 +194,8 @@ def _prefix_repetition(options: Workload, tokenizer: BenchTokenizer, rng: random
 
 
 def _sharegpt(options: Workload, tokenizer: BenchTokenizer, rng: random.Random) -> list[BenchRequest]:
-    conversations = [
-        entry["conversations"]
-        for entry in _read_json(options)
-        if isinstance(entry, dict) and len(entry.get("conversations", ())) >= 2
-    ]
+    talks = [_turns(entry, i, options) for i, entry in enumerate(_read_json(options), 1)]
+    conversations = [turns for turns in talks if len(turns) >= 2]
     if not options.disable_shuffle:
         rng.shuffle(conversations)
     fixed = options.output_len or options.sharegpt_output_len
@@ -205,12 +203,28 @@ def _sharegpt(options: Workload, tokenizer: BenchTokenizer, rng: random.Random) 
     for first, second, *_ in conversations:
         if len(requests) == options.num_prompts:
             break
-        prompt_len = len(tokenizer.encode(first["value"]))
-        output_len = fixed or len(tokenizer.encode(second["value"]))
+        prompt_len = len(tokenizer.encode(first))
+        output_len = fixed or len(tokenizer.encode(second))
         is_long_enough = prompt_len >= MIN_TOKENS and (fixed is not None or output_len >= MIN_TOKENS)
         if is_long_enough and prompt_len <= MAX_PROMPT_TOKENS and prompt_len + output_len <= MAX_TOTAL_TOKENS:
-            requests.append(BenchRequest(first["value"], prompt_len, output_len))
+            requests.append(BenchRequest(first, prompt_len, output_len))
     return requests
+
+
+def _turns(entry: Any, number: int, options: Workload) -> list[str]:
+    """The texts of a conversation; none of an entry without one. Raises ConfigError for one of another form."""
+    turns = entry.get("conversations", []) if isinstance(entry, dict) else []
+    texts = (
+        [turn.get("value") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else [None]
+    )
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(
+            f"Entry {number} of {options.dataset_path} is no conversation",
+            value=turns,
+            expected='"conversations": a list of objects with a text "value"',
+            param="dataset_path",
+        )
+    return [str(text) for text in texts]
 
 
 def _custom(
@@ -337,7 +351,7 @@ def _read(options: Workload) -> str:
 def _read_json(options: Workload) -> list[Any]:
     try:
         data = json.loads(_read(options))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{options.dataset_path} is not JSON: {error}", param="dataset_path") from None
     if not isinstance(data, list):
         raise ConfigError(f"{options.dataset_path} holds no list of conversations", param="dataset_path")

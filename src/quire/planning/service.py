@@ -129,7 +129,7 @@ class Service:
             _interval(itl, ratio),
             cycle.over(count),
             cycle.over(count * self._output),
-            mixed.bound if share > 0.5 else decode.bound,
+            mixed.bound if share * mixed.seconds > (1 - share) * decode.seconds else decode.bound,
         )
 
     def _ttft(self, count: int, share: float, decode_seconds: float) -> float:
