@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 
 from quire import demo
 from quire.config import EngineConfig
+from quire.cost.calibrate import Fit
+from quire.cost.store import CalibrationFile
 from quire.engine.start import start_engine
 from quire.errors import ConfigError
 from quire.option import check_reachable, parse_duration, shown_duration
+from tests.cost.models import CONSTANTS
 
 
 @pytest.mark.parametrize(
@@ -25,7 +29,7 @@ def test_durations(text: str | float, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
 
 
-ILLEGAL = ["5 parsecs", "-1s", "0", "0ms", "", "ms", "1m", "inf", "nan", "1.5.2s", "s5", 0, -2, True]
+ILLEGAL = ["5 parsecs", 1e-310, 1e300, "-1s", "0", "0ms", "", "ms", "1m", "inf", "nan", "1.5.2s", "s5", 0, -2, True]
 
 
 @pytest.mark.parametrize("text", ILLEGAL)
@@ -89,6 +93,24 @@ def test_a_start_with_it_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="below the fastest step") as error:
         start_engine(config, Path(demo.path()), is_server=True, progress=lambda *_: None)
     assert error.value.param == name
+
+
+def test_an_engine_that_takes_over_keeps_the_target() -> None:
+    """What the first one could reach is not refused because this moment's steps are slower."""
+    config = EngineConfig(load_format="dummy", num_gpu_blocks_override=256, max_num_seqs=4, slo_itl="1e-6s")
+    engine = start_engine(config, Path(demo.path()), is_server=True, progress=lambda *_: None, is_first=False)
+    engine.core.shutdown()
+
+
+def test_a_calibration_of_a_busy_machine_is_not_believed_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CalibrationFile, "read", lambda file: Fit(replace(CONSTANTS, per_step=10.0), 0.05))
+    config = EngineConfig(load_format="dummy", num_gpu_blocks_override=256, max_num_seqs=4, slo_itl="1s")
+    engine = start_engine(config, Path(demo.path()), is_server=True, progress=lambda *_: None)
+    assert engine.calibration is not None, "it is measured again"
+    engine.core.shutdown()
 
 
 def test_an_engine_says_how_fast_it_is_and_keeps_a_target_that_it_can_reach() -> None:

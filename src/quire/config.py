@@ -22,6 +22,8 @@ from quire.logs import get_logger
 from quire.option import (
     ATTAINMENTS,
     DURATION,
+    LEAST_SECONDS,
+    MOST_SECONDS,
     Source,
     check_choices,
     check_foreign,
@@ -522,7 +524,7 @@ def _check_engine(config: EngineConfig) -> None:
             raise ConfigError(f"Illegal value of {name}", value=number, expected="a positive number", param=name)
     for name in ("slo_ttft", "slo_itl"):
         seconds = getattr(config, name)
-        if seconds is not None and not 0 < seconds < math.inf:
+        if seconds is not None and not LEAST_SECONDS <= seconds <= MOST_SECONDS:
             raise ConfigError(f"Illegal {name}", value=seconds, expected=DURATION, param=name)
     if config.slo_itl is not None and not config.enable_chunked_prefill:
         raise ConfigError(

@@ -21,6 +21,7 @@ class EngineLaunch(msgspec.Struct):
     input_address: str
     output_address: str
     engine_index: int = 0
+    is_first: bool = True  # no engine of this server was ready before
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):

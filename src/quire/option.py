@@ -42,6 +42,7 @@ def parse_length(text: str | int) -> int:
 
 
 ATTAINMENTS = 0.5, 0.9999  # least and most share of the times that have to reach a target
+LEAST_SECONDS, MOST_SECONDS = 1e-6, 1e6  # of a duration
 DURATION = "a positive time: 500ms, 1.5s, or a number of seconds"
 
 
@@ -54,7 +55,7 @@ def parse_duration(text: str | float) -> float:
                 seconds = float(number.removesuffix(unit)) * factor
             except ValueError:
                 break
-            if 0 < seconds < math.inf and not isinstance(text, bool):
+            if LEAST_SECONDS <= seconds <= MOST_SECONDS and not isinstance(text, bool):
                 return seconds
             break
     raise ConfigError("Not a duration", value=text, expected=DURATION)

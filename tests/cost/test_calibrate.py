@@ -24,7 +24,7 @@ def demand_of(rows: Rows) -> Demand:
 
 
 def measured(noise: float, rng: random.Random) -> list[MeasuredStep]:
-    demands = [demand_of(rows) for rows in points(128, 2048, 4096, 100_000)]
+    demands = [demand_of(rows) for rows in points(128, 2048, 4096, 100_000, 16)]
     return [MeasuredStep(each, step_seconds(each, TRUE) * rng.lognormvariate(0, noise)) for each in demands]
 
 
@@ -73,15 +73,16 @@ def test_one_step_moves_the_guess() -> None:
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "budget", "max_model_len", "num_tokens"),
-    [(128, 2048, 4096, 100_000), (1, 64, 200, 64), (4, 4, 2, 16), (256, 2048, 40_960, 700)],
+    [(128, 2048, 4096, 100_000), (1, 64, 200, 64), (4, 4, 2, 16), (256, 2048, 40_960, 704), (128, 2048, 4096, 1088)],
 )
 def test_points_are_steps_that_the_engine_may_take(
     max_num_seqs: int, budget: int, max_model_len: int, num_tokens: int
 ) -> None:
-    found = list(points(max_num_seqs, budget, max_model_len, num_tokens))
+    """Each row has blocks of its own, also where the KV cache is small."""
+    found = list(points(max_num_seqs, budget, max_model_len, num_tokens, 16))
     assert found
     for rows in found:
         assert len(rows) <= max_num_seqs
         assert sum(count for _, count in rows) <= budget
-        assert sum(start + count for start, count in rows) <= num_tokens
+        assert sum(-(-(start + count) // 16) * 16 for start, count in rows) <= num_tokens
         assert all(start >= 0 and count >= 1 and start + count <= max_model_len for start, count in rows)

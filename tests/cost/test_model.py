@@ -116,3 +116,16 @@ def test_the_tokens_that_fit_in_a_time(num_decodes: int, start: int, most: int, 
 )
 def test_what_binds_is_named(constants: Constants, bound: str) -> None:
     assert cost_model(constants).predict(ARITHMETIC.load([500], [1], 1)).bound == bound
+
+
+def test_a_size_that_nobody_asks_for_any_more_is_not_believed_to_be_slow_for_ever() -> None:
+    """A scheduler with a target shuns what it believes to be slow, so no step of that size says otherwise."""
+    cost, slow, usual = cost_model(), load_of(1000), load_of(10)
+    true = cost.predict(slow).seconds
+    for _ in range(6):
+        cost.observe(slow, cost.predict(slow).seconds, 10 * true)
+    assert cost.predict(slow).seconds > 3 * true
+    for _ in range(2000):
+        seconds = step_seconds(ARITHMETIC.demand(usual), CONSTANTS)
+        cost.observe(usual, cost.predict(usual).seconds, seconds)
+    assert cost.predict(slow).seconds < 1.1 * true

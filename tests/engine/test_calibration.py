@@ -93,9 +93,10 @@ def test_memory_is_taken_before_long_contexts_are_measured() -> None:
     calibration, done = driver.calibration()
     engine = StartedEngine(driver.core, *([None] * 2), TakesMemory(), calibration)  # type: ignore[arg-type]
     for _ in range(TakesMemory.pieces):
-        assert engine.use_idle_time()
+        assert engine.take_memory()
+    assert not engine.take_memory()
     assert not driver.batches
-    while engine.use_idle_time():
+    while engine.calibrate():
         pass
     assert done
 

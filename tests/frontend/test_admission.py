@@ -124,6 +124,19 @@ def test_predictions_follow_what_requests_had_to_wait() -> None:
     assert 0.87 < sum(met[1000:]) / 2000 < 0.93
 
 
+def test_one_bad_minute_does_not_refuse_for_ever() -> None:
+    """Requests that are still taken, whose prediction has become high, bring it down again."""
+    door = admission(slo_ttft=1.0, slo_attainment=0.9)
+    for index in range(40):
+        door.on_sent(str(index), 500, 1)
+        door.on_first_token(str(index), 100.0)
+    highest = door._factor
+    for index in range(2000):
+        door.on_sent(str(index), 125, 1)
+        door.on_first_token(str(index), 0.05)
+    assert door._factor < highest / 2
+
+
 @pytest.mark.parametrize(
     ("targets", "ttft", "num_late", "has_met"),
     [

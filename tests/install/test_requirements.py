@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,14 @@ Resolver = subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
-def resolvers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Resolver]:
+def resolvers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Resolver]]:
     """All at once: most of the time they wait for the index."""
-    return {case: _resolver(*case, tmp_path_factory.mktemp("resolver")) for case in CASES}
+    started = {case: _resolver(*case, tmp_path_factory.mktemp("resolver")) for case in CASES}
+    yield started
+    for resolver in started.values():
+        if resolver.returncode is None:  # another process ran its test
+            resolver.kill()
+            resolver.communicate()
 
 
 def _resolver(torch: str, target: str, folder: Path) -> Resolver:

@@ -46,15 +46,18 @@ class Fit:
     spread: float
 
 
-def points(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_tokens: int) -> Iterator[Rows]:
+def points(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_tokens: int, block_size: int
+) -> Iterator[Rows]:
     """The steps to measure: decodes of several sizes and prompts, short ones first, then both behind a long context.
 
     Args:
-        num_tokens: of KV cache that the rows of a step may have together.
+        num_tokens: of KV cache that the rows of a step may have together, in blocks of their own.
     """
 
     def decodes(num_rows: int, length: int) -> Rows:
-        return [(max(min(length, max_model_len - 1, num_tokens // num_rows - 1), 1), 1)] * num_rows
+        room = num_tokens // num_rows // block_size * block_size
+        return [(max(min(length, max_model_len - 1, room - 1), 1), 1)] * num_rows
 
     several, context = min(SHORT_CONTEXT, max_model_len - 1), min(LONG_CONTEXT, max_model_len, num_tokens)
     wished: list[Rows] = [
@@ -76,7 +79,8 @@ def points(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, n
     for rows in wished:
         lengths = [start + count for start, count in rows]
         fits = len(rows) <= max_num_seqs and sum(count for _, count in rows) <= max_num_batched_tokens
-        if fits and max(lengths) <= max_model_len and sum(lengths) <= num_tokens:
+        num_slots = sum(-(-length // block_size) * block_size for length in lengths)
+        if fits and max(lengths) <= max_model_len and num_slots <= num_tokens:
             yield rows
 
 

@@ -6,6 +6,7 @@ import math
 
 NEWEST_WEIGHT = 1 / 16  # of a step in the factor of its size
 PRIOR_STEPS = 4  # that the calibration counts for: the first step of a size has a weight of 1/4, the next one 1/5
+FORGOTTEN_SHARE = 1 / 256  # by which each step moves the other sizes towards its own factor
 MAX_RATIO = 20.0  # a step that was held up by something else moves no factor further
 SPREAD_QUANTILE = 1.65  # standard deviations on both sides that nine of ten lie within
 
@@ -42,6 +43,10 @@ class Correction:
         before, count = self._logs.get(size, (math.log(self.factor(num_tokens)), 0))
         weight = max(1 / (count + PRIOR_STEPS), NEWEST_WEIGHT)
         self._logs[size] = before + weight * error, count + 1
+        # A scheduler may shun sizes that it believes to be slow: those are believed less and less.
+        for other, (log, steps) in self._logs.items():
+            if other != size:
+                self._logs[other] = log + FORGOTTEN_SHARE * (self._logs[size][0] - log), steps
         self._factors.clear()
         self._variance += NEWEST_WEIGHT * (error * error - self._variance)
         self.spread = math.expm1(SPREAD_QUANTILE * math.sqrt(self._variance))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cache
 from statistics import NormalDist
 
 from quire.cost.arithmetic import Load, StepArithmetic
@@ -42,7 +43,7 @@ class CostModel:
 
     def margin(self, attainment: float) -> float:
         """What to multiply a prediction with so that this share of the steps takes no longer."""
-        return math.pow(1 + max(self.spread, MIN_SPREAD), NormalDist().inv_cdf(attainment) / SPREAD_QUANTILE)
+        return math.pow(1 + max(self.spread, MIN_SPREAD), _quantile(attainment) / SPREAD_QUANTILE)
 
     def tokens_within(
         self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], start: int, most: int
@@ -61,3 +62,9 @@ class CostModel:
             return self.predict(with_prompt(load, start, count, 1)).seconds
 
         return most if needed(most) <= limit else bisect_right(range(1, most + 1), limit, key=needed)
+
+
+@cache
+def _quantile(share: float) -> float:
+    """Standard deviations that this share of a normal distribution lies below."""
+    return NormalDist().inv_cdf(share)

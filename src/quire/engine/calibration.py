@@ -11,6 +11,7 @@ from quire.cost.calibrate import SHORT_CONTEXT, Fit, MeasuredStep, Rows, fit
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants
 from quire.engine.core import EngineCore
+from quire.errors import EngineDeadError
 from quire.logs import get_logger
 
 logger = get_logger(__name__)
@@ -65,6 +66,8 @@ class Calibration:
             return False
         try:
             probed = self._core.probe(self._points[0])
+        except EngineDeadError:
+            raise
         except Exception as error:
             logger.warning("step times are not calibrated further: %s", error, exc_info=error)
             self._points.clear()

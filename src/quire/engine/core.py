@@ -131,7 +131,11 @@ class EngineCore:
             return None
         starts, counts = zip(*rows, strict=True)
         start = self._clock()
-        self.executor.submit(batch).result()
+        try:
+            self.executor.submit(batch).result()
+        except Exception:
+            self.scheduler.fail_probe(batch)
+            raise
         return self.cost.arithmetic.load(starts, counts, len(rows)), self._clock() - start
 
     def has_work(self) -> bool:

@@ -45,6 +45,7 @@ from quire.messages import (
 if TYPE_CHECKING:
     from quire.engine.start import StartedEngine  # loads torch
 
+PAUSE_MILLISECONDS = 1000
 BEAT_SECONDS = 1.0  # between two signs of life; the front end waits for ten
 
 logger = logs.get_logger("quire.engine.process")  # run as a program, its own name is __main__
@@ -76,7 +77,11 @@ class EngineProcess:
         self._beats.start()
         try:
             started = start_engine(
-                self._launch.config, Path(self._launch.model_folder), is_server=True, progress=self._send_progress
+                self._launch.config,
+                Path(self._launch.model_folder),
+                is_server=True,
+                progress=self._send_progress,
+                is_first=self._launch.is_first,
             )
         except QuireError as error:
             self._send(EngineFailed(error.message, error.code))
@@ -118,8 +123,12 @@ class EngineProcess:
 
     def _wait(self, started: StartedEngine) -> None:
         """For a message, as long as it takes; what has to be done some day is done meanwhile."""
-        while not self._inputs.poll(0) and started.use_idle_time():
+        while not self._inputs.poll(0) and started.take_memory():
             pass
+        # Who measures a step holds up whoever comes meanwhile: only behind a pause that looks like a longer one.
+        if not self._inputs.poll(PAUSE_MILLISECONDS):
+            while not self._inputs.poll(0) and started.calibrate():
+                pass
         self._inputs.poll()
 
     def _receive(self, core: EngineCore) -> None:

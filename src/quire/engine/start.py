@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.cost.calibrate import CACHE_BYTES, MeasuredStep, fit, points
+from quire.cost.calibrate import CACHE_BYTES, MeasuredStep, Rows, fit, points
 from quire.cost.model import CostModel
-from quire.cost.step_time import Constants
 from quire.engine.bring_up import RunningWorkers, bring_up
 from quire.engine.calibration import Calibration
 from quire.engine.core import EngineCore
@@ -25,6 +24,7 @@ from quire.planning.step_costs import (
     assumed_fit,
     calibration_file,
     ceilings,
+    decode_step,
     expectation,
     peaks,
     step_arithmetic,
@@ -33,6 +33,7 @@ from quire.scheduler.from_settings import scheduler_of
 from quire.settings import Planned
 from quire.worker.worker import DeviceWorker
 
+MOST_OVERESTIMATE = 1.5  # by which a kept calibration may be slower than a step is now
 CALIBRATION_SHARE = 0.1  # of a start, that measuring steps may add to it; the rest is measured while nobody waits
 
 
@@ -46,10 +47,13 @@ class StartedEngine:
     executor: WorkerExecutor
     calibration: Calibration | None  # what is left to measure
 
-    def use_idle_time(self) -> bool:
-        """Do a little of what must be done some day; False: there is nothing to do now."""
-        is_taking_memory = self.executor.use_idle_time(self.core.scheduler.kv.pool.num_ever_used)
-        return is_taking_memory or (self.calibration is not None and self.calibration.step())
+    def take_memory(self) -> bool:
+        """Take a little of what will be needed; False: there is nothing to take now."""
+        return self.executor.use_idle_time(self.core.scheduler.kv.pool.num_ever_used)
+
+    def calibrate(self) -> bool:
+        """Measure a step; False: there is nothing to measure now."""
+        return self.calibration is not None and self.calibration.step()
 
     def ready_message(self) -> EngineReady:
         return ready_message(self.resolved, self.core.cost, self.core.scheduler.limits)
@@ -67,8 +71,13 @@ def start_engine(
     is_server: bool,
     progress: Progress,
     make_workers: Callable[[ModelConfig, Progress], Sequence[Worker]] = one_worker,
+    is_first: bool = True,
 ) -> StartedEngine:
-    """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user."""
+    """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user.
+
+    Args:
+        is_first: refuse targets that cannot be reached. An engine that takes over from one that failed keeps them.
+    """
     started = time.monotonic()
     model_config = load_model_config(
         model_folder, config.hf_overrides, any_architecture=config.model_impl in ("auto", "transformers")
@@ -83,40 +92,42 @@ def start_engine(
     cost = CostModel(arithmetic, fit([first], guess))
     scheduler = scheduler_of(resolved, model_config, cost.tokens_within)
     core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost)
+    file = calibration_file(resolved, model_config, running.facts)
+    if (known := file.read()) is not None:
+        cost.calibrate(known)
+    predicted = decode_step(cost, 1).seconds
     progress("warm up", 2 / 3, "producing a token")
     laps = produce_tokens(core)
-    if (calibration := _calibration(core, cost, running, model_config, guess)) is not None:
+    calibration = None
+    # Steps that are much faster than an earlier start has found: that one ran on a busy machine.
+    if known is None or MOST_OVERESTIMATE * min(lap.seconds for lap in laps) < predicted:
+        calibration = Calibration(core, cost, guess, _points(core, running, model_config), file.write)
         calibration.run(CALIBRATION_SHARE * (time.monotonic() - started))
-    check_targets(schedule, cost, scheduler.limits)
+    if is_first:
+        check_targets(schedule, cost, scheduler.limits)
     waited = max(min(lap.waited for lap in laps), measured.step.waited)
     origin = "an earlier start measured steps" if calibration is None else "this start measured steps"
     expected = expectation(schedule.max_num_seqs, cost, origin, waited)
     progress("warm up", 1.0, "first token produced")
     return StartedEngine(
         core,
-        resolved.noting({**expected, **peaks(resolved)}),
+        resolved.noting({**expected, **peaks(resolved, arithmetic, running.facts)}),
         model_config,
         running.executor,
         calibration,
     )
 
 
-def _calibration(
-    core: EngineCore, cost: CostModel, running: RunningWorkers, model: ModelConfig, guess: Constants
-) -> Calibration | None:
-    """What is left to measure; None: an earlier start has measured it."""
-    resolved = running.resolved
-    file = calibration_file(resolved, model, running.facts)
-    if (known := file.read()) is not None:
-        cost.calibrate(known)
-        return None
-    form, limits = resolved.model, core.scheduler.limits
+def _points(core: EngineCore, running: RunningWorkers, model: ModelConfig) -> Iterator[Rows]:
+    """The steps to measure of an engine."""
+    resolved, limits = running.resolved, core.scheduler.limits
+    form = resolved.model
     kv_bytes = max(model.kv_bytes_per_token(kv_format(form.kv_cache_dtype, form.dtype)), 1)
     num_slots = resolved.memory.num_blocks // num_tables(kv_groups(model)) * form.block_size
-    steps = points(
+    return points(
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         limits.max_model_len,
         min(CACHE_BYTES // kv_bytes, num_slots),
+        form.block_size,
     )
-    return Calibration(core, cost, guess, steps, file.write)

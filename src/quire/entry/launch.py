@@ -181,7 +181,8 @@ class EngineProcessHandle:
         addresses = (f"ipc://{self._sockets.name}/input", f"ipc://{self._sockets.name}/output")
         client = ProcessClient(*addresses, self.is_alive, self._engine_index)
         try:
-            self._start(EngineLaunch(self._config, self._model_folder, *addresses, self._engine_index))
+            is_first = self._process is None
+            self._start(EngineLaunch(self._config, self._model_folder, *addresses, self._engine_index, is_first))
         except OSError:
             client.close()
             raise

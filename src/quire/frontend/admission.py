@@ -129,7 +129,7 @@ class Admission:
     def on_first_token(self, request_id: str, seconds: float) -> None:
         """A request got its first token, so long after its arrival."""
         sent, target = self._prompts.get(request_id), self.targets.ttft
-        if sent is not None and target and sent.predicted_ttft > NEAR_TARGET * target:
+        if sent is not None and target and self._factor * sent.predicted_ttft > NEAR_TARGET * target:
             is_late = seconds > self._factor * sent.predicted_ttft
             step = FACTOR_STEP * (self.targets.attainment if is_late else self.targets.attainment - 1)
             low, high = FACTOR_BOUNDS

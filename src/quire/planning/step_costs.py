@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, prior
-from quire.cost.devices import Ceilings, cpu_ceilings, cuda_ceilings
+from quire.cost.devices import GPUS, Ceilings, cpu_ceilings, cuda_ceilings
 from quire.cost.model import CostModel
 from quire.cost.step_time import StepTime
 from quire.cost.store import CalibrationFile
@@ -43,7 +43,15 @@ def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts
         "machine": [device.name, place.isa, place.num_threads, *([device.gpu.name] if device.gpu else [])],
         "build": code_identity(*([extension.C.__file__] if extension.is_used() else [])),
         "model": digest(repr(replace(model, model="", max_model_len=0))),
-        "form": [form.dtype, form.quantization, form.kv_cache_dtype, form.block_size],
+        "form": [form.dtype, form.quantization, form.kv_cache_dtype, form.block_size, form.model_impl],
+        "steps": [
+            place.attention_backend,
+            place.deterministic,
+            place.cudagraph_mode,
+            list(place.cudagraph_capture_sizes),
+            place.max_cudagraph_capture_size,
+            resolved.scheduler.depth,
+        ],
     }
     folder = None
     with suppress(ConfigError):  # without a home every start measures
@@ -74,14 +82,14 @@ def ceilings(
     return assumed if read_bandwidth is None else replace(assumed, read_bandwidth=read_bandwidth)
 
 
-def peaks(resolved: Resolved) -> Mapping[str, Setting]:
+def peaks(resolved: Resolved, arithmetic: StepArithmetic, device: DeviceFacts) -> Mapping[str, Setting]:
     """The ceilings, by name, with what they were taken from; none of a device that the table does not have."""
     record, place = Record(), resolved.device
-    if place.device == "cpu":
-        reached, detail = (
-            cpu_ceilings(place.isa, place.num_threads),
-            f"assumed for {place.num_threads} threads of {place.isa}, not measured",
-        )
+    is_known = device.gpu is not None and device.gpu.name in {gpu.cuda_name for gpu in GPUS.values()}
+    if place.device == "cpu" or is_known:
+        reached = ceilings(resolved, arithmetic, device)
+        what = f"{place.num_threads} threads of {place.isa}" if place.device == "cpu" else "the GPU by its data sheet"
+        detail = f"assumed for {what}, not measured"
         record.put("peak_flops", reached.flops, "formula", detail)
         record.put("peak_read_bandwidth", reached.read_bandwidth, "formula", detail)
     return record

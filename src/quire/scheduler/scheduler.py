@@ -207,8 +207,10 @@ class Scheduler:
         is_shared, num_answers = self._is_shared(), len(step.rows)
         step.is_timed = self._is_timed and num_answers > 0
         least = fitting = min(budget, LEAST_PROMPT_TOKENS)
-        if step.is_timed and budget > 0:
-            fitting = self._num_fitting(step, prompts[0].num_computed_tokens if prompts else 0, budget)
+        if step.is_timed and budget > 0 and (prompts or len(self._queue)):
+            start = prompts[0].num_computed_tokens if prompts else 0
+            fitting = self._num_fitting(step, start, budget)
+        if step.is_timed:
             budget = max(fitting, least)
         elif is_shared:
             budget = min(budget, self.limits.max_shared_prefill_tokens)
@@ -248,6 +250,10 @@ class Scheduler:
         batch.removed_request_ids, self._removed = self._removed, list(batch.request_ids)
         self._next_step_id += 1
         return batch
+
+    def fail_probe(self, batch: ScheduledBatch) -> None:
+        """The executor raised on it. Whether the worker has applied what it removed is unknown: it is told again."""
+        self._removed = batch.removed_request_ids + self._removed
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[RequestDelta]:
         """Take in the result of the oldest submitted batch: what each request got. Finished requests are freed."""

@@ -181,7 +181,7 @@ def explain(
     known = known_cost(resolved, model, device, read_bandwidth)
     waited = 0.0 if known.is_measured else waited
     expected = expectation(resolved.scheduler.max_num_seqs, known.cost, known.origin, waited)
-    resolved = resolved.noting({**expected, **peaks(resolved)})
+    resolved = resolved.noting({**expected, **peaks(resolved, known.cost.arithmetic, device)})
     settings = {**resolved.settings, **resolve_server(server)}
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
