@@ -93,9 +93,11 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
     assert core.cost is not None
     for work in LOADS.values():
         core.probe(work.rows)
-    while engine.use_idle_time():  # gives those pages memory, then calibrates
+    while engine.take_memory():  # of those pages
         pass
-    reached = ceilings(resolved)
+    while engine.calibrate():
+        pass
+    reached = ceilings(resolved, core.cost.arithmetic, facts)
     held_out = []
     for work in LOADS.values():
         probed = [core.probe(work.rows) for _ in range(1 + STEP_REPEATS)]
