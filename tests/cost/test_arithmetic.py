@@ -94,9 +94,3 @@ def test_integers_are_counted_apart() -> None:
     tokens = [8] * (len(linears) - 1) + [1]
     expected = 2 * sum(linear.num_weights * count for linear, count in zip(linears, tokens, strict=True))
     assert integers.demand(load).linear_int8_ops == expected
-
-
-def test_several_steps() -> None:
-    arithmetic = StepArithmetic(model_with("full", "window"), "bfloat16", None, "auto")
-    loads = [arithmetic.load([4], [1], 1), arithmetic.load([0, 9], [7, 1], 1)]
-    assert arithmetic.total(loads) == tuple(map(sum, zip(*map(arithmetic.demand, loads), strict=True)))

@@ -16,6 +16,7 @@ from typing import Any
 from quire import __version__
 from quire.cli.flags import Parser
 from quire.cli.settings import add_settings_flags, read_settings
+from quire.compat.table import as_flag
 from quire.config import EngineConfig
 from quire.cost.devices import Ceilings
 from quire.errors import ConfigError
@@ -222,7 +223,7 @@ def _rate(text: str, name: str) -> float:
     if not LEAST_RATE <= value <= MOST_RATE:
         examples = {"bandwidth": "as 864GB or 3.35TB/s", "flops": "as 362T"}.get(name, "as 10 or 0.5")
         raise ConfigError(
-            f"Illegal {_flag(name)}",
+            f"Illegal {as_flag(name)}",
             value=text,
             expected=f"{LEAST_RATE:g} to {MOST_RATE:g} per second, {examples}",
             param=name,
@@ -243,10 +244,6 @@ def _prices(text: str | None) -> list[float]:
             param="price_per_hour",
         )
     return prices
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _memory_bytes(text: str) -> int:

@@ -26,11 +26,6 @@ class Load(NamedTuple):
     kv_tokens: tuple[int, ...]  # tokens whose keys and values are read, summed over the rows
     pairs: tuple[int, ...]  # of a new token and one that it sees
 
-    @property
-    def is_decode(self) -> bool:
-        """Every row has one token."""
-        return self.num_tokens == self.num_rows
-
 
 class Demand(NamedTuple):
     """What a step moves and computes. A multiplication and an addition are two operations."""
@@ -182,10 +177,6 @@ class StepArithmetic:
         weights = self.weight_bytes if logits else self.weight_bytes - self.output_bytes
         linear = self._blocks * tokens + self._output * logits - int8_ops
         return Demand(weights, kv_bytes, written, linear, int8_ops, attention, logits)
-
-    def total(self, loads: Iterable[Load]) -> Demand:
-        """Of several steps."""
-        return Demand(*map(sum, zip(*map(self.demand, loads), strict=True)))
 
 
 def _num_held(model: ModelConfig, linears: Iterable[LinearShape], quantization: str | None) -> Counter[type]:

@@ -143,10 +143,15 @@ def runnable_names() -> list[str]:
     return [gpu.name for gpu in GPUS.values() if gpu.bf16_flops]
 
 
+def gpu_named(cuda_name: str) -> Gpu | None:
+    """A GPU of the table, as CUDA names it."""
+    return next((gpu for gpu in GPUS.values() if gpu.cuda_name == cuda_name), None)
+
+
 def cuda_ceilings(cuda_name: str, is_fp8: bool) -> Ceilings:
     """Of a GPU as CUDA names it; one that the table lacks is taken for the slowest that Quire runs on."""
     slowest = min((gpu for gpu in GPUS.values() if gpu.bf16_flops), key=lambda gpu: gpu.read_bandwidth)
-    return next((gpu for gpu in GPUS.values() if gpu.cuda_name == cuda_name), slowest).ceilings(is_fp8)
+    return (gpu_named(cuda_name) or slowest).ceilings(is_fp8)
 
 
 def find_gpu(wanted: str) -> Gpu:

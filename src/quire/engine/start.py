@@ -21,6 +21,7 @@ from quire.life_cycle import Worker, WorkerExecutor
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning.step_costs import (
+    EARLIER_START,
     assumed_fit,
     calibration_file,
     ceilings,
@@ -106,7 +107,7 @@ def start_engine(
     if is_first:
         check_targets(schedule, cost, scheduler.limits)
     waited = max(min(lap.waited for lap in laps), measured.step.waited)
-    origin = "an earlier start measured steps" if calibration is None else "this start measured steps"
+    origin = EARLIER_START if calibration is None else "this start measured steps"
     expected = expectation(schedule.max_num_seqs, cost, origin, waited)
     progress("warm up", 1.0, "first token produced")
     return StartedEngine(

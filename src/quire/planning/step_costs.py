@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, prior
-from quire.cost.devices import GPUS, Ceilings, cpu_ceilings, cuda_ceilings
+from quire.cost.devices import Ceilings, cpu_ceilings, cuda_ceilings, gpu_named
 from quire.cost.model import CostModel
 from quire.cost.step_time import StepTime
 from quire.cost.store import CalibrationFile
@@ -20,6 +21,7 @@ from quire.private_cache import cache_folder, code_identity, digest
 from quire.resolve import DeviceFacts
 from quire.settings import Record, Resolved, Setting
 
+EARLIER_START = "an earlier start measured steps"  # origin of constants, for people
 SHORT_CONTEXT = 16  # tokens before, of each request that a rate is expected for
 # Of a data sheet's rates, assumed until steps have run on such a device: what good kernels reach in reads of weights
 # and in products of some hundred rows. Nine of ten steps are taken to lie between half of the prediction and twice it.
@@ -41,7 +43,7 @@ def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts
     form, place = resolved.model, resolved.device
     key = {
         "machine": [device.name, place.isa, place.num_threads, *([device.gpu.name] if device.gpu else [])],
-        "build": code_identity(*([extension.C.__file__] if extension.is_used() else [])),
+        "build": _build(),
         "model": digest(repr(replace(model, model="", max_model_len=0))),
         "form": [form.dtype, form.quantization, form.kv_cache_dtype, form.block_size, form.model_impl],
         "steps": [
@@ -57,6 +59,12 @@ def calibration_file(resolved: Resolved, model: ModelConfig, device: DeviceFacts
     with suppress(ConfigError):  # without a home every start measures
         folder = cache_folder("calibrations", "calibrations")
     return CalibrationFile(folder, key)
+
+
+@cache
+def _build() -> str:
+    """Changes whenever Quire does. It looks at every file, so once: a plan asks for each pair of formats."""
+    return code_identity(*([extension.C.__file__] if extension.is_used() else []))
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ def ceilings(
 def peaks(resolved: Resolved, arithmetic: StepArithmetic, device: DeviceFacts) -> Mapping[str, Setting]:
     """The ceilings, by name, with what they were taken from; none of a device that the table does not have."""
     record, place = Record(), resolved.device
-    is_known = device.gpu is not None and device.gpu.name in {gpu.cuda_name for gpu in GPUS.values()}
+    is_known = device.gpu is not None and gpu_named(device.gpu.name) is not None
     if place.device == "cpu" or is_known:
         reached = ceilings(resolved, arithmetic, device)
         what = f"{place.num_threads} threads of {place.isa}" if place.device == "cpu" else "the GPU by its data sheet"
@@ -107,7 +115,7 @@ def known_cost(
     arithmetic = step_arithmetic(resolved, model)
     fit = calibration_file(resolved, model, device).read()
     if fit is not None:
-        return KnownCost(CostModel(arithmetic, fit), "an earlier start measured steps", True)
+        return KnownCost(CostModel(arithmetic, fit), EARLIER_START, True)
     measured = "" if read_bandwidth is None else f" from {read_bandwidth / 1e9:.1f} GB/s, measured now"
     assumed = CostModel(arithmetic, assumed_fit(ceilings(resolved, arithmetic, device, read_bandwidth)))
     return KnownCost(assumed, f"assumed{measured}; a start measures steps", False)
