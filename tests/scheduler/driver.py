@@ -126,7 +126,7 @@ class Driver:
             enable_chunked_prefill=enable_chunked_prefill,
             rope_switches_after=rope_switches_after,
             proposer=proposer,
-            tokens_within=None if cost is None else cost.tokens_within,
+            room_within=None if cost is None else cost.room_within,
             clock=clock,
         )
         self.executor = DeterministicExecutor(

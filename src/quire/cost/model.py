@@ -45,23 +45,36 @@ class CostModel:
         """What to multiply a prediction with so that this share of the steps takes no longer."""
         return math.pow(1 + max(self.spread, MIN_SPREAD), _quantile(attainment) / SPREAD_QUANTILE)
 
-    def tokens_within(
-        self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], start: int, most: int
-    ) -> int:
-        """How many tokens of a prompt, at most `most`, a step can take beside its rows in so many seconds.
+    def room_within(self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int]) -> StepRoom:
+        """What so many seconds leave for prompts beside the rows of a step.
 
         Args:
             attainment: share of such steps that take no longer.
             starts, counts: computed and new tokens of each row.
-            start: tokens of the prompt that are computed.
         """
-        load, limit = self.arithmetic.load(starts, counts, len(counts)), seconds / self.margin(attainment)
-        with_prompt = self.arithmetic.with_row
+        return StepRoom(self, self.arithmetic.load(starts, counts, len(counts)), seconds / self.margin(attainment))
+
+
+class StepRoom:
+    """What is left of the time of a step that is being filled."""
+
+    def __init__(self, cost: CostModel, load: Load, seconds: float) -> None:
+        self._cost, self._load, self._seconds = cost, load, seconds
+
+    def fitting(self, start: int, most: int) -> int:
+        """How many of `most` tokens of a prompt, behind its first `start` ones, the time allows."""
 
         def needed(count: int) -> float:
-            return self.predict(with_prompt(load, start, count, 1)).seconds
+            return self._cost.predict(self._with_prompt(start, count)).seconds
 
-        return most if needed(most) <= limit else bisect_right(range(1, most + 1), limit, key=needed)
+        return most if needed(most) <= self._seconds else bisect_right(range(1, most + 1), self._seconds, key=needed)
+
+    def take(self, start: int, count: int) -> None:
+        """So many tokens of a prompt are in the step."""
+        self._load = self._with_prompt(start, count)
+
+    def _with_prompt(self, start: int, count: int) -> Load:
+        return self._cost.arithmetic.with_row(self._load, start, count, 1)
 
 
 @cache

@@ -9,7 +9,7 @@ from quire.formats.kv_groups import kv_groups
 from quire.model_config import ModelConfig
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
-from quire.scheduler.limits import SchedulerLimits, TokensWithin
+from quire.scheduler.limits import RoomWithin, SchedulerLimits
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
 from quire.settings import Planned
@@ -18,13 +18,13 @@ from quire.settings import Planned
 def scheduler_of(
     resolved: Planned,
     model_config: ModelConfig,
-    tokens_within: TokensWithin,
+    room_within: RoomWithin,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """A scheduler with an empty KV cache of the planned size.
 
     Args:
-        tokens_within: knows how long steps take.
+        room_within: knows how long steps take.
     """
     model, schedule = resolved.model, resolved.scheduler
     kv = KVCacheManager(
@@ -55,6 +55,6 @@ def scheduler_of(
         policy=schedule.scheduling_policy,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         rope_switches_after=model_config.rope.switches_after(model.max_model_len),
-        tokens_within=tokens_within,
+        room_within=room_within,
         clock=clock,
     )

@@ -33,13 +33,23 @@ class SchedulerLimits:
                 raise ValueError(f"{name} must be positive, or 0 for no limit, got {value}.")
 
 
-class TokensWithin(Protocol):
-    """What the scheduler asks of whoever knows how long steps take: CostModel.tokens_within."""
+class StepRoom(Protocol):
+    """What is left of the time of a step that is being filled."""
 
-    def __call__(
-        self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], start: int, most: int, /
-    ) -> int:
-        """How many tokens of a prompt fit, at most `most`, beside rows with `counts` new tokens behind `starts`."""
+    def fitting(self, start: int, most: int, /) -> int:
+        """How many of `most` tokens of a prompt, behind its first `start` ones, the time allows."""
+        ...
+
+    def take(self, start: int, count: int, /) -> None:
+        """So many tokens of a prompt are in the step."""
+        ...
+
+
+class RoomWithin(Protocol):
+    """What the scheduler asks of whoever knows how long steps take: CostModel.room_within."""
+
+    def __call__(self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], /) -> StepRoom:
+        """What so many seconds leave beside rows with `counts` new tokens behind `starts`."""
         ...
 
 

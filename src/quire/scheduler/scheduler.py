@@ -19,7 +19,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch, StepResult
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
-from quire.scheduler.limits import SchedulerLimits, TokensWithin, check_queue, check_request
+from quire.scheduler.limits import RoomWithin, SchedulerLimits, StepRoom, check_queue, check_request
 from quire.scheduler.progress import advance, lose_results, num_lacking, num_schedulable, settle, start_at
 from quire.scheduler.proposer import Proposer
 from quire.scheduler.queue import ORDER_KEYS, TURN_KEYS, Key, WaitingQueue
@@ -50,7 +50,7 @@ class _Step:
 
     batch: ScheduledBatch
     rows: list[Request]
-    is_timed: bool = False  # it has answers, and prompts take what its time allows
+    room: StepRoom | None = None  # it has answers, and prompts take what its time allows
 
 
 class Scheduler:
@@ -70,7 +70,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         rope_switches_after: int | None = None,
         proposer: Proposer | None = None,
-        tokens_within: TokensWithin | None = None,
+        room_within: RoomWithin | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy not in ORDER_KEYS:
@@ -80,7 +80,7 @@ class Scheduler:
         self._enable_chunked_prefill = enable_chunked_prefill
         self._rope_switches_after = rope_switches_after
         self._proposer = proposer
-        self._tokens_within = tokens_within
+        self._room_within = room_within
         self._clock = clock
         self._key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
         self._queue = WaitingQueue(policy)
@@ -205,12 +205,11 @@ class Scheduler:
                 budget -= self._add_row(step, request, 1 + len(drafts), drafts)
 
         is_shared, num_answers = self._is_shared(), len(step.rows)
-        step.is_timed = self._is_timed and num_answers > 0
         least = fitting = min(budget, LEAST_PROMPT_TOKENS)
-        if step.is_timed and budget > 0 and (prompts or len(self._queue)):
-            start = prompts[0].num_computed_tokens if prompts else 0
-            fitting = self._num_fitting(step, start, budget)
-        if step.is_timed:
+        if num_answers and budget > 0 and (prompts or len(self._queue)):
+            step.room = self._room_beside(step.batch)
+        if step.room is not None:
+            fitting = step.room.fitting(prompts[0].num_computed_tokens if prompts else 0, budget)
             budget = max(fitting, least)
         elif is_shared:
             budget = min(budget, self.limits.max_shared_prefill_tokens)
@@ -313,17 +312,13 @@ class Scheduler:
 
     # Scheduling
 
-    @property
-    def _is_timed(self) -> bool:
-        """Whether steps that have answers hold as many prompt tokens as their time allows, instead of a number."""
-        return self.limits.slo_itl > 0 and self._tokens_within is not None and self._enable_chunked_prefill
-
-    def _num_fitting(self, step: _Step, start: int, most: int) -> int:
-        """How many of `most` tokens of a prompt, behind its first `start` ones, the time of the step allows."""
-        assert self._tokens_within is not None
-        limits, batch = self.limits, step.batch
+    def _room_beside(self, batch: ScheduledBatch) -> StepRoom | None:
+        """What the target for the time between tokens leaves beside the answers; None: there is no target."""
+        limits = self.limits
+        if not limits.slo_itl or self._room_within is None or not self._enable_chunked_prefill:
+            return None
         rows = batch.num_computed_tokens, batch.num_scheduled_tokens
-        return self._tokens_within(limits.slo_itl, limits.slo_attainment, *rows, start, most)
+        return self._room_within(limits.slo_itl, limits.slo_attainment, *rows)
 
     def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Answers take all the time: the oldest prompt goes on slowly, and who waits does so until an answer ends."""
@@ -426,10 +421,13 @@ class Scheduler:
 
     def _add_prompt(self, step: _Step, request: Request, count: int) -> int:
         """Put `count` tokens of a prompt into the step, or fewer if its time does not allow them; answers how many."""
-        if step.is_timed:
-            least = min(count, LEAST_PROMPT_TOKENS)
-            count = max(self._num_fitting(step, request.num_computed_tokens, count), least)
-        return self._add_row(step, request, count)
+        if step.room is None:
+            return self._add_row(step, request, count)
+        start = request.num_computed_tokens
+        count = max(step.room.fitting(start, count), min(count, LEAST_PROMPT_TOKENS))
+        count = self._add_row(step, request, count)
+        step.room.take(start, count)
+        return count
 
     def _add_row(self, step: _Step, request: Request, count: int, drafts: Sequence[int] = ()) -> int:
         """Put `count` tokens of a running request, the drafts included, into the step; answers how many they are.
