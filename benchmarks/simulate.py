@@ -37,7 +37,7 @@ from quire.kernels import extension
 from quire.measure import report
 from quire.measure.load import Run
 from quire.measure.options import Target, Traffic, Workload
-from quire.measure.plan import Plan
+from quire.measure.prepared_load import PreparedLoad
 from quire.measure.serving import find_server, one_round, warm_up
 from quire.measure.statistics import Metrics, measure
 from quire.measure.workload import named_workload
@@ -120,38 +120,38 @@ class Bench:
                 sys.exit(f"the server has not measured its steps after {CALIBRATION_SECONDS} s")
             time.sleep(0.5)
 
-    def plan(self, name: str, num_prompts: int, traffic: Traffic) -> Plan:
+    def prepare(self, name: str, num_prompts: int, traffic: Traffic) -> PreparedLoad:
         """With prompts that nobody has sent before."""
         self._seed += 1
         chosen = Workload(dataset_name="prefix_repetition") if name == "shared" else named_workload(name)
         workload = replace(chosen, num_prompts=max(num_prompts, FEWEST_REQUESTS), seed=self._seed)
-        return self._server.plan(workload, traffic)
+        return self._server.prepare(workload, traffic)
 
-    def serve(self, plan: Plan) -> tuple[Run, dict[str, float]]:
+    def serve(self, load: PreparedLoad) -> tuple[Run, dict[str, float]]:
         """A round, and what the server counted meanwhile."""
-        self._runner.run(warm_up(self._server, plan))
+        self._runner.run(warm_up(self._server, load))
         before = self._counts()
-        seed = plan.workload.seed
-        run: Run = self._runner.run(one_round(self._server, plan, plan.requests(seed), seed, lambda: None))
+        seed = load.workload.seed
+        run: Run = self._runner.run(one_round(self._server, load, load.requests(seed), seed, lambda: None))
         return run, {name: count - before[name] for name, count in self._counts().items()}
 
-    def simulate(self, plan: Plan) -> tuple[Run, dict[str, float]]:
+    def simulate(self, load: PreparedLoad) -> tuple[Run, dict[str, float]]:
         """The same round."""
-        (run,), facts = simulate(self._name, self._config, self._model, self._device, plan, lambda total: NoBar())
+        (run,), facts = simulate(self._name, self._config, self._model, self._device, load, lambda total: NoBar())
         own = facts["simulated"]
         return run, {"preemptions": own["num_preemptions"], "cached tokens": own["prefix_cache_hits"]}
 
     def cells(self, name: str, rates: list[float], seconds: float) -> list[Cell]:
         """A workload at each rate."""
         closed = Traffic(max_concurrency=MAX_NUM_SEQS, num_warmups=4)
-        run, _ = self.serve(self.plan(name, 3 * MAX_NUM_SEQS, closed))
+        run, _ = self.serve(self.prepare(name, 3 * MAX_NUM_SEQS, closed))
         saturation = sum(outcome.success for outcome in run.outcomes) / run.duration
         print(f"{name}: saturation {saturation:.2f} requests/s", flush=True)
         found, limits = [], dict[str, float]()
         for factor in sorted(rates):
             rate = factor * saturation
-            plan = self.plan(name, int(rate * seconds), Traffic(request_rate=rate))
-            served, simulated = self.serve(plan), self.simulate(plan)
+            load = self.prepare(name, int(rate * seconds), Traffic(request_rate=rate))
+            served, simulated = self.serve(load), self.simulate(load)
             if not limits:
                 times = measure([served[0]], [], {}).times
                 limits = {"ttft": 3000 * times["ttft"].median, "tpot": 2000 * times["tpot"].median}

@@ -44,15 +44,15 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     from quire.entry.launch import find_model, read_tokenizer
     from quire.kernels import extension
     from quire.measure import report
-    from quire.measure.plan import Plan
+    from quire.measure.prepared_load import PreparedLoad
     from quire.planning import devices
     from quire.simulate.run import simulate
 
     folder, name, model = find_model(config, None, weights=False)
     gpu = "none was looked for" if config.device == "cpu" else devices.ask_gpu()
     device = devices.detect(extension.chosen_isa(), gpu)
-    plan = Plan(workload, traffic, read_tokenizer(config, folder), is_chat=False, ignore_eos=True)
-    runs, facts = simulate(name, config, model, device, plan, partial(progress_bar, options.disable_tqdm))
+    load = PreparedLoad(workload, traffic, read_tokenizer(config, folder), is_chat=False, ignore_eos=True)
+    runs, facts = simulate(name, config, model, device, load, partial(progress_bar, options.disable_tqdm))
     workload = replace(workload, num_prompts=len(runs[0].outcomes))  # a trace's requests are counted only now
     result = report.serving_result(workload, traffic, Target(), options, runs, facts)
     return say_result(result, runs, options, traffic)

@@ -25,15 +25,15 @@ def rounds(
     found: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         servers = [runner.run(find_server(replace(target, base_url=url))) for url in (a, b)]
-        plans = [server.plan(workload, traffic) for server in servers]
-        for server, plan in zip(servers, plans, strict=True):
-            runner.run(warm_up(server, plan))
+        loads = [server.prepare(workload, traffic) for server in servers]
+        for server, load in zip(servers, loads, strict=True):
+            runner.run(warm_up(server, load))
         progress = bar(2 * traffic.num_rounds * workload.num_prompts)
         for i in range(traffic.num_rounds):
             for side in (0, 1) if i % 2 == 0 else (1, 0):
                 seed = workload.seed + i + (traffic.num_rounds * side if a == b else 0)
-                requests = plans[side].requests(seed)
-                run = runner.run(one_round(servers[side], plans[side], requests, seed, progress.update))
+                requests = loads[side].requests(seed)
+                run = runner.run(one_round(servers[side], loads[side], requests, seed, progress.update))
                 found[side].append(round_metrics(run, report))
         progress.close()
     return found

@@ -25,7 +25,7 @@ from quire.measure.floor import Work, floor, measure_machine, together
 from quire.measure.http import HttpClient, HttpError
 from quire.measure.load import Run, run_load
 from quire.measure.options import Target, Traffic, Workload, key_values
-from quire.measure.plan import Plan
+from quire.measure.prepared_load import PreparedLoad
 from quire.measure.workload import BenchRequest
 from quire.model_config import load_model_config
 
@@ -92,11 +92,11 @@ class Server:
 
         return body
 
-    def plan(self, workload: Workload, traffic: Traffic) -> Plan:
+    def prepare(self, workload: Workload, traffic: Traffic) -> PreparedLoad:
         """What to send. Raises ConfigErrors for options that contradict each other."""
         is_chat = self.target.backend == "openai-chat"
         ignore_eos = self.target.ignore_eos or workload.dataset_name in ("timed_trace", "random")
-        return Plan(workload, traffic, self.tokenizer(), is_chat, ignore_eos)
+        return PreparedLoad(workload, traffic, self.tokenizer(), is_chat, ignore_eos)
 
 
 class UnreachableError(QuireError):
@@ -142,23 +142,23 @@ async def find_server(target: Target) -> Server:
     return Server(target, name, target.model or card.get("root") or card["id"], **engine)
 
 
-async def warm_up(server: Server, plan: Plan) -> None:
+async def warm_up(server: Server, load: PreparedLoad) -> None:
     """Send --num-warmups requests and forget them."""
-    if plan.traffic.num_warmups:
-        requests = plan.warm_up_requests()
-        await _send(server, plan, requests, [0.0] * len(requests))
+    if load.traffic.num_warmups:
+        requests = load.warm_up_requests()
+        await _send(server, load, requests, [0.0] * len(requests))
 
 
 async def one_round(
-    server: Server, plan: Plan, requests: Sequence[BenchRequest], seed: int, on_done: Callable[[], object]
+    server: Server, load: PreparedLoad, requests: Sequence[BenchRequest], seed: int, on_done: Callable[[], object]
 ) -> Run:
     """Send the requests of a round as the traffic asks."""
-    return await _send(server, plan, requests, arrival_times(plan.traffic, requests, seed), on_done)
+    return await _send(server, load, requests, arrival_times(load.traffic, requests, seed), on_done)
 
 
 async def _send(
     server: Server,
-    plan: Plan,
+    load: PreparedLoad,
     requests: Sequence[BenchRequest],
     times: Sequence[float],
     on_done: Callable[[], object] = lambda: None,
@@ -170,8 +170,8 @@ async def _send(
             server.path,
             requests,
             times,
-            server.make_body(plan.ignore_eos),
-            max_concurrency=plan.traffic.max_concurrency,
+            server.make_body(load.ignore_eos),
+            max_concurrency=load.traffic.max_concurrency,
             on_done=on_done,
         )
     finally:
@@ -186,13 +186,13 @@ def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         server = runner.run(find_server(target))
-        plan = server.plan(workload, traffic)
-        rounds = [plan.requests(workload.seed + i) for i in range(traffic.num_rounds)]
-        runner.run(warm_up(server, plan))
+        load = server.prepare(workload, traffic)
+        rounds = [load.requests(workload.seed + i) for i in range(traffic.num_rounds)]
+        runner.run(warm_up(server, load))
         progress = bar(sum(map(len, rounds)))
         try:
             runs = [
-                runner.run(one_round(server, plan, requests, workload.seed + i, progress.update))
+                runner.run(one_round(server, load, requests, workload.seed + i, progress.update))
                 for i, requests in enumerate(rounds)
             ]
         finally:

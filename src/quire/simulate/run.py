@@ -14,7 +14,7 @@ from quire.engine.ready import check_targets, ready_message
 from quire.frontend.tokenizer import Tokenizer
 from quire.measure.arrivals import arrival_times
 from quire.measure.load import Run
-from quire.measure.plan import Plan
+from quire.measure.prepared_load import PreparedLoad
 from quire.measure.workload import BenchRequest
 from quire.model_config import ModelConfig
 from quire.planning.memory_plan import plan_kv_cache, predict_memory
@@ -48,7 +48,7 @@ def simulate(
     config: EngineConfig,
     model: ModelConfig,
     device: DeviceFacts,
-    plan: Plan,
+    load: PreparedLoad,
     bar: Any,
 ) -> tuple[list[Run], dict[str, Any]]:
     """The rounds of a load, and what the result says of the engine. The same arguments give the same answer.
@@ -65,15 +65,15 @@ def simulate(
     cost = UntaughtCost(known.cost.arithmetic, known.cost.fit)
     client = client_of(resolved, model, cost)
     check_targets(resolved.scheduler, cost, client.core.scheduler.limits)
-    rounds = [plan.requests(plan.workload.seed + i) for i in range(plan.traffic.num_rounds)]
-    if plan.traffic.num_warmups:
-        warm_up = _prompts(plan.warm_up_requests(), plan.tokenizer)
+    rounds = [load.requests(load.workload.seed + i) for i in range(load.traffic.num_rounds)]
+    if load.traffic.num_warmups:
+        warm_up = _prompts(load.warm_up_requests(), load.tokenizer)
         client.run(warm_up, [0.0] * len(warm_up))
-    runs, sent = [], [_prompts(requests, plan.tokenizer) for requests in rounds]
+    runs, sent = [], [_prompts(requests, load.tokenizer) for requests in rounds]
     client.totals, progress = Totals(), bar(sum(map(len, rounds)))
     for i, (requests, prompts) in enumerate(zip(rounds, sent, strict=True)):
-        times = arrival_times(plan.traffic, requests, plan.workload.seed + i)
-        most = plan.traffic.max_concurrency
+        times = arrival_times(load.traffic, requests, load.workload.seed + i)
+        most = load.traffic.max_concurrency
         runs.append(client.run(prompts, times, max_concurrency=most, on_done=progress.update))
     progress.close()
     prompts = [prompt for each in sent for prompt in each]

@@ -13,7 +13,7 @@ WARM_UP_SEED = 1 << 40  # no round has it, so that no measured prompt was sent b
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparedLoad:
     """A load that is ready to be sent, any number of times. Raises ConfigErrors for what contradicts itself."""
 
     workload: Workload
