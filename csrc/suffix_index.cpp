@@ -16,10 +16,10 @@ constexpr int kLongestNgram = kChainLengths.back();
 // use(chain, hash) for each n-gram of a chain's length that ends these tokens.
 template <class Use>
 void for_each_ngram(uint64_t hash, std::span<const int32_t> tokens, const Use& use) {
-  size_t length = 0;
-  for (int chain = 0; chain < kNumChains; ++chain) {
-    if (kChainLengths[chain] > static_cast<int64_t>(tokens.size())) break;
-    while (static_cast<int>(length) < kChainLengths[chain]) hash = add_token(hash, tokens[tokens.size() - ++length]);
+  const int num_tokens = static_cast<int>(tokens.size());
+  int length = 0;
+  for (int chain = 0; chain < kNumChains && kChainLengths[chain] <= num_tokens; ++chain) {
+    while (length < kChainLengths[chain]) hash = add_token(hash, tokens[num_tokens - ++length]);
     use(chain, hash);
   }
 }
@@ -40,11 +40,12 @@ struct Places {
 
 template <class Text>
 Places find_places(const Text& text, int chain, Place newest, std::span<const int32_t> context) {
+  const int size = static_cast<int>(context.size());
   Places found;
   for (Place place = newest; place != 0 && found.count < kMostPlaces; place = text.older(chain, place)) {
     int length = 0;
-    for (Place at = place; at != 0 && length < static_cast<int>(context.size()); at = text.before(at), ++length)
-      if (text.token(at) != context[context.size() - 1 - length]) break;
+    for (Place at = place; at != 0 && length < size && text.token(at) == context[size - 1 - length]; ++length)
+      at = text.before(at);
     if (length < kChainLengths[chain]) continue;  // another n-gram of the same bucket
     found.place[found.count] = place;
     found.length[found.count++] = length;

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
+SUFFIX_SHARED_BYTES = 80 << 20  # of the host's memory at most, for the outputs that suffix keeps: 2 million tokens
 
 
 @dataclass(frozen=True, kw_only=True)

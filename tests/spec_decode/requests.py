@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from quire.sampling_params import SamplingParams
 _PIECES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=4)
 TEXTS = st.one_of(
     st.lists(st.integers(0, 2), max_size=120),
-    _PIECES.flatmap(lambda pieces: st.lists(st.sampled_from(pieces), max_size=12)).map(lambda some: sum(some, [])),
+    _PIECES.flatmap(lambda pieces: st.lists(st.sampled_from(pieces), max_size=12)).map(lambda some: [*chain(*some)]),
 )
 
 

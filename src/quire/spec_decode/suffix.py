@@ -9,8 +9,6 @@ from typing import Any
 from quire.kernels import extension
 from quire.request import Request
 
-SHARED_BYTES = 80 << 20  # of memory for shared answers, about 2 million tokens
-
 
 class SuffixProposer:
     """Drafts out of a request's own text, and out of what others got: SuffixDecoding (arXiv 2411.04975).
@@ -26,7 +24,7 @@ class SuffixProposer:
     - Only the newest 32 places are counted of each n-gram of 1, 2, 4 or 8 tokens, and the places of m tokens are found
       among those of the longest such n-gram in them. So a draft takes microseconds, whatever the text is, and newer
       text counts more. Of equally frequent tokens, the one with the newest place is taken.
-    - There is no tree. A request's own text takes 28 to 52 bytes a token. Answers of all requests are kept in pages of
+    - There is no tree. A request's own text takes 28 to 72 bytes a token. Answers of all requests are kept in pages of
       32 tokens, and a page is there for others once it is full or the request has ended.
 
     Shared answers are read only by requests with the same cache salt and adapter. The oldest pages are dropped when
@@ -35,11 +33,11 @@ class SuffixProposer:
 
     def __init__(
         self,
-        max_tree_depth: int = 24,
-        max_cached_requests: int = 10_000,
-        max_spec_factor: float = 1.0,
-        min_token_prob: float = 0.1,
-        shared_bytes: int = SHARED_BYTES,
+        max_tree_depth: int,
+        max_cached_requests: int,
+        max_spec_factor: float,
+        min_token_prob: float,
+        shared_bytes: int,
     ) -> None:
         """Names and meanings are those of vLLM's `suffix_decoding_*`.
 
