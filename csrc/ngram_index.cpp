@@ -1,6 +1,7 @@
 #include "quire/ngram_index.h"
 
 #include <algorithm>
+#include <bit>
 #include <random>
 
 #include "quire/token_hash.h"
@@ -16,12 +17,11 @@ uint64_t token_hash_seed() {
 }
 
 NgramIndex::NgramIndex(int shortest, int longest) {
-  constexpr size_t kFirstSize = 64;
-  for (int length = shortest; length <= longest; ++length)
-    tables_.push_back({.length = length, .ends = std::vector<uint32_t>(kFirstSize)});
+  for (int length = shortest; length <= longest; ++length) tables_.push_back({.length = length});
 }
 
 void NgramIndex::append(const std::vector<int32_t>& tokens) {
+  for (Table& table : tables_) reserve(table, tokens.size());
   for (const int32_t token : tokens) {
     tokens_.push_back(token);
     match_end_ = 0;
@@ -62,16 +62,18 @@ int64_t NgramIndex::first_end(Table& table, int64_t end, uint64_t hash) {
     uint32_t& first = table.ends[slot];
     if (first == 0) {
       first = static_cast<uint32_t>(end);
-      if (2 * ++table.num_used > static_cast<int64_t>(table.ends.size())) grow(table);
+      ++table.num_used;
       return end;
     }
     if (std::equal(last - table.length, last, tokens_.begin() + first - table.length)) return first;
   }
 }
 
-void NgramIndex::grow(Table& table) {
+void NgramIndex::reserve(Table& table, size_t count) {
+  const size_t num_slots = 2 * (table.num_used + count);
+  if (num_slots <= table.ends.size()) return;
   const std::vector<uint32_t> ends = std::move(table.ends);
-  table.ends.assign(2 * ends.size(), 0);
+  table.ends.assign(std::bit_ceil(num_slots), 0);
   const size_t mask = table.ends.size() - 1;
   for (const uint32_t end : ends) {
     if (end == 0) continue;

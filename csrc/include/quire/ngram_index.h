@@ -1,6 +1,7 @@
 // Where the last tokens of a text stood before, for prompt lookup.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -25,14 +26,15 @@ class NgramIndex {
   // Open addressing. An n-gram is known by the position behind its first place: 0 is none.
   struct Table {
     int64_t length;
-    int64_t num_used = 0;
-    std::vector<uint32_t> ends;
+    size_t num_used = 0;
+    std::vector<uint32_t> ends = {};
   };
 
   uint64_t hash(int64_t end, int64_t length) const;
   // The position behind the first place of the n-gram that ends at `end`, which is put down if it has none.
   int64_t first_end(Table& table, int64_t end, uint64_t hash);
-  void grow(Table& table);
+  // Room for so many more n-grams: half of the slots stay free.
+  void reserve(Table& table, size_t count);
 
   std::vector<int32_t> tokens_;
   std::vector<Table> tables_;  // by length, the shortest first

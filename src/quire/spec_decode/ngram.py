@@ -18,7 +18,7 @@ class NgramProposer:
     what follows that place, up to the end of the text. (vLLM: v1/spec_decode/ngram_proposer.py.)
 
     A request has an index in C++, which is made at its first draft and grows by new tokens only. It takes 4 to 8 bytes
-    a token, and 8 to 16 more for each length of n-grams.
+    a token, and up to 16 more for each length of n-grams.
     """
 
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
