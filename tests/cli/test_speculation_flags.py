@@ -130,6 +130,7 @@ def test_in_python_and_in_a_file(tmp_path: Path) -> None:
         (["-sc", '{"methd": "ngram"}'], ["Unknown key 'methd'", "Did you mean 'method'?"]),
         (["-sc", "[1]"], []),
         (["-sc", '{"method": "ngram", "num_speculative_tokens": 0}'], ["Got 0. Expected a whole number, 1 to 255"]),
+        (["-sc", '{"method": "ngram", "prompt_lookup_max": 99}'], ["Got 99. Expected a whole number, 1 to 32"]),
         (["-sc", '{"method": "ngram", "num_speculative_tokens": 2.5}'], ["Got 2.5. Expected a whole number"]),
         (["-sc", '{"method": "ngram", "num_speculative_tokens": true}'], ["Expected a whole number"]),
         (
