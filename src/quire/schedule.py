@@ -12,6 +12,8 @@ from quire.sampling_params import SamplingParams
 
 T_co = TypeVar("T_co", covariant=True)
 
+UNDRAFTED = -1  # the place of a draft that the worker makes, within the step that verifies it
+
 
 @dataclass(slots=True)
 class NewRow:
@@ -46,7 +48,8 @@ class ScheduledBatch:
     num_computed_tokens: list[int] = field(default_factory=list)  # before this step
     num_scheduled_tokens: list[int] = field(default_factory=list)
     num_logits: list[int] = field(default_factory=list)
-    draft_token_ids: list[Sequence[int]] = field(default_factory=list)  # the last of the row's scheduled tokens; or ()
+    # The last of the row's scheduled tokens, or (). They may be UNDRAFTED: such tokens the worker drafts first.
+    draft_token_ids: list[Sequence[int]] = field(default_factory=list)
     new_block_ids: list[list[int]] = field(default_factory=list)  # appended to those of the row; [] for new rows
     new_rows: list[NewRow] = field(default_factory=list)
     removed_request_ids: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last batch
@@ -78,6 +81,8 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     vectors: dict[int, list[float]] = field(default_factory=dict)  # row -> what NewRow.wants_vector asks for
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
+    # row -> why UNDRAFTED tokens got no drafts that are worth verifying. The row has its tokens, as ever.
+    draft_failures: dict[int, str] = field(default_factory=dict)
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
@@ -151,3 +156,9 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     kv_tokens: tuple[int, ...] = ()
     pairs: tuple[int, ...] = ()
     evicted_blocks: list[EvictedBlock] | None = None  # None: without --kv-cache-metrics
+    # What became of drafts, as scheduler.speculation.DraftCounts.
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    num_draft_failures: int = 0

@@ -1,8 +1,8 @@
 """Constants of step times from measured steps: the choice of steps to measure, and the fit to them.
 
 The fit is a maximum a posteriori fit in the logarithms of the constants, by Gauss-Newton steps. With few measured
-steps the constants stay near the machine's ceilings; with many they follow the steps. An error beyond the usual noise
-counts in proportion, not squared (Huber 1964), so one delayed step does not bend the rest.
+steps the constants stay near the machine's ceilings; with many they follow the steps. Errors count by Cauchy's loss
+(Barron 2019, arXiv:1701.03077, alpha = 0), so one delayed step does not bend the rest, even if it is far off.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quire.cost.step_time import MIN_SPREAD, Constants, step_seconds
 Rows = list[tuple[int, int]]  # (tokens before, new tokens) of each sequence of a step
 
 STEP_NOISE = 0.03  # relative, of one measured step: the unit of errors in the fit
+WILD_NOISES = 3.0  # errors beyond this many noises count less and less
 PRIOR_WIDTH = 1.5  # standard deviation of the logarithm of a constant: a factor of 4.5
 OVERLAP_WIDTH = 0.5
 GAUSS_NEWTON_STEPS = 100
@@ -51,6 +52,9 @@ def points(
 ) -> Iterator[Rows]:
     """The steps to measure: first short decodes of several sizes and short prompts, then both after a long context.
 
+    After a context, decodes show the cost of reading keys and values, and prompts show the cost of products with them.
+    The first of these prompts is short, so that a slow machine can measure it too.
+
     Args:
         num_tokens: KV cache that the rows of a step may have together. Every row has its own blocks.
     """
@@ -71,6 +75,7 @@ def points(
         decodes(64, several),
         decodes(1, context),
         decodes(2, context),
+        [(max(context - 32, 0), 32)],
         decodes(8, context),
         [(max(context - 128, 0), 128)],
         decodes(32, context),
@@ -115,8 +120,8 @@ def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
 
     def errors(logs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The fit minimizes the sum of their squares."""
-        size = np.abs(log_errors(logs)) / STEP_NOISE
-        return np.concatenate([np.where(size < 1, size, np.sqrt(np.abs(2 * size - 1))), (logs - start) / widths])
+        size = log_errors(logs) / STEP_NOISE
+        return np.concatenate([WILD_NOISES * np.sqrt(np.log1p((size / WILD_NOISES) ** 2)), (logs - start) / widths])
 
     logs, damping = start.copy(), 1e-2
     current = errors(logs)
