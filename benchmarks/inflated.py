@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,14 +80,6 @@ class _Writer:
         for name, weight in layer.items():
             self.tensors[f"model.layers.{index}.{name}.weight"] = weight.clone(memory_format=torch.contiguous_format)
 
-    def save(self, folder: Path, tokenizer: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in tokenizer.iterdir():
-            if path.suffix != ".safetensors":
-                shutil.copy(path, folder)
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-        save_file(self.tensors, folder / "model.safetensors", {"format": "pt"})
-
 
 def inflate(source: Path, folder: Path, shape: Shape) -> None:
     """Write a checkpoint of this shape that gives the tokens of `source`, a Llama with tied embeddings.
@@ -117,7 +110,7 @@ def inflate(source: Path, folder: Path, shape: Shape) -> None:
             large = writer.tensors[name]
             large[:rows] = 0
             large[:rows, :columns] = weight
-    writer.save(folder, source)
+    save_checkpoint(folder, writer.tensors, writer.config, source)
 
 
 def copy_edit(folder: Path, shape: Shape, tokenizer: Path) -> None:
@@ -141,7 +134,32 @@ def copy_edit(folder: Path, shape: Shape, tokenizer: Path) -> None:
         "lm_head.weight": output,
         "model.norm.weight": torch.ones(shape.hidden, dtype=torch.bfloat16),
     }
-    writer.save(folder, tokenizer)
+    save_checkpoint(folder, writer.tensors, writer.config, tokenizer)
+
+
+def first_layers(source: Path, folder: Path, num_layers: int) -> None:
+    """Write a checkpoint of the first layers of `source`, with its embedding, output and tokenizer."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    kept = {}
+    for path in sorted(source.glob("*.safetensors")):
+        for name, weight in load_file(path).items():
+            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            if layer is None or int(layer[1]) < num_layers:
+                kept[name] = weight
+    config["num_hidden_layers"] = num_layers
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:num_layers]
+    save_checkpoint(folder, kept, config, source)
+
+
+def save_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: Path) -> None:
+    """Args: tokenizer: folder of a checkpoint, all of whose files are taken but its weights and config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in tokenizer.iterdir():
+        if ".safetensors" not in path.name:
+            shutil.copy(path, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def token_order(vocab_size: int) -> list[int]:

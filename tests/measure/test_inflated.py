@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 import quire.demo
-from benchmarks.inflated import NUM_SPECIAL_TOKENS, Shape, copy_edit, edited_text, inflate, token_order
+from benchmarks.inflated import NUM_SPECIAL_TOKENS, Shape, copy_edit, edited_text, first_layers, inflate, token_order
 from quire.demo.data import render
 from quire.model_config import load_model_config
 from tests.loading import load_model
@@ -62,3 +62,10 @@ def test_the_copy_edit_model(quantization: str | None, tmp_path: Path) -> None:
     assert greedy(model, torch.bfloat16, prompt, 60) == text
     order = token_order(config.vocab_size)
     assert sorted(order) == list(range(NUM_SPECIAL_TOKENS, config.vocab_size))
+
+
+def test_first_layers(tmp_path: Path) -> None:
+    first_layers(quire.demo.path("target"), tmp_path / "m", 2)
+    model = load_model(load_model_config(tmp_path / "m"), torch.bfloat16)
+    assert model.config.num_layers == 2
+    assert len(greedy(model, torch.bfloat16, [5, 6, 7], 5)) == 5
