@@ -46,7 +46,7 @@ class StatsLine:
         return sum(hit for _, hit in self._lookups) / max(queries, 1)
 
     def set_idle(self) -> None:
-        """No request is left, and no step follows that would say so."""
+        """Reset the gauges: no request is left, and no further step will do it."""
         if self._record is not None:
             self._record = msgspec.structs.replace(
                 self._record, num_running=0, num_waiting=0, num_deferred=0, num_blocks_in_use=0
