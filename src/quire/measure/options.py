@@ -59,8 +59,8 @@ class Workload(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(1, self, "num_prompts", "random_output_len", "prefix_repetition_output_len")
-        _at_least(1, self, "input_len", "output_len", "prefix_repetition_num_prefixes", "timed_trace_chunk_hash_size")
+        _positive(self, "num_prompts", "random_output_len", "prefix_repetition_output_len")
+        _positive(self, "input_len", "output_len", "prefix_repetition_num_prefixes", "timed_trace_chunk_hash_size")
         if not 0 < self.timed_trace_sec_multiplier < INFINITE:
             raise ConfigError(
                 "Illegal value of timed_trace_sec_multiplier",
@@ -95,7 +95,7 @@ class Traffic(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(1, self, "num_rounds", "max_concurrency")
+        _positive(self, "num_rounds", "max_concurrency")
         for name in ("request_rate", "burstiness"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"Illegal value of {name}", value=getattr(self, name), expected="more than 0")
@@ -210,8 +210,8 @@ def given(kind: type, args: argparse.Namespace) -> dict[str, Any]:
     return {f.name: values[f.name] for f in options(kind) if f.name in values}
 
 
-def _at_least(least: int, config: Any, *names: str) -> None:
+def _positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < least:
-            raise ConfigError(f"Illegal value of {name}", value=value, expected=f"{least} or more", param=name)
+        if value is not None and value < 1:
+            raise ConfigError(f"Illegal value of {name}", value=value, expected="1 or more", param=name)
