@@ -61,6 +61,7 @@ class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
     long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] | None = None  # 0: no limit
     max_num_queued_reqs: Positive | None = None
     max_shared_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None  # 0: prompts go in order
+    spec_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None  # most drafts of a request in a step
     slo_ttft: Annotated[float, msgspec.Meta(ge=0)] | None = None  # seconds; 0: no target
     slo_itl: Annotated[float, msgspec.Meta(ge=0)] | None = None
     slo_attainment: Annotated[float, msgspec.Meta(ge=ATTAINMENTS[0], le=ATTAINMENTS[1])] | None = None
@@ -105,6 +106,7 @@ class RequestDelta(msgspec.Struct, omit_defaults=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     queued_seconds: float | None = None  # arrival to first scheduling; with the first delta
+    drafts: tuple[int, int] | None = None  # verified in this step, and how many of them held
     error_code: str | None = None  # QuireError.code of `error`, if it is a QuireError
 
 

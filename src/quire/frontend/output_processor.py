@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from quire import errors
+from quire.config import EngineConfig, max_draft
 from quire.errors import QuireError
 from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.request_state import Continuation, RequestState
@@ -17,7 +19,7 @@ from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.messages import AddRequest, RequestDelta
-from quire.outputs import FinishReason, RequestOutput
+from quire.outputs import FinishReason, RequestOutput, SpecDecodeMetrics
 
 logger = get_logger(__name__)
 
@@ -27,6 +29,13 @@ _ERRORS = {kind.code: kind for kind in vars(errors).values() if isinstance(kind,
 def error_of(code: str | None, message: str) -> QuireError:
     """The exception for an error that crossed the process boundary as a code and a message."""
     return _ERRORS.get(code or "", QuireError)(message)
+
+
+def draft_metrics(config: EngineConfig) -> Callable[[], SpecDecodeMetrics] | None:
+    """What makes the counts of a request's drafts, if they are asked for."""
+    if config.per_request_spec_decode_metrics == "none":
+        return None
+    return partial(SpecDecodeMetrics, max_draft(config), config.per_request_spec_decode_metrics == "detailed")
 
 
 @dataclass(slots=True)
@@ -47,6 +56,7 @@ class OutputProcessor:
         tokenizer: None if outputs are only token ids.
         metrics: gets first tokens, tokens and ends.
         clock: monotonic seconds, the clock of the requests' arrival times.
+        new_draft_metrics: makes what a request's drafts are counted in; None: they are not counted.
     """
 
     def __init__(
@@ -54,12 +64,14 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
+        new_draft_metrics: Callable[[], SpecDecodeMetrics] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.metrics: EngineMetrics = NoMetrics() if metrics is None else metrics
         self.targets = Targets()  # for the metrics
         self.timelines = Timelines()  # of recent requests
         self._clock = clock
+        self._new_draft_metrics = new_draft_metrics
         self._requests: dict[str, RequestState] = {}
         self._continuations: dict[str, Continuation] = {}  # by the engine's request id
 
@@ -74,7 +86,9 @@ class OutputProcessor:
     def add(self, processed: ProcessedRequest) -> None:
         """Expect deltas for this request. Its id must not be in use."""
         assert processed.request_id not in self._requests, f"request id {processed.request_id} is in use"
-        request = RequestState(processed, self._tokenizer, self.timelines, self._clock())
+        new_drafts = self._new_draft_metrics if len(processed.requests) == 1 else None
+        drafts = None if new_drafts is None else new_drafts()
+        request = RequestState(processed, self._tokenizer, self.timelines, self._clock(), drafts)
         self._requests[processed.request_id] = request
         self._continuations |= {child.request_id: child for child in request.continuations}
         self.metrics.on_request_arrived(processed)

@@ -11,7 +11,14 @@ from quire.frontend.text.pipeline import TextPipeline
 from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import AddRequest, RequestDelta
-from quire.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestMetrics, RequestOutput
+from quire.outputs import (
+    CompletionOutput,
+    FinishReason,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SpecDecodeMetrics,
+)
 from quire.sampling_params import RequestOutputKind
 
 
@@ -87,6 +94,8 @@ class Continuation:
         self.logprobs: list[PositionLogprobs] = []
         self.num_tokens = self.num_unsent_tokens = self.num_received = 0
         self.num_preemptions = 0  # by this engine
+        if (drafts := self.request.metrics.spec_decode) is not None:
+            drafts.clear()
 
     def take_tokens(self, delta: RequestDelta) -> None:
         """Add a delta's tokens, up to the one that completes a stop string, their text and their logprobs."""
@@ -134,6 +143,7 @@ class Continuation:
             None if self.logprob_decoder is None else self.logprobs.copy() if self.is_cumulative else self.logprobs,
             self.finish_reason,
             self.stop_reason,
+            spec_decode_metrics=self.request.metrics.spec_decode,
         )
         self.num_unsent_tokens = 0
         if not self.is_cumulative:
@@ -190,11 +200,16 @@ class RequestState:
     )
 
     def __init__(
-        self, processed: ProcessedRequest, tokenizer: Tokenizer | None, timelines: Timelines, now: float
+        self,
+        processed: ProcessedRequest,
+        tokenizer: Tokenizer | None,
+        timelines: Timelines,
+        now: float,
+        drafts: SpecDecodeMetrics | None = None,
     ) -> None:
         self.processed, self.tokenizer = processed, tokenizer
         self.kind = processed.sampling_params.output_kind
-        self.metrics = RequestMetrics(arrival_time=processed.requests[0].arrival_time)
+        self.metrics = RequestMetrics(arrival_time=processed.requests[0].arrival_time, spec_decode=drafts)
         self.timeline = timelines.open(
             processed.request_id, self.metrics, len(processed.prompt_token_ids), len(processed.requests), now
         )
@@ -225,6 +240,8 @@ class RequestState:
             child.num_cached_tokens = child.timeline.num_cached_tokens = delta.num_cached_tokens
             if child.index == 0:
                 self.num_cached_tokens = delta.num_cached_tokens
+        if delta.drafts is not None and self.metrics.spec_decode is not None:
+            self.metrics.spec_decode.add(*delta.drafts)
         if delta.queued_seconds is not None and child.queued_seconds is None:
             child.queued_seconds = self.sent_after + delta.queued_seconds
             if self.metrics.first_scheduled_time is None:

@@ -232,6 +232,16 @@ def serving_text(result: dict[str, Any], report: Report) -> str:
         row(f"Median {short} (ms):", float(result[f"median_{name}_ms"]))
         for p in report.percentiles():
             row(f"P{word(p)} {short} (ms):", float(result[f"p{word(p)}_{name}_ms"]))
+    if "spec_decode_num_drafts" in result:
+        lines.append(f"{'Speculative Decoding':-^{WIDTH}}")
+        row("Acceptance rate (%):", float(result["spec_decode_acceptance_rate"]))
+        row("Acceptance length:", float(result["spec_decode_acceptance_length"]))
+        row("Drafts:", result["spec_decode_num_drafts"])
+        row("Draft tokens:", result["spec_decode_draft_tokens"])
+        row("Accepted tokens:", result["spec_decode_accepted_tokens"])
+        lines.append("Per-position acceptance (%):")
+        for position, rate in enumerate(result["spec_decode_per_position_acceptance_rates"]):
+            row(f"  Position {position}:", 100 * rate)
     lines.append("=" * WIDTH)
     return "\n".join([*lines, *_own_lines(result)])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from quire.measure.prepared_load import PreparedLoad
 from quire.measure.workload import BenchRequest
 from quire.model_config import load_model_config
 
+# Of vLLM and of Quire, in Prometheus' text format.
+_DRAFT_SERIES = re.compile(r"^vllm:spec_decode_num_(\w+)_total\{(.*)\} (\S+)$", re.MULTILINE)
+_POSITION = re.compile(r'\bposition="(\d+)"')
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
@@ -189,6 +193,7 @@ def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple
         load = server.prepare(workload, traffic)
         rounds = [load.requests(workload.seed + i) for i in range(traffic.num_rounds)]
         runner.run(warm_up(server, load))
+        drafts_before = runner.run(draft_counts(server))
         progress = bar(sum(map(len, rounds)))
         try:
             runs = [
@@ -197,6 +202,7 @@ def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple
             ]
         finally:
             progress.close()
+        drafts = speculation_result(drafts_before, runner.run(draft_counts(server)))
     prompts = [str(request.prompt) for requests in rounds for request in requests]
     facts = {
         "model_id": server.model_id,
@@ -204,8 +210,43 @@ def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple
         "num_requests_sent": len(prompts),
         "num_unique_prompts": len(set(prompts)),
         "hardware_limit": hardware_limit(server, runs),
+        **drafts,
     }
     return runs, facts
+
+
+async def draft_counts(server: Server) -> dict[str, float]:
+    """What the server has counted of drafts, over all engines; nothing where it does not speculate or does not say."""
+    client = server.client()
+    try:
+        text = (await client.request("GET", "/metrics")).decode()
+    except (OSError, HttpError, ValueError):
+        return {}
+    finally:
+        client.close()
+    counts: dict[str, float] = {}
+    for name, labels, value in _DRAFT_SERIES.findall(text):
+        position = _POSITION.search(labels)
+        key = name if position is None else position[1]
+        counts[key] = counts.get(key, 0.0) + float(value)
+    return counts
+
+
+def speculation_result(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    """What became of the drafts between two readings, under vLLM's keys; nothing without drafts."""
+    counts = {name: int(value - before.get(name, 0.0)) for name, value in after.items()}
+    if not counts.get("drafts"):
+        return {}
+    num_drafts, num_tokens, num_accepted = (counts[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    positions = sorted((name for name in counts if name.isdigit()), key=int)
+    return {
+        "spec_decode_acceptance_rate": 100 * num_accepted / max(num_tokens, 1),
+        "spec_decode_acceptance_length": 1 + num_accepted / num_drafts,
+        "spec_decode_num_drafts": num_drafts,
+        "spec_decode_draft_tokens": num_tokens,
+        "spec_decode_accepted_tokens": num_accepted,
+        "spec_decode_per_position_acceptance_rates": [counts[name] / num_drafts for name in positions],
+    }
 
 
 def hardware_limit(server: Server, runs: Sequence[Run]) -> dict[str, Any] | None:

@@ -19,6 +19,39 @@ logger = get_logger(__name__)
 HIT_RATE_STEPS = 1000
 
 
+class DraftCounts:
+    """What became of the drafts of some steps."""
+
+    def __init__(self) -> None:
+        self._num_drafts = self._num_tokens = self._num_accepted = 0
+        self._per_position: list[int] = []
+
+    def add(self, record: StepRecord) -> None:
+        """Count one step."""
+        self._num_drafts += record.num_drafts
+        self._num_tokens += record.num_draft_tokens
+        self._num_accepted += record.num_accepted_tokens
+        lacking = len(record.accepted_per_position) - len(self._per_position)
+        self._per_position += [0] * lacking
+        for position, count in enumerate(record.accepted_per_position):
+            self._per_position[position] += count
+
+    def parts(self, seconds: float) -> list[str]:
+        """For the statistics line; nothing without drafts. vLLM's words, of which scripts grep the first."""
+        if not self._num_drafts:
+            return []
+        shares = (f"{count / self._num_drafts:.3f}" for count in self._per_position)
+        return [
+            f"SpecDecoding metrics: Mean acceptance length: {1 + self._num_accepted / self._num_drafts:.2f}",
+            f"Accepted throughput: {self._num_accepted / seconds:.2f} tokens/s",
+            f"Drafted throughput: {self._num_tokens / seconds:.2f} tokens/s",
+            f"Accepted: {self._num_accepted} tokens",
+            f"Drafted: {self._num_tokens} tokens",
+            f"Per-position acceptance rate: {', '.join(shares)}",
+            f"Avg Draft acceptance rate: {100 * self._num_accepted / max(self._num_tokens, 1):.1f}%",
+        ]
+
+
 class StatsLine:
     """Sums up the steps since the last line."""
 
@@ -26,6 +59,7 @@ class StatsLine:
         self._prefix, self.device = f"Engine {engine}", device
         self._last_time = time.monotonic() if now is None else now
         self._num_prompt = self._num_generated = self._num_preemptions = 0
+        self._drafts = DraftCounts()
         self._lookups: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_STEPS)
         self._record: StepRecord | None = None
         self._was_idle = True
@@ -36,6 +70,8 @@ class StatsLine:
         self._num_prompt += record.num_prefill_tokens
         self._num_generated += record.num_sampled_tokens
         self._num_preemptions += record.num_preemptions
+        if record.num_drafts:
+            self._drafts.add(record)
         if record.prefix_cache_queries:
             self._lookups.append((record.prefix_cache_queries, record.prefix_cache_hits))
 
@@ -73,7 +109,9 @@ class StatsLine:
             *([f"Preemptions: {self._num_preemptions}"] if self._num_preemptions else []),
             f"{self.device} KV cache usage: {100 * record.num_blocks_in_use / max(record.num_blocks_total, 1):.1f}%",
             f"Prefix cache hit rate: {100 * self.prefix_cache_hit_rate:.1f}%",
+            *self._drafts.parts(seconds),
         ]
+        self._drafts = DraftCounts()
         self._num_prompt = self._num_generated = self._num_preemptions = 0
         return level, f"{self._prefix}: " + ", ".join(parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
+from dataclasses import replace
 from typing import Protocol
 
 from prometheus_client import (
@@ -27,6 +28,8 @@ from quire.metrics.registry import (
     CACHE_CONFIG_LABELS,
     KV_BLOCK_METRICS,
     METRICS,
+    POSITION,
+    SPECULATION_METRICS,
     UP_TO_MODEL_LEN,
     Metric,
     steps_up_to,
@@ -94,6 +97,7 @@ class PrometheusMetrics:
         model: for estimates of work; None: there are none.
         legacy_names: show the old names too.
         kv_blocks: show the lifetimes of KV blocks.
+        max_draft: tokens of the longest draft; 0: there are no drafts, and no metrics of drafts.
 
     Attributes:
         engines: the front end's EngineMetrics of each engine, by its index.
@@ -108,10 +112,16 @@ class PrometheusMetrics:
         *,
         legacy_names: bool = False,
         kv_blocks: bool = False,
+        max_draft: int = 0,
     ) -> None:
         self.registry = CollectorRegistry()
         self._max_model_len = max_model_len
         declared = METRICS + (KV_BLOCK_METRICS if kv_blocks else ())
+        if max_draft:
+            positions = tuple(map(str, range(max_draft)))
+            declared += tuple(
+                replace(metric, values=positions if metric.label == POSITION else ()) for metric in SPECULATION_METRICS
+            )
         families = {metric: self._add(metric) for metric in declared}
         info = CACHE_CONFIG_INFO
         cache_config = Gauge(info.name, info.help, (*info.common, *CACHE_CONFIG_LABELS), registry=self.registry)
@@ -248,6 +258,14 @@ class EngineSeries:
         self._count("vllm:prefix_cache_queries", record.prefix_cache_queries)
         self._count("vllm:prefix_cache_hits", record.prefix_cache_hits)
         self._count("vllm:num_preemptions", record.num_preemptions)
+        if record.num_drafts:
+            self._count("vllm:spec_decode_num_drafts", record.num_drafts)
+            self._count("vllm:spec_decode_num_draft_tokens", record.num_draft_tokens)
+            self._count("vllm:spec_decode_num_accepted_tokens", record.num_accepted_tokens)
+            for position, count in enumerate(record.accepted_per_position):
+                self._count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
+        if record.num_draft_failures:
+            self._count("quire_spec_decode_draft_failures", record.num_draft_failures)
         if self._arithmetic is not None and record.pairs:
             demand = self._arithmetic.demand(load_of(record))
             self._count("vllm:estimated_flops_per_gpu", demand.flops)

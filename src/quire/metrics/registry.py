@@ -363,6 +363,27 @@ KV_BLOCK_METRICS = (
     ),
 )
 
+# Only of servers that speculate, as in vLLM. The values of the label are the positions up to the longest draft.
+POSITION = "position"
+SPECULATION_METRICS = (
+    Metric("vllm:spec_decode_num_drafts", "counter", "drafts", "Drafts that were verified: one per request and step."),
+    Metric("vllm:spec_decode_num_draft_tokens", "counter", "tokens", "Tokens of these drafts."),
+    Metric("vllm:spec_decode_num_accepted_tokens", "counter", "tokens", "Tokens of these drafts that held."),
+    Metric(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "counter",
+        "tokens",
+        "The same by their position in the draft, from 0.",
+        label=POSITION,
+    ),
+    Metric(
+        "quire_spec_decode_draft_failures",
+        "counter",
+        "requests",
+        "Requests that went on without drafts because their drafter failed.",
+    ),
+)
+
 # Labels of vLLM's CacheConfig that have a meaning here. Like vLLM, "None" stands for a setting that was not given.
 CACHE_CONFIG_INFO = Metric("vllm:cache_config_info", "gauge", "", "The KV cache's settings, as labels; 1 once ready.")
 CACHE_CONFIG_LABELS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -233,5 +234,7 @@ def shown_setting(name: str, value: Any) -> str:
     """A value for people: bytes with their size in GiB, counts with commas."""
     if name.endswith("_bytes") and isinstance(value, int):
         return f"{value:,} ({shown_bytes(value)})"
+    if isinstance(value, dict):
+        return json.dumps(value)
     is_count = isinstance(value, int) and not isinstance(value, bool) and name != "port"
     return f"{value:,}" if is_count else str(value)

@@ -106,6 +106,7 @@ def show_ready(
             model=model_name,
             memory=memory.as_dict(),
             chosen=choices,
+            speculation=settings["speculative_config"]["value"],
             expected={name: settings[name]["value"] for name in EXPECTED},
             seconds_by_phase=seconds,
         )
@@ -118,6 +119,7 @@ def show_ready(
         *_labelled("memory", [memory.plan()], style),
         *_labelled("fits", memory.capacity(), style),
         *_labelled("chosen", _flowed([*items, WHY]), style),
+        *_labelled("drafts", _drafts(settings["speculative_config"]), style),
         *_labelled("expect", _expectation(*(settings[name]["value"] for name in (*EXPECTED, "max_num_seqs"))), style),
         "",
         *_labelled(
@@ -130,6 +132,13 @@ def show_ready(
         "",
     ]
     _print(lines)
+
+
+def _drafts(setting: dict[str, Any]) -> Iterator[str]:
+    """Nothing where nothing drafts."""
+    if (speculation := setting["value"]) is not None:
+        by = f"{speculation['method']} ({speculation['model']})" if "model" in speculation else speculation["method"]
+        yield f"{by}, at most {speculation['num_speculative_tokens']} tokens a step ({setting['source']})"
 
 
 def _expectation(of_one: float, of_all: float, waited: float, num_users: int) -> Iterator[str]:
