@@ -166,12 +166,12 @@ class SpeculativeConfig:
         )
 
     def effective(self) -> dict[str, Any]:
-        """The fields that have an effect, by name, for people and JSON."""
+        """The fields that have an effect, by name, for the screen and JSON."""
         shown = {name: getattr(self, name) for name in keys_of(self.method)}
         return {name: value for name, value in shown.items() if value is not None and value != ()}
 
     def describe(self) -> str:
-        """What it does, in a sentence without a full stop."""
+        """One sentence about the effect, without a full stop."""
         does = {
             "ngram": "drafts what followed the last tokens where the request's own text had them before "
             f"({self.prompt_lookup_min} to {self.prompt_lookup_max} tokens have to be alike)",
