@@ -1,4 +1,4 @@
-"""The statistics line that people grep for, in vLLM's words, from the step records."""
+"""The statistics line of the log, in vLLM's words, from the step records."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quire.schedule import StepRecord
 
 logger = get_logger(__name__)
 
-# The hit rate speaks of recent prompts: of the last steps that looked any up.
+# The hit rate covers the prompts of the last steps with a lookup.
 HIT_RATE_STEPS = 1000
 
 
 class DraftCounts:
-    """What became of the drafts of some steps."""
+    """The fate of the drafts of some steps."""
 
     def __init__(self) -> None:
         self._num_drafts = self._num_tokens = self._num_accepted = 0
@@ -37,7 +37,7 @@ class DraftCounts:
             self._per_position[position] += count
 
     def parts(self, seconds: float) -> list[str]:
-        """For the statistics line; nothing without drafts. vLLM's words, of which scripts grep the first."""
+        """Parts of the statistics line in vLLM's words, because scripts grep the first; none without drafts."""
         if not self._num_drafts:
             return []
         shares = (f"{count / self._num_drafts:.3f}" for count in self._per_position)
@@ -77,12 +77,12 @@ class StatsLine:
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Of recent prompts, 0 to 1."""
+        """The hit rate of recent prompts, 0 to 1."""
         queries = sum(queried for queried, _ in self._lookups)
         return sum(hit for _, hit in self._lookups) / max(queries, 1)
 
     def set_idle(self) -> None:
-        """No request is left, and no step will say so."""
+        """Reset the gauges: no request is left, and no further step will do it."""
         if self._record is not None:
             self._record = msgspec.structs.replace(
                 self._record, num_running=0, num_waiting=0, num_deferred=0, num_blocks_in_use=0
@@ -91,7 +91,7 @@ class StatsLine:
     def take(self, now: float) -> tuple[int, str] | None:
         """Log level and text for the time since the last call; None before the first step.
 
-        INFO while there is work and once after it, DEBUG when idle. `now` in monotonic seconds.
+        The level is INFO during work and once after it, and DEBUG when idle. `now`: monotonic seconds.
         """
         seconds, self._last_time = max(now - self._last_time, 1e-9), now
         record = self._record
