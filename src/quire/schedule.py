@@ -12,6 +12,8 @@ from quire.sampling_params import SamplingParams
 
 T_co = TypeVar("T_co", covariant=True)
 
+UNDRAFTED = -1  # in place of a draft that the worker is to make, in the step that verifies it
+
 
 @dataclass(slots=True)
 class NewRow:
@@ -46,7 +48,8 @@ class ScheduledBatch:
     num_computed_tokens: list[int] = field(default_factory=list)  # before this step
     num_scheduled_tokens: list[int] = field(default_factory=list)
     num_logits: list[int] = field(default_factory=list)
-    draft_token_ids: list[Sequence[int]] = field(default_factory=list)  # the last of the row's scheduled tokens; or ()
+    # Per row, the last of its scheduled tokens, or (). UNDRAFTED for all of a row: the worker's drafter makes them.
+    draft_token_ids: list[Sequence[int]] = field(default_factory=list)
     new_block_ids: list[list[int]] = field(default_factory=list)  # appended to those of the row; [] for new rows
     new_rows: list[NewRow] = field(default_factory=list)
     removed_request_ids: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last batch
@@ -78,6 +81,8 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     vectors: dict[int, list[float]] = field(default_factory=dict)  # row -> what NewRow.wants_vector asks for
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
+    draft_failures: dict[int, str] = field(default_factory=dict)  # row -> why UNDRAFTED drafts of it are no guesses
+    draft_seconds: float = 0.0  # of the worker's drafter
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0

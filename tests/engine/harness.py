@@ -14,7 +14,7 @@ import quire.demo
 from quire.engine.core import EngineCore
 from quire.engine.executor import ThreadExecutor
 from quire.formats.kv_format import kv_format
-from quire.formats.kv_groups import kv_groups, num_tables
+from quire.formats.kv_groups import DrafterLayers, kv_groups, num_tables
 from quire.formats.weight_format import ON_LOAD
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
@@ -28,9 +28,11 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.proposer import Proposer
 from quire.scheduler.scheduler import Scheduler
 from quire.worker import kv_cache
-from quire.worker.accelerator import Host
+from quire.worker.accelerator import Device, Host
 from quire.worker.cuda_graphs import StepGraphs, in_order
 from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.draft_model import DraftModel
+from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import InputBatch, Padding
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
@@ -40,6 +42,7 @@ from tests.quantization.checkpoints import Format, write_quantized
 from tests.worker.fake_accelerator import FakeAccelerator
 
 EOS = 2
+MOST_DRAFTS = 8  # of a draft model
 CHECKPOINT = "gptq"  # the demo model as a quantized checkpoint, of the form with the most parts
 CHECKPOINT_FORMAT = Format(method="gptq", group_size=32, has_zeros=True, has_order=True)
 
@@ -55,6 +58,14 @@ def demo_model(precision: str, max_model_len: int | None) -> tuple[ModelConfig, 
             write_quantized(quire.demo.path("target"), Path(folder), CHECKPOINT_FORMAT)
             return _load(Path(folder), precision, max_model_len)
     return _load(quire.demo.path("target"), precision, max_model_len)
+
+
+@cache
+def demo_draft(precision: str) -> tuple[ModelConfig, Decoder]:
+    """The bundled draft model. Of CHECKPOINT: as it is, in bfloat16."""
+    config, model = _load(quire.demo.path("draft"), "bfloat16" if precision == CHECKPOINT else precision, None)
+    assert isinstance(model, Decoder)
+    return config, model
 
 
 def _load(folder: Path, precision: str, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
@@ -95,6 +106,7 @@ class Schedule:
     graph_sizes: tuple[int, ...] = ()  # of decode batches, there
     mixed_sizes: tuple[int, ...] = ()  # tokens of mixed steps that are captured
     proposer: Proposer | None = None
+    drafts_greedily: bool | None = None  # the bundled draft model drafts so; None: it does not
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
@@ -107,8 +119,13 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
     dtype: torch.dtype = getattr(
         torch, kv_format(schedule.kv_cache_dtype, str(dtype_of(precision)).removeprefix("torch.")).torch_dtype
     )
-    cache = kv_cache.allocate(kv_groups(config), schedule.num_blocks, schedule.block_size, dtype, torch.device("cpu"))
-    for tensor in (tensor for layer in cache.layers for tensor in layer.tensors()):
+    drafter = None
+    if schedule.drafts_greedily is not None:
+        specs = tuple(demo_draft(precision)[0].kv_specs())
+        drafter = DrafterLayers(specs, kv_format("auto", str(dtype_of(precision)).removeprefix("torch.")), 0)
+    sizes = (schedule.num_blocks, schedule.block_size, dtype)
+    cache = kv_cache.allocate(kv_groups(config), *sizes, torch.device("cpu"), drafter)
+    for tensor in (tensor for layer in cache.layers + cache.drafter_layers for tensor in layer.tensors()):
         if tensor.dtype != torch.int8:
             tensor.copy_(torch.tensor(float("nan")))  # a slot read before it is written must show
     kv = KVCacheManager(
@@ -121,7 +138,7 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
     limits = SchedulerLimits(
         max_num_seqs=schedule.max_num_seqs, max_num_batched_tokens=schedule.chunk, max_model_len=config.max_model_len
     )
-    executor = _executor(schedule, config, model, cache)
+    executor = _executor(schedule, config, model, cache, precision)
     scheduler = Scheduler(
         limits,
         kv,
@@ -131,13 +148,16 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
     return EngineCore(scheduler, executor, depth=schedule.depth)
 
 
-def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache) -> Executor:
+def _executor(
+    schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache, precision: str
+) -> Executor:
     tables = num_tables(kv_groups(config))
     sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size, tables)
     if (accelerator := schedule.accelerator) is None:
         inputs = InputBatch(*sizes)
         recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
-        runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded)
+        drafter = _drafter(schedule, precision, cache, inputs, Host())
+        runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded, drafter)
         return runner if schedule.depth == 1 else ThreadExecutor([runner])
     max_tokens = max(schedule.chunk, *sizes[:1])
     inputs = DeviceInputBatch(*sizes, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth)
@@ -147,7 +167,27 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
         captured += [Padding(size, min(sizes[0], size - 1)) for size in schedule.mixed_sizes if size <= max_tokens]
         graphs = StepGraphs(model, cache.layers, inputs, accelerator, in_order(captured))
         graphs.capture()
-    return ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, graphs)
+    drafter = _drafter(schedule, precision, cache, inputs, accelerator)
+    return ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, graphs, drafter)
+
+
+def _drafter(
+    schedule: Schedule, precision: str, cache: PagedCache, inputs: InputBatch, device: Device
+) -> DraftModel | None:
+    if schedule.drafts_greedily is None:
+        return None
+    _, model = demo_draft(precision)
+    captured = RecordedSteps(model, inputs, cache.drafter_layers) if isinstance(device, Host) else None
+    return DraftModel(
+        ForwardPass(model, cache.drafter_layers, inputs, captured),
+        inputs,
+        device,
+        table=0,
+        num_pages=schedule.num_blocks,
+        max_tokens=max(schedule.chunk, schedule.max_num_seqs),
+        max_drafts=MOST_DRAFTS,
+        is_greedy=schedule.drafts_greedily,
+    )
 
 
 def run(

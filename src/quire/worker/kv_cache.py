@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from quire.formats.kv_format import KV_FORMATS
-from quire.formats.kv_groups import KvGroup, kv_groups, page_bytes
+from quire.formats.kv_groups import DrafterLayers, KvGroup, kv_groups, page_bytes
 from quire.forward_batch import LayerCache
 from quire.kernels import gpu
 from quire.kernels.weight_memory import map_huge_pages
@@ -33,10 +33,12 @@ class PagedCache:
         pages: uint8 [B, bytes of a page]. A block of tokens is one piece of memory.
         layers: views of it, by layer that keeps something. What a layer has in a page lies side by side: K, V, and
             scales of both.
+        drafter_layers: the same of a drafter, whose layers lie behind those of the model in the pages of one table.
     """
 
     pages: Tensor
     layers: list[LayerCache]
+    drafter_layers: list[LayerCache] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -55,19 +57,30 @@ class PagedCache:
 
 
 def allocate(
-    groups: Sequence[KvGroup], num_pages: int, block_size: int, dtype: torch.dtype, device: torch.device
+    groups: Sequence[KvGroup],
+    num_pages: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    drafter: DrafterLayers | None = None,
 ) -> PagedCache:
     """An uninitialised cache of `dtype`, int8 with scales. On CPU the memory, in huge pages where there are some, is
     taken by the operating system when first written."""
     kv = next(kv for kv in KV_FORMATS.values() if kv.torch_dtype == str(dtype).removeprefix("torch."))
-    pages = _empty_pages(num_pages, page_bytes(groups, kv, block_size), device)
+    begin = page_bytes(groups, kv, block_size)
+    pages = _empty_pages(num_pages, begin + (0 if drafter is None else drafter.page_bytes(block_size)), device)
     layers: dict[int, LayerCache] = {}
     tables = [(group, of_table) for group in groups for of_table in group.tables()]
     for table, (group, of_table) in enumerate(tables):
         layer_bytes = block_size * group.spec.bytes_per_token(kv)
         for at, layer in enumerate(of_table):
             layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype, table)
-    return PagedCache(pages, [layers[layer] for layer in range(len(layers))])
+    drafter_layers = []
+    for spec in () if drafter is None else drafter.specs:
+        drafter_dtype = getattr(torch, drafter.kv.torch_dtype)
+        drafter_layers.append(_layer_cache(pages[:, begin:], spec, block_size, drafter_dtype, drafter.table))
+        begin += block_size * spec.bytes_per_token(drafter.kv)
+    return PagedCache(pages, [layers[layer] for layer in range(len(layers))], drafter_layers)
 
 
 def allocate_for(model: ModelConfig, form: ModelSettings, num_pages: int, device: torch.device) -> PagedCache:
