@@ -32,7 +32,6 @@ from quire.worker.accelerator import Device, Host
 from quire.worker.cuda_graphs import StepGraphs, in_order
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.draft_model import DraftModel
-from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import InputBatch, Padding
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
@@ -148,9 +147,7 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
     return EngineCore(scheduler, executor, depth=schedule.depth)
 
 
-def _executor(
-    schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache, precision: str
-) -> Executor:
+def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache, precision: str) -> Executor:
     tables = num_tables(kv_groups(config))
     sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size, tables)
     if (accelerator := schedule.accelerator) is None:
@@ -178,16 +175,8 @@ def _drafter(
         return None
     _, model = demo_draft(precision)
     captured = RecordedSteps(model, inputs, cache.drafter_layers) if isinstance(device, Host) else None
-    return DraftModel(
-        ForwardPass(model, cache.drafter_layers, inputs, captured),
-        inputs,
-        device,
-        table=0,
-        num_pages=schedule.num_blocks,
-        max_tokens=max(schedule.chunk, schedule.max_num_seqs),
-        max_drafts=MOST_DRAFTS,
-        is_greedy=schedule.drafts_greedily,
-    )
+    limits = {"max_tokens": schedule.chunk, "max_drafts": MOST_DRAFTS}
+    return DraftModel(model, cache, inputs, device, captured, **limits, is_greedy=schedule.drafts_greedily)
 
 
 def run(

@@ -17,12 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.models.registry import CausalLM
 from quire.sampling.sampler import Sampler
 from quire.schedule import ScheduledBatch
 from quire.worker.accelerator import Device
+from quire.worker.captured_steps import CapturedSteps
 from quire.worker.drafter import ANY_TOKEN, Drafted
 from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import InputBatch, StepRows
+from quire.worker.kv_cache import PagedCache
 
 _NO_DISTRIBUTION = "The draft model's logits are not numbers (NaN) or infinite, or no token is left to draft"
 
@@ -31,10 +34,9 @@ class DraftModel:
     """See Drafter.
 
     Args:
-        forward_pass: of the draft model, on its layers of the cache.
+        cache: of the target, with layers of the model.
         inputs: of the target.
-        table: the block table that says where its keys and values are.
-        num_pages: of the cache.
+        captured: forward passes of the model that are repeated instead of run.
         max_tokens: of one forward pass.
         max_drafts: of one row.
         is_greedy: it drafts its likeliest token, however the request samples.
@@ -42,24 +44,26 @@ class DraftModel:
 
     def __init__(
         self,
-        forward_pass: ForwardPass,
+        model: CausalLM,
+        cache: PagedCache,
         inputs: InputBatch,
         device: Device,
+        captured: CapturedSteps | None = None,
         *,
-        table: int,
-        num_pages: int,
         max_tokens: int,
         max_drafts: int,
         is_greedy: bool,
     ) -> None:
-        self._pass, self._inputs, self._device = forward_pass, inputs, device
-        self._table, self._max_tokens, self._is_greedy = table, max_tokens, is_greedy
+        self._inputs, self._device = inputs, device
+        self.forward_pass = ForwardPass(model, cache.drafter_layers, inputs, captured)
+        self._table = cache.drafter_layers[0].table
+        self._max_tokens, self._is_greedy = max_tokens, is_greedy
         self._sampler = Sampler(inputs.sampling)
         capacity = len(inputs.num_tokens)
         # Of each row: true tokens that the model has computed, and the drafts that it has computed behind them.
         self._num_computed_C = np.zeros(capacity, dtype=np.int64)
         self._computed_drafts_CK = np.full((capacity, max_drafts), -1, dtype=np.int64)
-        self._is_computed_B = np.zeros(num_pages, dtype=np.bool_)  # all tokens of the page
+        self._is_computed_B = np.zeros(len(cache.pages), dtype=np.bool_)  # all tokens of the page
 
     def follow(self, batch: ScheduledBatch) -> None:
         """See Drafter: what a page held is forgotten when it is handed out for tokens to come."""
@@ -114,7 +118,7 @@ class DraftModel:
 
     def _refusals(self, rows: Sequence[int], counts: Sequence[int]) -> dict[int, str]:
         """Rows that are beyond what the model was made for."""
-        inputs, config = self._inputs, self._pass.model.config
+        inputs, config = self._inputs, self.forward_pass.model.config
         refused: dict[int, str] = {}
         for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
             length = int(inputs.num_tokens[row])
@@ -146,7 +150,7 @@ class DraftModel:
             some_S = piece_S > 0
             none = np.zeros(0, dtype=np.int64)
             step = StepRows(rows_S[some_S], starts_S[some_S], piece_S[some_S], none)
-            self._pass.hidden(step, self._pass.stage(step))
+            self.forward_pass.hidden(step, self.forward_pass.stage(step))
             starts_S = starts_S + piece_S
         return starts_S
 
@@ -162,8 +166,10 @@ class DraftModel:
         inputs, state = self._inputs, self._inputs.sampling
         step = StepRows(rows_R, starts_R, ends_R - starts_R, np.arange(len(rows_R)))
         offsets_R = np.full(len(rows_R), offset)
-        staged = self._pass.stage(step, () if self._is_greedy else self._sampler.host_parameters(rows_R, offsets_R))
-        logits_RV = self._pass.logits(staged, self._pass.hidden(step, staged))
+        staged = self.forward_pass.stage(
+            step, () if self._is_greedy else self._sampler.host_parameters(rows_R, offsets_R)
+        )
+        logits_RV = self.forward_pass.logits(staged, self.forward_pass.hidden(step, staged))
         if logits_RV.shape[1] != state.vocab_size:
             # What one of both has more is padding.
             own_RV, width = logits_RV, min(logits_RV.shape[1], state.vocab_size)

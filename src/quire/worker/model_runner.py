@@ -42,7 +42,7 @@ PROMPT_LOGPROBS_CHUNK = 64
 
 def _failed(counts: Sequence[int], error: Exception) -> Drafted:
     """No drafts, because of an error that nobody has to care for."""
-    logger.warning("the drafter failed: %s", error, exc_info=error)
+    logger.warning("The drafter failed: %s", error, exc_info=error)
     why = f"The drafter failed ({type(error).__name__})"
     return Drafted([[ANY_TOKEN] * count for count in counts], dict.fromkeys(range(len(counts)), why))
 
