@@ -36,6 +36,7 @@ from quire.option import (
     parse_human_int,
     parse_length,
 )
+from quire.speculative_config import SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
@@ -255,6 +256,7 @@ class EngineConfig:
     kv_cache_metrics: bool = option(False, "Histograms of how long KV blocks keep their content, in /metrics.")
     kv_cache_metrics_sample: float = option(0.01, "Share of the KV blocks that these histograms follow, in (0, 1].")
     tensor_parallel_size: int = option(1, "Devices per replica; 1 in this version.", flags=("-tp",))
+    speculative_config: SpeculativeConfig | None = None
     sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
 
     def __post_init__(self) -> None:

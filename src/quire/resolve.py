@@ -189,6 +189,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             watermark=config.watermark,
             kv_cache_metrics=config.kv_cache_metrics,
             kv_cache_metrics_sample=config.kv_cache_metrics_sample,
+            speculation=config.speculative_config,
         ),
         record,
     )

@@ -12,7 +12,7 @@ from quire.sampling_params import SamplingParams
 
 T_co = TypeVar("T_co", covariant=True)
 
-UNDRAFTED = -1  # in place of a draft that the worker is to make, in the step that verifies it
+UNDRAFTED = -1  # the place of a draft that the worker makes, within the step that verifies it
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class ScheduledBatch:
     num_computed_tokens: list[int] = field(default_factory=list)  # before this step
     num_scheduled_tokens: list[int] = field(default_factory=list)
     num_logits: list[int] = field(default_factory=list)
-    # Per row, the last of its scheduled tokens, or (). UNDRAFTED for all of a row: the worker's drafter makes them.
+    # The last of the row's scheduled tokens, or (). They may be UNDRAFTED: such tokens the worker drafts first.
     draft_token_ids: list[Sequence[int]] = field(default_factory=list)
     new_block_ids: list[list[int]] = field(default_factory=list)  # appended to those of the row; [] for new rows
     new_rows: list[NewRow] = field(default_factory=list)
@@ -81,7 +81,8 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     vectors: dict[int, list[float]] = field(default_factory=dict)  # row -> what NewRow.wants_vector asks for
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
-    draft_failures: dict[int, str] = field(default_factory=dict)  # row -> why UNDRAFTED drafts of it are no guesses
+    # row -> why UNDRAFTED tokens got no drafts that are worth verifying. The row has its tokens, as ever.
+    draft_failures: dict[int, str] = field(default_factory=dict)
     draft_seconds: float = 0.0  # of the worker's drafter
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
@@ -156,3 +157,9 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     kv_tokens: tuple[int, ...] = ()
     pairs: tuple[int, ...] = ()
     evicted_blocks: list[EvictedBlock] | None = None  # None: without --kv-cache-metrics
+    # What became of drafts, as scheduler.speculation.DraftCounts.
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    num_draft_failures: int = 0

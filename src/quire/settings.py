@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from quire.config import EngineConfig, ServerConfig
 from quire.formats.kv_format import kv_format
 from quire.option import Source, options
+from quire.speculative_config import SpeculativeConfig
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -129,6 +130,7 @@ class SchedulerSettings:
     watermark: float
     kv_cache_metrics: bool
     kv_cache_metrics_sample: float
+    speculation: SpeculativeConfig | None
 
     @property
     def depth(self) -> int:

@@ -27,6 +27,7 @@ from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.proposer import Proposer
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import Speculation
 from quire.worker import kv_cache
 from quire.worker.accelerator import Device, Host
 from quire.worker.cuda_graphs import StepGraphs, in_order
@@ -41,7 +42,7 @@ from tests.quantization.checkpoints import Format, write_quantized
 from tests.worker.fake_accelerator import FakeAccelerator
 
 EOS = 2
-MOST_DRAFTS = 8  # of a draft model
+MOST_DRAFTS = 9  # of a request in a step
 CHECKPOINT = "gptq"  # the demo model as a quantized checkpoint, of the form with the most parts
 CHECKPOINT_FORMAT = Format(method="gptq", group_size=32, has_zeros=True, has_order=True)
 
@@ -142,7 +143,7 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
         limits,
         kv,
         rope_switches_after=config.rope.switches_after(config.max_model_len),
-        proposer=schedule.proposer,
+        speculation=None if schedule.proposer is None else Speculation(schedule.proposer, MOST_DRAFTS),
     )
     return EngineCore(scheduler, executor, depth=schedule.depth)
 

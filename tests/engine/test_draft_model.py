@@ -21,7 +21,7 @@ from quire.request import Request
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
-from quire.schedule import UNDRAFTED
+from quire.spec_decode.by_worker import DraftedByWorker
 from quire.worker import kv_cache
 from quire.worker.accelerator import Host
 from quire.worker.draft_model import DraftModel
@@ -35,15 +35,15 @@ from tests.examples import examples
 from tests.worker.fake_accelerator import FakeAccelerator
 
 
-class ByWorker:
-    """Leaves all drafts to the worker; sometimes fewer, or none."""
+class ByWorker(DraftedByWorker):
+    """Up to `most` drafts; with a seed sometimes fewer, or none."""
 
     def __init__(self, most: int = 5, seed: int | None = None) -> None:
         self.most, self._random = most, None if seed is None else Random(seed)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         most = min(most, self.most)
-        return [UNDRAFTED] * (most if self._random is None else self._random.randint(0, most))
+        return super().propose(request, most if self._random is None else self._random.randint(0, most))
 
 
 @pytest.mark.parametrize("is_greedy", [False, True])

@@ -19,6 +19,7 @@ from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import NO_PAGE, BlockTable, KVCacheManager
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.speculation import Speculation
 from quire.settings import SchedulingPolicy
 from tests.guesser import Guesser
 
@@ -125,7 +126,7 @@ class Driver:
             policy=policy,
             enable_chunked_prefill=enable_chunked_prefill,
             rope_switches_after=rope_switches_after,
-            proposer=proposer,
+            speculation=None if proposer is None else Speculation(proposer, proposer.longest),
             room_within=None if cost is None else cost.room_within,
             clock=clock,
         )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quire.messages import SetLimits, unpack
+from quire.schedule import Pending, ScheduledBatch, StepResult
 from tests.guesser import Guesser
 from tests.scheduler.driver import Driver, request
 from tests.scheduler.test_sameness import LENGTHS, SIZE, mixed, prompt
@@ -180,3 +181,61 @@ def test_the_record_counts_drafts_as_decoding() -> None:
     assert sum(record.num_prefill_tokens for record in records) <= 5
     assert sum(record.num_sampled_tokens for record in records) <= 30
     assert max(record.num_decode_tokens for record in records) > 1
+
+
+def test_the_record_says_what_became_of_drafts() -> None:
+    driver = Driver(proposer=Guesser(0.7))
+    for i in range(3):
+        driver.add(request(f"r{i}", prompt(5, i), max_tokens=30))
+    records = []
+
+    def note(index: int) -> None:
+        if driver.core.last_record is not None:
+            records.append(driver.core.last_record)
+
+    driver.run(note)
+    drafts = [drafts for batch in driver.batches[:-1] for drafts in batch.draft_token_ids if drafts]
+    assert sum(record.num_drafts for record in records) == len(drafts)
+    assert sum(record.num_draft_tokens for record in records) == sum(map(len, drafts))
+    for record in records:
+        assert sum(record.accepted_per_position) == record.num_accepted_tokens <= record.num_draft_tokens
+        assert list(record.accepted_per_position) == sorted(record.accepted_per_position, reverse=True)
+        assert max(record.accepted_per_position, default=0) <= record.num_drafts
+    assert sum(record.num_accepted_tokens for record in records) > 10
+
+
+def test_the_proposer_is_told_of_every_end() -> None:
+    guesser = Guesser(1.0)
+    driver = Driver(proposer=guesser, row_failure=lambda request_id: "bad row" if request_id == "bad" else None)
+    for name in ("a", "b", "bad", "gone"):
+        driver.add(request(name, prompt(5), max_tokens=9))
+    driver.step()
+    driver.core.abort(["gone"])
+    driver.run()
+    assert sorted(guesser.forgotten) == ["a", "b", "bad", "gone"]
+
+
+def test_a_request_whose_drafter_fails_goes_on_without(caplog: pytest.LogCaptureFixture) -> None:
+    class FailingDrafter(Driver):
+        def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+            pending = super().submit(batch)
+            for row, request_id in enumerate(batch.request_ids):
+                if request_id == "r1" and batch.draft_token_ids[row]:
+                    pending.result().draft_failures[row] = "its logits were NaN"
+            return pending
+
+    driver = FailingDrafter(proposer=Guesser(1.0))
+    failures = []
+    for i in range(3):
+        driver.add(request(f"r{i}", prompt(5, i), max_tokens=30))
+    driver.run(lambda index: failures.append(driver.core.last_record.num_draft_failures if index > 0 else 0))
+    driver.check_outputs()
+    drafting = [
+        request_id
+        for batch in driver.batches
+        for request_id, drafts in zip(batch.request_ids, batch.draft_token_ids, strict=True)
+        if drafts
+    ]
+    assert drafting.count("r1") == 1 < drafting.count("r0")
+    assert sum(failures) == 1
+    assert "Request r1 goes on without drafts: its logits were NaN" in caplog.text

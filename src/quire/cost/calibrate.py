@@ -1,8 +1,8 @@
 """Constants of step times from measured steps: which steps are worth measuring, and the fit to them.
 
 The fit is a maximum a posteriori one in the logarithms of the constants, by Gauss-Newton steps: with few steps the
-constants stay near what the machine's ceilings say, with many they follow the steps. An error beyond the usual noise
-counts in proportion, not squared (Huber 1964): one step that was held up does not bend the rest.
+constants stay near what the machine's ceilings say, with many they follow the steps. Errors count by Cauchy's loss
+(Barron 2019, arXiv:1701.03077, alpha = 0): one step that was held up does not bend the rest, however far off it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quire.cost.step_time import MIN_SPREAD, Constants, step_seconds
 Rows = list[tuple[int, int]]  # (tokens before, new tokens) of each sequence of a step
 
 STEP_NOISE = 0.03  # of one measured step: what makes a step count in the fit
+WILD_NOISES = 3.0  # errors beyond this many noises count less and less
 PRIOR_WIDTH = 1.5  # standard deviation of the logarithm of a constant: a factor of 4.5
 OVERLAP_WIDTH = 0.5
 GAUSS_NEWTON_STEPS = 100
@@ -51,6 +52,9 @@ def points(
 ) -> Iterator[Rows]:
     """The steps to measure: decodes of several sizes and prompts, short ones first, then both behind a long context.
 
+    Behind a context, decodes say what it costs to read keys and values, and prompts what products with them cost. The
+    first of these prompts is short, so that it is not too long to be measured on a slow machine.
+
     Args:
         num_tokens: of KV cache that the rows of a step may have together, in blocks of their own.
     """
@@ -71,6 +75,7 @@ def points(
         decodes(64, several),
         decodes(1, context),
         decodes(2, context),
+        [(max(context - 32, 0), 32)],
         decodes(8, context),
         [(max(context - 128, 0), 128)],
         decodes(32, context),
@@ -115,8 +120,8 @@ def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
 
     def errors(logs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Their squares add up to what is minimized."""
-        size = np.abs(log_errors(logs)) / STEP_NOISE
-        return np.concatenate([np.where(size < 1, size, np.sqrt(np.abs(2 * size - 1))), (logs - start) / widths])
+        size = log_errors(logs) / STEP_NOISE
+        return np.concatenate([WILD_NOISES * np.sqrt(np.log1p((size / WILD_NOISES) ** 2)), (logs - start) / widths])
 
     logs, damping = start.copy(), 1e-2
     current = errors(logs)

@@ -266,6 +266,11 @@ class EngineCore:
             record.predicted_seconds, record.bound = predicted.seconds, predicted.bound
             record.predicted_low_seconds, record.predicted_high_seconds = predicted.low, predicted.high
             record.num_logits, record.kv_tokens, record.pairs = load.num_logits, load.kv_tokens, load.pairs
+        if scheduler.speculation is not None:
+            counts = scheduler.speculation.take_counts()
+            record.num_drafts, record.num_draft_tokens = counts.num_drafts, counts.num_draft_tokens
+            record.num_accepted_tokens, record.num_draft_failures = counts.num_accepted_tokens, counts.num_failures
+            record.accepted_per_position = tuple(counts.accepted_per_position)
         return record
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from quire.errors import ConfigError
 from quire.formats.kv_groups import kv_groups
 from quire.model_config import ModelConfig
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import RoomWithin, SchedulerLimits
+from quire.scheduler.proposer import Proposer
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import Speculation
 from quire.settings import Planned
+from quire.spec_decode.by_worker import DraftedByWorker
+from quire.speculative_config import SpeculativeConfig
 
 
 def scheduler_of(
@@ -55,6 +60,19 @@ def scheduler_of(
         policy=schedule.scheduling_policy,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         rope_switches_after=model_config.rope.switches_after(model.max_model_len),
+        speculation=None if schedule.speculation is None else speculation_of(schedule.speculation),
         room_within=room_within,
         clock=clock,
     )
+
+
+def speculation_of(config: SpeculativeConfig) -> Speculation:
+    """The drafter that was asked for."""
+    return Speculation(proposer_of(config), config.num_speculative_tokens)
+
+
+def proposer_of(config: SpeculativeConfig) -> Proposer:
+    """What drafts on this side. Raises ConfigError for a method that has no proposer."""
+    if config.method in ("draft_model", "eagle3", "mtp"):
+        return DraftedByWorker()
+    raise ConfigError("This method of speculation is not there", value=config.method, param="speculative_config")

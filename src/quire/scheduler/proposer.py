@@ -11,17 +11,20 @@ from quire.request import Request
 class Proposer(Protocol):
     """Guesses at the next tokens of requests, on the scheduler's side, where tokens are integers.
 
-    A proposer that searches text works here. One that needs a model, in a worker, is the other half of one here, which
-    hands on what came with the results.
+    A proposer that searches text works here. One that needs a model leaves the drafts to the worker, which drafts
+    within the step that verifies: its proposer answers schedule.UNDRAFTED in place of tokens.
 
-    The scheduler asks for a running request that lacks only its newest token, and only if that one is known. With two
-    batches in flight it mostly is not, because the step that samples it is under way: the request then goes on with one
-    token and is not held up. While its drafts are being verified it waits for the result.
+    The scheduler asks for a running request that lacks only its newest token, and only if that one is known. While its
+    drafts are being verified the request waits for the result.
     """
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Up to `most` guesses at the tokens behind the request's known ones; none is the answer that costs nothing.
 
-        They are token ids that the model has. Does not raise, and changes nothing of the request.
+        They are token ids that the model has, or UNDRAFTED. Does not raise, and changes nothing of the request.
         """
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended or was aborted. It may never have been asked for, and its id may come again."""
         ...

@@ -21,9 +21,9 @@ from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
 from quire.scheduler.limits import RoomWithin, SchedulerLimits, StepRoom, check_queue, check_request
 from quire.scheduler.progress import advance, lose_results, num_lacking, num_schedulable, settle, start_at
-from quire.scheduler.proposer import Proposer
 from quire.scheduler.queue import ORDER_KEYS, TURN_KEYS, Key, WaitingQueue
 from quire.scheduler.results import PromptLogprobs, append_tokens, delta_of
+from quire.scheduler.speculation import Speculation
 from quire.settings import SchedulingPolicy
 
 logger = get_logger(__name__)
@@ -69,7 +69,7 @@ class Scheduler:
         policy: SchedulingPolicy = "fcfs",
         enable_chunked_prefill: bool = True,
         rope_switches_after: int | None = None,
-        proposer: Proposer | None = None,
+        speculation: Speculation | None = None,
         room_within: RoomWithin | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,9 +77,9 @@ class Scheduler:
             raise ValueError(f"Unknown scheduling policy {policy!r}, expected one of {', '.join(ORDER_KEYS)}.")
         self.limits = limits
         self.kv = kv
+        self.speculation = speculation
         self._enable_chunked_prefill = enable_chunked_prefill
         self._rope_switches_after = rope_switches_after
-        self._proposer = proposer
         self._room_within = room_within
         self._clock = clock
         self._key, self._turn_key = ORDER_KEYS[policy], TURN_KEYS[policy]
@@ -188,7 +188,7 @@ class Scheduler:
         self._queue_ready()
         if self._rope_switches_after is not None:
             self._take_back_lengthened(self._rope_switches_after)
-        num_drafts_left = 0 if self._proposer is None else self._num_drafts()
+        num_drafts_left = 0 if self.speculation is None else self._num_drafts()
 
         prompts: list[Request] = []
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
@@ -276,8 +276,9 @@ class Scheduler:
                 deltas.append(delta_of(request, []))
                 continue
             num_taken, reason = append_tokens(request, token_ids) if num_logits else (0, None)
-            if num_logits > 1:  # a stop may leave drafts behind it that held
-                end = min(end, request.num_tokens)
+            if num_logits > 1:
+                end = min(end, request.num_tokens)  # a stop may leave drafts behind it that held
+                self._settle_drafts(request, num_logits - 1, token_ids, result.draft_failures.get(row))
             if request.status is RUNNING and start // block_size != end // block_size:
                 self.kv.register_computed(request, start, end)
             if result.prompt_logprobs:
@@ -404,11 +405,11 @@ class Scheduler:
         return min(self.limits.max_num_batched_tokens, self.limits.max_num_seqs) - num_others
 
     def _draft(self, request: Request, most: int) -> Sequence[int]:
-        """Drafts behind the newest token, if that is known: see Proposer.
+        """Drafts behind the newest token, if that is known: see Speculation.
 
         Nobody is preempted for drafts: there are none unless a free block is left for each running request.
         """
-        assert self._proposer is not None
+        assert self.speculation is not None
         if request.num_in_flight_tokens or not request.output_token_ids:
             return ()
         most = min(most, request.max_tokens - len(request.output_token_ids) - 1)
@@ -416,8 +417,15 @@ class Scheduler:
             most = min(most, self._rope_switches_after - request.num_tokens)
         if most <= 0 or self.kv.num_free_blocks <= len(self._running) + most // self.kv.block_size:
             return ()
-        drafts = self._proposer.propose(request, most)[:most]
+        drafts = self.speculation.propose(request, most)
         return drafts if self.kv.extend(request, request.num_tokens + len(drafts)) else ()
+
+    def _settle_drafts(self, request: Request, num_drafts: int, token_ids: list[int], failure: str | None) -> None:
+        """The tokens of a row with drafts are here: the drafts that held and the token behind them."""
+        assert self.speculation is not None
+        self.speculation.settle(num_drafts, max(len(token_ids) - 1, 0))
+        if failure is not None:
+            self.speculation.fail(request, failure)
 
     def _add_prompt(self, step: _Step, request: Request, count: int) -> int:
         """Put `count` tokens of a prompt into the step, or fewer if its time does not allow them; answers how many."""
@@ -603,6 +611,8 @@ class Scheduler:
         request.error = error
         del self._requests[request.request_id]
         self._prompt_logprobs.drop(request)
+        if self.speculation is not None:
+            self.speculation.forget(request.request_id)
 
     def _answer(
         self, request: Request, row: int, token_ids: list[int], reason: FinishReason | None, result: StepResult

@@ -1,0 +1,1 @@
+"""Where drafts come from: the proposers of scheduler/proposer.py, one file a method. No torch."""
