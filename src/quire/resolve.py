@@ -10,6 +10,7 @@ from typing import Literal, TypeVar, cast
 
 from quire import envs
 from quire.config import ATTENTION_BACKENDS, EngineConfig, ServerConfig
+from quire.drafter_settings import drafter_settings
 from quire.errors import ConfigError
 from quire.formats.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.formats.weight_format import ON_LOAD
@@ -150,18 +151,19 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         mode = put("cudagraph_mode", *_cudagraph_mode(config, _enforce_eager(config, model), backend))
         largest = _put_graph_sizes(record, config, mode, max_num_seqs, budget)
     _put_rest(record, config)
+    form = ModelSettings(
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        load_format=config.load_format,
+        model_impl=config.model_impl,
+        packed_weights_cache=config.packed_weights_cache,
+        logprobs_mode=config.logprobs_mode,
+    )
     return Resolved(
-        ModelSettings(
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype=config.kv_cache_dtype,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            load_format=config.load_format,
-            model_impl=config.model_impl,
-            packed_weights_cache=config.packed_weights_cache,
-            logprobs_mode=config.logprobs_mode,
-        ),
+        form,
         DeviceSettings(
             device=kind,
             isa=isa,
@@ -192,6 +194,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             speculation=config.speculative_config,
         ),
         record,
+        drafter=drafter_settings(config.speculative_config, model, form),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.life_cycle import WorkerSettings
 from quire.models.registry import CausalLM
 from quire.sampling.sampler import Sampler
 from quire.schedule import ScheduledBatch
@@ -195,3 +196,18 @@ class DraftModel:
                 self._is_computed_B[self._inputs.block_tables_NCM[self._table, row, first:behind]] = True
         self._num_computed_C[rows_S] = lens_S
         self._computed_drafts_CK[rows_S] = -1
+
+
+def draft_model_of(
+    model: CausalLM,
+    cache: PagedCache,
+    inputs: InputBatch,
+    device: Device,
+    captured: CapturedSteps | None,
+    settings: WorkerSettings,
+) -> DraftModel:
+    """With the limits and the way to draft of the settings, which have a drafter."""
+    drafter = settings.drafter
+    assert drafter is not None
+    limits = {"max_tokens": settings.max_num_batched_tokens, "max_drafts": drafter.max_drafts}
+    return DraftModel(model, cache, inputs, device, captured, **limits, is_greedy=drafter.is_greedy)

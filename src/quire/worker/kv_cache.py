@@ -20,7 +20,7 @@ from quire.kernels import gpu
 from quire.kernels.weight_memory import map_huge_pages
 from quire.layer_spec import KvSpec
 from quire.model_config import ModelConfig
-from quire.settings import ModelSettings
+from quire.settings import DrafterSettings, ModelSettings
 
 COPY_BYTES = 4 << 20  # of page copies that are held beside the cache at once
 
@@ -83,9 +83,16 @@ def allocate(
     return PagedCache(pages, [layers[layer] for layer in range(len(layers))], drafter_layers)
 
 
-def allocate_for(model: ModelConfig, form: ModelSettings, num_pages: int, device: torch.device) -> PagedCache:
-    """The cache of a model in the form that was settled."""
-    return allocate(kv_groups(model), num_pages, form.block_size, getattr(torch, form.cache_dtype), device)
+def allocate_for(
+    model: ModelConfig,
+    form: ModelSettings,
+    num_pages: int,
+    device: torch.device,
+    drafter: DrafterSettings | None = None,
+) -> PagedCache:
+    """The cache of a model in the form that was settled, with room for the layers of a drafter."""
+    layers = None if drafter is None else drafter.layers(model)
+    return allocate(kv_groups(model), num_pages, form.block_size, getattr(torch, form.cache_dtype), device, layers)
 
 
 def _empty_pages(num_pages: int, num_bytes: int, device: torch.device) -> Tensor:
