@@ -11,8 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.core import EngineCore
+from quire.forward_batch import ForwardBatch
+from quire.kernels import cpu
 from quire.messages import AddRequest, SetLimits
+from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
+from quire.schedule import ScheduledBatch
+from quire.worker.model_runner import ModelRunner, PendingStep
+from quire.worker.recorded_steps import MAX_TOKENS
 from tests.engine.harness import EOS, Schedule, build_core, demo_model, run
 from tests.engine.test_sameness import PRECISIONS, prompts
 from tests.examples import examples
@@ -179,3 +185,67 @@ def test_logits_of_a_verifying_step_are_those_of_single_steps(precision: str, mo
     assert len(seen) < num_steps / 2, "hardly any drafts"
     verified_RV = torch.cat(seen)[:num_steps]  # the rows behind a stop belong to drafts that nobody wants
     assert torch.equal(verified_RV, single_RV)
+
+
+def steps_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], list[int], list[int]]:
+    """Of requests with drafts: the logits of every step, the tokens of every step, and of those not repeated."""
+    requests = [(name, params()[name], expected(name)) for name in ("greedy", "random", "flat")]
+    runner = core.executor
+    assert isinstance(runner, ModelRunner)
+    model = runner.model
+    assert isinstance(model, Decoder)
+    compute_logits, run_blocks, submit = model.compute_logits, model.run_blocks, runner.submit
+    logits: list[torch.Tensor] = []
+    sizes: list[int] = []
+    anew: list[int] = []
+
+    def submitted(batch: ScheduledBatch) -> PendingStep:
+        sizes.append(batch.num_tokens)
+        return submit(batch)
+
+    def noted(hidden_RD: torch.Tensor) -> torch.Tensor:
+        logits.append(compute_logits(hidden_RD).clone())
+        return logits[-1]
+
+    def run_anew(residual_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        anew.append(sizes[-1])
+        return run_blocks(residual_TD, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "submit", submitted)
+        patch.setattr(model, "compute_logits", noted)
+        patch.setattr(model, "run_blocks", run_anew)
+        for name, sampling, _ in requests:
+            core.add(AddRequest(name, list(prompts()[4].token_ids), sampling, MOST, stop_token_ids=[EOS]))
+        while core.has_work():
+            core.step()
+    return logits, sizes, anew
+
+
+@pytest.mark.skipif(not cpu.available(), reason="only compiled kernels are recorded")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_verifying_steps_are_repeated_from_recordings(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows the tokens belong to: a number of tokens is run once; to the bits of steps that are all run."""
+    found = []
+    for is_recorded in (True, False):
+        core = build_core(Schedule(proposer=guesser(0.7, longest=12)), precision)
+        if not is_recorded:
+            core.executor.captured = None  # type: ignore[attr-defined]
+        found.append(steps_of(core, monkeypatch))
+    (repeated, sizes, anew), (run_logits, run_sizes, all_run) = found
+    short = [size for size in sizes if size <= MAX_TOKENS]
+    assert sizes == run_sizes == all_run
+    assert max(short) > 3, "nothing was verified"
+    assert sorted(anew) == sorted([*set(short), *(size for size in sizes if size > MAX_TOKENS)])
+    assert len(short) > len(set(short)), "nothing was repeated"
+    assert all(torch.equal(a, b) for a, b in zip(repeated, run_logits, strict=True))
+
+
+def test_verifying_steps_are_graphs_that_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = FakeAccelerator()
+    sizes = {"max_num_seqs": 12, "graph_sizes": (4,), "mixed_sizes": (8, 16, 40)}
+    proposer = guesser(0.7, longest=12)
+    core = build_core(Schedule(accelerator=accelerator, proposer=proposer, **sizes), "bfloat16")
+    _, steps, _ = steps_of(core, monkeypatch)
+    assert max(steps) > 3, "nothing was verified"
+    assert sum(graph.num_replays for graph in accelerator.graphs) == sum(size <= 40 for size in steps)
