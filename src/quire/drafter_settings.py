@@ -11,7 +11,7 @@ from quire.formats.weight_format import ON_LOAD
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.settings import DrafterSettings, ModelSettings
-from quire.speculative_config import SpeculativeConfig
+from quire.speculative_config import BY_WORKER, SpeculativeConfig
 
 _LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -19,15 +19,15 @@ _LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 def drafter_settings(
     speculation: SpeculativeConfig | None, model: ModelConfig, form: ModelSettings
 ) -> DrafterSettings | None:
-    """Of the drafter of a model; None: there is none. Raises ConfigError for one that cannot draft for the model.
+    """Of the drafter of a model; None: none is wanted. Raises ConfigError for one that cannot draft for the model.
 
     Args:
         form: of the model.
     """
-    drafter = model.drafter
-    if drafter is None:
+    if speculation is None or speculation.method not in BY_WORKER:
         return None
-    assert speculation is not None, "a drafter that nobody asked for"
+    if (drafter := model.drafter) is None:
+        raise _error("There is no drafter of this kind", speculation.method, "ngram, suffix or draft_model")
     _check(model, drafter, form)
     load_format = dict(speculation.draft_load_config or {}).get("load_format", "auto")
     if load_format not in _LOAD_FORMATS:

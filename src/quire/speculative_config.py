@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
+BY_WORKER: tuple[SpeculativeMethod, ...] = ("draft_model", "eagle3", "mtp")  # their drafter is a model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
 from quire.worker import kv_cache
 from quire.worker.accelerator import Device, Host
+from quire.worker.captured_steps import CapturedSteps
 from quire.worker.cuda_graphs import StepGraphs, in_order
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.draft_model import DraftModel
@@ -61,11 +62,9 @@ def demo_model(precision: str, max_model_len: int | None) -> tuple[ModelConfig, 
 
 
 @cache
-def demo_draft(precision: str) -> tuple[ModelConfig, Decoder]:
-    """The bundled draft model. Of CHECKPOINT: as it is, in bfloat16."""
-    config, model = _load(quire.demo.path("draft"), "bfloat16" if precision == CHECKPOINT else precision, None)
-    assert isinstance(model, Decoder)
-    return config, model
+def demo_draft() -> tuple[ModelConfig, CausalLM]:
+    """The bundled draft model, in bfloat16."""
+    return _load(quire.demo.path("draft"), "bfloat16", None)
 
 
 def _load(folder: Path, precision: str, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
@@ -106,7 +105,8 @@ class Schedule:
     graph_sizes: tuple[int, ...] = ()  # of decode batches, there
     mixed_sizes: tuple[int, ...] = ()  # tokens of mixed steps that are captured
     proposer: Proposer | None = None
-    drafts_greedily: bool | None = None  # the bundled draft model drafts so; None: it does not
+    draft: tuple[ModelConfig, CausalLM] | None = None  # a model that drafts in the worker
+    drafts_greedily: bool = False
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
@@ -120,9 +120,9 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
         torch, kv_format(schedule.kv_cache_dtype, str(dtype_of(precision)).removeprefix("torch.")).torch_dtype
     )
     drafter = None
-    if schedule.drafts_greedily is not None:
-        specs = tuple(demo_draft(precision)[0].kv_specs())
-        drafter = DrafterLayers(specs, kv_format("auto", str(dtype_of(precision)).removeprefix("torch.")), 0)
+    if schedule.draft is not None:
+        specs = tuple(schedule.draft[0].kv_specs())
+        drafter = DrafterLayers(specs, kv_format("auto", str(schedule.draft[1].dtype).removeprefix("torch.")), 0)
     sizes = (schedule.num_blocks, schedule.block_size, dtype)
     cache = kv_cache.allocate(kv_groups(config), *sizes, torch.device("cpu"), drafter)
     for tensor in (tensor for layer in cache.layers + cache.drafter_layers for tensor in layer.tensors()):
@@ -138,7 +138,7 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
     limits = SchedulerLimits(
         max_num_seqs=schedule.max_num_seqs, max_num_batched_tokens=schedule.chunk, max_model_len=config.max_model_len
     )
-    executor = _executor(schedule, config, model, cache, precision)
+    executor = _executor(schedule, config, model, cache)
     scheduler = Scheduler(
         limits,
         kv,
@@ -154,7 +154,7 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
     if (accelerator := schedule.accelerator) is None:
         inputs = InputBatch(*sizes)
         recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
-        drafter = _drafter(schedule, precision, cache, inputs, Host())
+        drafter = _drafter(schedule, cache, inputs, Host())
         runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded, drafter)
         return runner if schedule.depth == 1 else ThreadExecutor([runner])
     max_tokens = max(schedule.chunk, *sizes[:1])
@@ -165,17 +165,21 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
         captured += [Padding(size, min(sizes[0], size - 1)) for size in schedule.mixed_sizes if size <= max_tokens]
         graphs = StepGraphs(model, cache.layers, inputs, accelerator, in_order(captured))
         graphs.capture()
-    drafter = _drafter(schedule, precision, cache, inputs, accelerator)
+    drafter = _drafter(schedule, cache, inputs, accelerator)
     return ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, graphs, drafter)
 
 
-def _drafter(
-    schedule: Schedule, precision: str, cache: PagedCache, inputs: InputBatch, device: Device
-) -> DraftModel | None:
-    if schedule.drafts_greedily is None:
+def _drafter(schedule: Schedule, cache: PagedCache, inputs: InputBatch, device: Device) -> DraftModel | None:
+    if schedule.draft is None:
         return None
-    _, model = demo_draft(precision)
-    captured = RecordedSteps(model, inputs, cache.drafter_layers) if isinstance(device, Host) else None
+    _, model = schedule.draft
+    captured: CapturedSteps | None = None
+    if isinstance(device, Host) and isinstance(model, Decoder):
+        captured = RecordedSteps(model, inputs, cache.drafter_layers)
+    elif isinstance(inputs, DeviceInputBatch) and schedule.accelerator is not None and schedule.graph_sizes:
+        sizes = in_order([Padding(size, size) for size in schedule.graph_sizes])
+        captured = graphs = StepGraphs(model, cache.drafter_layers, inputs, schedule.accelerator, sizes)
+        graphs.capture()
     limits = {"max_tokens": schedule.chunk, "max_drafts": MOST_DRAFTS}
     return DraftModel(model, cache, inputs, device, captured, **limits, is_greedy=schedule.drafts_greedily)
 

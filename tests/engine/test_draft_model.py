@@ -49,7 +49,7 @@ class ByWorker(DraftedByWorker):
 @pytest.mark.parametrize("is_greedy", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_sampling(name: str, is_greedy: bool) -> None:
-    core = build_core(Schedule(proposer=ByWorker(), drafts_greedily=is_greedy), "bfloat16")
+    core = build_core(Schedule(proposer=ByWorker(), draft=demo_draft(), drafts_greedily=is_greedy), "bfloat16")
     assert answers(core, [name])[name] == expected(name)
 
 
@@ -80,6 +80,7 @@ def test_any_schedule(  # type: ignore[no-untyped-def]
         graph_sizes=(4, 12) if on_a_device else (),
         mixed_sizes=(8, 16) if on_a_device else (),
         proposer=ByWorker(most, seed),
+        draft=demo_draft(),
         drafts_greedily=bool(seed % 2),
     )
     core = build_core(schedule, "bfloat16")
@@ -138,7 +139,7 @@ class Notes:
 @cache
 def plain_runner() -> ModelRunner:
     """The draft model alone, on a cache of its own."""
-    config, model = demo_draft("bfloat16")
+    config, model = demo_draft()
     cache = kv_cache.allocate(kv_groups(config), 64, 16, torch.bfloat16, torch.device("cpu"))
     return ModelRunner(model, cache, InputBatch(1, 1024, 16, config.vocab_size), "raw_logprobs", Host())
 
@@ -158,7 +159,7 @@ def drafted_plainly(proposal: Proposal, num_prompt_tokens: int, sampling: Sampli
 
 @pytest.mark.parametrize("name", KINDS)
 def test_drafts_are_those_of_the_model_alone(name: str) -> None:
-    core = build_core(Schedule(proposer=ByWorker(seed=4), drafts_greedily=False), "bfloat16")
+    core = build_core(Schedule(proposer=ByWorker(seed=4), draft=demo_draft()), "bfloat16")
     notes = Notes(core)
     assert answers(core, [name])[name] == expected(name)
     assert len(notes.proposals) > 2
@@ -179,7 +180,9 @@ def test_drafts_are_the_same_under_any_schedule(block_size: int, drafts_greedily
     schedule = Schedule(block_size=block_size, num_blocks=30 * 16 // block_size, chunk=40, prefix_caching=True)
     core = build_core(schedule, "bfloat16")
     plain = run(core, asked) + run(core, asked, prefix="again ")
-    core = build_core(replace(schedule, proposer=ByWorker(), drafts_greedily=drafts_greedily), "bfloat16")
+    core = build_core(
+        replace(schedule, proposer=ByWorker(), draft=demo_draft(), drafts_greedily=drafts_greedily), "bfloat16"
+    )
     notes = Notes(core)
 
     def interfere(core: EngineCore, step: int) -> None:
@@ -198,7 +201,7 @@ def test_drafts_are_the_same_under_any_schedule(block_size: int, drafts_greedily
 def test_nothing_is_computed_twice_or_for_nobody() -> None:
     """The draft model computes a prompt when it drafts first; a prefix that it has computed is there for others."""
     proposer = ByWorker(most=0)
-    core = build_core(Schedule(prefix_caching=True, proposer=proposer, drafts_greedily=False), "bfloat16")
+    core = build_core(Schedule(prefix_caching=True, proposer=proposer, draft=demo_draft()), "bfloat16")
     notes = Notes(core)
     prompt = max(prompts(), key=lambda prompt: len(prompt.token_ids))
     long = Prompt(prompt.token_ids * 3, SamplingParams(temperature=0.0, max_tokens=20))
@@ -215,7 +218,7 @@ def test_nothing_is_computed_twice_or_for_nobody() -> None:
 
 
 def test_a_long_prompt_is_computed_in_pieces() -> None:
-    core = build_core(Schedule(chunk=16, proposer=ByWorker(), drafts_greedily=False), "bfloat16")
+    core = build_core(Schedule(chunk=16, proposer=ByWorker(), draft=demo_draft()), "bfloat16")
     notes = Notes(core)
     assert answers(core, ["random", "flat"]) == {name: expected(name) for name in ("random", "flat")}
     assert max(notes.pass_tokens) == 16
@@ -226,7 +229,7 @@ def test_a_long_prompt_is_computed_in_pieces() -> None:
 
 @pytest.mark.parametrize("what", ["raises", "nan"])
 def test_a_drafter_that_fails_fails_nothing_else(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model = demo_draft("bfloat16")
+    _, model = demo_draft()
     compute_logits, calls = model.compute_logits, []
 
     def failing(hidden_RD: torch.Tensor) -> torch.Tensor:
@@ -239,7 +242,7 @@ def test_a_drafter_that_fails_fails_nothing_else(what: str, monkeypatch: pytest.
         return logits_RV
 
     monkeypatch.setattr(model, "compute_logits", failing)
-    core = build_core(Schedule(proposer=ByWorker(), drafts_greedily=False), "bfloat16")
+    core = build_core(Schedule(proposer=ByWorker(), draft=demo_draft()), "bfloat16")
     results = []
     monkeypatch.setattr(core.executor, "submit", noting(core.executor.submit, results))
     names = ["greedy", "random", "penalties"]
@@ -267,7 +270,7 @@ def noting(submit: Any, results: list[Any]) -> Any:
 @pytest.mark.parametrize("width", [4094, 4200])
 def test_padding_of_the_vocabularies_may_differ(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the draft model has more is never drafted; what it lacks stops drafts once a request has such a token."""
-    config, model = demo_draft("bfloat16")
+    config, model = demo_draft()
     compute_logits = model.compute_logits
 
     def other_width(hidden_RD: torch.Tensor) -> torch.Tensor:
@@ -277,7 +280,7 @@ def test_padding_of_the_vocabularies_may_differ(width: int, monkeypatch: pytest.
 
     monkeypatch.setattr(model, "compute_logits", other_width)
     monkeypatch.setattr(model, "config", replace(config, vocab_size=width))
-    core = build_core(Schedule(proposer=ByWorker(), drafts_greedily=False), "bfloat16")
+    core = build_core(Schedule(proposer=ByWorker(), draft=demo_draft()), "bfloat16")
     notes = Notes(core)
     unknown = Prompt((5, 4095, 9), SamplingParams(temperature=0.0, max_tokens=3))
     (tokens,) = run(build_core(Schedule(), "bfloat16"), [unknown])
@@ -290,10 +293,10 @@ def test_padding_of_the_vocabularies_may_differ(width: int, monkeypatch: pytest.
 
 
 def test_beyond_the_context_of_the_draft_model_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, model = demo_draft("bfloat16")
+    config, model = demo_draft()
     length = len(prompts()[4].token_ids)
     monkeypatch.setattr(model, "config", replace(config, max_model_len=length + 9))
-    core = build_core(Schedule(proposer=ByWorker(most=3), drafts_greedily=False), "bfloat16")
+    core = build_core(Schedule(proposer=ByWorker(most=3), draft=demo_draft()), "bfloat16")
     notes = Notes(core)
     assert answers(core, ["flat"])["flat"] == expected("flat")
     assert notes.failures["flat"].startswith(f"The draft model takes {length + 9} tokens, and there are")

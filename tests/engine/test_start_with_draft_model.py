@@ -107,7 +107,7 @@ def test_the_plan_is_what_is_allocated_and_it_serves() -> None:
 def test_on_a_gpu(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def load(config: ModelConfig, *rest: Any) -> Any:
         is_draft = config.num_layers == DRAFT.num_layers
-        return (demo_draft("bfloat16") if is_draft else demo_model("bfloat16", None))[1]
+        return (demo_draft() if is_draft else demo_model("bfloat16", None))[1]
 
     monkeypatch.setattr(worker_module, "load_model", load)
     accelerator = FakeAccelerator(free_bytes=[900 << 20])
@@ -119,10 +119,13 @@ def test_on_a_gpu(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     core = EngineCore(scheduler, running.executor, depth=resolved.scheduler.depth)
     tokens, num_drafts = drafted(core)
     plain = start_engine(
-        replace(config_with(), speculative_config=None, device="cpu"), demo.path("target"), is_server=True, progress=ignore
+        replace(config_with(), speculative_config=None, device="cpu"),
+        demo.path("target"),
+        is_server=True,
+        progress=ignore,
     )
     assert tokens == drafted(plain.core)[0]
-    assert num_drafts > 20
+    assert num_drafts > 20 or resolved.scheduler.async_scheduling, "two steps in flight: newest tokens are not known"
     assert isinstance(worker.runner.drafter, DraftModel)
     assert (worker.runner.drafter.forward_pass.captured is None) == bool(arguments.get("enforce_eager"))
     assert worker.cache.num_bytes == resolved.memory.kv_cache_bytes
@@ -159,9 +162,7 @@ def test_settings_are_plain_data_and_follow_the_target() -> None:
     assert pages.page_bytes == 16 * (target + DRAFT.kv_bytes_per_token(own))
 
 
-LONGROPE = replace(
-    DRAFT.rope, type="longrope", original_max_position=512, short_factor=(1.0,), long_factor=(2.0,)
-)
+LONGROPE = replace(DRAFT.rope, type="longrope", original_max_position=512, short_factor=(1.0,), long_factor=(2.0,))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
 from quire.settings import Planned
 from quire.spec_decode.by_worker import DraftedByWorker
-from quire.speculative_config import SpeculativeConfig
+from quire.speculative_config import BY_WORKER, SpeculativeConfig
 
 
 def scheduler_of(
@@ -73,6 +73,6 @@ def speculation_of(config: SpeculativeConfig) -> Speculation:
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:
     """What drafts on this side. Raises ConfigError for a method that has no proposer."""
-    if config.method in ("draft_model", "eagle3", "mtp"):
+    if config.method in BY_WORKER:
         return DraftedByWorker()
     raise ConfigError("This method of speculation is not there", value=config.method, param="speculative_config")

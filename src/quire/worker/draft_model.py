@@ -99,7 +99,7 @@ class DraftModel:
         rows_S, counts_S = np.array(rows)[indices], np.array(counts)[indices]
         lens_S = self._inputs.num_tokens[rows_S]
         starts_S = self._catch_up(rows_S, self._reusable(rows_S, lens_S), lens_S)
-        found = []
+        found: list[Tensor] = []
         for offset in range(int(counts_S[0])):
             num_rows = int((counts_S > offset).sum())
             ends_S = lens_S[:num_rows] + offset

@@ -75,12 +75,13 @@ def allocate(
         layer_bytes = block_size * group.spec.bytes_per_token(kv)
         for at, layer in enumerate(of_table):
             layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype, table)
-    drafter_layers = []
-    for spec in () if drafter is None else drafter.specs:
-        drafter_dtype = getattr(torch, drafter.kv.torch_dtype)
-        drafter_layers.append(_layer_cache(pages[:, begin:], spec, block_size, drafter_dtype, drafter.table))
-        begin += block_size * spec.bytes_per_token(drafter.kv)
-    return PagedCache(pages, [layers[layer] for layer in range(len(layers))], drafter_layers)
+    cache = PagedCache(pages, [layers[layer] for layer in range(len(layers))])
+    if drafter is not None:
+        drafter_dtype: torch.dtype = getattr(torch, drafter.kv.torch_dtype)
+        for spec in drafter.specs:
+            cache.drafter_layers.append(_layer_cache(pages[:, begin:], spec, block_size, drafter_dtype, drafter.table))
+            begin += block_size * spec.bytes_per_token(drafter.kv)
+    return cache
 
 
 def allocate_for(
