@@ -148,7 +148,7 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
     return EngineCore(scheduler, executor, depth=schedule.depth)
 
 
-def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache, precision: str) -> Executor:
+def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache) -> Executor:
     tables = num_tables(kv_groups(config))
     sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size, tables)
     if (accelerator := schedule.accelerator) is None:

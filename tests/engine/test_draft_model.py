@@ -282,7 +282,7 @@ def test_padding_of_the_vocabularies_may_differ(width: int, monkeypatch: pytest.
     monkeypatch.setattr(model, "config", replace(config, vocab_size=width))
     core = build_core(Schedule(proposer=ByWorker(), draft=demo_draft()), "bfloat16")
     notes = Notes(core)
-    unknown = Prompt((5, 4095, 9), SamplingParams(temperature=0.0, max_tokens=3))
+    unknown = Prompt((5, 4095, 9), SamplingParams(temperature=0.0, min_tokens=3, max_tokens=3))
     (tokens,) = run(build_core(Schedule(), "bfloat16"), [unknown])
     assert run(core, [unknown]) == [tokens]
     assert answers(core, ["random"])["random"] == expected("random")

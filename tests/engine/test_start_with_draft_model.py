@@ -52,7 +52,7 @@ def ignore(phase: str, share: float, detail: str) -> None: ...
 
 def config_with(**fields: Any) -> EngineConfig:
     speculation = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, **fields)
-    config = EngineConfig.from_kwargs(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, num_threads=1)
+    config = EngineConfig.from_kwargs(max_num_seqs=24, max_num_batched_tokens=96, max_model_len=256, num_threads=1)
     return replace(config, speculative_config=speculation, sources=config.sources)
 
 
@@ -99,12 +99,14 @@ def test_the_plan_is_what_is_allocated_and_it_serves() -> None:
     own = worker.model.weight_bytes() + worker.drafter.weight_bytes()
     assert resolved.memory.weight_bytes == own == planned_weight_bytes(resolved, WITH_DRAFT)
     logits = settings["drafter_logits_bytes"].value
-    assert logits == logits_bytes(DRAFT, 4) == logits_bytes(WITH_DRAFT, 4) - logits_bytes(TARGET, 4)
+    assert logits == logits_bytes(DRAFT, 24) == logits_bytes(WITH_DRAFT, 24) - logits_bytes(TARGET, 24)
     assert not any(name.startswith("drafter") for name in plain.resolved.settings)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}, {"async_scheduling": False}], ids=str)
 def test_on_a_gpu(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_model("bfloat16", None)[1], "config", WITH_DRAFT)
+
     def load(config: ModelConfig, *rest: Any) -> Any:
         is_draft = config.num_layers == DRAFT.num_layers
         return (demo_draft() if is_draft else demo_model("bfloat16", None))[1]
