@@ -59,6 +59,7 @@ class Bench:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "return_token_ids": True,  # a piece of the answer for each token, also for one that is no text
         }
         last, count = time.perf_counter(), 0
         async with self._http.stream("POST", "/v1/completions", json=body) as answer:
