@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quire.config import LOAD_FORMATS
 from quire.errors import ConfigError
 from quire.formats.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.formats.kv_groups import full_table, kv_groups
@@ -12,8 +13,6 @@ from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.settings import DrafterSettings, ModelSettings
 from quire.speculative_config import BY_WORKER, SpeculativeConfig
-
-_LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 def drafter_settings(
@@ -28,15 +27,23 @@ def drafter_settings(
         return None
     if (drafter := model.drafter) is None:
         raise _error("There is no drafter of this kind", speculation.method, "ngram, suffix or draft_model")
-    _check(model, drafter, form)
+    max_model_len = min(speculation.max_model_len or drafter.max_model_len, drafter.max_model_len)
+    if not drafter.is_native:
+        raise _error("The draft model has an architecture without native implementation", drafter.architecture)
+    _check(model, form.max_model_len)
+    _check(drafter, max_model_len)
+    if full_table(kv_groups(model)) is None:
+        raise _error(
+            "The model keeps all tokens in no layer: those of a draft model have no place", "no full attention"
+        )
     load_format = dict(speculation.draft_load_config or {}).get("load_format", "auto")
-    if load_format not in _LOAD_FORMATS:
-        raise _error("The draft model has no such load_format", load_format, "one of " + ", ".join(_LOAD_FORMATS))
+    if load_format not in LOAD_FORMATS:
+        raise _error("The draft model has no such load_format", load_format, "one of " + ", ".join(LOAD_FORMATS))
     drafter_form = replace(
         form,
         quantization=_quantization(speculation.quantization, drafter, form.quantization),
         kv_cache_dtype=_kv_cache_dtype(speculation.kv_cache_dtype, form),
-        max_model_len=min(speculation.max_model_len or drafter.max_model_len, drafter.max_model_len),
+        max_model_len=max_model_len,
         load_format="dummy" if form.load_format == "dummy" else load_format,
         model_impl="auto",
     )
@@ -44,18 +51,13 @@ def drafter_settings(
     return DrafterSettings(drafter_form, speculation.num_speculative_tokens, is_greedy)
 
 
-def _check(model: ModelConfig, drafter: ModelConfig, form: ModelSettings) -> None:
-    if not drafter.is_native:
-        raise _error("The draft model has an architecture without native implementation", drafter.architecture)
-    for config, length in ((model, form.max_model_len), (drafter, drafter.max_model_len)):
-        if config.rope.switches_after(length) is not None:
-            raise _error(
-                f"A draft model cannot be used with longrope, whose long factors {config.model} may take",
-                length,
-                f"a context of at most {config.rope.original_max_position} tokens",
-            )
-    if full_table(kv_groups(model)) is None:
-        raise _error("The model keeps no token of a long context in any layer: a draft model's have no place", "none")
+def _check(model: ModelConfig, max_model_len: int) -> None:
+    if model.rope.switches_after(max_model_len) is not None:
+        raise _error(
+            f"Speculation with a draft model does not know longrope, whose long factors {model.model} may take",
+            max_model_len,
+            f"a context of at most {model.rope.original_max_position} tokens",
+        )
 
 
 def _quantization(given: str | None, drafter: ModelConfig, of_target: str | None) -> str | None:

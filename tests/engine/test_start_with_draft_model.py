@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from quire.entry.launch import find_model, open_model
 from quire.errors import ConfigError
 from quire.formats.kv_format import kv_format
 from quire.frontend.tokenizer import Tokenizer, check_same_vocabulary
+from quire.layer_spec import Full, LayerSpec, Window
 from quire.life_cycle import Worker, WorkerSettings
 from quire.messages import Progress
 from quire.model_config import ModelConfig, load_model_config
@@ -50,8 +51,8 @@ PROMPTS = [
 def ignore(phase: str, share: float, detail: str) -> None: ...
 
 
-def config_with(**fields: Any) -> EngineConfig:
-    speculation = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, **fields)
+def config_with(**options: Any) -> EngineConfig:
+    speculation = SpeculativeConfig(method="draft_model", num_speculative_tokens=4, **options)
     config = EngineConfig.from_kwargs(max_num_seqs=24, max_num_batched_tokens=96, max_model_len=256, num_threads=1)
     return replace(config, speculative_config=speculation, sources=config.sources)
 
@@ -167,8 +168,17 @@ def test_settings_are_plain_data_and_follow_the_target() -> None:
 LONGROPE = replace(DRAFT.rope, type="longrope", original_max_position=512, short_factor=(1.0,), long_factor=(2.0,))
 
 
+def with_window(layer: LayerSpec) -> LayerSpec:
+    full = layer.attention
+    assert isinstance(full, Full)
+    return replace(layer, attention=Window(size=64, **{each.name: getattr(full, each.name) for each in fields(full)}))
+
+
+WINDOWS = tuple(map(with_window, TARGET.layers))
+
+
 @pytest.mark.parametrize(
-    ("fields", "model", "message"),
+    ("options", "model", "message"),
     [
         ({"quantization": "gptq"}, WITH_DRAFT, "checkpoint is in floating point"),
         ({"kv_cache_dtype": "float32"}, WITH_DRAFT, "no KV cache of this kind"),
@@ -176,11 +186,13 @@ LONGROPE = replace(DRAFT.rope, type="longrope", original_max_position=512, short
         ({}, replace(WITH_DRAFT, drafter=replace(DRAFT, is_native=False)), "without native implementation"),
         ({}, replace(WITH_DRAFT, drafter=replace(DRAFT, rope=LONGROPE)), "longrope"),
         ({}, replace(WITH_DRAFT, rope=LONGROPE), "longrope"),
+        ({}, replace(WITH_DRAFT, layers=WINDOWS), "keeps all tokens in no layer"),
+        ({}, TARGET, "no drafter of this kind"),
     ],
     ids=str,
 )
-def test_what_cannot_draft(fields: dict[str, Any], model: ModelConfig, message: str) -> None:
-    speculation = SpeculativeConfig(method="draft_model", **fields)
+def test_what_cannot_draft(options: dict[str, Any], model: ModelConfig, message: str) -> None:
+    speculation = SpeculativeConfig(method="draft_model", **options)
     form = resolve(EngineConfig(), TARGET, FACTS, is_server=True).model
     with pytest.raises(ConfigError, match=message):
         drafter_settings(speculation, model, form)
