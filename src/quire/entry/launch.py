@@ -82,14 +82,7 @@ def _find_drafter(config: EngineConfig, progress: Progress | None, *, weights: b
     speculation = config.speculative_config
     if speculation is None or speculation.method != "draft_model":
         return None
-    if speculation.model is None:
-        if config.model is None:
-            return quire.demo.path("draft")
-        raise ConfigError(
-            "Speculation with a draft model needs the name of one",
-            fix='Add "model" to --speculative-config: a smaller model with the same tokenizer',
-            param="speculative_config",
-        )
+    assert speculation.model is not None, "speculative_config refuses that"
     source = (speculation.revision, config.download_dir, config.hf_token, progress)
     file = find_gguf(speculation.model, None, *source, weights=weights)
     return file or resolve_model(speculation.model, *source, weights=weights)
