@@ -26,6 +26,7 @@ class WorkerSettings:
     max_num_seqs: int
     max_num_batched_tokens: int
     steps_in_flight: int
+    synthetic_acceptance_rates: tuple[float, ...] = ()  # see SpeculativeConfig
     drafter: DrafterSettings | None = None
 
     @classmethod
@@ -33,7 +34,8 @@ class WorkerSettings:
         """The part of all settings that workers obey."""
         steps = resolved.scheduler
         limits = (steps.max_num_seqs, steps.max_num_batched_tokens, steps.depth)
-        return cls(resolved.model, resolved.device, *limits, resolved.drafter)
+        rates = steps.speculation.synthetic_acceptance_rates if steps.speculation is not None else ()
+        return cls(resolved.model, resolved.device, *limits, rates, resolved.drafter)
 
     def of_drafter(self) -> WorkerSettings:
         """As if the drafter were the model. Of its steps those that are captured compute one token of each row."""

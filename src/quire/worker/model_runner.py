@@ -29,7 +29,7 @@ from quire.schedule import UNDRAFTED, NewRow, ScheduledBatch, StepResult
 from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
 from quire.worker.drafter import ANY_TOKEN, Drafted, Drafter
-from quire.worker.drafts import Drafts, verify
+from quire.worker.drafts import Drafts, Verify, verify
 from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import ExpectedTokens, InputBatch, StepRows
 from quire.worker.kv_cache import PagedCache
@@ -125,6 +125,7 @@ class ModelRunner:
         self.drafter = drafter
         self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured)
         self._in_flight: deque[PendingStep] = deque()
+        self.verify: Verify = verify  # benchmarks have another: see HoldAtRandom
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Run one step and wait for it."""
@@ -288,7 +289,7 @@ class ModelRunner:
             for index, logprobs in sampled.logprobs.items():
                 result.logprobs.setdefault(launched.sampling[index], []).append(logprobs)
             for index, (position, first, draft_token_ids) in enumerate(() if drafts is None else drafts.rows):
-                token_ids = result.token_ids[position] = verify(sampled, first, draft_token_ids)
+                token_ids = result.token_ids[position] = self.verify(sampled, first, draft_token_ids)
                 self.input_batch.learn_verified(expected, index, token_ids)
                 if token_ids:
                     result.errors.pop(position, None)
