@@ -43,7 +43,10 @@ from tests.worker.test_gpu_memory import GpuWorker
 TARGET, DRAFT = load_model_config(demo.path("target")), load_model_config(demo.path("draft"))
 WITH_DRAFT = replace(TARGET, drafter=DRAFT)
 PROMPTS = [
-    Prompt((5 + index, 7, 9, 11), SamplingParams(max_tokens=20, **(RANDOM | {"temperature": 0.7 * (index % 2)})))
+    Prompt(
+        (5 + index, 7, 9, 11),
+        SamplingParams(min_tokens=20, max_tokens=20, **(RANDOM | {"temperature": 0.7 * (index % 2)})),
+    )
     for index in range(4)
 ]
 
