@@ -15,6 +15,7 @@ from quire.messages import AddRequest, RequestDelta
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
+from quire.scheduler.adaptive_depth import AdaptiveDepth
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import NO_PAGE, BlockTable, KVCacheManager
 from quire.scheduler.residency import BlockResidency
@@ -98,6 +99,7 @@ class Driver:
         rope_switches_after: int | None = None,
         groups: Sequence[KvGroup] = (ONE_LAYER,),
         proposer: Guesser | None = None,
+        adaptive: AdaptiveDepth | None = None,
         cost: CostModel | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, residency)
@@ -126,7 +128,7 @@ class Driver:
             policy=policy,
             enable_chunked_prefill=enable_chunked_prefill,
             rope_switches_after=rope_switches_after,
-            speculation=None if proposer is None else Speculation(proposer, proposer.longest),
+            speculation=None if proposer is None else Speculation(proposer, proposer.longest, (), adaptive),
             room_within=None if cost is None else cost.room_within,
             clock=clock,
         )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from quire.messages import SetLimits, unpack
+from quire.request import Request
+from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
+from quire.scheduler.adaptive_depth import AdaptiveDepth
+from quire.scheduler.speculation import Speculation
 from tests.guesser import Guesser
 from tests.scheduler.driver import Driver, request
 from tests.scheduler.test_sameness import LENGTHS, SIZE, mixed, prompt
@@ -43,6 +48,34 @@ def test_drafts_that_hold_save_steps() -> None:
     with_drafts.run_all(*messages)
     without.run_all(*messages)
     assert len(with_drafts.batches) < 0.4 * len(without.batches)
+
+
+@pytest.mark.parametrize("right", RIGHT)
+def test_depths_that_follow_what_held_do_not_change_tokens(right: float) -> None:
+    def seconds(starts: Sequence[int], most: int) -> list[float]:
+        return [20e-3 + 1e-3 * count for count in range(most + 1)]
+
+    counts = []
+    for adaptive in (None, AdaptiveDepth(seconds)):
+        guesser = Guesser(right)
+        driver = Driver(proposer=guesser, adaptive=adaptive, num_blocks=256, max_num_seqs=40)
+        driver.run_all(*mixed(), *(request(f"r{i}", prompt(5 + i, i), max_tokens=60, seed=i) for i in range(6)))
+        counts.append((guesser.num_right, guesser.num_wrong))
+    (_, fixed_wrong), (num_right, num_wrong) = counts
+    if right == 0:
+        assert num_wrong < 0.2 * fixed_wrong
+    else:
+        assert num_right > 50
+
+
+def test_fewer_drafts_beside_more_requests() -> None:
+    guesser = Guesser(1.0)
+    guesser.continuation_of = lambda request_id: [0] * 99
+    speculation = Speculation(guesser, 5, [(1, 3, 4), (4, 8, 2), (9, 99, 0)])
+    requests = [Request(f"r{i}", [0], SamplingParams(), 99, frozenset()) for i in range(12)]
+    for num_running, most in ((1, 4), (3, 4), (4, 2), (8, 2), (9, 0)):
+        assert speculation.begin_step(requests[:num_running], 40) == (40 if most else 0)
+        assert max(len(speculation.propose(requests[0], 9)) for _ in range(40)) == most
 
 
 @pytest.mark.parametrize("right", RIGHT)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from quire.cost.model import CostModel
 from quire.errors import ConfigError
 from quire.formats.kv_groups import kv_groups
 from quire.model_config import ModelConfig
+from quire.scheduler.adaptive_depth import AdaptiveDepth
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
-from quire.scheduler.limits import RoomWithin, SchedulerLimits
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.proposer import Proposer
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
@@ -23,13 +25,13 @@ from quire.speculative_config import SpeculativeConfig
 def scheduler_of(
     resolved: Planned,
     model_config: ModelConfig,
-    room_within: RoomWithin,
+    cost: CostModel,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """A scheduler with an empty KV cache of the planned size.
 
     Args:
-        room_within: knows how long steps take.
+        cost: knows how long steps take.
     """
     model, schedule = resolved.model, resolved.scheduler
     kv = KVCacheManager(
@@ -60,15 +62,17 @@ def scheduler_of(
         policy=schedule.scheduling_policy,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         rope_switches_after=model_config.rope.switches_after(model.max_model_len),
-        speculation=None if schedule.speculation is None else speculation_of(schedule.speculation),
-        room_within=room_within,
+        speculation=None if schedule.speculation is None else speculation_of(schedule.speculation, cost),
+        room_within=cost.room_within,
         clock=clock,
     )
 
 
-def speculation_of(config: SpeculativeConfig) -> Speculation:
+def speculation_of(config: SpeculativeConfig, cost: CostModel) -> Speculation:
     """The drafter that was asked for."""
-    return Speculation(proposer_of(config), config.num_speculative_tokens)
+    adaptive = AdaptiveDepth(cost.with_drafts) if config.adaptive else None
+    most_by_rows = config.num_speculative_tokens_per_batch_size
+    return Speculation(proposer_of(config), config.num_speculative_tokens, most_by_rows, adaptive)
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:

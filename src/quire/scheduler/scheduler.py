@@ -188,7 +188,9 @@ class Scheduler:
         self._queue_ready()
         if self._rope_switches_after is not None:
             self._take_back_lengthened(self._rope_switches_after)
-        num_drafts_left = 0 if self.speculation is None else self._num_drafts()
+        num_drafts_left = 0
+        if self.speculation is not None:
+            num_drafts_left = self.speculation.begin_step(self._running, self._num_drafts())
 
         prompts: list[Request] = []
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
@@ -423,7 +425,7 @@ class Scheduler:
     def _settle_drafts(self, request: Request, num_drafts: int, token_ids: list[int], failure: str | None) -> None:
         """The tokens of a row with drafts are here: the drafts that held and the token behind them."""
         assert self.speculation is not None
-        self.speculation.settle(num_drafts, max(len(token_ids) - 1, 0))
+        self.speculation.settle(request, num_drafts, max(len(token_ids) - 1, 0))
         if failure is not None:
             self.speculation.fail(request, failure)
 
