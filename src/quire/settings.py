@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from quire.config import EngineConfig, ServerConfig
 from quire.formats.kv_format import kv_format
 from quire.option import Source, options
-from quire.speculative_config import SpeculativeConfig
+from quire.speculative_config import LEAST_LOGITS_ROWS, SpeculativeConfig
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -131,6 +131,11 @@ class SchedulerSettings:
     kv_cache_metrics: bool
     kv_cache_metrics_sample: float
     speculation: SpeculativeConfig | None
+
+    @property
+    def num_logits_rows(self) -> int:
+        """Most rows of logits in a step."""
+        return self.max_num_seqs if self.speculation is None else max(self.max_num_seqs, LEAST_LOGITS_ROWS)
 
     @property
     def depth(self) -> int:

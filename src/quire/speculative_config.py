@@ -11,6 +11,7 @@ from quire.errors import ConfigError
 SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 METHODS: tuple[SpeculativeMethod, ...] = get_args(SpeculativeMethod)
 MOST_DRAFTS = 255  # of one request in one step
+LEAST_LOGITS_ROWS = 32  # that a step with drafts may have, however few requests run
 
 _OF_ALL = (
     "method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "rejection_sample_method",

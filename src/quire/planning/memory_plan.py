@@ -42,9 +42,9 @@ class MemoryFacts:
     work_detail: str = ""  # how work was measured; empty: a short step, scaled
 
 
-def logits_bytes(model: ModelConfig, max_num_seqs: int) -> int:
-    """Bytes of the logits of a full batch."""
-    return max_num_seqs * model.vocab_size * 4 * LOGITS_COPIES
+def logits_bytes(model: ModelConfig, num_rows: int) -> int:
+    """Bytes of so many rows of logits."""
+    return num_rows * model.vocab_size * 4 * LOGITS_COPIES
 
 
 def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
@@ -70,7 +70,7 @@ def predict_memory(
         weight_bytes: if they have been counted.
     """
     weights = planned_weight_bytes(resolved, model) if weight_bytes is None else weight_bytes
-    logits = logits_bytes(model, resolved.scheduler.max_num_seqs)
+    logits = logits_bytes(model, resolved.scheduler.num_logits_rows)
     total, free = device.memory_of(resolved.device.device)
     return MemoryFacts(
         total_bytes=total,
@@ -207,10 +207,10 @@ def bytes_for_kv_cache(
 def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> Mapping[str, Setting]:
     """What weights and work take, by name: known whether a KV cache fits or not."""
     record, quantization = Record(), resolved.model.quantization
-    max_num_seqs, budget = resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens
+    budget = resolved.scheduler.max_num_batched_tokens
     weights = f"{model.num_parameters():,} parameters"
     weights += f" x {DTYPE_BYTES[resolved.model.dtype]} bytes" if quantization is None else ", scales included"
-    logits = f"{memory.logits_bytes:,} for the logits of {max_num_seqs} requests"
+    logits = f"{memory.logits_bytes:,} for the logits of {resolved.scheduler.num_logits_rows} tokens"
     if memory.is_predicted:
         record.put("weight_bytes", memory.weight_bytes, "formula", weights)
         detail = f"at least: the widest layer of {budget} tokens, and {logits}"

@@ -26,6 +26,9 @@ MOST_WAITED = 64  # steps of a request between two trials that failed
 NEWS_SHARE = 1 / 4  # of the running requests: after so many results, depths are chosen anew
 COST_STEPS = 64  # between two looks at what steps cost: contexts grow
 LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside its drafts
+HIDDEN_SHARE = 0.1  # of a step: what the host does meanwhile, with two steps in flight
+FOUND_MEMORY = 8  # requests for drafts that count in the share of them that got some
+FOUND_AGAIN = 1 / 1024  # by which that share rises in a step that asks for none
 HORIZON = 128  # tokens of a request, at most, that have to pay for what its drafter must read first
 
 
@@ -56,10 +59,22 @@ class AdaptiveDepth:
         step_seconds: what a step costs.
         draft_seconds: in which a drafter in the worker computes a step of so many tokens; None: drafts cost no time.
             It reads what it has not seen of a request when it drafts for it.
+        steps_in_flight: with more than one, drafts cost the time of the host too, which is not hidden then.
+
+    Attributes:
+        waits: steps with drafts are worth waiting for the tokens that they begin with.
     """
 
-    def __init__(self, step_seconds: StepSeconds, draft_seconds: Callable[[int], float] | None = None) -> None:
+    def __init__(
+        self,
+        step_seconds: StepSeconds,
+        draft_seconds: Callable[[int], float] | None = None,
+        steps_in_flight: int = 1,
+    ) -> None:
         self._step_seconds, self._draft_seconds = step_seconds, draft_seconds
+        self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
+        self.waits = False
+        self._gain, self._found_share = 0.0, 1.0  # of tokens per second, where drafts are found; and how often they are
         self._requests: dict[str, _Drafting] = {}
         self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
         self._promising: set[str] = set()  # requests whose last trial held
@@ -85,11 +100,17 @@ class AdaptiveDepth:
             self._choose([r for r in running if r.output_token_ids], most_each, most)
         if self._seconds:
             self._credit = min(self._credit + TRIAL_SHARE * self._seconds[0], MOST_SAVED * self._seconds[0])
-        return self._most_depth > 0 or self._may_try(0.0) or (bool(self._promising) and self._may_try_again())
+        self._found_share = min(self._found_share + (0.0 if self.waits else FOUND_AGAIN), 1.0)
+        if self._most_depth > 0:
+            self.waits = self._gain * self._found_share > self._hidden_share
+            return True
+        self.waits = self._may_try(0.0) or (bool(self._promising) and self._may_try_again())
+        return self.waits
 
     def depth(self, request: Request) -> int:
         """How many tokens to draft for this request now."""
         drafting = self._drafting(request)
+        self._found_share *= 1 - 1 / FOUND_MEMORY
         if drafting.depth:
             return drafting.depth
         if request.request_id in self._promising and self._may_try_again():
@@ -99,6 +120,7 @@ class AdaptiveDepth:
     def drafted(self, request: Request) -> None:
         """The request has drafts in this step."""
         drafting = self._requests[request.request_id]
+        self._found_share += 1 / FOUND_MEMORY
         drafting.is_trial = not drafting.depth
         if drafting.is_trial:
             self._credit -= self._trial_seconds + self._read_seconds(request, drafting)
@@ -132,14 +154,14 @@ class AdaptiveDepth:
 
     def _choose(self, requests: Sequence[Request], most_each: int, most: int) -> None:
         """The depths until there is more news."""
-        self._num_news = 0
         if not requests:
-            return
+            return  # their prompts are computed: they are still news
+        self._num_news = 0
         most = min(most, most_each * len(requests))
         if self._step >= self._next_look or self._looked_at != (len(requests), most):
             self._looked_at = len(requests), most
             self._seconds = self._step_seconds([request.num_computed_tokens for request in requests], most)
-            self._trial_seconds = self._seconds[1] - self._seconds[0]
+            self._trial_seconds = self._seconds[1] - self._seconds[0] + self._hidden_share * self._seconds[0]
             if self._draft_seconds is not None:
                 self._trial_seconds += self._draft_seconds(1)
             self._next_look = self._step + COST_STEPS
@@ -158,6 +180,7 @@ class AdaptiveDepth:
             drafting.depth = depth
             if depth:
                 self._promising.discard(request.request_id)
+        self._gain = self._gain_of(chances_of, depths)
         was_on, self._most_depth = self._most_depth > 0, max(depths)
         if was_on != (self._most_depth > 0):
             self._tell(len(requests), prior[0])
@@ -170,10 +193,8 @@ class AdaptiveDepth:
         depths: Sequence[int],
     ) -> list[int]:
         """Those requests whose drafts gain less than the time in which their drafter reads what it has missed."""
-        assert self._draft_seconds is not None
         num_drafts, found = sum(depths), []
-        more = self._seconds[num_drafts] - self._seconds[0]
-        more += sum(self._draft_seconds(sum(depth > at for depth in depths)) for at in range(max(depths)))
+        more = self._seconds_with(depths) - self._seconds[0]
         price = len(requests) / self._seconds[0]  # tokens of a second
         for index, (request, depth) in enumerate(zip(requests, depths, strict=True)):
             held = sum(chances_of[index][:depth])
@@ -182,6 +203,18 @@ class AdaptiveDepth:
             if depth and gain * num_left / (1 + held) < price * self._read_seconds(request, known[index]):
                 found.append(index)
         return found
+
+    def _seconds_with(self, depths: Sequence[int]) -> float:
+        """Of a step with these drafts."""
+        seconds = self._seconds[sum(depths)]
+        if self._draft_seconds is not None:
+            seconds += sum(self._draft_seconds(sum(depth > at for depth in depths)) for at in range(max(depths)))
+        return seconds
+
+    def _gain_of(self, chances_of: Sequence[Sequence[float]], depths: Sequence[int]) -> float:
+        """The share by which these depths raise the tokens per second."""
+        held = sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
+        return (1 + held / len(depths)) * self._seconds[0] / self._seconds_with(depths) - 1
 
     def _drafting(self, request: Request) -> _Drafting:
         drafting = self._requests.get(request.request_id)

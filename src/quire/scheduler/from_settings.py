@@ -62,17 +62,19 @@ def scheduler_of(
         policy=schedule.scheduling_policy,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         rope_switches_after=model_config.rope.switches_after(model.max_model_len),
-        speculation=None if schedule.speculation is None else speculation_of(schedule.speculation, cost),
+        speculation=None
+        if schedule.speculation is None
+        else speculation_of(schedule.speculation, cost, schedule.depth),
         room_within=cost.room_within,
         clock=clock,
     )
 
 
-def speculation_of(config: SpeculativeConfig, cost: CostModel) -> Speculation:
+def speculation_of(config: SpeculativeConfig, cost: CostModel, steps_in_flight: int) -> Speculation:
     """The drafter that was asked for."""
-    adaptive = AdaptiveDepth(cost.with_drafts) if config.adaptive else None
+    adaptive = AdaptiveDepth(cost.with_drafts, steps_in_flight=steps_in_flight) if config.adaptive else None
     most_by_rows = config.num_speculative_tokens_per_batch_size
-    return Speculation(proposer_of(config), config.num_speculative_tokens, most_by_rows, adaptive)
+    return Speculation(proposer_of(config), config.num_speculative_tokens, most_by_rows, adaptive, waits=True)
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:

@@ -41,6 +41,8 @@ class Speculation:
         most: drafts of one request in one step; may be moved.
         most_by_rows: (first, last, most): at most so many drafts each while the running requests are so many.
         adaptive: chooses depths; without it all requests draft as far as they may.
+        waits: requests that may draft are in no step before their newest token is known, unless `adaptive` says that
+            this does not pay. Otherwise they draft only where it happens to be known.
     """
 
     def __init__(
@@ -49,9 +51,12 @@ class Speculation:
         most: int,
         most_by_rows: Sequence[tuple[int, int, int]] = (),
         adaptive: AdaptiveDepth | None = None,
+        *,
+        waits: bool = False,
     ) -> None:
         self.most = most
         self._proposer, self._most_by_rows, self._adaptive = proposer, most_by_rows, adaptive
+        self._waits, self._may_draft = waits, False
         self._most_now = most  # drafts of a request in the step that is being made
         self._counts = DraftCounts()
         self._failed: set[str] = set()  # requests without drafts from now on
@@ -60,9 +65,15 @@ class Speculation:
     def begin_step(self, running: Sequence[Request], most: int) -> int:
         """How many drafts the next step may have, of the `most` there is room for. 0: nobody need be asked."""
         self._most_now = min([self.most, *(k for low, high, k in self._most_by_rows if low <= len(running) <= high)])
-        if most <= 0 or not running or self._most_now <= 0:
-            return 0
-        return most if self._adaptive is None or self._adaptive.begin_step(running, self._most_now, most) else 0
+        self._may_draft = most > 0 and self._most_now > 0 and bool(running)
+        if self._may_draft and self._adaptive is not None:
+            self._may_draft = self._adaptive.begin_step(running, self._most_now, most)
+        return most if self._may_draft else 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next step should begin when the tokens of the last one are known."""
+        return self._waits and self._may_draft and (self._adaptive is None or self._adaptive.waits)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Up to `most` drafts behind the request's newest token: what this step verifies."""

@@ -35,7 +35,7 @@ class OnHost:
     def measure(self, model: CausalLM, settings: WorkerSettings) -> Measured:
         """A short step, scaled to the token budget, and the logits of a full batch."""
         work_bytes, num_tokens, step = _measure_step(model, settings)
-        logits = logits_bytes(model.config, settings.max_num_seqs)
+        logits = logits_bytes(model.config, settings.num_logits_rows)
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes(),
             free_bytes=devices.free_memory_bytes() - model.mapped_bytes,
