@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.scheduler.adaptive_depth import AdaptiveDepth, StepSeconds
+from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime, StepSeconds
 from quire.scheduler.draft_depth import Acceptance, best_depths, chances
 from tests.examples import examples
 
@@ -94,7 +94,7 @@ class Stream:
         num_requests: int,
         rates: Sequence[float],
         step_seconds: StepSeconds,
-        draft_seconds: Callable[[int], float] | None = None,
+        draft_seconds: DrafterTime | None = None,
     ) -> None:
         self.requests = [
             Request(f"r{i}", [0] * 50, SamplingParams(), 10**6, frozenset(), output_token_ids=[0])
@@ -141,7 +141,7 @@ class Stream:
         return choose
 
 
-Case = tuple[int, Sequence[float], StepSeconds, Callable[[int], float] | None]
+Case = tuple[int, Sequence[float], StepSeconds, DrafterTime | None]
 
 
 def adaptive_rate(num_steps: int, case: Case) -> float:
@@ -156,10 +156,7 @@ def fixed_rate(num_steps: int, case: Case, depth: int) -> float:
 
 
 COSTS = {"bfloat16": BFLOAT16, "int4": INT4, "arithmetic": ARITHMETIC}
-DRAFTERS: dict[str, Callable[[int], float] | None] = {
-    "text": None,
-    "model": lambda num_tokens: 2.4e-3 + 0.04e-3 * num_tokens,
-}
+DRAFTERS = {"text": None, "model": DrafterTime(2.5e-3)}
 
 
 @pytest.mark.parametrize("num_requests", [1, 8, 32])
@@ -209,3 +206,11 @@ def test_what_is_on_and_off_is_logged_with_its_numbers(caplog: pytest.LogCapture
         "Drafts are on with 1 running requests: 60 % of the first drafts hold, and a step that takes 18.6 ms takes "
         "18.7 ms with 1 drafts."
     )
+
+
+def test_a_drafter_is_known_by_its_steps() -> None:
+    drafter = DrafterTime(20e-3)
+    for _ in range(60):
+        drafter.observe(7e-3, [2, 0, 1])  # two rows, and then one
+    assert drafter(1) == pytest.approx(7e-3 / (17 / 16 + 1), rel=0.01)
+    assert drafter(17) == pytest.approx(2 * drafter(1))

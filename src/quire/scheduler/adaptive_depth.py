@@ -6,7 +6,7 @@ allows: texts change, and so do the chances of drafts. A trial that holds is fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +26,8 @@ MOST_WAITED = 64  # steps of a request between two trials that failed
 NEWS_SHARE = 1 / 4  # of the running requests: after so many results, depths are chosen anew
 COST_STEPS = 64  # between two looks at what steps cost: contexts grow
 LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside its drafts
+READ_TOKENS = 16  # a 0.6B model with two cores: 17 ms a token, and 1.1 ms for each more in a prompt
+DRAFTER_MEMORY = 8  # steps that count in what a drafter takes
 HIDDEN_SHARE = 0.1  # of a step: what the host does meanwhile, with two steps in flight
 FOUND_MEMORY = 8  # requests for drafts that count in the share of them that got some
 FOUND_AGAIN = 1 / 1024  # by which that share rises in a step that asks for none
@@ -38,6 +40,31 @@ class StepSeconds(Protocol):
     def __call__(self, starts: Sequence[int], most: int, /) -> list[float]:
         """The seconds of a step with one token of each request behind `starts`, alone and with 1 to `most` drafts."""
         ...
+
+
+class DrafterTime:
+    """Seconds in which a drafter in the worker computes a step of so many tokens, learned from its steps.
+
+    Reading `READ_TOKENS` tokens at once takes about twice the time of one token: weights are read once.
+
+    Args:
+        seconds: of one token, before any step.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, num_tokens: int) -> float:
+        return self._seconds * _units(num_tokens)
+
+    def observe(self, seconds: float, depths: Sequence[int]) -> None:
+        """It took so long to draft as many tokens of each row."""
+        units = sum(_units(sum(depth > at for depth in depths)) for at in range(max(depths)))
+        self._seconds += (seconds / units - self._seconds) / DRAFTER_MEMORY
+
+
+def _units(num_tokens: int) -> float:
+    return (READ_TOKENS - 1 + num_tokens) / READ_TOKENS
 
 
 @dataclass(slots=True)
@@ -57,8 +84,8 @@ class AdaptiveDepth:
 
     Args:
         step_seconds: what a step costs.
-        draft_seconds: in which a drafter in the worker computes a step of so many tokens; None: drafts cost no time.
-            It reads what it has not seen of a request when it drafts for it.
+        draft_seconds: of a drafter in the worker; None: drafts cost no time. It reads what it has not seen of a
+            request when it drafts for it.
         steps_in_flight: with more than one, drafts cost the time of the host too, which is not hidden then.
 
     Attributes:
@@ -68,12 +95,12 @@ class AdaptiveDepth:
     def __init__(
         self,
         step_seconds: StepSeconds,
-        draft_seconds: Callable[[int], float] | None = None,
+        draft_seconds: DrafterTime | None = None,
         steps_in_flight: int = 1,
     ) -> None:
         self._step_seconds, self._draft_seconds = step_seconds, draft_seconds
         self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
-        self.waits = False
+        self.waits = self._is_reading = False
         self._gain, self._found_share = 0.0, 1.0  # of tokens per second, where drafts are found; and how often they are
         self._requests: dict[str, _Drafting] = {}
         self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
@@ -121,6 +148,7 @@ class AdaptiveDepth:
         """The request has drafts in this step."""
         drafting = self._requests[request.request_id]
         self._found_share += 1 / FOUND_MEMORY
+        self._is_reading |= self._read_seconds(request, drafting) > 0
         drafting.is_trial = not drafting.depth
         if drafting.is_trial:
             self._credit -= self._trial_seconds + self._read_seconds(request, drafting)
@@ -139,6 +167,12 @@ class AdaptiveDepth:
             self._promising.discard(request.request_id)
             drafting.wait = min(2 * drafting.wait, MOST_WAITED)
             drafting.next_trial = self._step + drafting.wait
+
+    def settle_drafter(self, seconds: float, depths: Sequence[int]) -> None:
+        """The worker's drafter took so long for a step with as many drafts of each row."""
+        if self._draft_seconds is not None and not self._is_reading:
+            self._draft_seconds.observe(seconds, depths)
+        self._is_reading = False
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

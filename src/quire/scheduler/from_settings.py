@@ -8,7 +8,7 @@ from collections.abc import Callable
 from quire.cost.model import CostModel
 from quire.formats.kv_groups import kv_groups
 from quire.model_config import ModelConfig
-from quire.scheduler.adaptive_depth import AdaptiveDepth
+from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
@@ -21,6 +21,8 @@ from quire.spec_decode.by_worker import DraftedByWorker
 from quire.spec_decode.ngram import NgramProposer
 from quire.spec_decode.suffix import SuffixProposer
 from quire.speculative_config import SUFFIX_SHARED_BYTES, SpeculativeConfig
+
+DRAFTER_SHARE = 0.15  # of the time of the model: a drafter a tenth of its size, until it has drafted
 
 
 def scheduler_of(
@@ -73,7 +75,11 @@ def scheduler_of(
 
 def speculation_of(config: SpeculativeConfig, cost: CostModel, steps_in_flight: int) -> Speculation:
     """The drafter that was asked for."""
-    adaptive = AdaptiveDepth(cost.with_drafts, steps_in_flight=steps_in_flight) if config.adaptive else None
+    adaptive = None
+    if config.adaptive:
+        is_model = config.method not in ("ngram", "suffix")
+        drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if is_model else None
+        adaptive = AdaptiveDepth(cost.with_drafts, drafter, steps_in_flight)
     most_by_rows = config.num_speculative_tokens_per_batch_size
     return Speculation(proposer_of(config), config.num_speculative_tokens, most_by_rows, adaptive, waits=True)
 

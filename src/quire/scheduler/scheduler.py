@@ -295,6 +295,8 @@ class Scheduler:
                 if num_logits > 1:
                     delta.drafts = num_logits - 1, max(len(token_ids) - 1, 0)
                 deltas.append(delta)
+        if result.draft_seconds and self.speculation is not None:
+            self.speculation.settle_drafter(result.draft_seconds, batch.draft_token_ids)
         self._drop_stopped()
         return deltas
 

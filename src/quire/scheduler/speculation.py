@@ -93,6 +93,11 @@ class Speculation:
         if self._adaptive is not None:
             self._adaptive.settle(request, num_drafts, num_held)
 
+    def settle_drafter(self, seconds: float, drafts: Sequence[Sequence[int]]) -> None:
+        """The worker's drafter took so long for the drafts of a step."""
+        if self._adaptive is not None:
+            self._adaptive.settle_drafter(seconds, [len(row) for row in drafts])
+
     def fail(self, request: Request, why: str) -> None:
         """The drafter could not draft for this request: it goes on without."""
         self._failed.add(request.request_id)
