@@ -24,6 +24,7 @@ class WorkerSettings:
     model: ModelSettings
     device: DeviceSettings
     max_num_seqs: int
+    num_logits_rows: int
     max_num_batched_tokens: int
     steps_in_flight: int
     synthetic_acceptance_rates: tuple[float, ...] = ()  # see SpeculativeConfig
@@ -33,7 +34,7 @@ class WorkerSettings:
     def of(cls, resolved: Resolved) -> WorkerSettings:
         """The part of all settings that workers obey."""
         steps = resolved.scheduler
-        limits = (steps.max_num_seqs, steps.max_num_batched_tokens, steps.depth)
+        limits = (steps.max_num_seqs, steps.num_logits_rows, steps.max_num_batched_tokens, steps.depth)
         rates = steps.speculation.synthetic_acceptance_rates if steps.speculation is not None else ()
         return cls(resolved.model, resolved.device, *limits, rates, resolved.drafter)
 

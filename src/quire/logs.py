@@ -143,7 +143,7 @@ def say(message: str, level: int = logging.INFO, **values: object) -> None:
 
 
 class RateLimited:
-    """Logs at most one warning per `interval` seconds, with the number of warnings that were left out."""
+    """Logs at most one line per `interval` seconds, with the number of lines that were left out."""
 
     def __init__(self, logger: logging.Logger, interval: float = 60.0) -> None:
         self._logger, self._interval = logger, interval
@@ -151,10 +151,16 @@ class RateLimited:
         self._suppressed = 0
 
     def warning(self, message: str, *args: object) -> None:
+        self._line(logging.WARNING, message, *args)
+
+    def info(self, message: str, *args: object) -> None:
+        self._line(logging.INFO, message, *args)
+
+    def _line(self, level: int, message: str, *args: object) -> None:
         now = time.monotonic()
         if now < self._next_time:
             self._suppressed += 1
             return
         suffix = f" ({self._suppressed} more since the last such line)" if self._suppressed else ""
-        self._logger.warning(message + suffix, *args)
+        self._logger.log(level, message + suffix, *args)
         self._next_time, self._suppressed = now + self._interval, 0

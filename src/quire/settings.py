@@ -15,7 +15,7 @@ from quire.formats.kv_groups import DrafterLayers, full_table, kv_groups
 from quire.formats.weight_format import packs_floats
 from quire.model_config import ModelConfig
 from quire.option import Source, options
-from quire.speculative_config import SpeculativeConfig
+from quire.speculative_config import LEAST_LOGITS_ROWS, SpeculativeConfig
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -137,6 +137,11 @@ class SchedulerSettings:
     kv_cache_metrics: bool
     kv_cache_metrics_sample: float
     speculation: SpeculativeConfig | None
+
+    @property
+    def num_logits_rows(self) -> int:
+        """Most rows of logits in a step."""
+        return self.max_num_seqs if self.speculation is None else max(self.max_num_seqs, LEAST_LOGITS_ROWS)
 
     @property
     def depth(self) -> int:

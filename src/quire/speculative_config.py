@@ -12,6 +12,7 @@ SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 METHODS: tuple[SpeculativeMethod, ...] = get_args(SpeculativeMethod)
 BY_WORKER: tuple[SpeculativeMethod, ...] = ("draft_model", "eagle3", "mtp")  # their drafter is a model
 MOST_DRAFTS = 255  # of one request in one step
+LEAST_LOGITS_ROWS = 32  # that a step with drafts may have, however few requests run
 SUFFIX_SHARED_BYTES = 80 << 20  # of the host's memory at most, for the outputs that suffix keeps: 2 million tokens
 
 _OF_ALL = (

@@ -44,7 +44,7 @@ class LightWorker:
 
     def measure(self) -> Measured:
         settings = self._settings
-        logits = logits_bytes(self._model, settings.max_num_seqs)
+        logits = logits_bytes(self._model, settings.num_logits_rows)
         work = least_work_bytes(self._model, settings.max_num_batched_tokens, settings.model.dtype)
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes(),

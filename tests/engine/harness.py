@@ -105,6 +105,7 @@ class Schedule:
     graph_sizes: tuple[int, ...] = ()  # of decode batches, there
     mixed_sizes: tuple[int, ...] = ()  # tokens of mixed steps that are captured
     proposer: Proposer | None = None
+    waits: bool = False  # Speculation.waits
     draft: tuple[ModelConfig, CausalLM] | None = None  # a model that drafts in the worker
     drafts_greedily: bool = False
 
@@ -143,9 +144,15 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
         limits,
         kv,
         rope_switches_after=config.rope.switches_after(config.max_model_len),
-        speculation=None if schedule.proposer is None else Speculation(schedule.proposer, MOST_DRAFTS),
+        speculation=_speculation(schedule),
     )
     return EngineCore(scheduler, executor, depth=schedule.depth)
+
+
+def _speculation(schedule: Schedule) -> Speculation | None:
+    if schedule.proposer is None:
+        return None
+    return Speculation(schedule.proposer, MOST_DRAFTS, waits=schedule.waits)
 
 
 def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache) -> Executor:

@@ -15,12 +15,14 @@ from quire.messages import AddRequest, RequestDelta
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
+from quire.scheduler.adaptive_depth import AdaptiveDepth
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import NO_PAGE, BlockTable, KVCacheManager
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 from quire.scheduler.speculation import Speculation
 from quire.settings import SchedulingPolicy
+from quire.speculative_config import LEAST_LOGITS_ROWS
 from tests.guesser import Guesser
 
 VOCAB_SIZE = 50
@@ -98,6 +100,8 @@ class Driver:
         rope_switches_after: int | None = None,
         groups: Sequence[KvGroup] = (ONE_LAYER,),
         proposer: Guesser | None = None,
+        adaptive: AdaptiveDepth | None = None,
+        waits: bool = False,
         cost: CostModel | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, residency)
@@ -126,7 +130,9 @@ class Driver:
             policy=policy,
             enable_chunked_prefill=enable_chunked_prefill,
             rope_switches_after=rope_switches_after,
-            speculation=None if proposer is None else Speculation(proposer, proposer.longest),
+            speculation=None
+            if proposer is None
+            else Speculation(proposer, proposer.longest, (), adaptive, waits=waits),
             room_within=None if cost is None else cost.room_within,
             clock=clock,
         )
@@ -244,7 +250,9 @@ class Driver:
         columns = (counts, batch.num_logits, batch.draft_token_ids, batch.new_block_ids)
         assert {len(set(batch.request_ids)), *map(len, columns)} == {len(batch.request_ids)}
         if any(batch.draft_token_ids):
-            assert sum(batch.num_logits) <= limits.max_num_seqs, "more logits than memory was planned for"
+            assert sum(batch.num_logits) <= max(limits.max_num_seqs, LEAST_LOGITS_ROWS), (
+                "more logits than memory was planned for"
+            )
         if limits.long_prefill_token_threshold and self.scheduler._enable_chunked_prefill:
             num_drafts = map(len, batch.draft_token_ids)
             assert max(map(sub, counts, num_drafts)) <= limits.long_prefill_token_threshold

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from quire.messages import SetLimits, unpack
+from quire.request import Request
+from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
+from quire.scheduler.adaptive_depth import AdaptiveDepth
+from quire.scheduler.speculation import Speculation
 from tests.guesser import Guesser
 from tests.scheduler.driver import Driver, request
 from tests.scheduler.test_sameness import LENGTHS, SIZE, mixed, prompt
@@ -58,6 +63,34 @@ def test_the_depth_may_be_moved() -> None:
 
 
 @pytest.mark.parametrize("right", RIGHT)
+def test_depths_that_follow_what_held_do_not_change_tokens(right: float) -> None:
+    def seconds(starts: Sequence[int], most: int) -> list[float]:
+        return [20e-3 + 1e-3 * count for count in range(most + 1)]
+
+    counts = []
+    for adaptive in (None, AdaptiveDepth(seconds)):
+        guesser = Guesser(right)
+        driver = Driver(proposer=guesser, adaptive=adaptive, num_blocks=256, max_num_seqs=40)
+        driver.run_all(*mixed(), *(request(f"r{i}", prompt(5 + i, i), max_tokens=60, seed=i) for i in range(6)))
+        counts.append((guesser.num_right, guesser.num_wrong))
+    (_, fixed_wrong), (num_right, num_wrong) = counts
+    if right == 0:
+        assert num_wrong < 0.2 * fixed_wrong
+    else:
+        assert num_right > 50
+
+
+def test_fewer_drafts_beside_more_requests() -> None:
+    guesser = Guesser(1.0)
+    guesser.continuation_of = lambda request_id: [0] * 99
+    speculation = Speculation(guesser, 5, [(1, 3, 4), (4, 8, 2), (9, 99, 0)])
+    requests = [Request(f"r{i}", [0], SamplingParams(), 99, frozenset()) for i in range(12)]
+    for num_running, most in ((1, 4), (3, 4), (4, 2), (8, 2), (9, 0)):
+        assert speculation.begin_step(requests[:num_running], 40) == (40 if most else 0)
+        assert max(len(speculation.propose(requests[0], 9)) for _ in range(40)) == most
+
+
+@pytest.mark.parametrize("right", RIGHT)
 def test_the_prefix_cache_holds_no_refused_draft(right: float) -> None:
     """What a later request takes over are the blocks of tokens that came out, up to the last full one."""
     driver = Driver(proposer=Guesser(right))
@@ -88,6 +121,30 @@ def test_with_several_batches_in_flight(depth: int, right: float) -> None:
     assert guesser.num_right + guesser.num_wrong > 30
 
 
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_requests_whose_drafts_pay_wait_for_their_newest_token(is_adaptive: bool) -> None:
+    """So two batches in flight take as many steps as one, and without drafts that hold nobody waits."""
+
+    def num_steps(depth: int, right: float, *, waits: bool) -> int:
+        adaptive = AdaptiveDepth(lambda starts, most: [20e-3 + 1e-4 * n for n in range(most + 1)], None, depth)
+        driver = Driver(proposer=Guesser(right), adaptive=adaptive if is_adaptive else None, depth=depth, waits=waits)
+        driver.run_all(*(request(f"r{i}", prompt(5 + i, i), max_tokens=60, seed=i) for i in range(3)))
+        return len(driver.batches)
+
+    assert num_steps(2, 1.0, waits=True) < 1.25 * num_steps(1, 1.0, waits=True)
+    assert num_steps(2, 1.0, waits=True) < 0.6 * num_steps(2, 1.0, waits=False)
+
+
+def test_nobody_waits_for_drafts_that_do_not_pay() -> None:
+    adaptive = AdaptiveDepth(lambda starts, most: [20e-3 + 1e-3 * n for n in range(most + 1)], None, 2)
+    driver = Driver(proposer=Guesser(0.0), adaptive=adaptive, depth=2, waits=True)
+    driver.add(request("a", prompt(5), max_tokens=150))
+    in_flight = []
+    driver.run(lambda index: in_flight.append(len(driver.core._in_flight)))
+    driver.check_outputs()
+    assert in_flight[20:].count(1) > 0.9 * len(in_flight[20:])
+
+
 @pytest.mark.parametrize("at", range(3))
 def test_preemption_while_drafts_are_in_flight(at: int) -> None:
     driver = Driver(proposer=Guesser(0.7), depth=2, max_num_seqs=40, num_blocks=256)
@@ -116,12 +173,15 @@ def test_nobody_is_preempted_for_drafts() -> None:
 
 
 def test_drafts_leave_a_token_and_a_row_of_logits_for_everybody() -> None:
-    messages = [request(f"r{i}", prompt(3, i), max_tokens=30) for i in range(5)]
-    driver = Driver(max_num_seqs=6, proposer=Guesser(1.0, longest=9))
-    driver.run_all(*messages)
-    crowded = [batch for batch in driver.batches if len(batch.request_ids) == 5 and any(batch.draft_token_ids)]
-    assert crowded
-    assert all(sum(batch.num_logits) == 6 for batch in crowded)
+    """There are 32 rows of logits, however few requests may run, and one for each of these."""
+    for num_requests, max_num_seqs, num_rows in ((5, 6, 32), (30, 31, 32), (33, 35, 35)):
+        driver = Driver(
+            max_num_seqs=max_num_seqs, num_blocks=512, max_num_batched_tokens=200, proposer=Guesser(1.0, longest=9)
+        )
+        driver.run_all(*(request(f"r{i}", prompt(3, i), max_tokens=30) for i in range(num_requests)))
+        drafting = [batch for batch in driver.batches if any(batch.draft_token_ids)]
+        crowded = [sum(batch.num_logits) for batch in drafting if len(batch.request_ids) == num_requests]
+        assert max_num_seqs <= max(crowded) <= num_rows
 
 
 @pytest.mark.parametrize("right", RIGHT)

@@ -45,6 +45,32 @@ class CostModel:
         """The factor of a prediction after which this share of the steps takes no longer."""
         return math.pow(1 + max(self.spread, MIN_SPREAD), _quantile(attainment) / SPREAD_QUANTILE)
 
+    def with_drafts(self, starts: Sequence[int], most: int) -> list[float]:
+        """The seconds of a step with one token of each request, alone and with 1 to `most` drafts behind them.
+
+        Predicted for some counts; between them it is a line, and more drafts never take less time.
+
+        Args:
+            starts: computed tokens of each request, one or more.
+        """
+        base = self.arithmetic.load(starts, [1] * len(starts), len(starts))
+        count, known = 0, [self.predict(base).seconds]
+        while count < most:
+            further = min(count + 1 + count // 3, most)
+            num_tokens = base.num_rows + further
+            load = Load(
+                num_tokens,
+                base.num_rows,
+                num_tokens,
+                tuple(tokens + further for tokens in base.kv_tokens),
+                tuple(pairs * num_tokens // base.num_rows for pairs in base.pairs),
+            )
+            last = known[-1]
+            rise = max(self.predict(load).seconds - last, 0.0) / (further - count)
+            known += [last + step * rise for step in range(1, further - count + 1)]
+            count = further
+        return known
+
     def room_within(self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int]) -> StepRoom:
         """The room for prompts beside the rows of a step that takes `seconds`.
 

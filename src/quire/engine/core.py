@@ -204,7 +204,8 @@ class EngineCore:
         self.last_record = self._record(step, result, end - arrived, end)
         self._last_end_time = end
         if self.cost is not None and step.load is not None and step.predicted is not None:
-            self.cost.observe(step.load, step.predicted.seconds, self.last_record.step_seconds)
+            seconds = self.last_record.step_seconds - result.draft_seconds  # a drafter is no part of the model
+            self.cost.observe(step.load, step.predicted.seconds, seconds)
         return deltas
 
     def _fail(self, step: _Step, error: Exception) -> list[RequestDelta]:

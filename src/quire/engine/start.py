@@ -95,7 +95,7 @@ def start_engine(
     first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
     guess = assumed_fit(ceilings(resolved, arithmetic, running.facts)).constants
     cost = CostModel(arithmetic, fit([first], guess))
-    scheduler = scheduler_of(resolved, model_config, cost.room_within)
+    scheduler = scheduler_of(resolved, model_config, cost)
     core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost)
     file = calibration_file(resolved, model_config, running.facts)
     if (known := file.read()) is not None:

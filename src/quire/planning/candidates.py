@@ -399,7 +399,7 @@ class Candidates:
 
 def _with_all_logits(fit: Fit, model: ModelConfig) -> Fit:
     """One device gathers the logits of the whole vocabulary."""
-    more = logits_bytes(model, fit.form.resolved.scheduler.max_num_seqs) - fit.memory.logits_bytes
+    more = logits_bytes(model, fit.form.resolved.scheduler.num_logits_rows) - fit.memory.logits_bytes
     memory = replace(fit.memory, work_bytes=fit.memory.work_bytes + more, logits_bytes=fit.memory.logits_bytes + more)
     return replace(fit, memory=memory, num_bytes=fit.num_bytes - more)
 

@@ -43,10 +43,10 @@ class MemoryFacts:
     drafter_weight_bytes: int = 0  # the part of weight_bytes that is the drafter's
 
 
-def logits_bytes(model: ModelConfig, max_num_seqs: int) -> int:
-    """Bytes of the logits of a full batch, those of the drafter beside them."""
-    own = max_num_seqs * model.vocab_size * 4 * LOGITS_COPIES
-    return own if model.drafter is None else own + logits_bytes(model.drafter, max_num_seqs)
+def logits_bytes(model: ModelConfig, num_rows: int) -> int:
+    """Bytes of so many rows of logits, those of the drafter beside them."""
+    own = num_rows * model.vocab_size * 4 * LOGITS_COPIES
+    return own if model.drafter is None else own + logits_bytes(model.drafter, num_rows)
 
 
 def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
@@ -77,7 +77,7 @@ def predict_memory(
     """
     drafter = _drafter_weight_bytes(resolved, model)
     weights = planned_weight_bytes(resolved, model) if weight_bytes is None else weight_bytes + drafter
-    logits = logits_bytes(model, resolved.scheduler.max_num_seqs)
+    logits = logits_bytes(model, resolved.scheduler.num_logits_rows)
     total, free = device.memory_of(resolved.device.device)
     return MemoryFacts(
         total_bytes=total,
@@ -219,10 +219,10 @@ def bytes_for_kv_cache(
 def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts) -> Mapping[str, Setting]:
     """What weights and work take, by name: known whether a KV cache fits or not."""
     record, quantization = Record(), resolved.model.quantization
-    max_num_seqs, budget = resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens
+    num_rows, budget = resolved.scheduler.num_logits_rows, resolved.scheduler.max_num_batched_tokens
     weights = f"{model.num_parameters():,} parameters"
     weights += f" x {DTYPE_BYTES[resolved.model.dtype]} bytes" if quantization is None else ", scales included"
-    logits = f"{memory.logits_bytes:,} for the logits of {max_num_seqs} requests"
+    logits = f"{memory.logits_bytes:,} for the logits of {num_rows} tokens"
     if memory.is_predicted:
         record.put("weight_bytes", memory.weight_bytes, "formula", weights)
         detail = f"at least: the widest layer of {budget} tokens, and {logits}"
@@ -235,8 +235,8 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
         source: Source = "formula" if memory.is_predicted else "measured"
         detail = f"{drafter.num_parameters():,} parameters; a part of weight_bytes"
         record.put("drafter_weight_bytes", memory.drafter_weight_bytes, source, detail)
-        detail = f"of {max_num_seqs} requests; a part of work_bytes"
-        record.put("drafter_logits_bytes", logits_bytes(drafter, max_num_seqs), "formula", detail)
+        detail = f"of {num_rows} tokens; a part of work_bytes"
+        record.put("drafter_logits_bytes", logits_bytes(drafter, num_rows), "formula", detail)
         layers = resolved.drafter.layers(model)
         detail = f"{len(layers.specs)} layers in {layers.kv.name}, in the blocks of the model"
         record.put("drafter_kv_bytes_per_token", layers.bytes_per_token(), "formula", detail)

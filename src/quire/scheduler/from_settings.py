@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from quire.cost.model import CostModel
 from quire.formats.kv_groups import kv_groups
 from quire.model_config import ModelConfig
+from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
-from quire.scheduler.limits import RoomWithin, SchedulerLimits
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.proposer import Proposer
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
@@ -20,17 +22,19 @@ from quire.spec_decode.ngram import NgramProposer
 from quire.spec_decode.suffix import SuffixProposer
 from quire.speculative_config import SUFFIX_SHARED_BYTES, SpeculativeConfig
 
+DRAFTER_SHARE = 0.15  # of the time of the model: a drafter a tenth of its size, until it has drafted
+
 
 def scheduler_of(
     resolved: Planned,
     model_config: ModelConfig,
-    room_within: RoomWithin,
+    cost: CostModel,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """A scheduler with an empty KV cache of the planned size.
 
     Args:
-        room_within: knows how long steps take.
+        cost: knows how long steps take.
     """
     model, schedule = resolved.model, resolved.scheduler
     kv = KVCacheManager(
@@ -61,15 +65,23 @@ def scheduler_of(
         policy=schedule.scheduling_policy,
         enable_chunked_prefill=schedule.enable_chunked_prefill,
         rope_switches_after=model_config.rope.switches_after(model.max_model_len),
-        speculation=None if schedule.speculation is None else speculation_of(schedule.speculation),
-        room_within=room_within,
+        speculation=None
+        if schedule.speculation is None
+        else speculation_of(schedule.speculation, cost, schedule.depth),
+        room_within=cost.room_within,
         clock=clock,
     )
 
 
-def speculation_of(config: SpeculativeConfig) -> Speculation:
+def speculation_of(config: SpeculativeConfig, cost: CostModel, steps_in_flight: int) -> Speculation:
     """The drafter that was asked for."""
-    return Speculation(proposer_of(config), config.num_speculative_tokens)
+    adaptive = None
+    if config.adaptive:
+        is_model = config.method not in ("ngram", "suffix")
+        drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if is_model else None
+        adaptive = AdaptiveDepth(cost.with_drafts, drafter, steps_in_flight)
+    most_by_rows = config.num_speculative_tokens_per_batch_size
+    return Speculation(proposer_of(config), config.num_speculative_tokens, most_by_rows, adaptive, waits=True)
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:

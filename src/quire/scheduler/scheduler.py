@@ -25,6 +25,7 @@ from quire.scheduler.queue import ORDER_KEYS, TURN_KEYS, Key, WaitingQueue
 from quire.scheduler.results import PromptLogprobs, append_tokens, delta_of
 from quire.scheduler.speculation import Speculation
 from quire.settings import SchedulingPolicy
+from quire.speculative_config import LEAST_LOGITS_ROWS
 
 logger = get_logger(__name__)
 
@@ -183,14 +184,18 @@ class Scheduler:
 
         Within one token budget, running requests that lack one token come first, in order, then prompts: what lacks
         more, and what waits. A running request that lacks a block preempts the last running one; a waiting one preempts
-        nobody.
+        nobody. Where drafts pay (Speculation.waits), the batch has to wait for the tokens of the one in flight.
         """
+        if self.speculation is not None and self.speculation.waits and self._samples_in_flight():
+            return None
         step = _Step(ScheduledBatch(self._next_step_id), [])
         budget = self.limits.max_num_batched_tokens
         self._queue_ready()
         if self._rope_switches_after is not None:
             self._take_back_lengthened(self._rope_switches_after)
-        num_drafts_left = 0 if self.speculation is None else self._num_drafts()
+        num_drafts_left = 0
+        if self.speculation is not None:
+            num_drafts_left = self.speculation.begin_step(self._running, self._num_drafts())
 
         prompts: list[Request] = []
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
@@ -290,6 +295,8 @@ class Scheduler:
                 if num_logits > 1:
                     delta.drafts = num_logits - 1, max(len(token_ids) - 1, 0)
                 deltas.append(delta)
+        if result.draft_seconds and self.speculation is not None:
+            self.speculation.settle_drafter(result.draft_seconds, batch.draft_token_ids)
         self._drop_stopped()
         return deltas
 
@@ -401,13 +408,17 @@ class Scheduler:
         is_too_long = count > self.limits.max_num_batched_tokens
         return min(count, budget) if count <= budget or is_too_long else 0
 
+    def _samples_in_flight(self) -> bool:
+        """Whether the newest batch in flight samples tokens."""
+        return bool(self._in_flight) and any(next(reversed(self._in_flight.values())).batch.num_logits)
+
     def _num_drafts(self) -> int:
         """Most drafts of the next step: each request that may take part in it has a token and a row of logits.
 
-        Memory was planned for the logits of max_num_seqs requests; drafts have what others leave of it.
+        Memory was planned for so many rows of logits; drafts have what others leave of them.
         """
-        num_others = len(self._running) + len(self._queue)
-        return min(self.limits.max_num_batched_tokens, self.limits.max_num_seqs) - num_others
+        num_others, num_logits = len(self._running) + len(self._queue), max(self.limits.max_num_seqs, LEAST_LOGITS_ROWS)
+        return min(self.limits.max_num_batched_tokens, num_logits) - num_others
 
     def _draft(self, request: Request, most: int) -> Sequence[int]:
         """Drafts behind the newest token, if that is known: see Speculation.
@@ -428,7 +439,7 @@ class Scheduler:
     def _settle_drafts(self, request: Request, num_drafts: int, token_ids: list[int], failure: str | None) -> None:
         """The tokens of a row with drafts are here: the drafts that held and the token behind them."""
         assert self.speculation is not None
-        self.speculation.settle(num_drafts, max(len(token_ids) - 1, 0))
+        self.speculation.settle(request, num_drafts, max(len(token_ids) - 1, 0))
         if failure is not None:
             self.speculation.fail(request, failure)
 

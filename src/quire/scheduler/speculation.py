@@ -1,4 +1,4 @@
-"""Which requests draft how far, and what became of their drafts. Integers only, no torch."""
+"""The drafter of a scheduler: which requests draft how far, and what became of their drafts. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from quire.logs import RateLimited, get_logger
 from quire.request import Request
+from quire.scheduler.adaptive_depth import AdaptiveDepth
 from quire.scheduler.proposer import Proposer
 
 logger = get_logger(__name__)
@@ -34,29 +35,68 @@ class DraftCounts:
 
 
 class Speculation:
-    """The drafter of a scheduler, and for each request how many tokens it is asked for.
+    """Asks a proposer for drafts, as far as a request should draft now.
 
     Args:
-        most: drafts of one request in one step.
+        most: drafts of one request in one step; may be moved.
+        most_by_rows: (first, last, most): at most so many drafts each while the running requests are so many.
+        adaptive: chooses depths; without it all requests draft as far as they may.
+        waits: requests that may draft are in no step before their newest token is known, unless `adaptive` says that
+            this does not pay. Otherwise they draft only where it happens to be known.
     """
 
-    def __init__(self, proposer: Proposer, most: int) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        most: int,
+        most_by_rows: Sequence[tuple[int, int, int]] = (),
+        adaptive: AdaptiveDepth | None = None,
+        *,
+        waits: bool = False,
+    ) -> None:
         self.most = most
-        self._proposer = proposer
+        self._proposer, self._most_by_rows, self._adaptive = proposer, most_by_rows, adaptive
+        self._waits, self._may_draft = waits, False
+        self._most_now = most  # drafts of a request in the step that is being made
         self._counts = DraftCounts()
         self._failed: set[str] = set()  # requests without drafts from now on
         self._failure_log = RateLimited(logger)
 
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Up to `most` drafts behind the request's newest token: what the next step verifies."""
-        most = min(most, self.most)
-        if most <= 0 or request.request_id in self._failed:
-            return ()
-        return self._proposer.propose(request, most)[:most]
+    def begin_step(self, running: Sequence[Request], most: int) -> int:
+        """How many drafts the next step may have, of the `most` there is room for. 0: nobody need be asked."""
+        self._most_now = min([self.most, *(k for low, high, k in self._most_by_rows if low <= len(running) <= high)])
+        self._may_draft = most > 0 and self._most_now > 0 and bool(running)
+        if self._may_draft and self._adaptive is not None:
+            self._may_draft = self._adaptive.begin_step(running, self._most_now, most)
+        return most if self._may_draft else 0
 
-    def settle(self, num_drafts: int, num_held: int) -> None:
+    @property
+    def waits(self) -> bool:
+        """Whether the next step should begin when the tokens of the last one are known."""
+        return self._waits and self._may_draft and (self._adaptive is None or self._adaptive.waits)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Up to `most` drafts behind the request's newest token: what this step verifies."""
+        depth = min(most, self._most_now)
+        if depth <= 0 or request.request_id in self._failed:
+            return ()
+        if self._adaptive is not None and (depth := min(depth, self._adaptive.depth(request))) == 0:
+            return ()
+        drafts = self._proposer.propose(request, depth)[:depth]
+        if drafts and self._adaptive is not None:
+            self._adaptive.drafted(request)
+        return drafts
+
+    def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
         """So many drafts of a request were verified; the first `num_held` were what the target sampled."""
         self._counts.add(num_drafts, num_held)
+        if self._adaptive is not None:
+            self._adaptive.settle(request, num_drafts, num_held)
+
+    def settle_drafter(self, seconds: float, drafts: Sequence[Sequence[int]]) -> None:
+        """The worker's drafter took so long for the drafts of a step."""
+        if self._adaptive is not None:
+            self._adaptive.settle_drafter(seconds, [len(row) for row in drafts])
 
     def fail(self, request: Request, why: str) -> None:
         """The drafter could not draft for this request: it goes on without."""
@@ -68,6 +108,8 @@ class Speculation:
         """The request has ended; unknown ids are fine."""
         self._failed.discard(request_id)
         self._proposer.forget(request_id)
+        if self._adaptive is not None:
+            self._adaptive.forget(request_id)
 
     def take_counts(self) -> DraftCounts:
         """Counts since the last call."""

@@ -35,7 +35,7 @@ def plan_engine(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -
 def client_of(resolved: Planned, model: ModelConfig, cost: CostModel) -> Client:
     """A client of an engine with these settings; each step takes its predicted time."""
     clock = VirtualClock()
-    scheduler = scheduler_of(resolved, model, cost.room_within, clock.read)
+    scheduler = scheduler_of(resolved, model, cost, clock.read)
     depth = resolved.scheduler.depth
     core = EngineCore(scheduler, PredictedExecutor(cost, clock), depth, cost, clock=clock.read, sleep=clock.sleep)
     client = Client(core, clock)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.forward_batch import ForwardBatch, LayerCache, StepTable
 from quire.kernels import gpu
+from quire.speculative_config import LEAST_LOGITS_ROWS
 from quire.worker.accelerator import Accelerator
 from quire.worker.input_batch import ExpectedTokens, InputBatch, Padding, StagedStep, StepRows
 from quire.worker.staging import ALIGNMENT, Staging
@@ -48,8 +49,10 @@ class DeviceInputBatch(InputBatch):
         accelerator: Accelerator,
         steps_in_flight: int,
     ) -> None:
-        num_bytes = (_TOKEN_BYTES + _SLOT_BYTES * num_tables) * max_tokens + _ROW_BYTES * max_num_rows + 4
-        num_bytes += ALIGNMENT * (_NUM_ARRAYS + num_tables)
+        num_bytes = (_TOKEN_BYTES + _SLOT_BYTES * num_tables) * max_tokens + _ROW_BYTES * max(
+            max_num_rows, LEAST_LOGITS_ROWS
+        )
+        num_bytes += 4 + ALIGNMENT * (_NUM_ARRAYS + num_tables)
         staging = Staging(accelerator, num_bytes, steps_in_flight + 1)
         super().__init__(max_num_rows, max_model_len, block_size, vocab_size, num_tables, staging)
         device = accelerator.device

@@ -41,7 +41,7 @@ class OnHost:
         if drafter is not None:
             work_bytes = max(work_bytes, _measure_step(drafter, settings.of_drafter())[0])
             drafter_bytes, mapped_bytes = drafter.weight_bytes(), mapped_bytes + drafter.mapped_bytes
-        logits = logits_bytes(model.config, settings.max_num_seqs)
+        logits = logits_bytes(model.config, settings.num_logits_rows)
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes(),
             free_bytes=devices.free_memory_bytes() - mapped_bytes,

@@ -1,0 +1,107 @@
+"""How many tokens to draft for each request: from how often drafts held, and from what a step costs. No torch.
+
+With drafts a step gives more tokens and takes longer. It gives most tokens per second with these depths: of all drafts
+of all requests, those with the highest chances to hold, as many of them as pay. A draft's chance is the product of the
+acceptance rates of its position and those before, so it never exceeds that of the draft before it, and a request's
+drafts are taken from the first one on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
+
+FIRST_RATE = 0.6  # of drafts nobody has tried: high enough to try them wherever they may pay
+MIN_GAIN = 0.02  # of tokens per second, before drafts begin: what they cost beside is not counted
+
+
+class Acceptance:
+    """How often drafts held, by position, given that those before them did. Older ones count less and less.
+
+    Args:
+        memory: drafts of a position that count, in all.
+        weight: drafts that the prior rates count for.
+    """
+
+    __slots__ = ("_held", "_keep", "_tried", "_weight")
+
+    def __init__(self, memory: float, weight: float) -> None:
+        self._keep, self._weight = 1 - 1 / memory, weight
+        self._held: list[float] = []
+        self._tried: list[float] = []
+
+    def add(self, num_drafts: int, num_held: int) -> None:
+        """So many drafts were verified, and the first `num_held` of them held."""
+        held, tried, keep = self._held, self._tried, self._keep
+        num_tried = min(num_drafts, num_held + 1)
+        while len(tried) < num_tried:
+            held.append(0.0)
+            tried.append(0.0)
+        for position in range(num_tried):
+            held[position] = keep * held[position] + (position < num_held)
+            tried[position] = keep * tried[position] + 1
+
+    def rates(self, prior: Sequence[float]) -> list[float]:
+        """The acceptance rate of each position that `prior` has."""
+        held, tried, weight = self._held, self._tried, self._weight
+        known = [(h + weight * rate) / (t + weight) for h, t, rate in zip(held, tried, prior, strict=False)]
+        return [*known, *prior[len(known) :]]
+
+    def rates_of_all(self, most: int) -> list[float]:
+        """The rates of `most` positions without a prior: one that was hardly tried is taken to be as the one before."""
+        rates, rate, weight = [], FIRST_RATE, self._weight
+        for position in range(most):
+            if position < len(self._tried):
+                rate = (self._held[position] + weight * rate) / (self._tried[position] + weight)
+            rates.append(rate)
+        return rates
+
+
+def chances(rates: Sequence[float]) -> list[float]:
+    """For each position, that the drafts up to there hold."""
+    return list(accumulate(rates, mul))
+
+
+def best_depths(
+    chances_of: Sequence[Sequence[float]],
+    step_seconds: Sequence[float],
+    draft_seconds: Callable[[int], float] | None = None,
+    least_gain: float = 0.0,
+) -> list[int]:
+    """Drafts of each request for most tokens per second.
+
+    The best of all depths, if draft_seconds is a constant and an amount per token.
+
+    Args:
+        chances_of: per request, as `chances`: never rising.
+        step_seconds: of the step without drafts, with one, and so on: up to as many as a step may have.
+        draft_seconds: in which the drafter computes a step of so many tokens; None: it takes no time.
+        least_gain: share of the tokens per second by which drafts have to raise them; below it there are none.
+    """
+    num_requests, most_drafts = len(chances_of), len(step_seconds) - 1
+    drafts = sorted(
+        ((-chance, position, index) for index, row in enumerate(chances_of) for position, chance in enumerate(row))
+    )
+    longest = max(map(len, chances_of), default=0)
+    best, chosen = (1 + least_gain) * num_requests / step_seconds[0], (0, 0)
+    for depth in range(1, longest + 1) if draft_seconds is not None else [longest]:
+        tokens, seconds, count = float(num_requests), 0.0, 0
+        num_at = [0] * depth
+        for lost, position, _ in drafts:
+            if position >= depth:
+                continue
+            if count == most_drafts:
+                break
+            count += 1
+            tokens -= lost
+            if draft_seconds is not None:
+                others, num_at[position] = num_at[position], num_at[position] + 1
+                seconds += draft_seconds(others + 1) - (draft_seconds(others) if others else 0.0)
+            if (rate := tokens / (step_seconds[count] + seconds)) > best:
+                best, chosen = rate, (depth, count)
+    depth, count = chosen
+    depths = [0] * num_requests
+    for _, _, index in [draft for draft in drafts if draft[1] < depth][:count]:
+        depths[index] += 1
+    return depths

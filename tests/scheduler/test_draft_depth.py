@@ -1,0 +1,216 @@
+"""Depths of drafts against a search through all of them, and against every fixed depth on streams of known chances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise, product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.request import Request
+from quire.sampling_params import SamplingParams
+from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime, StepSeconds
+from quire.scheduler.draft_depth import Acceptance, best_depths, chances
+from tests.examples import examples
+
+MOST = 7
+RATES = st.lists(st.floats(0, 1), max_size=4)
+
+
+def rate(
+    depths: Sequence[int],
+    chances_of: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    fixed: float,
+    per_token: float,
+) -> float:
+    """Tokens per second with these depths."""
+    tokens = len(depths) + sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
+    drafting = max(depths) * fixed + sum(depths) * per_token
+    return tokens / (seconds[sum(depths)] + drafting)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    rates=st.lists(RATES, min_size=1, max_size=3),
+    steps=st.lists(st.floats(0, 0.5), min_size=0, max_size=9),
+    least_gain=st.sampled_from([0.0, 0.1]),
+    fixed=st.sampled_from([0.0, 0.1, 0.3]),
+    per_token=st.sampled_from([0.0, 0.02]),
+)
+def test_no_depths_give_more_tokens_per_second(
+    rates: list[list[float]], steps: list[float], least_gain: float, fixed: float, per_token: float
+) -> None:
+    chances_of, seconds = [chances(row) for row in rates], [1.0]
+    for step in steps:
+        seconds.append(seconds[-1] + step)
+    found = best_depths(chances_of, seconds, lambda n: fixed + per_token * n, least_gain)
+    every = [d for d in product(*(range(len(row) + 1) for row in rates)) if sum(d) < len(seconds)]
+    best = max(rate(depths, chances_of, seconds, fixed, per_token) for depths in every)
+    if any(found):
+        assert sum(found) < len(seconds)
+        assert rate(found, chances_of, seconds, fixed, per_token) == pytest.approx(best)
+    else:
+        assert best <= (1 + least_gain) * len(rates) * (1 + 1e-9)
+
+
+def test_rates_follow_what_held_and_begin_where_they_are_expected() -> None:
+    acceptance = Acceptance(memory=10, weight=4)
+    prior = [0.8, 0.5, 0.5]
+    assert acceptance.rates(prior) == prior
+    for _ in range(200):
+        acceptance.add(3, 1)  # the first holds, the second does not, and the third was not tried
+    first, second, third = acceptance.rates(prior)
+    assert (first, second, third) == pytest.approx(((10 + 4 * 0.8) / 14, 4 * 0.5 / 14, 0.5))
+
+
+def steps_of(rows: Sequence[int], costs: Sequence[float]) -> StepSeconds:
+    """What costs a line through these points: (rows, seconds)."""
+
+    def seconds(num_tokens: int) -> float:
+        for (low, low_cost), (high, high_cost) in pairwise(points):
+            if num_tokens <= high:
+                return low_cost + (high_cost - low_cost) * (num_tokens - low) / (high - low)
+        return points[-1][1] * num_tokens / points[-1][0]
+
+    points = list(zip(rows, costs, strict=True))
+    return lambda starts, most: [seconds(len(starts) + count) for count in range(most + 1)]
+
+
+# Seconds of a 0.6B model with two cores, by rows, about: bfloat16 and int4. And a batch bound by arithmetic.
+BFLOAT16 = steps_of([1, 8, 16, 32, 128], [18.6e-3, 19.3e-3, 22e-3, 40e-3, 141e-3])
+INT4 = steps_of([1, 8, 16, 32, 128], [8.7e-3, 10.6e-3, 14e-3, 27e-3, 100e-3])
+ARITHMETIC = steps_of([1, 1000], [1e-3, 1.0])
+
+
+class Stream:
+    """Requests whose drafts hold with known chances. It counts the tokens and the seconds."""
+
+    def __init__(
+        self,
+        num_requests: int,
+        rates: Sequence[float],
+        step_seconds: StepSeconds,
+        draft_seconds: DrafterTime | None = None,
+    ) -> None:
+        self.requests = [
+            Request(f"r{i}", [0] * 50, SamplingParams(), 10**6, frozenset(), output_token_ids=[0])
+            for i in range(num_requests)
+        ]
+        self.rates, self.draft_seconds = rates, draft_seconds
+        self.seconds_of = step_seconds([50] * num_requests, MOST * num_requests)
+        self.random = Random(0)
+
+    def run(
+        self,
+        num_steps: int,
+        choose: Callable[[], Sequence[int]],
+        settle: Callable[[Request, int, int], None] = lambda request, depth, held: None,
+    ) -> float:
+        """Tokens per second of these steps."""
+        tokens, seconds = 0, 0.0
+        for _ in range(num_steps):
+            depths = list(choose())
+            seconds += self.seconds_of[sum(depths)]
+            if self.draft_seconds is not None:
+                seconds += sum(self.draft_seconds(sum(d > at for d in depths)) for at in range(max(depths)))
+            for request, depth in zip(self.requests, depths, strict=True):
+                held = 0
+                while held < depth and self.random.random() < self.rates[held]:
+                    held += 1
+                tokens += 1 + held
+                request.output_token_ids.extend([0] * (1 + held))
+                if depth:
+                    settle(request, depth, held)
+        return tokens / seconds
+
+    def adaptive(self, adaptive: AdaptiveDepth) -> Callable[[], Sequence[int]]:
+        def choose() -> Sequence[int]:
+            if not adaptive.begin_step(self.requests, MOST, MOST * len(self.requests)):
+                return [0] * len(self.requests)
+            depths = []
+            for request in self.requests:
+                depths.append(adaptive.depth(request))
+                if depths[-1]:
+                    adaptive.drafted(request)
+            return depths
+
+        return choose
+
+
+Case = tuple[int, Sequence[float], StepSeconds, DrafterTime | None]
+
+
+def adaptive_rate(num_steps: int, case: Case) -> float:
+    """Tokens per second."""
+    adaptive, stream = AdaptiveDepth(case[2], case[3]), Stream(*case)
+    return stream.run(num_steps, stream.adaptive(adaptive), adaptive.settle)
+
+
+def fixed_rate(num_steps: int, case: Case, depth: int) -> float:
+    """Tokens per second with that depth in all steps."""
+    return Stream(*case).run(num_steps, lambda: [depth] * case[0])
+
+
+COSTS = {"bfloat16": BFLOAT16, "int4": INT4, "arithmetic": ARITHMETIC}
+DRAFTERS = {"text": None, "model": DrafterTime(2.5e-3)}
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 32])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("costs", COSTS)
+def test_a_drafter_that_is_always_wrong_costs_little(costs: str, drafter: str, num_requests: int) -> None:
+    case = num_requests, [0.0] * MOST, COSTS[costs], DRAFTERS[drafter]
+    assert adaptive_rate(300, case) > 0.98 * fixed_rate(300, case, 0)
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize(
+    ("costs", "drafter", "num_requests"),
+    [("bfloat16", "text", 1), ("bfloat16", "text", 8), ("int4", "text", 2), ("bfloat16", "model", 2)],
+)
+def test_depths_are_nearly_as_fast_as_the_best_fixed_one(
+    costs: str, drafter: str, num_requests: int, acceptance: float
+) -> None:
+    case, num_steps = (num_requests, [acceptance] * MOST, COSTS[costs], DRAFTERS[drafter]), 1200 // num_requests
+    best = max(fixed_rate(num_steps, case, depth) for depth in range(MOST + 1))
+    assert adaptive_rate(num_steps, case) > 0.95 * best
+
+
+def test_a_text_that_becomes_predictable_is_drafted_again() -> None:
+    case = 1, [0.0] * MOST, INT4, None
+    adaptive, stream = AdaptiveDepth(INT4), Stream(*case)
+    choose = stream.adaptive(adaptive)
+    stream.run(300, choose, adaptive.settle)
+    stream.rates = [0.95] * MOST
+    assert stream.run(200, choose, adaptive.settle) > 0.8 * fixed_rate(200, (1, stream.rates, INT4, None), MOST)
+
+
+def test_a_drafter_does_not_read_a_long_prompt_for_a_short_answer() -> None:
+    drafter = DRAFTERS["model"]
+    for max_tokens, is_drafted in ((4, False), (400, True)):
+        adaptive = AdaptiveDepth(BFLOAT16, drafter)
+        request = Request("a", [0] * 2000, SamplingParams(), max_tokens, frozenset(), output_token_ids=[0])
+        assert adaptive.begin_step([request], MOST, MOST) == is_drafted
+
+
+def test_what_is_on_and_off_is_logged_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        adaptive = AdaptiveDepth(BFLOAT16)
+        adaptive.begin_step(Stream(1, [0.0], BFLOAT16).requests, MOST, MOST)
+    (line,) = caplog.messages
+    assert line == (
+        "Drafts are on with 1 running requests: 60 % of the first drafts hold, and a step that takes 18.6 ms takes "
+        "18.7 ms with 1 drafts."
+    )
+
+
+def test_a_drafter_is_known_by_its_steps() -> None:
+    drafter = DrafterTime(20e-3)
+    for _ in range(60):
+        drafter.observe(7e-3, [2, 0, 1])  # two rows, and then one
+    assert drafter(1) == pytest.approx(7e-3 / (17 / 16 + 1), rel=0.01)
+    assert drafter(17) == pytest.approx(2 * drafter(1))
