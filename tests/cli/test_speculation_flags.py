@@ -148,7 +148,7 @@ def test_in_python_and_in_a_file(tmp_path: Path) -> None:
             ["ascending"],
         ),
         (["-sc", '{"method": "ngram", "draft_tensor_parallel_size": 2}'], ["Got 2. Expected 1: one device"]),
-        (["--spec-method", "draft_model"], ["Speculation by draft_model needs a model that drafts", "--spec-model"]),
+        (["--spec-method", "eagle3"], ["Speculation by eagle3 needs a head that drafts", "--spec-model"]),
         (
             ["--spec-method", "suffix", "-sc", '{"method": "ngram"}'],
             ["say different things", "Leave one of the two out"],
