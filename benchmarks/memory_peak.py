@@ -1,8 +1,8 @@
 """The peak of resident memory from start to a full KV cache, against the bytes of weights and KV cache.
 
-Each format is loaded in a process of its own, which then computes prompts until the KV cache has been in use. Resident
-is VmHWM: anonymous memory and the pages of mapped files, the checkpoint's too. What the interpreter and its libraries
-take is resident when they are imported, before anything is loaded.
+Each format is loaded in its own process, which then computes prompts until the whole KV cache has been in use. The peak
+is VmHWM: anonymous memory and pages of mapped files, including the checkpoint. The memory of the interpreter and its
+libraries is read after the imports, before anything is loaded.
 
     python benchmarks/memory_peak.py MODEL [--kv-bytes 536870912] [--save HARDWARE]
 

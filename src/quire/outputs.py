@@ -1,4 +1,4 @@
-"""What generation returns: vLLM's RequestOutput, CompletionOutput and Logprob, by the same names."""
+"""The results of generation: vLLM's RequestOutput, CompletionOutput and Logprob, with the same names."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class RequestOutput:
 class BeamSearchSequence:
     """One beam: `tokens` holds prompt and continuation; `cum_logprob` sums the continuation's log probabilities.
 
-    `logprobs` has a position per token of the continuation: the most likely tokens there, this one among them.
+    `logprobs` has a position per token of the continuation, with the most likely tokens and the chosen one.
     """
 
     tokens: list[int]

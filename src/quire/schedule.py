@@ -1,4 +1,4 @@
-"""What the scheduler asks of the workers for one step, and what they answer. Plain integers: both sides test alone."""
+"""One step between scheduler and workers: the request and the answer. Plain integers: each side is tested alone."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ UNDRAFTED = -1  # the place of a draft that the worker makes, within the step th
 
 @dataclass(slots=True)
 class NewRow:
-    """A request the worker does not hold yet: first admission, or resumption after preemption."""
+    """A request that the worker does not hold yet: it is new, or it resumes after a preemption."""
 
     request_id: str
     token_ids: list[int]  # prompt and the output sampled so far
     num_prompt_tokens: int
     sampling_params: SamplingParams
-    block_ids: list[int]  # of its blocks in order: for each, a page for each block table of the model
+    block_ids: list[int]  # the pages of its blocks in order: each block has a page for each block table of the model
     stop_token_ids: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
     lora_name: str | None = None
-    wants_vector: bool = False  # in place of logits
-    rope_offset: int = 0  # row of the rotary table that belongs to position 0: not 0 for long sequences under longrope
+    wants_vector: bool = False  # a vector instead of logits
+    rope_offset: int = 0  # row of the rotary table for position 0: not 0 for long sequences under longrope
 
 
 @dataclass(slots=True)
@@ -100,10 +100,10 @@ class RowsFailedError(Exception):
 
 
 class Pending(Protocol[T_co]):
-    """A result that may not be there yet."""
+    """A result that may come later."""
 
     def result(self) -> T_co:
-        """Wait for it. Raises what the worker raised."""
+        """Wait for the result. Raises the worker's error."""
         ...
 
 
@@ -116,15 +116,15 @@ class Executor(Protocol):
 
 
 class EvictedBlock(msgspec.Struct, array_like=True):
-    """A sampled KV block at the end of its stay: it is handed out again. In seconds."""
+    """A sampled KV block that is allocated again, with times in seconds."""
 
-    lifetime_seconds: float  # since it was handed out before
-    idle_seconds: float  # since a request last took it over from the cache, or else since it was handed out
-    reuse_gaps_seconds: list[float]  # between the last times a request took it over
+    lifetime_seconds: float  # since its allocation before
+    idle_seconds: float  # since a request last reused it from the cache, or since its allocation if none did
+    reuse_gaps_seconds: list[float]  # between the last reuses
 
 
 class StepRecord(msgspec.Struct, omit_defaults=True):
-    """What one step did and cost: the one source for metrics, the log line and calibration. Times in seconds."""
+    """The work and time of one step: the only source for metrics, the log line and calibration. Times in seconds."""
 
     step_id: int
     num_prefill_tokens: int  # scheduled tokens that are neither a row's newest sampled token nor drafts behind it
@@ -139,19 +139,19 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_preemptions: int  # in this step
     prefix_cache_queries: int  # tokens looked up in this step
     prefix_cache_hits: int  # tokens found
-    num_deferred: int = 0  # those of num_waiting that wait for another request or for what they need, not for room
+    num_deferred: int = 0  # part of num_waiting: requests that wait for another request or a resource, not for room
     schedule_seconds: float = 0.0
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     output_seconds: float = 0.0
     step_seconds: float = 0.0
-    # What step_seconds was taken to be before it ran, as cost.step_time.StepTime; 0: nothing was.
+    # The prediction of step_seconds, as in cost.step_time.StepTime; 0: there was none.
     predicted_seconds: float = 0.0
     predicted_low_seconds: float = 0.0
     predicted_high_seconds: float = 0.0
     bound: str = ""
-    # As cost.arithmetic.Load; where there is one per kind of layer, in tuples.
+    # As in cost.arithmetic.Load; tuples have one entry per kind of layer.
     num_logits: int = 0
     kv_tokens: tuple[int, ...] = ()
     pairs: tuple[int, ...] = ()

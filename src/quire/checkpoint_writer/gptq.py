@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one by one, and those not yet rounded take up the error.
+"""GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one by one; the remaining columns take up the error.
 
 The update follows from the second derivative of the layer's squared output error, 2 X^T X, over calibration inputs X.
 Dimensions: N out-features, K in-features, G groups along K, B columns of a block.
@@ -12,8 +12,8 @@ from torch import Tensor
 from quire.checkpoint_writer.rounding import Grid, as_grouped, choose_grid, in_groups
 from quire.kernels.grouped_weight import GroupedWeight
 
-BLOCK = 128  # columns whose updates reach the others at once (section 3.3)
-DAMPING = 0.01  # of the mean of the diagonal, added to it (section 3.3)
+BLOCK = 128  # the updates of this number of columns reach the other columns together (section 3.3)
+DAMPING = 0.01  # this share of the diagonal's mean is added to the diagonal (section 3.3)
 MAX_DAMPING = 10.0
 
 
@@ -30,9 +30,9 @@ def gptq(
 
     Args:
         gram_KK: X^T X over the calibration inputs, float32.
-        act_order: round columns with large inputs first. Groups are those of the columns as they lie, with grids chosen
-            beforehand ("static groups"), so that a reader sees nothing of the order; without it a group's grid is
-            chosen when its first column is reached.
+        act_order: round columns with large inputs first. Groups stay in the order of storage, and all grids are chosen
+            first ("static groups"), so a reader of the format does not see the order. Without act_order a group's
+            grid is chosen when its first column is reached.
     """
     K = weight_NK.shape[1]
     weight_NK, gram_KK = weight_NK.float().clone(), gram_KK.clone()
@@ -59,7 +59,7 @@ def gptq(
         for k in range(begin, end):
             group = int(order_K[k]) // group_size
             if group == len(grids):
-                # of the weights as the columns before have changed them; they may lie beyond this block
+                # The grid is chosen for the weights that the columns before have changed; some are beyond this block.
                 pending = errors_NB[:, : k - begin] @ factor_KK[begin:k, end : k + group_size]
                 columns = weight_NK[:, k : k + group_size].clone()
                 if pending.shape[1]:
@@ -77,7 +77,7 @@ def gptq(
 
 
 def _inverse_factor(gram_KK: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped matrix: its rows are the updates (algorithm 1)."""
+    """The upper Cholesky factor of the damped matrix's inverse. Its rows are the updates (algorithm 1)."""
     damping, mean = DAMPING, gram_KK.diagonal().mean()
     while True:
         damped_KK = gram_KK.clone()

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Checked:
-    """Checks types and choices of the fields when made."""
+    """Checks types and choices of its fields in the constructor."""
 
     def __post_init__(self) -> None:
         normalise(self)
@@ -25,7 +25,7 @@ class _Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(_Checked):
-    """What is asked."""
+    """The options of the requests."""
 
     dataset_name: str = option("random", "Where the prompts come from.", choices=DATASETS)
     dataset_path: str | None = option(
@@ -79,7 +79,7 @@ class Workload(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic(_Checked):
-    """When it is asked."""
+    """The options of the arrival times."""
 
     request_rate: float = option(INFINITE, "Requests per second on average; inf: all at once.")
     burstiness: float = option(
@@ -113,7 +113,7 @@ class Traffic(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Target(_Checked):
-    """Who is asked, and for what."""
+    """The options of the server and of its answers."""
 
     backend: str = option("openai", "API of the server.", choices=("openai", "vllm", "openai-chat"))
     base_url: str | None = option(None, "Address of the server, without /v1.")
@@ -146,7 +146,7 @@ class Target(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Report(_Checked):
-    """What is said, and where."""
+    """The options of the report."""
 
     percentile_metrics: str = option("ttft,tpot,itl", "Metrics with percentiles: ttft, tpot, itl, e2el.")
     metric_percentiles: str = option("99", "Percentiles, separated by commas.")
@@ -193,14 +193,14 @@ class Report(_Checked):
 
 
 def key_values(pairs: tuple[str, ...], flag: str) -> dict[str, str]:
-    """KEY=VALUE pairs as a dict. ConfigError for one without `=`."""
+    """KEY=VALUE pairs as a dict. ConfigError for a pair without `=`."""
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise ConfigError(f"Illegal {flag}", value=wrong[0], expected="KEY=VALUE")
     return {key.strip(): value.strip() for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def from_args(kind: type[T], args: argparse.Namespace, **more: Any) -> T:
-    """The group `kind` from what was given on the command line; `more` comes on top."""
+    """The group `kind` from the command line; `more` overrides it."""
     return kind(**given(kind, args) | more)
 
 

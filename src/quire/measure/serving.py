@@ -1,4 +1,4 @@
-"""`quire bench serve`: a workload sent to a running server over HTTP."""
+"""`quire bench serve`: sends a workload to a running server over HTTP."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "pres
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is reached, and what it serves."""
+    """A server that answers, and its model and settings."""
 
     target: Target
-    name: str  # what it calls the model
+    name: str  # the server's name of the model
     model_id: str
     dtype: str | None = None  # of a Quire server
     quantization: str | None = None
@@ -57,19 +57,19 @@ class Server:
 
     @property
     def model_folder(self) -> Path | None:
-        """Of a model that lies on this machine."""
+        """The folder of the model, if it is on this machine."""
         if self.model_id == DEMO_MODEL_NAME:
             return quire.demo.path("target")
         return Path(self.model_id) if (Path(self.model_id) / "config.json").is_file() else None
 
     def tokenizer(self) -> Tokenizer:
-        """ConfigErrors if it cannot be had."""
+        """The model's tokenizer. Raises ConfigError if it cannot be found."""
         name = self.target.tokenizer or self.model_id
         folder = quire.demo.path("target") if name == DEMO_MODEL_NAME else resolve_tokenizer_files(name)
         return Tokenizer.from_folder(folder, self.target.tokenizer_mode)
 
     def client(self) -> HttpClient:
-        """Sends VLLM_API_KEY or OPENAI_API_KEY unless --header has one."""
+        """A client that sends VLLM_API_KEY or OPENAI_API_KEY, unless --header has a key."""
         headers = {name.lower(): value for name, value in key_values(self.target.header, "--header").items()}
         key = envs.API_KEY.get() or os.environ.get("OPENAI_API_KEY")
         if key:
@@ -77,7 +77,7 @@ class Server:
         return HttpClient(self.target.url, headers, insecure=self.target.insecure)
 
     def make_body(self, ignore_eos: bool) -> Callable[[BenchRequest], dict[str, Any]]:
-        """Turns a request into the JSON object of the API."""
+        """A function that turns a request into the JSON object of the API."""
         target = self.target
         is_chat = target.backend == "openai-chat"
         common: dict[str, Any] = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
@@ -97,7 +97,7 @@ class Server:
         return body
 
     def prepare(self, workload: Workload, traffic: Traffic) -> PreparedLoad:
-        """What to send. Raises ConfigErrors for options that contradict each other."""
+        """The load to send. Raises ConfigError for options that contradict each other."""
         is_chat = self.target.backend == "openai-chat"
         ignore_eos = self.target.ignore_eos or workload.dataset_name in ("timed_trace", "random")
         return PreparedLoad(workload, traffic, self.tokenizer(), is_chat, ignore_eos)
@@ -110,7 +110,7 @@ class UnreachableError(QuireError):
 
 
 async def find_server(target: Target) -> Server:
-    """Reach the server, waiting for --ready-check-timeout-sec, and ask what it serves. UnreachableError if not."""
+    """Wait for the server up to --ready-check-timeout-sec and ask for its model, or raise UnreachableError."""
     client = Server(target, "", "").client()
     deadline = time.monotonic() + target.ready_check_timeout_sec
     try:
@@ -118,7 +118,7 @@ async def find_server(target: Target) -> Server:
             try:
                 card = json.loads(await client.request("GET", "/v1/models"))["data"][0]
                 name = target.served_model_name or target.model or card["id"]
-                if target.ready_check_timeout_sec:  # a server may name its models before it answers
+                if target.ready_check_timeout_sec:  # a server may list its models before it can answer
                     probe = {"model": name, "prompt": "a", "max_tokens": 1}
                     await client.request("POST", "/v1/completions", json.dumps(probe).encode())
                 break
@@ -156,7 +156,7 @@ async def warm_up(server: Server, load: PreparedLoad) -> None:
 async def one_round(
     server: Server, load: PreparedLoad, requests: Sequence[BenchRequest], seed: int, on_done: Callable[[], object]
 ) -> Run:
-    """Send the requests of a round as the traffic asks."""
+    """Send the requests of a round at the times of the traffic options."""
     return await _send(server, load, requests, arrival_times(load.traffic, requests, seed), on_done)
 
 
@@ -183,10 +183,10 @@ async def _send(
 
 
 def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple[list[Run], dict[str, Any]]:
-    """The rounds of `quire bench serve`, and what the result says of the server.
+    """The rounds of `quire bench serve`, and facts about the server for the result.
 
     Args:
-        bar: called with the number of requests; gives something with update() and close().
+        bar: called with the number of requests; returns an object with update() and close().
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         server = runner.run(find_server(target))
@@ -250,7 +250,7 @@ def speculation_result(before: dict[str, float], after: dict[str, float]) -> dic
 
 
 def hardware_limit(server: Server, runs: Sequence[Run]) -> dict[str, Any] | None:
-    """For a Quire server on this machine with a model on this machine; None for others: their limits are not known."""
+    """The limit of a Quire server, if the server and its model are on this machine, without a GPU; else None."""
     is_here = urlsplit(server.target.url).hostname in ("127.0.0.1", "localhost", "::1")
     folder = server.model_folder
     if not is_here or folder is None or server.dtype is None or server.device != "cpu":

@@ -1,4 +1,4 @@
-"""The statistics line that people grep for, in vLLM's words, from the step records."""
+"""The statistics line of the log, in vLLM's words, from the step records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.schedule import StepRecord
 
 logger = get_logger(__name__)
 
-# The hit rate speaks of recent prompts: of the last steps that looked any up.
+# The hit rate covers the prompts of the last steps with a lookup.
 HIT_RATE_STEPS = 1000
 
 
@@ -77,12 +77,12 @@ class StatsLine:
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Of recent prompts, 0 to 1."""
+        """The hit rate of recent prompts, 0 to 1."""
         queries = sum(queried for queried, _ in self._lookups)
         return sum(hit for _, hit in self._lookups) / max(queries, 1)
 
     def set_idle(self) -> None:
-        """No request is left, and no step will say so."""
+        """No request is left, and no step follows that would say so."""
         if self._record is not None:
             self._record = msgspec.structs.replace(
                 self._record, num_running=0, num_waiting=0, num_deferred=0, num_blocks_in_use=0
@@ -91,7 +91,7 @@ class StatsLine:
     def take(self, now: float) -> tuple[int, str] | None:
         """Log level and text for the time since the last call; None before the first step.
 
-        INFO while there is work and once after it, DEBUG when idle. `now` in monotonic seconds.
+        The level is INFO during work and once after it, and DEBUG when idle. `now`: monotonic seconds.
         """
         seconds, self._last_time = max(now - self._last_time, 1e-9), now
         record = self._record
