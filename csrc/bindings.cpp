@@ -71,4 +71,5 @@ NB_MODULE(_C, m) {
   quire::bind_limits(m);
   quire::bind_norm_rope(m);
   quire::bind_sampling(m);
+  quire::bind_spec_decode(m);
 }

@@ -41,5 +41,6 @@ void bind_kv_cache(nanobind::module_& m);
 void bind_limits(nanobind::module_& m);
 void bind_norm_rope(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
+void bind_spec_decode(nanobind::module_& m);
 
 }  // namespace quire

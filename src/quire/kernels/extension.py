@@ -32,6 +32,18 @@ def how_to_build() -> str:
     return f"{compiler} `pip install --force-reinstall --no-deps --no-cache-dir --no-binary quire quire`"
 
 
+def require(who: str) -> Any:
+    """The extension, for what has no other form. `who` begins a sentence. ConfigError where it is not built."""
+    if C is None:
+        raise ConfigError(
+            f"{who} needs the compiled extension, which is not there",
+            value=WHY_NOT,
+            expected="the compiled extension",
+            fix=how_to_build(),
+        )
+    return C
+
+
 def wished_isa() -> str | None:
     """The value of QUIRE_ISA, or None. Raises ConfigError for an instruction set that cannot run here."""
     name = envs.ISA.get()
