@@ -264,6 +264,8 @@ def test_explain_says_where_it_comes_from(capsys: pytest.CaptureFixture[str]) ->
 def test_plan_says_what_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--spec-method", "ngram", "--spec-tokens", "4"]) == 0
     assert "drafts   ngram, at most 4 tokens a step, without weights and KV cache" in capsys.readouterr().out
+    assert main(["plan", "--spec-method", "suffix"]) == 0
+    assert "drafts   suffix, at most 24 tokens a step, with up to 80.0 MiB of main memory" in capsys.readouterr().out
 
 
 def test_drafts_are_not_simulated(capsys: pytest.CaptureFixture[str]) -> None:
