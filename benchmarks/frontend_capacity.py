@@ -126,8 +126,8 @@ def markdown(result: dict[str, Any]) -> str:
     """The text of the result file."""
     lines = [
         *report.heading("Front-end capacity over HTTP, on one core", result),
-        "- The server is pinned to one core, the clients to the others. The engine is EchoClient, which costs next to",
-        "  nothing, so that the front end is what is measured: tokenizer, text pipeline, chat protocol, SSE, HTTP.",
+        "- The server is pinned to one core, the clients to the others. The engine is EchoClient, which costs almost",
+        "  nothing, so only the front end is measured: tokenizer, text pipeline, chat protocol, SSE, HTTP.",
         f"- {result['streams']} connections, {result['max_tokens']} tokens a stream; short requests have 8 tokens.",
         f"  {result['num_rounds']} rounds of {result['seconds']:g} s a case, in turns. Special tokens have no text:",
         "  not every token gives an event.",

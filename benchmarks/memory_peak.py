@@ -54,8 +54,8 @@ print(json.dumps(found))
 def markdown(result: dict[str, Any]) -> str:
     lines = [
         *report.heading("Peak of resident memory over weights and KV cache", result),
-        "- MiB. The KV cache has been in use as a whole. The last two columns: the peak over weights and KV cache,",
-        "  without and with what Python, torch and the other libraries take.",
+        "- MiB. The whole KV cache has been in use. The last two columns: the peak divided by weights and KV cache,",
+        "  without and with the memory of Python, torch and the other libraries.",
         "",
         "| | weights | KV cache | interpreter | peak | over both | with the interpreter |",
         "|---|---|---|---|---|---|---|",

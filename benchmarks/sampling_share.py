@@ -63,8 +63,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"- {result['batch']} requests that decode, vocabulary {result['vocab_size']:,}, weights "
         f"{result['quantization'] or 'as they are'}; {len(result['rounds'])} rounds",
         f"  of {result['steps']} steps, in turns. Medians of steps, then of the rounds' ratios (least, most).",
-        "- Over greedy: of whole steps; and the sampling's own time, less greedy's, as a share of a greedy step, which",
-        "  the noise of the forward pass does not reach.",
+        "- Over greedy: the ratio of whole steps; and the time of sampling minus the time of greedy sampling, as a",
+        "  share of a greedy step, which is free of the noise of the forward pass.",
         "- random: temperature 0.8, top-p 0.95, on the flat logits of random weights. peaked: temperature 0.05.",
         "",
         "| | step, ms | of it sampling, ms | over greedy, steps | over greedy, sampling alone |",

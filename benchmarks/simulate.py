@@ -188,7 +188,7 @@ def markdown(result: dict[str, Any], cells: list[Cell]) -> str:
         f"- {result['model']}; {' '.join(result['flags'])}.",
         f"- Rates are shares of saturation, for {result['seconds']:g} s each. Times in ms, rates per second.",
         f"- **{num_within} of {len(errors)} numbers are within 10 %, P99 within 20 %.**",
-        "- A cell has the measured value, and behind it how far the simulation is off.",
+        "- A cell has the measured value, and then the error of the simulation.",
         "",
         *report.table_head("workload | rate | " + " | ".join(cells[0].served)),
     ]

@@ -51,10 +51,10 @@ def median_step(core: EngineCore, requests: int, tokens: int, context: int, step
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        *report.heading("What it costs to verify drafts", result),
+        *report.heading("The cost of verifying drafts", result),
         f"- Model: {result['model']}. {result['context']} tokens of context, greedy. {result['rounds']} rounds of "
         f"{result['steps']} steps, in turns. Medians of steps, of rounds, and of the rounds' ratios (least, most).",
-        f"- Wanted for 5 tokens of one request: {WANTED['none']:g} with the weights as they are, {WANTED['int4']:g} "
+        f"- Wanted for 5 tokens of one request: {WANTED['none']:g} with unquantized weights, {WANTED['int4']:g} "
         "with int4.",
         "",
         *report.table_head("weights | requests | tokens of each | step, ms | sampling, ms | over one token"),

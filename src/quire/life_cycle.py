@@ -26,13 +26,15 @@ class WorkerSettings:
     max_num_seqs: int
     max_num_batched_tokens: int
     steps_in_flight: int
+    synthetic_acceptance_rates: tuple[float, ...] = ()  # see SpeculativeConfig
 
     @classmethod
     def of(cls, resolved: Resolved) -> WorkerSettings:
         """The part of all settings that workers obey."""
         steps = resolved.scheduler
         limits = (steps.max_num_seqs, steps.max_num_batched_tokens, steps.depth)
-        return cls(resolved.model, resolved.device, *limits)
+        rates = steps.speculation.synthetic_acceptance_rates if steps.speculation is not None else ()
+        return cls(resolved.model, resolved.device, *limits, synthetic_acceptance_rates=rates)
 
     def graph_sizes(self) -> GraphSizes:
         """The steps that are captured on a GPU."""

@@ -96,8 +96,8 @@ class RequestDelta(msgspec.Struct, omit_defaults=True):
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    # All positions at once, with the first sampled token, in the form of `pack`. To unpack those of a long prompt takes
-    # too long for an event loop.
+    # All positions at once, with the first sampled token, in the form of `pack`. Unpacking the logprobs of a long
+    # prompt takes too long for an event loop.
     prompt_logprobs: list[msgspec.Raw] | None = None
     vector: list[float] | None = None
     finish_reason: str | None = None

@@ -24,21 +24,21 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass(slots=True)
 class SpecDecodeMetrics:
-    """What became of the drafts of one continuation.
+    """The fate of the drafts of one continuation.
 
     Args:
-        num_spec_tokens: the longest draft there may be.
+        num_spec_tokens: the largest length of a draft.
         is_detailed: keep two numbers per step too.
     """
 
     num_spec_tokens: int
     is_detailed: bool = False
-    by_draft_length: dict[int, list[int]] = field(default_factory=dict)  # [n][i]: drafts of n tokens, i of which held
+    by_draft_length: dict[int, list[int]] = field(default_factory=dict)  # [n][i]: drafts of n tokens with i that held
     per_step_drafted: list[int] = field(default_factory=list)
     per_step_accepted: list[int] = field(default_factory=list)
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
-        """One step with drafts."""
+        """Count one step with drafts."""
         counts = self.by_draft_length.setdefault(num_drafted, [0] * (num_drafted + 1))
         counts[num_accepted] += 1
         if self.is_detailed:
@@ -46,7 +46,7 @@ class SpecDecodeMetrics:
             self.per_step_accepted.append(num_accepted)
 
     def clear(self) -> None:
-        """The steps are done again."""
+        """Forget the steps, because they are computed again."""
         for counts in (self.by_draft_length, self.per_step_drafted, self.per_step_accepted):
             counts.clear()
 
@@ -86,7 +86,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
-    spec_decode: SpecDecodeMetrics | None = None  # of the only continuation; None: of several, or not asked for
+    spec_decode: SpecDecodeMetrics | None = None  # if there is one continuation and the counts are asked for
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Speculative decoding as the user wants it."""
+"""The user's settings of speculative decoding."""
 
 from __future__ import annotations
 
@@ -54,34 +54,34 @@ def keys_of(method: SpeculativeMethod) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Which drafter guesses at the next tokens, and how far. Names and meanings are vLLM's, but for `adaptive`.
+    """The drafter and the number of its drafts. Names and meanings are vLLM's, except `adaptive`.
 
     Raises ConfigError for an illegal value.
 
     Attributes:
         method: ngram: the text of the request itself; suffix: also the texts of other requests; draft_model: a smaller
             model; eagle3, mtp: heads on the target's hidden states.
-        num_speculative_tokens: most drafts of one request in one step. With `adaptive` it is a bound, else the depth.
-        num_speculative_tokens_per_batch_size: (first, last, most drafts) of so many running requests.
+        num_speculative_tokens: drafts of one request in one step; with `adaptive`, the largest number.
+        num_speculative_tokens_per_batch_size: (first, last, most drafts) for `first` to `last` running requests.
         model: checkpoint of the drafter, a folder or a name on the hub.
-        revision: of that checkpoint on the hub.
-        quantization, kv_cache_dtype, max_model_len: of the drafter; None: as the target's.
-        draft_load_config: as EngineConfig.load_format and its like, for the drafter.
-        draft_sample_method: how a model drafts; None: with the draws of the target.
+        revision: revision of this checkpoint on the hub.
+        quantization, kv_cache_dtype, max_model_len: of the drafter; None: the same as for the target.
+        draft_load_config: EngineConfig.load_format and similar fields, for the drafter.
+        draft_sample_method: how a model samples drafts; None: with the draws of the target.
         draft_tensor_parallel_size: devices of the drafter; 1 in this version.
-        prompt_lookup_min, prompt_lookup_max: tokens of the pattern that ngram looks for.
+        prompt_lookup_min, prompt_lookup_max: numbers of tokens of the pattern that ngram searches.
         suffix_decoding_max_tree_depth: most tokens of a pattern and its continuation together.
-        suffix_decoding_max_cached_requests: requests whose outputs suffix keeps.
+        suffix_decoding_max_cached_requests: number of requests with outputs that suffix keeps.
         suffix_decoding_max_spec_factor: most drafts for each token of the pattern that was found.
-        suffix_decoding_min_token_prob: a draft is proposed if its estimated probability is not less.
+        suffix_decoding_min_token_prob: a draft is proposed if its estimated probability is at least this.
         rejection_sample_method: standard: a draft holds if the target samples it; synthetic: it holds at random, for
-            benchmarks only, because that changes the tokens.
-        synthetic_acceptance_rates: of synthetic, a share of drafts that hold per position.
-        adaptive: choose the depth of each request from what held and what a step costs.
+            benchmarks only, because this changes the tokens.
+        synthetic_acceptance_rates: for synthetic, the share of drafts that hold, per position.
+        adaptive: choose the depth of each request from earlier drafts that held and from the time of a step.
     """
 
     method: SpeculativeMethod
-    num_speculative_tokens: int = 7  # with the newest token, they are the 8 rows of a tile
+    num_speculative_tokens: int = 7  # with the newest token, 8 rows, which is a tile
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     model: str | None = None
     revision: str | None = None
@@ -167,12 +167,12 @@ class SpeculativeConfig:
         )
 
     def effective(self) -> dict[str, Any]:
-        """The fields that have an effect, by name, for people and JSON."""
+        """The fields that have an effect, by name, for the screen and JSON."""
         shown = {name: getattr(self, name) for name in keys_of(self.method)}
         return {name: value for name, value in shown.items() if value is not None and value != ()}
 
     def describe(self) -> str:
-        """What it does, in a sentence without a full stop."""
+        """One sentence about the effect, without a full stop."""
         does = {
             "ngram": "drafts what followed the last tokens where the request's own text had them before "
             f"({self.prompt_lookup_min} to {self.prompt_lookup_max} tokens have to be alike)",

@@ -16,7 +16,7 @@ from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one layer asks for. The cache's shape gives the block size: [blocks, kv heads, block size, head dim]."""
+    """The needs of one layer. The cache's shape gives the block size: [blocks, kv heads, block size, head dim]."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -50,5 +50,5 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
-        """Why this backend cannot serve such layers here, or None."""
+        """The reason why this backend cannot serve such layers here, or None."""
         ...

@@ -1,4 +1,4 @@
-"""Which attention backend serves a layer: the one that the settings name (resolve.py)."""
+"""The choice of the attention backend of a layer, by the settings (resolve.py)."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _renderer(parts: FrontEndParts, template: str | None) -> RenderPool:
         )
     if template is None and not parts.tokenizer.chat_templates:
         raise ConfigError(
-            "The model has no chat template: it continues texts, and answers nobody",
+            "The model has no chat template, so it can only continue texts",
             value=parts.model_name,
             fix="Take its variant for chats (-Instruct, -it), or give a template with --chat-template FILE",
             param="chat_template",

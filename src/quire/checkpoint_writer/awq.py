@@ -56,13 +56,11 @@ def output_error(delta_NK: Tensor, gram_KK: Tensor) -> float:
     return ((delta_NK @ gram_KK) * delta_NK).sum().item()
 
 
-def round_clipped(
-    weight_NK: Tensor, gram_K: Tensor, group_size: int, scale_dtype: torch.dtype = torch.float16
-) -> GroupedWeight:
+def round_clipped(weight_NK: Tensor, gram_K: Tensor, group_size: int) -> GroupedWeight:
     """Round with zero points. The squared inputs `gram_K` (a diagonal) choose the best range of each group."""
     groups_NGS = in_groups(weight_NK.float(), group_size)
     grid = choose_grid(
-        groups_NGS, BITS, symmetric=False, scale_dtype=scale_dtype, importance=gram_K.view(-1, group_size)
+        groups_NGS, BITS, symmetric=False, scale_dtype=torch.float16, importance=gram_K.view(-1, group_size)
     )
     return as_grouped(grid.codes(groups_NGS).flatten(1), grid.scales, grid.zeros, BITS, group_size, symmetric=False)
 

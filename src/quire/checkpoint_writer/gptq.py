@@ -12,21 +12,14 @@ from torch import Tensor
 from quire.checkpoint_writer.rounding import Grid, as_grouped, choose_grid, in_groups
 from quire.kernels.grouped_weight import GroupedWeight
 
+BITS = 4
 BLOCK = 128  # the updates of this number of columns reach the other columns together (section 3.3)
 DAMPING = 0.01  # this share of the diagonal's mean is added to the diagonal (section 3.3)
 MAX_DAMPING = 10.0
 
 
-def gptq(
-    weight_NK: Tensor,
-    gram_KK: Tensor,
-    group_size: int,
-    *,
-    bits: int = 4,
-    act_order: bool = False,
-    scale_dtype: torch.dtype = torch.float16,
-) -> GroupedWeight:
-    """A symmetric weight of 4 bits whose output differs as little as possible on the inputs behind `gram_KK`.
+def gptq(weight_NK: Tensor, gram_KK: Tensor, group_size: int, *, act_order: bool = False) -> GroupedWeight:
+    """A symmetric weight of 4 bits with the smallest change of the output on the inputs behind `gram_KK`.
 
     Args:
         gram_KK: X^T X over the calibration inputs, float32.
@@ -43,7 +36,7 @@ def gptq(
 
     def grid_of(group: int, weight_NS: Tensor) -> Grid:
         importance_S = importance_K[group * group_size : (group + 1) * group_size]
-        return choose_grid(weight_NS, bits, symmetric=True, scale_dtype=scale_dtype, importance=importance_S)
+        return choose_grid(weight_NS, BITS, symmetric=True, scale_dtype=torch.float16, importance=importance_S)
 
     grids: list[Grid] = []
     order_K = torch.arange(K)
@@ -73,7 +66,7 @@ def gptq(
             errors_NB[:, k - begin] = error_N1[:, 0]
         weight_NK[:, end:] -= errors_NB @ factor_KK[begin:end, end:]
     scales_NG, zeros_NG = (torch.stack([getattr(g, name) for g in grids], 1) for name in ("scales", "zeros"))
-    return as_grouped(codes_NK, scales_NG, zeros_NG, bits, group_size, symmetric=True)
+    return as_grouped(codes_NK, scales_NG, zeros_NG, BITS, group_size, symmetric=True)
 
 
 def _inverse_factor(gram_KK: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ NOT_BUILT = {
     "draft_model": "no worker drafts with a second model in this version",
     "eagle3": "no worker drafts with EAGLE-3 heads in this version",
     "mtp": "no worker drafts with layers for multi-token prediction in this version",
-    "synthetic": "drafts are not accepted at random in this version",
 }
 
 _DSPARK = "it belongs to DSpark, which is not in this version"
@@ -114,15 +113,14 @@ def speculative_config_of(given: Mapping[str, Any]) -> SpeculativeConfig:
         logger.warning("speculative_config.%s has no effect: speculation by %s does not read it", key, method)
     if config.rejection_sample_method == "synthetic":
         logger.warning("Drafts hold at random (synthetic): the tokens are WRONG. It is for benchmarks only")
-    for name in (method, config.rejection_sample_method):
-        if name in NOT_BUILT:
-            raise ConfigError(
-                f"Speculation by {name} is not supported: {NOT_BUILT[name]}",
-                value=inferred_from or None,
-                expected="one of " + ", ".join(each for each in METHODS if each not in NOT_BUILT),
-                fix="Use --spec-method ngram or suffix, which need no model, or leave it out",
-                param="speculative_config",
-            )
+    if method in NOT_BUILT:
+        raise ConfigError(
+            f"Speculation by {method} is not supported: {NOT_BUILT[method]}",
+            value=inferred_from or None,
+            expected="one of " + ", ".join(each for each in METHODS if each not in NOT_BUILT),
+            fix="Use --spec-method ngram or suffix, which need no model, or leave it out",
+            param="speculative_config",
+        )
     return config
 
 

@@ -154,7 +154,7 @@ class Admission:
         self._sampled_tokens, self._num_ended = rest * self._sampled_tokens, rest * self._num_ended + num_ended
 
     def on_idle(self) -> None:
-        """No request is left, and no step follows that would say so."""
+        """Reset the predictions: no request is left, and no further step will do it."""
         self._num_waiting = self._num_running = self._num_sent = 0
         self._step_seconds = self._answer_seconds = 0.0
         self._prompts.clear()

@@ -228,7 +228,7 @@ class InputProcessor:
             raise InvalidRequestError(
                 "truncate_prompt_tokens is not usable",
                 value=longest,
-                expected="a number of tokens from 1 on, or -1 for as many as fit",
+                expected="a number of tokens from 1 on, or -1 for the largest number that fits",
                 param="truncate_prompt_tokens",
             )
         if longest == -1:

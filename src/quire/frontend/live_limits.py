@@ -12,7 +12,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.messages import EngineReady, SetLimits
 from quire.option import ATTAINMENTS, DURATION, check_reachable, parse_duration
 
-LEAST = {  # 0: no such limit; other limits: 1
+LEAST = {  # 0 means no limit. Limits that are not here are at least 1.
     "long_prefill_token_threshold": 0,
     "max_shared_prefill_tokens": 0,
     "spec_tokens": 0,
@@ -44,7 +44,7 @@ def live_limits(ready: EngineReady) -> dict[str, LiveLimit]:
         if name in ready.resolved:
             setting = _record(ready, name)
             if name == "spec_tokens" and setting["value"] is None:
-                continue  # nothing drafts
+                continue  # the server does not speculate
             bounds: tuple[float, float | None] = LEAST.get(name, 1), setting.get("max", MOST)
             if name in TARGETS:
                 bounds = 0.0 if ready.pace is None else ready.pace.fastest_step, None

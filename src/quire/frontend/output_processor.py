@@ -32,7 +32,7 @@ def error_of(code: str | None, message: str) -> QuireError:
 
 
 def draft_metrics(config: EngineConfig) -> Callable[[], SpecDecodeMetrics] | None:
-    """What makes the counts of a request's drafts, if they are asked for."""
+    """A function that makes the counts of a request's drafts, if the setting asks for them."""
     if config.per_request_spec_decode_metrics == "none":
         return None
     return partial(SpecDecodeMetrics, max_draft(config), config.per_request_spec_decode_metrics == "detailed")

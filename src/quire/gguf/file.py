@@ -79,11 +79,6 @@ class GgufFile:
             file.seek(info.begin)
             return file.read(info.end - info.begin)
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(info.end - info.begin for infos in self.parts.values() for info in infos)
-
 
 def is_gguf(path: Path) -> bool:
     """Whether the file begins with GGUF's magic; its name does not matter. WeightsError if it cannot be read."""

@@ -1,4 +1,4 @@
-"""What a drafter's checkpoint is made for, by its config.json and its name."""
+"""The method of a drafter's checkpoint, by its config.json and its name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 DRAFT_MODEL = "draft_model"
-# Parts of names in small letters, the more special ones first. EAGLE-1's heads have no other mark than their name.
+# Parts of names in small letters, the more special ones first. Only the name shows heads of EAGLE-1.
 _MARKS = {
     "eagle3": ("eagle3", "eagle-3", "eagle_3"),
     "dflash": ("dflash",),
@@ -18,11 +18,11 @@ _MARKS = {
 
 
 def method_of_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> str:
-    """The method that a checkpoint drafts by, in vLLM's words; `draft_model` for any model that could stand alone.
+    """The drafting method of a checkpoint, in vLLM's words; `draft_model` for a model that can run alone.
 
     Args:
         name: folder or hub id.
-        config: its config.json; None: not here, so that the name decides.
+        config: its config.json; None: there is none, so the name decides.
     """
     config = config or {}
     speculators = config.get("speculators_config")
@@ -34,7 +34,7 @@ def method_of_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> 
             return method
     if any("mtp" in word for word in words) or "mimo" in words:
         return "mtp"
-    if "draft_vocab_size" in config:  # EAGLE-3's own: its output layer knows the likely tokens only
+    if "draft_vocab_size" in config:  # only EAGLE-3 has it: its output layer knows only the likely tokens
         return "eagle3"
     return next(
         (method for method, marks in _MARKS.items() if any(mark in name.lower() for mark in marks)), DRAFT_MODEL

@@ -9,6 +9,6 @@ def refusal(architecture: str, problem: str, fix: str = "") -> ModelConfigError:
     """The error, for the caller to raise. `problem`: the reason; `fix`: help beside the choice of another model."""
     return ModelConfigError(
         f"{architecture} cannot run on paged attention: {problem}",
-        expected="an architecture whose layers all use transformers' attention interface, causal, with a KV cache only",
+        expected="causal layers that all use transformers' attention interface, with no state except a KV cache",
         fix=f"Choose another model, or one of the native architectures{fix}",
     )

@@ -106,7 +106,7 @@ def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int) -> PackedFp8:
     def bytes_of(band: Fp8Weight) -> int:
         check_shape("codes of a band", band.codes_NK, band.shape[0], K)
         if band.group_size != group_size:
-            raise ValueError(f"group_size of a band is {band.group_size}, expected {group_size}, that of the first")
+            raise ValueError(f"group_size of a band is {band.group_size}, expected {group_size} like the first")
         return cpu.fp8_packed_bytes(*band.shape, group_size)
 
     def pack(band: Fp8Weight, to: Tensor) -> None:

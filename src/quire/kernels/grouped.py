@@ -98,7 +98,7 @@ def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
     def bytes_of(band: GroupedWeight) -> int:
         check_shape("codes of a band", band.codes_NK, band.shape[0], K)
         if band.format != form:
-            raise ValueError(f"the format of a band is {band.format}, expected {form}, that of the first")
+            raise ValueError(f"the format of a band is {band.format}, expected {form} like the first")
         return cpu.grouped_packed_bytes(*band.shape, codes)
 
     def pack(band: GroupedWeight, to: Tensor) -> None:

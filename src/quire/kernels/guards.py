@@ -58,7 +58,7 @@ def check_strides(cache: LayerCache) -> None:
     pairs = {"cache": (cache.k_BGPE, cache.v_BGPE), "scales": (cache.k_scales_BGP, cache.v_scales_BGP)}
     for name, (k, v) in pairs.items():
         if k is not None and v is not None and k.stride() != v.stride():
-            raise ValueError(f"v_{name} has strides {v.stride()}, expected {k.stride()}, those of k_{name}")
+            raise ValueError(f"v_{name} has strides {v.stride()}, expected {k.stride()} like k_{name}")
     scales_BGP = cache.k_scales_BGP
     if scales_BGP is not None and scales_BGP.stride()[1:] != (scales_BGP.shape[2], 1):
         raise ValueError(f"the scales have strides {scales_BGP.stride()}, expected contiguous blocks")

@@ -14,11 +14,10 @@ from quire.gguf.file import GgufFile, TensorInfo, open_gguf
 from quire.gguf.types import FLOAT_TYPES
 from quire.hf_config.gguf_types import GgufWeights
 from quire.layer_spec import Full
-from quire.loader.safetensors import map_tensors
+from quire.loader.safetensors import Checkpoint
 from quire.loader.safetensors_headers import TensorEntry
 from quire.messages import Progress
 from quire.model_config import ModelConfig
-from quire.resolve import shown_bytes
 
 
 class GgufCheckpoint:
@@ -41,20 +40,14 @@ class GgufCheckpoint:
 
     def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in file order. Tensors are views of the mapped file, as in `Checkpoint.tensors`."""
-        total, done = max(self._file.num_bytes, 1), 0
-        for path, infos in self._file.parts.items():
-            entries = [_entry(info) for info in infos]
-            for info, (_, tensor) in zip(infos, map_tensors(path, entries), strict=True):
-                if info.name in self._names:
-                    yield self._converted(info, tensor)
-                del tensor
-                done += info.end - info.begin
-                if progress:
-                    progress("load", done / total, f"{shown_bytes(done)} of {shown_bytes(total)}")
+        entries = {path: [_entry(info) for info in infos] for path, infos in self._file.parts.items()}
+        for name, tensor in Checkpoint(self._file.path.parent, entries).tensors(progress):
+            if name in self._names:
+                yield self._converted(self._names[name], tensor)
+            del tensor
 
-    def _converted(self, info: TensorInfo, tensor: Tensor) -> tuple[str, Tensor]:
+    def _converted(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         """The tensor and its name in Hugging Face's form."""
-        name = self._names[info.name]
         module = name.rpartition(".")[0]  # empty for a name without dots
         if module in self._num_heads:
             tensor = _half_split(tensor, self._num_heads[module])

@@ -30,7 +30,7 @@ from quire.measure.prepared_load import PreparedLoad
 from quire.measure.workload import BenchRequest
 from quire.model_config import load_model_config
 
-# Of vLLM and of Quire, in Prometheus' text format.
+# Names of vLLM and of Quire in Prometheus' text format.
 _DRAFT_SERIES = re.compile(r"^vllm:spec_decode_num_(\w+)_total\{(.*)\} (\S+)$", re.MULTILINE)
 _POSITION = re.compile(r'\bposition="(\d+)"')
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -216,7 +216,7 @@ def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple
 
 
 async def draft_counts(server: Server) -> dict[str, float]:
-    """What the server has counted of drafts, over all engines; nothing where it does not speculate or does not say."""
+    """The server's counts of drafts over all engines; empty if it does not speculate or has no such metrics."""
     client = server.client()
     try:
         text = (await client.request("GET", "/metrics")).decode()
@@ -233,7 +233,7 @@ async def draft_counts(server: Server) -> dict[str, float]:
 
 
 def speculation_result(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """What became of the drafts between two readings, under vLLM's keys; nothing without drafts."""
+    """The fate of the drafts between two readings, under vLLM's keys; empty without drafts."""
     counts = {name: int(value - before.get(name, 0.0)) for name, value in after.items()}
     if not counts.get("drafts"):
         return {}

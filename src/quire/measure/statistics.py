@@ -111,10 +111,10 @@ def t_quantile(level: float, df: int) -> float:
     return high
 
 
-def mean_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """Confidence interval of the mean of two or more independent values, such as rounds."""
     array = np.asarray(values)
-    half = t_quantile(level, len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
+    half = t_quantile(LEVEL, len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
     return float(array.mean()) - half, float(array.mean()) + half
 
 

@@ -20,7 +20,7 @@ HIT_RATE_STEPS = 1000
 
 
 class DraftCounts:
-    """What became of the drafts of some steps."""
+    """The fate of the drafts of some steps."""
 
     def __init__(self) -> None:
         self._num_drafts = self._num_tokens = self._num_accepted = 0
@@ -37,7 +37,7 @@ class DraftCounts:
             self._per_position[position] += count
 
     def parts(self, seconds: float) -> list[str]:
-        """For the statistics line; nothing without drafts. vLLM's words, of which scripts grep the first."""
+        """Parts of the statistics line in vLLM's words, because scripts grep the first; none without drafts."""
         if not self._num_drafts:
             return []
         shares = (f"{count / self._num_drafts:.3f}" for count in self._per_position)
@@ -82,7 +82,7 @@ class StatsLine:
         return sum(hit for _, hit in self._lookups) / max(queries, 1)
 
     def set_idle(self) -> None:
-        """No request is left, and no step follows that would say so."""
+        """Reset the gauges: no request is left, and no further step will do it."""
         if self._record is not None:
             self._record = msgspec.structs.replace(
                 self._record, num_running=0, num_waiting=0, num_deferred=0, num_blocks_in_use=0

@@ -363,7 +363,7 @@ KV_BLOCK_METRICS = (
     ),
 )
 
-# Only of servers that speculate, as in vLLM. The values of the label are the positions up to the longest draft.
+# Only servers that speculate have these, as in vLLM. Values of the label are the positions up to the longest draft.
 POSITION = "position"
 SPECULATION_METRICS = (
     Metric("vllm:spec_decode_num_drafts", "counter", "drafts", "Drafts that were verified: one per request and step."),
@@ -373,14 +373,14 @@ SPECULATION_METRICS = (
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "counter",
         "tokens",
-        "The same by their position in the draft, from 0.",
+        "Tokens of these drafts that held, by position in the draft, from 0.",
         label=POSITION,
     ),
     Metric(
         "quire_spec_decode_draft_failures",
         "counter",
         "requests",
-        "Requests that went on without drafts because their drafter failed.",
+        "Requests that continued without drafts because their drafter failed.",
     ),
 )
 

@@ -70,9 +70,9 @@ def unpack_blocks(raw_NR: Tensor, tensor_type: TensorType) -> GroupedWeight:
     )
 
 
-def _halves(blocks: Tensor, begin: int, count: int = 1) -> Tensor:
-    """float16 numbers from byte `begin` of every block, [B, count]."""
-    return blocks[:, begin : begin + 2 * count].contiguous().view(torch.float16)
+def _halves(blocks: Tensor, begin: int) -> Tensor:
+    """The float16 number at byte `begin` of every block, [B, 1]."""
+    return blocks[:, begin : begin + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:

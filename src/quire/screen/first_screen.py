@@ -135,7 +135,7 @@ def show_ready(
 
 
 def _drafts(setting: dict[str, Any]) -> Iterator[str]:
-    """Nothing where nothing drafts."""
+    """The drafter and its limit; no line if the server does not speculate."""
     if (speculation := setting["value"]) is not None:
         by = f"{speculation['method']} ({speculation['model']})" if "model" in speculation else speculation["method"]
         yield f"{by}, at most {speculation['num_speculative_tokens']} tokens a step ({setting['source']})"
