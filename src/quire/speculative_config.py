@@ -10,6 +10,7 @@ from quire.errors import ConfigError
 
 SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 METHODS: tuple[SpeculativeMethod, ...] = get_args(SpeculativeMethod)
+BY_WORKER: tuple[SpeculativeMethod, ...] = ("draft_model", "eagle3", "mtp")  # their drafter is a model
 MOST_DRAFTS = 255  # of one request in one step
 SUFFIX_SHARED_BYTES = 80 << 20  # of the host's memory at most, for the outputs that suffix keeps: 2 million tokens
 
