@@ -125,9 +125,9 @@ class SpeculativeConfig:
             raise self._illegal("draft_tensor_parallel_size", "1: one device serves model and drafter in this version")
         if not isinstance(self.draft_load_config, Mapping | None):
             raise self._illegal("draft_load_config", "an object of settings, such as load_format")
-        if self.method == "eagle3" and self.model is None:
+        if self.method in ("draft_model", "eagle3") and not self.model:
             raise ConfigError(
-                "Speculation by eagle3 needs a head that drafts",
+                f"Speculation by {self.method} needs a model that drafts",
                 fix="Name its checkpoint: --spec-model, or the key model of --speculative-config",
                 param="speculative_config",
             )

@@ -119,6 +119,11 @@ class ModelPlan:
                 "ngram": ", without weights and KV cache of their own",
                 "suffix": f", with up to {shown_bytes(SUFFIX_SHARED_BYTES)} of main memory for the answers of others",
             }.get(speculation.method, "")
+            if (drafter := self.resolved.drafter) is not None:
+                weights = shown_bytes(drafter.weight_bytes(model, self.resolved.device.isa))
+                own = (
+                    f", with weights of {weights} and {drafter.layers(model).bytes_per_token():,} bytes of KV per token"
+                )
             yield f"drafts   {speculation.method}, at most {speculation.num_speculative_tokens} tokens a step{own}"
         yield ""
         yield from self._weights_table()
