@@ -260,7 +260,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = option(
         None,
         "JSON object of speculative decoding: method (ngram, suffix, draft_model, eagle3, mtp), model, "
-        "num_speculative_tokens, and vLLM's other keys.",
+        "num_speculative_tokens, ...; docs/speculation.md has the keys.",
         flags=("-sc",),
         type="json",
     )

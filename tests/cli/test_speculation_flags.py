@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import quire.demo
 from quire.cli.main import main
 from quire.compat.foreign import Foreign
 from quire.compat.speculation import NOT_BUILT, OTHER_SPELLINGS, SPECULATION_KEYS, speculative_config_of
@@ -266,6 +267,11 @@ def test_explain_says_where_it_comes_from(capsys: pytest.CaptureFixture[str]) ->
 def test_plan_says_what_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--spec-method", "ngram", "--spec-tokens", "4"]) == 0
     assert "drafts   ngram, at most 4 tokens a step, without weights and KV cache" in capsys.readouterr().out
+    assert main(["plan", "--spec-method", "suffix"]) == 0
+    assert "drafts   suffix, at most 24 tokens a step, with up to 80.0 MiB of main memory" in capsys.readouterr().out
+    assert main(["plan", "--spec-model", str(quire.demo.path("draft")), "--spec-tokens", "4"]) == 0
+    line = r"^drafts   draft_model, at most 4 tokens a step, with weights of \S+ MiB and [\d,]+ bytes of KV per token$"
+    assert re.search(line, capsys.readouterr().out, re.M)
 
 
 def test_drafts_are_not_simulated(capsys: pytest.CaptureFixture[str]) -> None:

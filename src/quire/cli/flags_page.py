@@ -74,6 +74,8 @@ def _lines() -> Iterator[str]:
     yield from ("", "### Values of settings that exist here", "")
     yield from _table(("flag", "values", "why", "instead"), _values())
     yield from ("", "### Keys of --speculative-config", "")
+    yield "The keys that exist here are in [speculation.md](speculation.md)."
+    yield ""
     yield from _table(("keys", "answer"), _speculation_keys())
     yield from ("", "### Environment variables", "")
     yield from _table(("variable", "answer"), _foreign_environment())

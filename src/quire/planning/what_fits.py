@@ -20,6 +20,7 @@ from quire.planning.memory_plan import KvPages
 from quire.planning.step_costs import KnownCost, decode_step
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.settings import Resolved
+from quire.speculative_config import SUFFIX_SHARED_BYTES
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,15 @@ class ModelPlan:
         yield f"memory   {self.memory_name}" + ("" if share is None else f", {share} of it in use")
         yield f"work     at least {work}: a step of {budget:,} tokens, logits of {requests}"
         if (speculation := self.resolved.scheduler.speculation) is not None:
-            own = "" if speculation.model else ", without weights and KV cache of their own"
+            own = {
+                "ngram": ", without weights and KV cache of their own",
+                "suffix": f", with up to {shown_bytes(SUFFIX_SHARED_BYTES)} of main memory for the answers of others",
+            }.get(speculation.method, "")
+            if (drafter := self.resolved.drafter) is not None:
+                weights = shown_bytes(drafter.weight_bytes(model, self.resolved.device.isa))
+                own = (
+                    f", with weights of {weights} and {drafter.layers(model).bytes_per_token():,} bytes of KV per token"
+                )
             yield f"drafts   {speculation.method}, at most {speculation.num_speculative_tokens} tokens a step{own}"
         yield ""
         yield from self._weights_table()
