@@ -115,7 +115,9 @@ class Engine:
             enable_prefix_caching=False,
             speculative_config=speculation,
         )
-        self.core = start_engine(config, model, is_server=False, progress=lambda *report: None).core
+        draft = None if speculation is None or speculation.model is None else Path(speculation.model)
+        started = start_engine(config, model, is_server=False, progress=lambda *report: None, drafter_folder=draft)
+        self.core = started.core
         self._noted = Noted(self.core)
 
     def run(self, prompts: Prompts, num_tokens: int) -> Answer:
