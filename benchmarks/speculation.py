@@ -63,6 +63,7 @@ SHAPE_PROMPT, SHAPE_LAYERS = 32, 2  # tokens of a prompt of --shape, and layers 
 WANTED_GAIN = {"none": 3.0, "int4": 2.5}  # of copy-edit, one request
 WANTED_SHARE = 0.9
 VERIFY_STEPS = 5
+LOGIT_ROWS = 32  # of a step: drafts take those that no request needs
 OFF = "off"
 Prompts = list[list[int]]
 
@@ -109,12 +110,14 @@ class Engine:
             model=str(model),
             quantization=quantization,
             max_model_len=1024,
-            max_num_seqs=most,
+            max_num_seqs=max(most, LOGIT_ROWS),
             kv_cache_memory_bytes=1 << 30,
             enable_prefix_caching=False,
             speculative_config=speculation,
         )
-        self.core = start_engine(config, model, is_server=False, progress=lambda *report: None).core
+        draft = None if speculation is None or speculation.model is None else Path(speculation.model)
+        started = start_engine(config, model, is_server=False, progress=lambda *report: None, drafter_folder=draft)
+        self.core = started.core
         self._noted = Noted(self.core)
 
     def run(self, prompts: Prompts, num_tokens: int) -> Answer:
@@ -166,9 +169,9 @@ class Peer:
         return Answer(seconds, 0.0, 0, [], [])
 
     def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGCONT)
-        os.killpg(self._process.pid, signal.SIGTERM)
-        self._process.wait(30)
+        with self._process:  # closes its pipes and waits for it
+            os.killpg(self._process.pid, signal.SIGCONT)
+            os.killpg(self._process.pid, signal.SIGTERM)
 
 
 def write_models(folder: Path, draft_steps: int, is_small: bool) -> None:

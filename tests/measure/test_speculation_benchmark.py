@@ -30,13 +30,30 @@ def test_possible_gain_of_a_fixed_depth_is_the_formula(script: ModuleType) -> No
     assert mixed == pytest.approx((formula * (1.06 + 4 * d) + 1) / 2 / (1.02 + 2 * d))
 
 
+PEER = """
+import json, sys
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"seconds": 0.5 * len(json.loads(line)["prompts"])}), flush=True)
+"""
+
+
 @pytest.mark.slow
 def test_a_run(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--small --methods --rounds 1 --tokens 8 --draft-steps 0 --formats none --requests 1 2"
-    monkeypatch.setattr(sys, "argv", ["speculation.py", str(tmp_path), *words.split()])
+    peer = tmp_path / "peer.py"
+    peer.write_text(PEER)
+    command = f"{sys.executable} {peer}"
+    monkeypatch.setattr(
+        sys, "argv", ["speculation.py", str(tmp_path), *words.split(), "--peer", "it", command, command]
+    )
     script.main()
     shown = capsys.readouterr().out
-    for row in ("chat | none | 1 | off | 1.00", "copy-edit | none | 2 | off | 1.00"):
+    for row in (
+        "chat | none | 1 | off | 1.00",
+        "copy-edit | none | 2 | off | 1.00",
+        "chat | none | 2 | it | 16.0 | 16.0",
+    ):
         assert row in shown
