@@ -44,13 +44,13 @@ test-full: $(VENV)/.installed-test  ## also the slow suites
 
 SANITIZED := build/sanitize
 
-test-sanitize: $(VENV)/.installed-dev  ## the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer in the extension (g++)
+test-sanitize: $(VENV)/.installed-dev  ## the tests of what is compiled with AddressSanitizer and UndefinedBehaviorSanitizer in the extension (g++)
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_CXX_COMPILER=g++ -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 		-DPython_EXECUTABLE=$(abspath $(BIN)/python) -DQUIRE_SANITIZE=ON
 	$(BIN)/cmake --build $(SANITIZED)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		QUIRE_SANITIZED_EXTENSION=$(SANITIZED) $(BIN)/python -m pytest -q -p tests.sanitized_extension tests/kernels \
-		--ignore=tests/kernels/triton $(ARGS)
+		tests/spec_decode --ignore=tests/kernels/triton $(ARGS)
 
 check: $(VENV)/.installed-dev  ## format, lint, types, architecture
 	$(BIN)/ruff format --check .

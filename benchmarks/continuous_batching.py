@@ -1,14 +1,14 @@
 """Continuous batching against transformers' generate(), one request at a time and in a static batch of 16.
 
-Requests have prompts of 16 to 128 tokens and as many output tokens as real ones differ: from an exponential
-distribution. A static batch is padded on the left and runs until its longest request has ended; only the tokens that
-were asked for count. The three run in turns in this process, on the same weights, with as many threads as cores.
+Requests have prompts of 16 to 128 tokens. Their numbers of output tokens come from an exponential distribution, like
+real ones. A static batch is padded on the left and runs until its longest request has ended; only tokens that a request
+asked for count. The three run in turns in this process, on the same weights, with one thread per core.
 
     python benchmarks/continuous_batching.py [MODEL] [--requests 32] [--alone 4] [--rounds 3] [--save HARDWARE]
 
-MODEL: a folder with weights; none: the bundled demo model. --alone: how many of the requests are sent one at a time,
-which takes longest; its rate is that of these. --save writes benchmarks/results/HARDWARE/continuous_batching_DATE.md
-and .json.
+MODEL: a folder with weights; the default is the bundled demo model. --alone: the number of requests that are sent one
+at a time, which takes longest; the rate is measured over these. --save writes
+benchmarks/results/HARDWARE/continuous_batching_DATE.md and .json.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_requests(count: int, mean_output: float, seed: int) -> list[Request]:
 
 
 def run_transformers(model: Any, requests: list[Request], batch: int) -> float:
-    """Seconds for all, `batch` at a time."""
+    """Seconds for all requests, `batch` at a time."""
     started = time.perf_counter()
     for first in range(0, len(requests), batch):
         chosen = requests[first : first + batch]
@@ -71,7 +71,7 @@ def run_transformers(model: Any, requests: list[Request], batch: int) -> float:
 
 
 def run_quire(llm: LLM, requests: list[Request]) -> float:
-    """Seconds for all, sent at once."""
+    """Seconds for all requests, sent at once."""
     params = [SamplingParams(temperature=0.0, max_tokens=request.num_output, ignore_eos=True) for request in requests]
     started = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": request.token_ids} for request in requests], params, use_tqdm=False)

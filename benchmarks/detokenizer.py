@@ -1,9 +1,9 @@
-"""Prints what a generated token costs the front end: detokenization, stop strings, outputs, streams.
+"""Prints the cost of a generated token in the front end: detokenization, stop strings, outputs, streams.
 
     python benchmarks/detokenizer.py [--tokens 200000] [--rows 256] [--steps 200]
 
-Each line is one token per call, as decoding delivers them. `library` is the tokenizers package's own DecodeStream. The
-target for everything in front of the engine, HTTP included, is 10,000 tokens per second on one core: 100 us per token.
+Each call gets one token, as in decoding. `library` is the DecodeStream of the tokenizers package. The target for
+everything in front of the engine, HTTP included, is 10,000 tokens per second on one core: 100 us per token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How much one core serves before the engine matters: streamed tokens per second and short requests per second.
+"""The capacity of one core without an engine: streamed tokens per second and short requests per second.
 
 The server (HTTP, front end, detokenizer, SSE) runs in a process pinned to one core, over an EchoClient in place of an
-engine; the load comes from another core. What is measured is the whole way: sockets, HTTP parsing, validation, chat
-template, tokenization, text pipeline, JSON, metrics. The cases take turns, at least three times each.
+engine. The load comes from another core. The whole way is measured: sockets, HTTP parsing, validation, chat template,
+tokenization, text pipeline, JSON, metrics. The cases take turns, at least three times each.
 
     python benchmarks/frontend_capacity.py [--streams 64] [--max-tokens 256] [--seconds 8] [--save HARDWARE]
 
@@ -45,7 +45,7 @@ QUESTION = "What does os.path.join do, and what happens if one of the parts is a
 
 @dataclass
 class Load:
-    """What the clients do and have seen."""
+    """The work of the clients, and their counts."""
 
     port: int
     body: dict[str, object]
@@ -109,7 +109,7 @@ async def read_answer(reader: asyncio.StreamReader, load: Load) -> None:
 
 
 async def drive(load: Load, num_clients: int, seconds: float) -> None:
-    """Run the clients for so long."""
+    """Run the clients for `seconds`."""
     load.deadline = time.monotonic() + seconds
     await asyncio.gather(*(client(load) for _ in range(num_clients)))
 
@@ -123,11 +123,11 @@ def rates(load: Load, seconds: float) -> dict[str, float]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result file for people."""
+    """The text of the result file."""
     lines = [
         *report.heading("Front-end capacity over HTTP, on one core", result),
-        "- The server is pinned to one core, the clients to the others. The engine is EchoClient, which costs next to",
-        "  nothing, so that the front end is what is measured: tokenizer, text pipeline, chat protocol, SSE, HTTP.",
+        "- The server is pinned to one core, the clients to the others. The engine is EchoClient, which costs almost",
+        "  nothing, so only the front end is measured: tokenizer, text pipeline, chat protocol, SSE, HTTP.",
         f"- {result['streams']} connections, {result['max_tokens']} tokens a stream; short requests have 8 tokens.",
         f"  {result['num_rounds']} rounds of {result['seconds']:g} s a case, in turns. Special tokens have no text:",
         "  not every token gives an event.",

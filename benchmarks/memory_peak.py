@@ -1,8 +1,8 @@
 """The peak of resident memory from start to a full KV cache, against the bytes of weights and KV cache.
 
-Each format is loaded in a process of its own, which then computes prompts until the KV cache has been in use. Resident
-is VmHWM: anonymous memory and the pages of mapped files, the checkpoint's too. What the interpreter and its libraries
-take is resident when they are imported, before anything is loaded.
+Each format is loaded in its own process, which then computes prompts until the whole KV cache has been in use. The peak
+is VmHWM: anonymous memory and pages of mapped files, including the checkpoint. The memory of the interpreter and its
+libraries is read after the imports, before anything is loaded.
 
     python benchmarks/memory_peak.py MODEL [--kv-bytes 536870912] [--save HARDWARE]
 
@@ -54,8 +54,8 @@ print(json.dumps(found))
 def markdown(result: dict[str, Any]) -> str:
     lines = [
         *report.heading("Peak of resident memory over weights and KV cache", result),
-        "- MiB. The KV cache has been in use as a whole. The last two columns: the peak over weights and KV cache,",
-        "  without and with what Python, torch and the other libraries take.",
+        "- MiB. The whole KV cache has been in use. The last two columns: the peak divided by weights and KV cache,",
+        "  without and with the memory of Python, torch and the other libraries.",
         "",
         "| | weights | KV cache | interpreter | peak | over both | with the interpreter |",
         "|---|---|---|---|---|---|---|",

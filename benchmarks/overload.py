@@ -1,13 +1,13 @@
 """Goodput at saturation and at five times saturation, with the real engine on the demo model, through HTTP.
 
-`quire serve` runs on one core, the client on the others. First the saturation rate: as many requests as the server
-runs at once, one after the other. Then that rate and five times it are offered in turns (Poisson), at least three times
-each. Requests above what the server can take are refused with 429; goodput counts those that end within the limits of
---goodput. The claim: the second is no less than the first.
+`quire serve` runs on one core, the client on the others. First a closed loop with the number of requests that the
+server runs at once measures the saturation rate. Then this rate and five times this rate are offered in turns
+(Poisson), at least three times each. The server refuses requests above its capacity with 429. Goodput counts requests
+that end within the limits of --goodput. The claim: goodput at five times saturation is not less than at saturation.
 
     python benchmarks/overload.py [--seconds 8] [--rounds 3] [--save HARDWARE]
 
---save writes benchmarks/results/HARDWARE/overload_DATE.md and .json. Takes about two minutes.
+--save writes benchmarks/results/HARDWARE/overload_DATE.md and .json. It takes about two minutes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FACTOR = 5
 
 
 def start_server(core: int, port: int) -> subprocess.Popen[bytes]:
-    """One core for the server and its engine; a bounded queue, as a server that has to stay quick is given."""
+    """One core for the server and its engine, with a bounded queue, because the server must stay quick."""
     flags = ("--max-num-seqs", MAX_NUM_SEQS, "--max-num-queued-reqs", MAX_QUEUED, "--num-threads", 1, "--port", port)
     command = [sys.executable, "-m", "quire", "serve", *map(str, flags), "--kv-cache-memory-bytes", "256M"]
     return subprocess.Popen(
@@ -45,7 +45,7 @@ def start_server(core: int, port: int) -> subprocess.Popen[bytes]:
 
 
 class Bench:
-    """Rounds against one server."""
+    """The rounds of one server."""
 
     def __init__(self, port: int, limits: tuple[str, ...]) -> None:
         self._limits = Report(goodput=limits).limits_ms()
@@ -55,7 +55,7 @@ class Bench:
         self._seed = 0
 
     def round(self, num_prompts: int, traffic: Traffic) -> dict[str, float]:
-        """Send so many requests, with prompts nobody has sent before."""
+        """Send `num_prompts` requests with new prompts, which are not in the prefix cache."""
         self._seed += 1
         workload = Workload(num_prompts=num_prompts, random_input_len=INPUT_LEN, random_output_len=OUTPUT_LEN)
         plan = self._server.plan(workload, traffic)
@@ -80,7 +80,7 @@ class Bench:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result file for people."""
+    """The text of the result file."""
     lines = [
         *report.heading("Goodput at five times saturation", result),
         f"- `quire serve` on the demo model on one core, the client on the others; {INPUT_LEN} tokens in, {OUTPUT_LEN}",

@@ -1,16 +1,16 @@
-"""Answers per second with ten times the users that a server takes, of which nobody waits before asking again.
+"""Answers per second with ten times the users that a server takes, if users repeat refused requests at once.
 
-`quire serve` on the demo model runs 8 requests and lets 16 wait. 24 users, each of whom asks, reads the answer or the
-refusal and asks again at once, keep it saturated and are never refused; 240 users are refused ten to a hundred times as
-often as they are answered. Rounds take turns. The claims: 240 users get at least 0.9 of the answers of 24, and /health
-answers within 0.3 s (P99).
+`quire serve` on the demo model runs 8 requests and lets 16 wait. Each user sends a request, reads the answer or the
+refusal, and sends the next request at once. 24 users keep the server saturated and are never refused. 240 users get ten
+to a hundred times more refusals than answers. Rounds take turns. The claims: 240 users get at least 0.9 of the answers
+of 24 users, and /health answers within 0.3 s (P99).
 
-The users are one process of plain sockets, which parses no more than status and length; it has a lower priority than
-the server, with which it shares the cores.
+One process of plain sockets plays all users and parses only status and length. It shares the cores with the server, at
+a lower priority.
 
     python benchmarks/overload_users.py [--seconds 20] [--rounds 3] [--save HARDWARE]
 
---save writes benchmarks/results/HARDWARE/overload_users_DATE.md and .json. Takes about three minutes.
+--save writes benchmarks/results/HARDWARE/overload_users_DATE.md and .json. It takes about three minutes.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from quire.measure import report
 MAX_NUM_SEQS, MAX_QUEUED = 8, 16
 FEW, MANY = 24, 240
 PROMPT_TOKENS, MAX_TOKENS = 32, 64
-NUM_BODIES = 4096  # different ones, so that no prompt is in the prefix cache when it comes again
+NUM_BODIES = 4096  # so many that a prompt has left the prefix cache when it comes again
 WARM_UP_SECONDS = 3.0
-HEALTH_SECONDS = 0.05  # between two questions about health
+HEALTH_SECONDS = 0.05  # between two requests for /health
 NICENESS = 10
 LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n")
 
 
 class Connection(asyncio.Protocol):
-    """One connection: sends a request, and the next when the answer is complete."""
+    """One connection, which sends the next request when an answer is complete."""
 
     def __init__(self, load: Load, head: bytes = b"") -> None:
         self._load, self._head = load, head
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
 
 
 class Probe(Connection):
-    """Asks for /health at intervals."""
+    """Requests /health at intervals."""
 
     def on_answer(self, status: str) -> None:
         self._load.health.append(time.perf_counter() - self.sent_at)
@@ -88,7 +88,7 @@ class Probe(Connection):
 
 
 class Load:
-    """What the users send and have seen."""
+    """The requests of the users, and their counts."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -137,7 +137,7 @@ class Load:
         self._is_over = True
         for connection in (*users, probe):
             connection.transport.abort()
-        await asyncio.sleep(1.0)  # until nothing of them is left in the engine
+        await asyncio.sleep(1.0)  # until the engine has ended all requests
         return {
             "answers": seen.pop("200", 0) / duration,
             "refusals": seen.pop("429", 0) / duration,
@@ -149,7 +149,7 @@ class Load:
 
 
 def start_server() -> tuple[subprocess.Popen[str], int]:
-    """The server, ready, and its port."""
+    """The server, when it is ready, and its port."""
     flags = ("--max-num-seqs", MAX_NUM_SEQS, "--max-num-queued-reqs", MAX_QUEUED, "--port", 0)
     command = [sys.executable, "-m", "quire", "serve", *map(str, flags), "--kv-cache-memory-bytes", "256M"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -161,7 +161,7 @@ def start_server() -> tuple[subprocess.Popen[str], int]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result file for people."""
+    """The text of the result file."""
     lines = [
         *report.heading(f"Answers per second with {FEW} and {MANY} users in a loop", result),
         f"- `quire serve` on the demo model, --max-num-seqs {MAX_NUM_SEQS}, --max-num-queued-reqs {MAX_QUEUED};",

@@ -1,18 +1,18 @@
-"""How well the engine predicts itself: times of steps and requests it was not calibrated with, and memory.
+"""Errors of the engine's predictions: times of steps and requests that were not in the calibration, and memory.
 
     python benchmarks/predict.py MODEL... [--formats none int8 int4 fp8] [--rounds 3] [--save HARDWARE]
                                  [--record FOLDER]
     python benchmarks/predict.py --rescore FILE...
 
-Every round starts an engine for each model and format, calibrates it from nothing, and measures eight loads: steps by
-themselves, and short runs of real requests. The rounds take turns over models and formats, so that the noise of the
-machine shows: `noise` is the same step measured in one round against the next. Predictions of steps come from the
-calibration alone. Those of requests are the engine's own after it has answered the same load once, with what running
-steps have corrected. A cell is a load of one model in one format.
+Every round starts an engine for each model and format, calibrates it from nothing, and measures eight loads: single
+steps, and short runs of real requests. The rounds take turns over models and formats, so that the noise of the machine
+shows: `noise` compares the same step in one round and the next. Predictions of steps use only the calibration.
+Predictions of requests come from the engine after it has answered the same load once, so running steps have corrected
+the model. A cell is a load of one model in one format.
 
---save writes benchmarks/results/HARDWARE/predict_DATE.md and .json. --record writes the steps into
-FOLDER/MODEL.json, for tests/cost/test_recorded.py. --rescore predicts recorded steps anew, without measuring, and
-writes the errors into their files: after a change of the cost model that made them smaller.
+--save writes benchmarks/results/HARDWARE/predict_DATE.md and .json. --record writes the steps into FOLDER/MODEL.json,
+for tests/cost/test_recorded.py. --rescore predicts recorded steps again without measuring, and writes the errors into
+their files. Use it after a change of the cost model that made errors smaller.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_MODEL_LEN = 2048
 
 
 class Work(NamedTuple):
-    """A load as one step, and as requests that give such steps: lengths of prompts, and of one that comes later."""
+    """A load: one step, and requests that give such steps (lengths of prompts, and of a prompt that comes later)."""
 
     rows: Rows
     prompts: tuple[int, ...]
@@ -93,7 +93,7 @@ def measure(model: str, quantization: str | None) -> dict[str, Any]:
     assert core.cost is not None
     for work in LOADS.values():
         core.probe(work.rows)
-    while engine.take_memory():  # of those pages
+    while engine.take_memory():  # of these pages
         pass
     while engine.calibrate():
         pass
@@ -181,13 +181,13 @@ def packed(rows: Rows) -> list[list[int]]:
 
 
 def demand_of(arithmetic: StepArithmetic, rows: Iterable[Sequence[int]]) -> Any:
-    """Of rows as `packed` gives them: each with logits."""
+    """A batch from the result of `packed`: each row has logits."""
     starts, counts = zip(*((start, count) for start, count, times in rows for _ in range(times)), strict=True)
     return arithmetic.demand(arithmetic.load(starts, counts, len(starts)))
 
 
 class Replay:
-    """What the cost model of today says of the steps that a round has recorded."""
+    """Predictions of the present cost model for the recorded steps of a round."""
 
     def __init__(self, arithmetic: StepArithmetic, found: dict[str, Any]) -> None:
         self._arithmetic = arithmetic
@@ -195,12 +195,12 @@ class Replay:
         self.fit: Fit = fit(steps, prior(*found["ceilings"]))
 
     def seconds(self, rows: Iterable[Sequence[int]]) -> float:
-        """Predicted, of rows as `packed` gives them."""
+        """Predicted seconds of rows from `packed`."""
         return step_seconds(demand_of(self._arithmetic, rows), self.fit.constants)
 
 
 def median_error(folder: Path, rounds: Sequence[dict[str, Any]]) -> float:
-    """Of the steps that the calibration did not have, over all loads and rounds of a model in one format.
+    """Errors for steps that were not in the calibration, over all loads and rounds of a model in one format.
 
     Args:
         folder: of the model's config.json.
@@ -216,14 +216,14 @@ def median_error(folder: Path, rounds: Sequence[dict[str, Any]]) -> float:
 
 
 def config_folder(config: dict[str, Any], place: str) -> Path:
-    """A folder with a config.json alone, as recordings have it."""
+    """A folder that contains only the config.json of a recording."""
     folder = Path(place)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def rescore(file: Path) -> None:
-    """Write into a recording how good the predictions of today are."""
+    """Write the errors of the present predictions into a recording."""
     recording = json.loads(file.read_text())
     with tempfile.TemporaryDirectory() as place:
         folder = config_folder(recording["config"], place)
@@ -234,12 +234,12 @@ def rescore(file: Path) -> None:
 
 
 def write_recording(file: Path, recording: dict[str, Any]) -> None:
-    """A round a line."""
+    """JSON with one line per round."""
     file.write_text(json.dumps(recording).replace('{"form": ', '\n{"form": ') + "\n")
 
 
 def record(folder: Path, config: dict[str, Any], name: str, rounds: dict[str, list[dict[str, Any]]]) -> None:
-    """Write what a model's rounds measured, by format, with the error of the predictions."""
+    """Write the measured rounds of a model by format, with the errors of the predictions."""
     kept = ("form", "ceilings", "calibration", "held_out")
     forms: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -258,7 +258,7 @@ def errors_of(pairs: Iterable[Sequence[float]]) -> list[float]:
 
 
 def summary(errors: Sequence[float]) -> dict[str, float]:
-    """The median error and the one that nine of ten are below."""
+    """The median error and the 90th percentile."""
     return {
         "median": statistics.median(errors),
         "p90": statistics.quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0],
@@ -267,7 +267,7 @@ def summary(errors: Sequence[float]) -> dict[str, float]:
 
 
 def cells(folder: Path, rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By load: for each quantity the summary of its errors, the noise of the machine, and what is beyond the limits."""
+    """By load: the summary of the errors of each quantity, the noise of the machine, and violated limits."""
     arithmetic = StepArithmetic(load_model_config(folder), *rounds[0]["form"])
     replays = [Replay(arithmetic, found) for found in rounds]
     result: dict[str, dict[str, Any]] = {}
@@ -294,7 +294,7 @@ def cells(folder: Path, rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str,
 
 
 def memory_errors(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By term: what was planned before loading and what there is, of the last round, and the error."""
+    """By term, in the last round: the plan before loading, the real value, and the error."""
     found = {}
     for name, (planned, real) in rounds[-1]["memory"].items():
         limit = MOST_KV_ERROR if name.startswith("KV") else MOST_MEMORY_ERROR
@@ -345,7 +345,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def measured_apart(model: str, form: str) -> dict[str, Any]:
-    """`measure` in a process of its own, which finds no calibration."""
+    """`measure` in its own process, which finds no calibration."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, __file__, model, "--formats", form, "--here"],

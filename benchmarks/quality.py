@@ -1,12 +1,12 @@
-"""Measures what each format costs the demo model, and prints the table of docs/quantization.md.
+"""Measures the loss of quality of each format with the demo model, and prints the table of docs/quantization.md.
 
     python benchmarks/quality.py [--questions 200] [--max-tokens 16384] [--gguf FILE ...] > table.md
 
-Every number but the last column is defined by `quire quality --help`. The base is the demo model in float32. The text
-is chats about the entries of `quire.demo.data`, drawn with a seed of their own: what the model was trained on, in other
-words. `exact answers`: of so many questions about entries, the greedy answers that are the entry's, word for word.
-Checkpoints are written by `quire quantize` with text that the model generates itself. GGUF files of the demo model,
-which Quire does not write, are further rows, named by the quantization that their header tells (general.file_type).
+`quire quality --help` defines all columns except the last. The base is the demo model in float32. The text is chats
+about the entries of `quire.demo.data`, drawn with their own seed: the facts of the training data in other words.
+`exact answers` counts the greedy answers to `--questions` questions that equal the entry word for word. `quire
+quantize` writes the checkpoints with text that the model generates. GGUF files of the demo model, which Quire does not
+write, give further rows. The header names their quantization (general.file_type).
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ def main() -> None:
 
 
 def gguf_row(file: str) -> str:
-    """`GGUF Q4_K_M`: what its writer says of the whole file, whose tensors are of several types."""
+    """`GGUF Q4_K_M`: the type in the header, for a file with tensors of several types."""
     file_type = gguf.LlamaFileType(open_gguf(file).metadata["general.file_type"])
     return f"GGUF {file_type.name.partition('_')[2]}"  # of MOSTLY_Q4_K_M, ALL_F32
 
 
 def exact_answers(entries: list[Entry], count: int, num_threads: int | None, options: dict[str, Any]) -> int:
-    """How many greedy answers are the entry's, word for word."""
+    """The number of greedy answers that equal the entry word for word."""
     llm = LLM(**{"model": str(quire.demo.path())} | options, num_threads=num_threads, kv_cache_memory_bytes=1 << 26)
     asked = questions(entries, count)
     messages = [[{"role": "user", "content": question}] for question, _ in asked]
@@ -115,7 +115,7 @@ def _shown(estimate: Estimate, digits: int) -> str:
 
 
 def _silent(phase: str, fraction: float, detail: str) -> None:
-    """Nobody watches."""
+    """A watcher that does nothing."""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Writes results/README.md: which result file supports which sentence of the documents and of the code.
+"""Writes results/README.md, a table of result files and the sentences of documents and code that they support.
 
-A sentence names its file by a link or a path. `--check` writes nothing, and fails if the table is old, if a named file
-does not exist, or if nothing names a file.
+A sentence names its file by a link or a path. `--check` writes nothing. It fails if the table is old, if a named file
+does not exist, or if no sentence names a file.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def render(rows: list[tuple[str, str, str]]) -> str:
 
 
 def faults(rows: list[tuple[str, str, str]]) -> list[str]:
-    """What is wrong with the names, a line each."""
+    """Faults of the names, one per line."""
     files = [path for path in RESULTS.glob("*/*") if path.suffix in (".md", ".json")]
     there = {path.relative_to(RESULTS).with_suffix("").as_posix() for path in files if path.suffix == ".md"}
     named = {name for name, _, _ in rows}

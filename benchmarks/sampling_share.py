@@ -1,12 +1,13 @@
-"""What random sampling costs in an engine step, over greedy: decode steps of 32 requests, in turns.
+"""The cost of random sampling in an engine step, compared with greedy: decode steps of 32 requests, in turns.
 
-Each round runs a batch of decode steps with each way of sampling; steps of one round are compared with each other.
+Each round runs a batch of decode steps with each way of sampling, and steps of one round are compared with each other.
 Random is temperature 0.8 and top-p 0.95. Random weights give flat logits, the hardest case: the nucleus is most of the
-vocabulary. `random, peaked` divides the same logits by a temperature of 0.05, so that they spread as a trained model's.
+vocabulary. `random, peaked` divides the same logits by a temperature of 0.05, so that they spread like logits of a
+trained model.
 
     python benchmarks/sampling_share.py [MODEL] [--rounds 10] [--steps 8] [--save HARDWARE]
 
-MODEL: a folder with weights of the shape to be measured. --save writes
+MODEL: a folder with weights of the measured shape. --save writes
 benchmarks/results/HARDWARE/sampling_share_DATE.md and .json, with the quantization in the name.
 """
 
@@ -62,8 +63,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"- {result['batch']} requests that decode, vocabulary {result['vocab_size']:,}, weights "
         f"{result['quantization'] or 'as they are'}; {len(result['rounds'])} rounds",
         f"  of {result['steps']} steps, in turns. Medians of steps, then of the rounds' ratios (least, most).",
-        "- Over greedy: of whole steps; and the sampling's own time, less greedy's, as a share of a greedy step, which",
-        "  the noise of the forward pass does not reach.",
+        "- Over greedy: the ratio of whole steps; and the time of sampling minus the time of greedy sampling, as a",
+        "  share of a greedy step, which is free of the noise of the forward pass.",
         "- random: temperature 0.8, top-p 0.95, on the flat logits of random weights. peaked: temperature 0.05.",
         "",
         "| | step, ms | of it sampling, ms | over greedy, steps | over greedy, sampling alone |",
@@ -109,7 +110,7 @@ def main() -> None:
     for number in range(arguments.rounds + 1):
         ways = list(WAYS) if number % 2 else list(reversed(WAYS))
         found = {way: decode_steps(core, way, arguments.batch, arguments.steps) for way in ways}
-        if number:  # the first one warms up
+        if number:  # the first round warms up
             rounds.append(found)
     result = {
         **environment,

@@ -1,4 +1,4 @@
-"""Prints what one scheduling step costs: schedule() and update() of decode rows, and of admission, in microseconds.
+"""Prints the cost of a scheduling step: schedule() and update() of decode rows and of admission, in microseconds.
 
     python benchmarks/scheduler.py [--rows 256] [--steps 400]
 
@@ -30,7 +30,7 @@ def make_scheduler(num_rows: int, num_steps: int) -> Scheduler:
 
 
 def add_requests(scheduler: Scheduler, num_rows: int, max_tokens: int, name: str) -> None:
-    """Prompts that share nothing, so that the time includes every block's own hash."""
+    """Prompts that share nothing, so that the time includes the hash of every block."""
     params = SamplingParams(max_tokens=max_tokens)
     for i in range(num_rows):
         prompt = [(i * 7919 + j) % 32000 for j in range(PROMPT_TOKENS)]

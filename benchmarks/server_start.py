@@ -1,11 +1,11 @@
 """Seconds from `quire serve` to /readyz and to a first token over HTTP, with and without the cache of packed weights.
 
-Starts alternate; the model's files and the cache are in the file cache of the system. The cache lies in a folder of its
-own, which is removed at the end; the start that writes it is reported too.
+Starts alternate. The model's files and the cache are in the file cache of the system. The cache has its own folder,
+which is removed at the end. The start that writes it is reported too.
 
     python benchmarks/server_start.py [MODEL] [--rounds 5] [--save HARDWARE]
 
-MODEL: a folder with weights; none: the bundled demo model. --save writes
+MODEL: a folder with weights; the default is the bundled demo model. --save writes
 benchmarks/results/HARDWARE/server_start_DATE.md and .json.
 """
 
@@ -48,7 +48,7 @@ def start(model: str | None, flags: tuple[str, ...], cache: str) -> dict[str, fl
         body = {"prompt": "Hello", "max_tokens": 1}
         httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
         first_token = time.monotonic() - started
-        while flags and not list(Path(cache).rglob("*.packed")):  # it gets its name when it is on the disk
+        while flags and not list(Path(cache).rglob("*.packed")):  # the file gets this name when it is on the disk
             time.sleep(0.1)
         return {"ready": ready, "first_token": first_token}
     finally:

@@ -1,12 +1,12 @@
-"""How long a short prompt waits beside prompts of 2,000 tokens, and what sharing the steps costs the long ones.
+"""The wait of a short prompt beside prompts of 2,000 tokens, and the cost of shared steps for the long prompts.
 
-An engine process with random weights of a Llama of 64 million parameters. Users send prompts of 2,000 tokens in a
-closed loop until a fixed number is done; beside them a prompt of 32 tokens comes every half second. Rounds go through
-the values of --max-shared-prefill-tokens in turns, on one engine; before each, short prompts alone.
+The engine process has random weights of a Llama of 64 million parameters. Users send prompts of 2,000 tokens in a
+closed loop until a fixed number is done. Beside them a prompt of 32 tokens comes every half second. Rounds go through
+the values of --max-shared-prefill-tokens in turns, on one engine. Before each round, short prompts run alone.
 
     python benchmarks/short_beside_long.py [--users 2] [--long 2] [--rounds 3] [--shared 0 64 128] [--save HARDWARE]
 
-0: prompts go in order, each with the whole budget of a step. --save writes
+With 0 prompts go in order, each with the whole budget of a step. --save writes
 benchmarks/results/HARDWARE/short_beside_long_DATE.md and .json.
 """
 
@@ -44,21 +44,21 @@ SHAPE = {
     "hidden_act": "silu",
 }
 LONG_INPUT, LONG_OUTPUT, SHORT_INPUT, SHORT_OUTPUT = 2000, 16, 32, 8
-SHORT_INTERVAL = 0.5  # seconds between two short requests, whether or not earlier ones were answered
+SHORT_INTERVAL = 0.5  # seconds between two short requests; they do not wait for answers
 NUM_ALONE = 5  # short requests before each round
 
 
 @dataclass
 class Times:
-    """What users saw, in seconds."""
+    """Times of the users in seconds."""
 
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)  # between tokens
-    num_tokens: int = 0  # of prompts and outputs of requests that ended
+    num_tokens: int = 0  # prompts and outputs of finished requests
 
 
 class Bench:
-    """Users of one engine."""
+    """The users of one engine."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -66,7 +66,7 @@ class Bench:
         self._num_sent = 0
 
     async def request(self, num_input: int, num_output: int, times: Times) -> None:
-        """One request with a prompt nobody has sent before."""
+        """One request with a prompt that is not in the prefix cache."""
         self._num_sent += 1
         prompt = {"prompt_token_ids": self._draw.choices(range(10, 30000), k=num_input)}
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
@@ -79,7 +79,7 @@ class Bench:
         times.num_tokens += num_input + num_output
 
     async def round(self, num_users: int, num_long: int) -> dict[str, Any]:
-        """Short ones alone, then beside long ones."""
+        """Short prompts alone, then beside long prompts."""
         alone, long, short = Times(), Times(), Times()
         for _ in range(NUM_ALONE):
             await self.request(SHORT_INPUT, SHORT_OUTPUT, alone)
@@ -149,7 +149,7 @@ def summary(found: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result file for people."""
+    """The text of the result file."""
     lines = [
         *report.heading("A short prompt beside long ones", result),
         f"- Random weights of a Llama of 64 million parameters, bfloat16. {result['users']} users in a closed loop",

@@ -1,18 +1,19 @@
-"""How far `quire simulate` is off: six workloads at 0.5, 0.9 and 1.5 of saturation, simulated and really served.
+"""The errors of `quire simulate`: six workloads at 0.5, 0.9 and 1.5 of saturation, simulated and really served.
 
-`quire serve` runs on this machine, one core left to its API and to the client. It is waited for until it has measured
-its steps. Then, for each workload: as many requests as the server runs at once, one after the other, give saturation;
-each rate is served once (Poisson) and simulated with the same requests at the same times. A good request of a workload
-has a time to first token of at most three times, and a time per token of at most twice, the median at the lowest rate.
+`quire serve` runs on this machine and leaves one core to its API and the client. The program waits until the server has
+measured its steps. For each workload, a closed loop with the number of requests that the server runs at once gives the
+saturation. Each rate is served once (Poisson) and simulated with the same requests at the same times. A good request
+has a time to first token of at most three times, and a time per token of at most twice, the median at the lowest rate
+of its workload.
 
 The claim: throughput, goodput, medians, preemptions and tokens from the prefix cache are within 10 %, P99 within 20 %.
 
     python benchmarks/simulate.py [MODEL] [--seconds 60] [--workloads chat shared ...] [--rates 0.5 0.9 1.5]
         [--save HARDWARE]
 
-MODEL: none is the bundled demo model, which is the quick setting: with `--seconds 8` it takes about ten minutes. Its
-steps take a millisecond or two, so what is outside the engine counts more than with any model that people use. --save
-writes benchmarks/results/HARDWARE/simulate_DATE.md and .json.
+MODEL: the default is the bundled demo model, the quick setting: with `--seconds 8` it takes about ten minutes. Its
+steps take one or two milliseconds, so work outside the engine counts more than with real models. --save writes
+benchmarks/results/HARDWARE/simulate_DATE.md and .json.
 """
 
 from __future__ import annotations
@@ -49,23 +50,23 @@ from quire.simulate.run import plan_engine, simulate
 WORKLOADS = ("chat", "shared", "random:1500/30", "random:1000/100", "random:256/256", "random:32/400")
 RATES = (0.5, 0.9, 1.5)
 MAX_NUM_SEQS, MAX_QUEUED = 32, 128
-CONTEXTS = 12  # of 2,048 tokens that the KV cache holds: fewer than run at once, so that requests are preempted
+CONTEXTS = 12  # of 2,048 tokens that fit in the KV cache; more run at once, so requests are preempted
 CALIBRATION_SECONDS = 120
 FEWEST_REQUESTS = 60
-WITHIN = {"p99": 0.2}  # by the beginning of a metric's name
+WITHIN = {"p99": 0.2}  # by the first part of a metric's name
 OTHERS_WITHIN = 0.1
 TIMES = ("ttft", "tpot", "itl", "e2el")
 COUNTERS = {"preemptions": "vllm:num_preemptions_total", "cached tokens": "vllm:prefix_cache_hits_total"}
 
 
 class NoBar:
-    """Nobody looks."""
+    """A progress bar that shows nothing."""
 
     def update(self) -> None:
-        """A request is done."""
+        """Does nothing when a request is done."""
 
     def close(self) -> None:
-        """All are."""
+        """Does nothing when all requests are done."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Cell:
     simulated: dict[str, float]
 
     def errors(self) -> dict[str, float]:
-        """Shares that the simulation is off. Of a count below 1, as if it were 1."""
+        """Relative errors of the simulation. A count below 1 is divided by 1."""
         return {
             name: (self.simulated[name] - real) / (max(real, 1.0) if name in COUNTERS else max(real, 1e-9))
             for name, real in self.served.items()
@@ -86,12 +87,12 @@ class Cell:
 
 
 def is_within(name: str, error: float) -> bool:
-    """Whether a metric is as near as is claimed."""
+    """Whether the error of a metric is within the claim."""
     return abs(error) <= WITHIN.get(name.split()[0], OTHERS_WITHIN)
 
 
 def numbers(metrics: Metrics, counts: dict[str, float]) -> dict[str, float]:
-    """What is compared. Rates per second, times in ms."""
+    """The compared metrics: rates per second, times in ms."""
     rates = {name: metrics.rates[f"{name.replace(' ', '_')}"] for name in ("request throughput", "output throughput")}
     medians = {f"median {name}": 1000 * metrics.times[name].median for name in TIMES}
     tails = {f"p99 {name}": 1000 * metrics.times[name].percentiles[99] for name in TIMES}
@@ -99,7 +100,7 @@ def numbers(metrics: Metrics, counts: dict[str, float]) -> dict[str, float]:
 
 
 class Bench:
-    """One server, and the simulation of it."""
+    """A server and its simulation."""
 
     def __init__(self, config: EngineConfig, port: int) -> None:
         _, self._name, self._model = find_model(config, None, weights=False)
@@ -112,7 +113,7 @@ class Bench:
         self._seed = 0
 
     def wait_for_calibration(self) -> None:
-        """Until the server has measured its steps, while nobody asks it anything. Ends the program if it does not."""
+        """Wait without load until the server has measured its steps. The program ends if it does not."""
         resolved = plan_engine(self._config, self._model, self._device)
         end = time.monotonic() + CALIBRATION_SECONDS
         while not known_cost(resolved, self._model, self._device)[1]:
@@ -121,14 +122,14 @@ class Bench:
             time.sleep(0.5)
 
     def prepare(self, name: str, num_prompts: int, traffic: Traffic) -> PreparedLoad:
-        """With prompts that nobody has sent before."""
+        """Make requests with prompts that are not in the prefix cache."""
         self._seed += 1
         chosen = Workload(dataset_name="prefix_repetition") if name == "shared" else named_workload(name)
         workload = replace(chosen, num_prompts=max(num_prompts, FEWEST_REQUESTS), seed=self._seed)
         return self._server.prepare(workload, traffic)
 
     def serve(self, load: PreparedLoad) -> tuple[Run, dict[str, float]]:
-        """A round, and what the server counted meanwhile."""
+        """A served round, and the change of the server's counters."""
         self._runner.run(warm_up(self._server, load))
         before = self._counts()
         seed = load.workload.seed
@@ -136,7 +137,7 @@ class Bench:
         return run, {name: count - before[name] for name, count in self._counts().items()}
 
     def simulate(self, load: PreparedLoad) -> tuple[Run, dict[str, float]]:
-        """The same round."""
+        """The same round, simulated."""
         (run,), facts = simulate(self._name, self._config, self._model, self._device, load, lambda total: NoBar())
         own = facts["simulated"]
         return run, {"preemptions": own["num_preemptions"], "cached tokens": own["prefix_cache_hits"]}
@@ -163,7 +164,7 @@ class Bench:
         return found
 
     def _counts(self) -> dict[str, float]:
-        """Counters of the server."""
+        """The counters of the server."""
         client = self._server.client()
         try:
             text = self._runner.run(client.request("GET", "/metrics")).decode()
@@ -179,7 +180,7 @@ class Bench:
 
 
 def markdown(result: dict[str, Any], cells: list[Cell]) -> str:
-    """The result file for people."""
+    """The text of the result file."""
     errors = [(name, error) for cell in cells for name, error in cell.errors().items()]
     num_within = sum(is_within(*each) for each in errors)
     lines = [
@@ -187,7 +188,7 @@ def markdown(result: dict[str, Any], cells: list[Cell]) -> str:
         f"- {result['model']}; {' '.join(result['flags'])}.",
         f"- Rates are shares of saturation, for {result['seconds']:g} s each. Times in ms, rates per second.",
         f"- **{num_within} of {len(errors)} numbers are within 10 %, P99 within 20 %.**",
-        "- A cell has the measured value, and behind it how far the simulation is off.",
+        "- A cell has the measured value, and then the error of the simulation.",
         "",
         *report.table_head("workload | rate | " + " | ".join(cells[0].served)),
     ]

@@ -1,14 +1,14 @@
-"""Long prompts into a stream of answers: the time between tokens and the throughput, by budget and by target.
+"""Long prompts beside a stream of answers: the time between tokens and the throughput, by budget and by target.
 
-`quire serve` with a model of your choice, or the demo model. Users get answers without a pause; beside them a long
-prompt comes every few seconds. Rounds go through fixed budgets of 2,048 and 8,192 tokens and the target --itl in turns,
-on one server, which `POST /v1/config` moves. A round ends when all its requests have ended.
+It runs `quire serve` with MODEL or the demo model. Users get answers without a pause, and a long prompt comes every few
+seconds. Rounds go through fixed budgets of 2,048 and 8,192 tokens and the target --itl in turns, on one server.
+`POST /v1/config` sets them. A round ends when all its requests have ended.
 
     python benchmarks/slo.py [MODEL] [--itl 50ms] [--users 4] [--long 6] [--long-input 3000] [--rounds 3]
         [--save HARDWARE] [-- further flags of quire serve]
 
-The claim: P99 of the time between tokens is within the target where both budgets miss it, at 95 % of the throughput of
-the better one. --save writes benchmarks/results/HARDWARE/slo_DATE.md and .json. The demo model takes prompts of at most
+The claim: P99 of the time between tokens is within a target that both budgets miss, at 95 % of the throughput of the
+better budget. --save writes benchmarks/results/HARDWARE/slo_DATE.md and .json. The demo model takes prompts of at most
 2,000 tokens.
 """
 
@@ -38,7 +38,7 @@ TARGET = "target"
 
 @dataclass
 class Times:
-    """What users saw, in seconds."""
+    """Times of the users in seconds."""
 
     gaps: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)  # of the long prompts
@@ -46,19 +46,20 @@ class Times:
 
 
 class Bench:
-    """Users of one server."""
+    """The users of one server."""
 
     def __init__(self, http: httpx.AsyncClient, arguments: argparse.Namespace) -> None:
         self._http, self._arguments, self._draw = http, arguments, random.Random(0)
 
     async def request(self, num_input: int, num_output: int, times: Times, first: list[float]) -> None:
-        """One request with a prompt nobody has sent before."""
+        """One request with a prompt that is not in the prefix cache."""
         body = {
             "prompt": self._draw.choices(range(10, 2000), k=num_input),
             "max_tokens": num_output,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "return_token_ids": True,  # a piece of the answer for each token, also for one that is no text
         }
         last, count = time.perf_counter(), 0
         async with self._http.stream("POST", "/v1/completions", json=body) as answer:
@@ -72,7 +73,7 @@ class Bench:
         times.num_tokens += num_input + num_output
 
     async def round(self, name: str) -> dict[str, Any]:
-        """Answers, and long prompts beside them, under a budget or the target."""
+        """Answers and long prompts, with a fixed budget or the target."""
         given = self._arguments
         moves = {"max_num_batched_tokens": BUDGETS[-1], "slo_itl": given.itl} if name == TARGET else {"slo_itl": None}
         if name != TARGET:
@@ -108,7 +109,7 @@ async def run(url: str, arguments: argparse.Namespace) -> dict[str, list[dict[st
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result file for people."""
+    """The text of the result file."""
     rounds = result["rounds"]
     best = max(statistics.median(each["tokens_per_second"] for each in rounds[str(budget)]) for budget in BUDGETS)
     lines = [

@@ -1,12 +1,12 @@
-"""What it costs to verify drafts: a step with several tokens of each request, over the step with one of each.
+"""The cost of verifying drafts: a step with several tokens of each request, divided by a step with one of each.
 
-The rows of a step are tokens of one request, one behind the other, and all of them want logits. Every round takes turns
-over formats and numbers of rows. A time is that of the whole step: from the batch to the tokens that hold.
+The rows of a step are consecutive tokens of one request, and all need logits. Every round takes turns over formats and
+numbers of rows. A time covers the whole step, from the batch to the accepted tokens.
 
     python benchmarks/verify_rows.py [MODEL] [--formats none int8 int4] [--requests 1 8] [--tokens 1 2 3 5 8]
                                      [--context 64] [--rounds 7] [--steps 8] [--save HARDWARE]
 
-MODEL: a folder with weights of the shape to be measured; none: the bundled demo model. --save writes
+MODEL: a folder with weights of the measured shape; the default is the bundled demo model. --save writes
 benchmarks/results/HARDWARE/verify_rows_DATE.md and .json.
 """
 
@@ -29,7 +29,7 @@ PARTS = ("step", "forward", "sample", "prepare")
 
 
 def verify_step(core: EngineCore, requests: int, tokens: int, context: int) -> dict[str, float]:
-    """Milliseconds of a step that verifies `tokens` - 1 drafts of each request, and of its parts."""
+    """Milliseconds of a step that verifies `tokens` - 1 drafts of each request, and milliseconds of its parts."""
     batch = core.scheduler.probe([(context, tokens)] * requests)
     assert batch is not None, "the KV cache is too small"
     for row in batch.new_rows:
@@ -44,17 +44,17 @@ def verify_step(core: EngineCore, requests: int, tokens: int, context: int) -> d
 
 
 def median_step(core: EngineCore, requests: int, tokens: int, context: int, steps: int) -> dict[str, float]:
-    """Of `steps` steps, after one that is not counted."""
+    """The median of `steps` steps, after one that is not counted."""
     found = [verify_step(core, requests, tokens, context) for _ in range(1 + steps)][1:]
     return {part: statistics.median(each[part] for each in found) for part in PARTS}
 
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        *report.heading("What it costs to verify drafts", result),
+        *report.heading("The cost of verifying drafts", result),
         f"- Model: {result['model']}. {result['context']} tokens of context, greedy. {result['rounds']} rounds of "
         f"{result['steps']} steps, in turns. Medians of steps, of rounds, and of the rounds' ratios (least, most).",
-        f"- Wanted for 5 tokens of one request: {WANTED['none']:g} with the weights as they are, {WANTED['int4']:g} "
+        f"- Wanted for 5 tokens of one request: {WANTED['none']:g} with unquantized weights, {WANTED['int4']:g} "
         "with int4.",
         "",
         *report.table_head("weights | requests | tokens of each | step, ms | sampling, ms | over one token"),
@@ -105,7 +105,7 @@ def main() -> None:
         for form, core in cores.items():
             for requests, tokens in cases if number % 2 else reversed(cases):
                 found = median_step(core, requests, tokens, arguments.context, arguments.steps)
-                if number:  # the first one warms up
+                if number:  # the first round warms up
                     formats[form][f"{requests}x{tokens}"].append(found)
     result = {
         **environment,

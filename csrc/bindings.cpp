@@ -1,6 +1,6 @@
-// The Python module quire._C. Kernels are called by structs whose fields are given by name: tensors, whose sizes and
-// strides are believed (kernels/ops.py checks them), and numbers. What leads to memory is checked (checks.h), and the
-// GIL is released.
+// The Python module quire._C. A kernel is called by a struct with fields that are given by name: tensors and numbers.
+// Sizes and strides of tensors are trusted (kernels/ops.py checks them). Numbers that lead to memory are checked
+// (checks.h), and the GIL is released.
 #include "bindings.h"
 
 #include <nanobind/stl/string.h>
@@ -40,7 +40,7 @@ void set_num_threads(int n) {
   quire::set_num_threads(n);
 }
 
-// Runs empty tasks and says how often each thread took one: what tests can see of the pool.
+// Runs empty tasks and counts how often each thread took one, for tests of the pool.
 std::vector<int> thread_pool_probe(int num_tasks) {
   std::vector<int> thread_of_task(num_tasks, -1);
   nb::gil_scoped_release release;
@@ -71,4 +71,5 @@ NB_MODULE(_C, m) {
   quire::bind_limits(m);
   quire::bind_norm_rope(m);
   quire::bind_sampling(m);
+  quire::bind_spec_decode(m);
 }

@@ -1,4 +1,4 @@
-// What all bindings share, and one bind function per kernel family, each in csrc/bindings_<family>.cpp.
+// Shared parts of all bindings, and one bind function per kernel family, each in csrc/bindings_<family>.cpp.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,8 +9,8 @@ namespace quire {
 
 using namespace nanobind::literals;
 
-// One call of a kernel with all that it takes, made from named tensors and numbers. It never changes, and may be run
-// as often as its tensors lie where they lay; numbers in tensors that lead to memory are checked each time.
+// One call of a kernel with all its arguments, made from named tensors and numbers. It never changes. It may be run
+// again while its tensors keep their addresses; numbers in tensors that lead to memory are checked each time.
 class KernelCall {
  public:
   virtual ~KernelCall() = default;
@@ -27,7 +27,8 @@ class CallOf final : public KernelCall {
   const Args args_;
 };
 
-// Makes a class of Python out of `construct`, whose arguments after the first are fields that are given by name.
+// Makes a Python class from `construct`. The arguments of `construct` after the first are fields that are given by
+// name.
 template <class Class, class... Base, class Construct, class... Fields>
 void bind_struct(nanobind::module_& m, const char* name, const Construct& construct, const Fields&... fields) {
   nanobind::class_<Class, Base...>(m, name).def("__init__", construct, nanobind::kw_only(), fields...);
@@ -40,5 +41,6 @@ void bind_kv_cache(nanobind::module_& m);
 void bind_limits(nanobind::module_& m);
 void bind_norm_rope(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
+void bind_spec_decode(nanobind::module_& m);
 
 }  // namespace quire

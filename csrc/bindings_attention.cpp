@@ -20,7 +20,7 @@ template <class... Parts>
   throw std::invalid_argument(message.str());
 }
 
-// Every sequence has its query tokens in q, its positions in its table, and the blocks that it sees in the cache.
+// Checks that q has the query tokens of every sequence, its table the positions, and the cache the blocks that it sees.
 void check(const AttentionArgs& a) {
   const int32_t* const cu = a.cu_seqlens_q;
   if (cu[0] < 0) refuse("cu_seqlens_q[0] is ", cu[0], ", expected 0 or more");

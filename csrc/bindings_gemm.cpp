@@ -1,4 +1,4 @@
-// Python names of the matrix products, and of what packs their weights.
+// Python names of the matrix products and of the functions that pack their weights.
 #include <stdexcept>
 #include <string>
 

@@ -21,8 +21,8 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Best bytes per second of reading a buffer in huge pages. The first pass is not timed: it writes back what the memset
-// left in the caches.
+// The best bytes per second of reading a buffer in huge pages. The first pass is not timed, because it writes back the
+// lines that memset left in the caches.
 double read_bandwidth(int64_t bytes, int repeats) {
   const LimitKernels& kernels = limit_kernels();
   constexpr int64_t kPiece = 1 << 20;
@@ -42,7 +42,7 @@ double read_bandwidth(int64_t bytes, int repeats) {
   return best;
 }
 
-// Operations per second of register-only multiply-adds; run() does some on one thread and returns how many.
+// Operations per second of multiply-adds on registers. run() does some on one thread and returns their number.
 template <class Run>
 double operations_per_second(const Run& run) {
   std::atomic<int64_t> operations{0};

@@ -1,6 +1,5 @@
-// What the bindings ask of numbers in tensors: those that lead to memory, or decide how long a loop runs. Shapes,
-// dtypes and strides are checked in Python (kernels/ops.py); numbers are checked here, at every call, recorded ones
-// included.
+// Checks of numbers in tensors that lead to memory or set the length of a loop. Python checks shapes, dtypes and
+// strides (kernels/ops.py). Numbers are checked here at every call, also when a call is recorded.
 //
 // std::out_of_range becomes IndexError, std::invalid_argument ValueError.
 #pragma once
@@ -15,14 +14,14 @@
 
 namespace quire {
 
-// Whose numbers they are: a tensor's, or those of one row of it.
+// The owner of the numbers: a tensor, or one row of it.
 struct NumbersOf {
   const char* tensor;
   int64_t row = -1;
 };
 
-// Throws an Error about the first of `values`, from `first` on, that is not legal: tensor[row, i] is v, expected
-// expected(). All are looked at first, without a branch for each: the compiler vectorises that.
+// Throws an Error about the first illegal number among `values`, from `first` on: tensor[row, i] is v, expected
+// expected(). A first pass looks at all numbers without branches, so that the compiler vectorises it.
 template <class Error, class T, class Legal, class Expected>
 void check_each(NumbersOf of, const T* values, int64_t count, const Legal& legal, const Expected& expected,
                 int64_t first = 0) {
@@ -37,7 +36,7 @@ void check_each(NumbersOf of, const T* values, int64_t count, const Legal& legal
   throw Error(message.str());
 }
 
-// IndexError for a value from `first` on that is not in [0, end).
+// Throws IndexError for a value from `first` on that is not in [0, end).
 template <class T>
 void check_indices(NumbersOf of, const T* values, int64_t count, int64_t end, int64_t first = 0) {
   using Unsigned = std::make_unsigned_t<T>;

@@ -1,4 +1,4 @@
-// How many threads this process should use: physical cores of its CPU affinity, limited by the cgroup CPU quota.
+// The number of threads for this process: physical cores of its CPU affinity, limited by the cgroup CPU quota.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -32,8 +32,8 @@ int physical_cores_of_affinity(const std::string& root) {
   return static_cast<int>(cores.size());
 }
 
-// CPUs granted by one cgroup directory, infinity when it sets no limit. v2: "cpu.max" holds "<quota|max> <period>" in
-// microseconds; v1: cpu.cfs_quota_us (-1 = none) and cpu.cfs_period_us.
+// CPUs that one cgroup directory grants, or infinity without a limit. v2: "cpu.max" holds "<quota|max> <period>" in
+// microseconds. v1: cpu.cfs_quota_us (-1 = none) and cpu.cfs_period_us.
 double quota_of(const std::string& directory) {
   double quota = -1, period = 0;
   if (std::ifstream v2(directory + "/cpu.max"); v2) {

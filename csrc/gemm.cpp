@@ -25,8 +25,8 @@ int64_t panel_bytes(DType dtype, int64_t k) {
   return kPanelWidth * padded_k(dtype, k) * static_cast<int64_t>(size_of(dtype));
 }
 
-// Element (k, column) of a panel of float or half goes to [k][64]. Columns are taken in bands of 16, so that writes
-// fill cache lines.
+// Element (k, column) of a panel of float or half goes to [k][64]. Bands of 16 columns are copied at a time, so that
+// writes fill cache lines.
 template <class T>
 void pack_rows(const char* weight, int64_t row_bytes, int64_t columns, int64_t k, T* panel) {
   constexpr int64_t kBand = 16;
@@ -87,8 +87,9 @@ void unpack_tiles(const char* panel, int64_t column, int64_t k, char* out) {
   }
 }
 
-// Rows from which AMX tiles beat dot products on grouped weights, whose bits are the same: a tile product costs the
-// same for 1 row and for 16. Measured; the smaller the groups, the more of the time goes to adding them.
+// The number of rows from which AMX tiles beat dot products on grouped weights. Both give the same bits. A tile product
+// takes the same time for 1 row and for 16. The values are measured; with smaller groups, adding groups takes more of
+// the time.
 int64_t min_amx_rows(const GroupedForm& form) {
   if (form.group_size % 32 != 0) return 16;
   return form.bits != 8 || form.group_size % kAmxKUnit != 0 ? 7 : 5;

@@ -10,8 +10,8 @@
 namespace quire {
 namespace {
 
-// Where the pair of neighbours in K that k belongs to lies in a panel's codes, for one column: in tiles [step][4][16
-// pairs][16 columns][2], of which lines of two rows of pairs are interleaved.
+// The place of k and its neighbour in K in the codes of a panel, for one column: tiles [step][4][16 pairs][16
+// columns][2], in which the lines of two rows of pairs are interleaved.
 constexpr int64_t place_of_pair(int64_t k, int64_t column) {
   constexpr int64_t kRowCodes = 2 * kBf16TileColumns, kPiece = 8;
   const int64_t step = k / kBf16KUnit, pair = k % kBf16KUnit / 2;
@@ -26,7 +26,7 @@ void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k
       std::memcpy(panel + place_of_pair(first, c), codes + c * stride + first, std::min<int64_t>(2, k - first));
 }
 
-// Where the codes of one column lie in a step, from its first.
+// The places of the codes of one column in a step, relative to its first code.
 constexpr std::array<int, kBf16KUnit> kPlaces = [] {
   std::array<int, kBf16KUnit> places = {};
   for (int i = 0; i < kBf16KUnit; ++i) places[i] = static_cast<int>(place_of_pair(i, 0)) + i % 2;

@@ -1,4 +1,4 @@
-// Brings grouped integer weights into the packed layout, and rows out of it, see quire/kernels/grouped_layout.h.
+// Packs grouped integer weights, and unpacks rows of them, see quire/kernels/grouped_layout.h.
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,7 @@
 namespace quire {
 namespace {
 
-// Where a plane has the bits of a quad of column 0, the same in each of four bytes.
+// The place of the bits of a quad of column 0 in a plane, equal for each of four bytes.
 struct PlacedBits {
   int64_t at;
   int shift;
@@ -54,7 +54,7 @@ struct PlacedQuad {
   }
 };
 
-// Into a panel of zeros. Columns are taken in bands of 16, so that writes fill cache lines.
+// Writes into a panel of zeros. Bands of 16 columns are copied at a time, so that writes fill cache lines.
 void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k, int bits, uint8_t* panel) {
   constexpr int64_t kBand = 16;
   const CodePlanes planes(bits);
@@ -65,7 +65,7 @@ void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k
       for (int64_t c = band; c < std::min(band + kBand, columns); ++c) {
         const uint8_t* const from = codes + c * stride + first;
         uint32_t word = 0;
-        if (count == kQuad) {  // a size known to the compiler: four times as fast
+        if (count == kQuad) {  // the compiler knows the size: four times as fast
           std::memcpy(&word, from, kQuad);
         } else {
           std::memcpy(&word, from, count);
@@ -76,7 +76,7 @@ void pack_codes(const uint8_t* codes, int64_t stride, int64_t columns, int64_t k
   }
 }
 
-// numbers [columns][count] of `size` bytes each become [count][64], `pitch` bytes apart.
+// Copies numbers [columns][count] of `size` bytes each to [count][64], `pitch` bytes apart.
 void pack_numbers(const void* numbers, int64_t size, int64_t columns, int64_t count, char* to, int64_t pitch) {
   const char* from = static_cast<const char*>(numbers);
   for (int64_t c = 0; c < columns; ++c)

@@ -1,4 +1,4 @@
-// Detects what the CPU and the operating system allow (CPUID, XCR0, and Linux's permission for AMX tile data).
+// Detects the features that CPU and operating system allow (CPUID, XCR0, and Linux's permission for AMX tile data).
 #include "quire/isa.h"
 
 #include <atomic>
@@ -19,7 +19,7 @@ namespace {
 constexpr bool has_bits(unsigned long long value, unsigned long long bits) { return (value & bits) == bits; }
 constexpr unsigned bit(int n) { return 1u << n; }
 
-// Linux hands out the 8 KiB of tile state only on request, once per process (Documentation/arch/x86/xstate.rst).
+// Linux grants the 8 KiB of tile state only on request, once per process (Documentation/arch/x86/xstate.rst).
 bool request_amx() {
 #if defined(__linux__)
   constexpr int kArchReqXcompPerm = 0x1023;
@@ -52,7 +52,7 @@ Isa detect() {
 
   if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) return Isa::avx512;
   constexpr unsigned kAvx512Bf16 = bit(5);  // in eax
-  // Of the CPUs with bfloat16 Cooper Lake alone has no VBMI (lookups in tables of 128 bytes).
+  // Among CPUs with bfloat16, only Cooper Lake lacks VBMI (lookups in tables of 128 bytes).
   if (!has_bytes || !has_bits(eax, kAvx512Bf16)) return Isa::avx512;
   return has_amx && request_amx() ? Isa::amx : Isa::avx512_bf16;
 }

@@ -1,6 +1,6 @@
-// A torch tensor as an argument of a binding. Its address, sizes, strides and dtype are read in this file and nowhere
-// else, through the C functions that torch offers for that (DLPack's exchange API, github.com/dmlc/dlpack): without
-// Torch headers, and in a fraction of the time that data_ptr(), shape and stride() take in Python.
+// A torch tensor as an argument of a binding. Only this file reads its address, sizes, strides and dtype, through the C
+// functions that torch offers for this purpose (DLPack's exchange API, github.com/dmlc/dlpack). It needs no Torch
+// headers, and takes a fraction of the time of data_ptr(), shape and stride() in Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,21 +11,21 @@
 
 namespace quire {
 
-// Holds for the call that it is an argument of. None, where an argument may be None, has the address nullptr.
+// It is valid during the call. An argument that may be None has the address nullptr for None.
 class TensorView {
  public:
-  // False: it is no tensor.
+  // False: the object is no tensor.
   bool read(PyObject* object) noexcept;
 
   bool is_given() const { return tensor_.ndim > 0; }
 
-  // TypeError for a dtype that the kernels do not have.
+  // Throws TypeError for a dtype that the kernels do not have.
   DType dtype() const;
   CacheType cache_type() const;
 
   int64_t size(int dim) const;
   int64_t bytes() const;
-  // ValueError where the tensor has another number of dimensions.
+  // Throws ValueError if the tensor has another number of dimensions.
   template <class T>
   T* data() const {
     return reinterpret_cast<T*>(static_cast<char*>(tensor_.data) + tensor_.byte_offset);
@@ -57,7 +57,7 @@ template <>
 struct type_caster<quire::TensorView> {
   NB_TYPE_CASTER(quire::TensorView, const_name("torch.Tensor"))
 
-  // nanobind lets None through only for an argument that is declared so.
+  // nanobind accepts None only for an argument that is declared so.
   bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
     return source.is_none() || value.read(source.ptr());
   }

@@ -1,7 +1,7 @@
 // The worker threads behind parallel_for. Each thread has a range of consecutive tasks and takes them in order, so that
-// what it fetched ahead for the next task is its own; one that has none left takes over half of what another has. A
-// range is one atomic word with the number of its job. While it holds claims it is changed by compare-and-swap only, so
-// a worker that wakes up late can never touch the next job by mistake.
+// it uses the data that it fetched ahead for the next task. A thread without tasks takes half of another thread's
+// range. A range is one atomic word with the number of its job. While it holds claims it is changed only by
+// compare-and-swap, so a worker that wakes up late can never touch the next job by mistake.
 #include "quire/thread_pool.h"
 
 #include <pthread.h>
@@ -76,7 +76,7 @@ class Pool {
       const auto end = static_cast<uint32_t>(num_claims * (t + 1) / num_threads_);
       slots_[t].range.store(Range{generation, begin, end}.packed(), std::memory_order_release);
     }
-    // In sequence with the look at who sleeps, that a worker which is about to does not miss it.
+    // Ordered with the look for sleepers, so that a worker that is about to sleep does not miss it.
     epoch_.store(static_cast<int>(generation), std::memory_order_seq_cst);
     epoch_.notify_all();
     work(generation, 0);
@@ -147,7 +147,7 @@ class Pool {
     tls_thread_index = -1;
   }
 
-  // The next claim of the thread's own range, or one of another's; -1: the job has none left.
+  // The next claim of the thread's own range, or of another thread's; -1: the job has none left.
   int take(uint32_t generation, int index) {
     std::atomic<uint64_t>& own = slots_[index].range;
     uint64_t word = own.load(std::memory_order_acquire);
@@ -161,7 +161,7 @@ class Pool {
     }
   }
 
-  // The later half of the largest range becomes `own`, but for its first claim, which is returned.
+  // The later half of the largest range becomes `own`, except its first claim, which is returned.
   int take_over_half(uint32_t generation, std::atomic<uint64_t>& own) {
     for (;;) {
       int largest = 0;
@@ -197,7 +197,8 @@ class Pool {
 
 std::atomic<Pool*> g_pool{nullptr};
 
-// The child of a fork has none of the parent's threads and perhaps a locked mutex: it gets a new pool. The old one, and
+// The child of a fork has no threads of the parent and perhaps a locked mutex, so it gets a new pool. Neither the old
+// pool nor a pool at process exit is ever destroyed, so workers never outlive the data that they read.
 // one at process exit, is never destroyed, so workers never outlive what they read.
 void replace_pool_after_fork() {
   const Pool* parent = g_pool.load(std::memory_order_relaxed);

@@ -14,6 +14,7 @@ from quire.option import Source, options
 from quire.planning.memory_plan import MemoryFacts, plan_kv_cache
 from quire.resolve import DeviceFacts, GpuFacts, resolve, resolve_server
 from quire.settings import Planned
+from quire.speculative_config import SpeculativeConfig
 
 GIB = 1 << 30
 MODEL = load_model_config(demo.path())
@@ -123,9 +124,13 @@ OTHER_VALUES: dict[str, Any] = {
     "disable_log_stats": True,
     "kv_cache_metrics": True,
     "kv_cache_metrics_sample": 0.5,
+    "speculative_config": {"method": "suffix", "num_speculative_tokens": 3},
 }
-# One legal value each in this version; and `slo`, which becomes others.
-FIXED = {"trust_remote_code", "quantization", "tensor_parallel_size", "slo"}
+# One legal value each in this version; `slo` and `spec_...`, which become others; what means nothing by itself.
+FIXED = {
+    "trust_remote_code", "quantization", "tensor_parallel_size", "slo", "spec_method", "spec_model", "spec_tokens",
+    "per_request_spec_decode_metrics",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("f", [f for f in options(EngineConfig) if f.name not in FIXED], ids=lambda f: f.name)
@@ -134,7 +139,8 @@ def test_a_given_value_is_recorded_as_given(f: Any) -> None:
     value = OTHER_VALUES[f.name]
     setting = _resolve(**{f.name: value}).settings[f.name]
     assert setting.source == "argument"
-    assert setting.value == ("set" if f.metadata["secret"] else value)
+    shown = SpeculativeConfig(**value).effective() if f.name == "speculative_config" else value
+    assert setting.value == ("set" if f.metadata["secret"] else shown)
 
 
 def test_memory_settings_know_their_reason() -> None:

@@ -2,13 +2,14 @@
 
     python benchmarks/gpu/against_transformers.py [--models Llama-3.1-8B,Qwen3-0.6B] [--rounds 3] [--save HARDWARE]
 
-Both get the same random token ids, greedy, to the full length, and random weights in bfloat16. Each side has the whole
-GPU: it runs in a process of its own, and they take turns, the order turned around each round. A process starts, answers
-a few of the requests to warm up, and is timed from the first request to the last token. Medians of the rounds count.
+Both have the same random token ids and random weights in bfloat16, and generate greedily to the full length. Each side
+has the whole GPU: it runs in its own process. The sides take turns, and each round reverses the order. A process
+starts, answers a few requests to warm up, and is timed from the first request to the last token. Medians of the rounds
+count.
 
-transformers chooses its attention, its graphs and its memory by itself, as its generate_batch does; --transformers
-'{"use_cuda_graph": true}' gives its ContinuousBatchingConfig other values. What ran is in the result.
-`--device cpu --models tiny --transformers '{"num_blocks": 64}'` tries the script itself.
+transformers chooses its attention, graphs and memory as in its generate_batch. --transformers
+'{"use_cuda_graph": true}' gives other values to its ContinuousBatchingConfig. The result names the settings of the run.
+`--device cpu --models tiny --transformers '{"num_blocks": 64}'` tries the script.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ WARM_UP = (8, 8)  # requests, and output tokens of each
 
 @dataclass(frozen=True)
 class Task:
-    """What a process is asked to do.
+    """The task of a process.
 
     Args:
         side: one of SIDES, or `limits`: measure the rates of the GPU.
@@ -59,13 +60,13 @@ class Task:
     settings: dict[str, Any]
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """The same ones in every process."""
+        """The same prompts in every process."""
         draw = random.Random(0)
         return [draw.choices(range(vocab_size), k=self.num_prompt) for _ in range(self.num_requests)]
 
 
 def run_quire(task: Task) -> dict[str, Any]:
-    """Seconds of the workload, and what ran."""
+    """Seconds of the workload, and the settings of the run."""
     with TemporaryDirectory() as folder:
         engine = Engine(write_config(Path(folder), task.model), task.device)
 
@@ -82,7 +83,7 @@ def run_quire(task: Task) -> dict[str, Any]:
 
 
 def run_transformers(task: Task) -> dict[str, Any]:
-    """The same through transformers' manager, which generate_batch would set up anew, graphs included, each time."""
+    """The same through transformers' manager. generate_batch would make a new manager and new graphs each time."""
     import transformers
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -139,7 +140,7 @@ RUN: dict[str, Callable[[Task], dict[str, Any]]] = {
 
 
 def in_a_process(task: Task) -> dict[str, Any]:
-    """What the task's function answers. Raises RuntimeError where the process fails."""
+    """The answer of the task's function. Raises RuntimeError if the process fails."""
     command = [sys.executable, __file__, "--task", json.dumps(asdict(task))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -237,7 +238,7 @@ def main(run: Callable[[Task], dict[str, Any]] = in_a_process) -> None:
 
 
 def percents(result: dict[str, Any], limit: Machine) -> dict[str, float]:
-    """Of the least time that the workload's bytes and operations take on this GPU, by side."""
+    """The share of the least time that the workload's bytes and operations take on this GPU, by side."""
     with TemporaryDirectory() as folder:
         model = load_model_config(write_config(Path(folder), result["model"]))
     sizes = (result["requests"], result["prompt_tokens"], result["output_tokens"])

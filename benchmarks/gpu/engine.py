@@ -1,13 +1,14 @@
-"""The engine on a GPU, with random weights in the shapes of published models: decoding as a share of the memory's rate,
-prompts as a share of the arithmetic's, a whole workload, the start, what CUDA graphs, scheduling ahead, FP8, int4,
-FlashInfer where it is installed, and prefix caching bring, beside what others have published of theirs, what
---deterministic costs, and the goals set for an H100.
+"""The engine on a GPU, with random weights in the shapes of published models.
+
+It measures decoding as a share of the memory's rate, prompts as a share of the arithmetic's rate, a whole workload, and
+the start. It compares the gains of CUDA graphs, scheduling ahead, FP8, int4, FlashInfer (if it is installed) and prefix
+caching with published gains of other engines. It also gives the cost of --deterministic, and the goals for an H100.
 
     python benchmarks/gpu/engine.py [--models Llama-3.1-8B,Qwen3-0.6B] [--save HARDWARE]
 
-Everything goes through EngineCore in this process: no server, no tokenizer. Limits of the GPU are measured in the same
-run. The time of a step is from the end of the one before; the GPU is idle in what is left of it beside the time
-between the marks around its work. `--device cpu --models tiny` tries the script itself.
+Everything goes through EngineCore in this process, without server and tokenizer. Limits of the GPU are measured in the
+same run. The time of a step begins at the end of the last step. The GPU is idle in this time, except between the marks
+around its work. `--device cpu --models tiny` tries the script.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BATCHES_OF_COMPARISONS = (1, 32, 256)
 DECODE_STEPS, DECODE_PROMPT = 64, 128
 PREFILL_TOKENS, PREFILL_REPEATS = 2048, 10
-# Settings that are compared at some batch sizes, and what others have published of theirs.
+# Settings that are compared at some batch sizes, and published gains of other engines.
 COMPARISONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "eager": ({"enforce_eager": True}, "Without CUDA graphs", "vLLM PR 25444, graphs of pieces -> whole: 1.43x"),
     "not ahead": ({"async_scheduling": False}, "Without scheduling ahead", "transformers, 8B at batch 32: 1.28x"),
@@ -77,7 +78,7 @@ GOAL_START_SECONDS, GOAL_PLAN_ERROR = 20, 0.03
 
 
 def write_config(folder: Path, name: str) -> Path:
-    """config.json of a model, which is all that random weights need."""
+    """config.json of a model; random weights need no other file."""
     family, sizes = SHAPES[name]
     config = {
         "architectures": [f"{family}ForCausalLM"],
@@ -95,7 +96,7 @@ def write_config(folder: Path, name: str) -> Path:
 
 
 class Engine:
-    """A started engine, and the seconds its start took by phase."""
+    """A started engine, and the seconds of its start by phase."""
 
     def __init__(self, folder: Path, device: str, **settings: Any) -> None:
         self._last_time = time.perf_counter()
@@ -127,7 +128,7 @@ class Engine:
         self.core.add(AddRequest(f"r{self._num_added}", token_ids, GREEDY, num_output))
 
     def steps(self) -> Iterator[StepRecord]:
-        """The records of all steps until nobody wants a token."""
+        """The records of all steps until all requests have ended."""
         while self.core.has_work():
             for delta in self.core.step():
                 if delta.error is not None:
@@ -145,7 +146,7 @@ class Engine:
 
 
 def decode(engine: Engine, batch: int) -> dict[str, Any]:
-    """Median step of so many requests that have their prompts behind them."""
+    """The median decode step of this number of requests."""
     for _ in range(batch):
         engine.add(DECODE_PROMPT, DECODE_STEPS + 2 * batch)
     found = []
@@ -186,7 +187,7 @@ def prefill(engine: Engine) -> dict[str, Any]:
 
 
 def short_prompts(engine: Engine) -> dict[str, float]:
-    """Milliseconds of a step with a prompt of so many tokens, one at a time: medians."""
+    """Median milliseconds of a step with a prompt of this number of tokens, one at a time."""
     found = {}
     for num_tokens in MIXED_TOKENS:
         seconds = []
@@ -198,7 +199,7 @@ def short_prompts(engine: Engine) -> dict[str, float]:
 
 
 def workload(engine: Engine, shared: float = 0.0) -> dict[str, Any]:
-    """Many requests at once, all of full length, whose prompts share so much of their beginnings."""
+    """Many requests at once, all of full length, with prompts that share this part of their beginnings."""
     count, num_prompt, num_output = WORKLOAD
     prefix = torch.randint(0, engine.model.vocab_size, (int(shared * num_prompt),)).tolist()
     if prefix:
@@ -224,7 +225,7 @@ def workload(engine: Engine, shared: float = 0.0) -> dict[str, Any]:
 def percent_of_limit(
     model: ModelConfig, count: int, num_prompt: int, num_output: int, seconds: float, limit: Machine
 ) -> float:
-    """Of a workload in bfloat16: the least time that its bytes and operations take, over the time it took."""
+    """For a workload in bfloat16: the least time that its bytes and operations take, divided by the real time."""
     work = [Work(num_prompt, 0, num_output)] * count
     return float(floor(model, "bfloat16", work, limit).report(seconds, limit)["percent"])
 
@@ -247,7 +248,7 @@ def with_percentages(result: dict[str, Any], model: ModelConfig, limit: Machine)
 
 
 def run_model(name: str, device: str, limit: Machine | None) -> dict[str, Any]:
-    """All measurements of one model; each engine is gone before the next one starts."""
+    """All measurements of one model. Each engine ends before the next one starts."""
     result: dict[str, Any] = {"model": name}
     with TemporaryDirectory() as folder:
         path = write_config(Path(folder), name)
@@ -284,13 +285,13 @@ def run_model(name: str, device: str, limit: Machine | None) -> dict[str, Any]:
 
 
 def why_not(model: ModelConfig) -> str | None:
-    """Why FlashInfer cannot be compared, or None."""
+    """The reason why FlashInfer cannot be compared, or None."""
     head_dims = {spec.head_dim_k for spec in model.kv_specs()}
     return why_not_flashinfer(head_dims, "bfloat16", "bfloat16", is_deterministic=False)
 
 
 def bytes_before(device: str) -> int:
-    """What is taken of the GPU before an engine starts: CUDA's own, and other processes'."""
+    """The used memory of the GPU before an engine starts: CUDA's own and other processes'."""
     if device == "cpu":
         return 0
     torch.cuda.empty_cache()
@@ -299,7 +300,7 @@ def bytes_before(device: str) -> int:
 
 
 def _fresh(path: Path, device: str, **settings: Any) -> Engine:
-    """An engine in place of one that nobody holds any more."""
+    """An engine in place of an engine that has no references."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -320,7 +321,7 @@ def gains(result: dict[str, Any]) -> Iterator[str]:
 
 
 def run_deterministic(name: str, device: str, limit: Machine | None) -> dict[str, Any]:
-    """One model with --deterministic. It holds for the rest of the process: after everything else."""
+    """One model with --deterministic. It comes last, because the setting holds for the rest of the process."""
     with TemporaryDirectory() as folder:
         engine = Engine(write_config(Path(folder), name), device, deterministic=True)
         result = {
@@ -334,7 +335,7 @@ def run_deterministic(name: str, device: str, limit: Machine | None) -> dict[str
 
 
 def cost_of_determinism(result: dict[str, Any], deterministic: dict[str, Any]) -> str:
-    """A sentence: how much longer the same takes."""
+    """A sentence about the ratio of the times."""
     own = {row["batch"]: row["step_ms"] for row in result["decode"]}
     steps = [f"{row['step_ms'] / own[row['batch']]:.2f}x at batch {row['batch']}" for row in deterministic["decode"]]
     prompt = deterministic["prefill"]["ms"] / result["prefill"]["ms"]
@@ -346,7 +347,7 @@ def cost_of_determinism(result: dict[str, Any], deterministic: dict[str, Any]) -
 
 
 def goals(result: dict[str, Any]) -> Iterator[str]:
-    """Markdown: what was set as a goal, beside what was measured."""
+    """Markdown: goals and measured values."""
     yield from (
         "",
         f"Goals ({GOAL_MODEL}, bfloat16, one H100):",
@@ -378,7 +379,7 @@ def goals(result: dict[str, Any]) -> Iterator[str]:
 
 
 def plan_error(memory: dict[str, Any]) -> float:
-    """By which share of what was taken the plan is more (less: negative); CUDA's own is no part of either."""
+    """The relative error of the planned memory, positive if the plan is larger. CUDA's own memory does not count."""
     taken = memory["taken_bytes"] - memory["cuda_bytes"]
     return float(memory["planned_bytes"] / taken - 1)
 

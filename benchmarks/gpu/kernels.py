@@ -3,7 +3,7 @@
     python benchmarks/gpu/kernels.py [--models Llama-3.1-8B,Qwen3-0.6B] [--save HARDWARE]
 
 Each case runs over copies of its inputs that together exceed the L2 cache, captured in a CUDA graph, so that neither
-launches nor the cache are measured. Times are medians of 20 replays. Needs an NVIDIA GPU.
+launches nor the cache are measured. Times are medians of 20 replays. It needs an NVIDIA GPU.
 
 Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, S sequences, V vocabulary;
 of products M rows, K in-features, N out-features, G groups along K.
@@ -41,7 +41,7 @@ REPLAYS = 20
 COLD_BYTES = 256 << 20  # of copies: five times the L2 cache of an H100
 BLOCK_SIZE = 16
 VOCABULARY = 151_936
-# Of the products: what AWQ has, a K-quant, what --quantization int8 makes.
+# Formats of the products: AWQ's, a K-quant, and the format of --quantization int8.
 FORMS = {
     "int4 g128": GroupedFormat(4, 128, "float16", "uint8"),
     "Q4_K": GGUF["Q4_K"],
@@ -51,7 +51,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes that matter here."""
+    """The sizes of a model that matter here."""
 
     name: str
     num_q_heads: int
@@ -66,7 +66,7 @@ MODELS = (Model("Qwen3-0.6B", 16, 8, 128, 1024, 3072), Model("Llama-3.1-8B", 32,
 
 @dataclass
 class Case:
-    """Calls that do the same work on copies of the inputs, and what one of them moves and computes."""
+    """Calls that do the same work on copies of the inputs, with the bytes and operations of one call."""
 
     name: str
     calls: list[Callable[[], Any]]
@@ -181,7 +181,7 @@ def linear_case(M: int, N: int, K: int) -> Case:
 
 
 def deterministic_cases(model: Model) -> Iterator[Case]:
-    """What --deterministic takes in place of cuBLAS, and of attention that is cut by the batch."""
+    """The kernels that --deterministic uses instead of cuBLAS and of attention that is cut by the batch."""
     for M in (1, 32, 256, 2048):
         for N, K in ((2 * model.inner, model.hidden), (model.hidden, model.inner)):
             weights = [randn(N, K) for _ in range(num_copies(2.0 * N * K))]
@@ -199,7 +199,7 @@ def deterministic_cases(model: Model) -> Iterator[Case]:
 
 
 def random_weight(form: GroupedFormat, N: int, K: int) -> GroupedWeight:
-    """A weight of such a form with elements of any size."""
+    """A weight of this form with elements of any size."""
     group_size = form.group_size_of(K)
     G = -(-K // group_size)
 
@@ -249,7 +249,7 @@ def fp8_case(M: int, N: int, K: int, group_size: int) -> Case:
 
 
 def limits() -> Machine:
-    """A copy, and a large product in bfloat16, which is what integer weights are multiplied in too."""
+    """A copy, and a large product in bfloat16, which is also the arithmetic of integer weights."""
     pairs = [(randn(1 << 27), torch.empty(1 << 27, dtype=torch.bfloat16, device="cuda")) for _ in range(4)]
     copy = seconds_per_call([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
     a, b = randn(8192, 8192), randn(8192, 8192)
@@ -283,7 +283,7 @@ def cases(names: Sequence[str]) -> Iterator[Case]:
 
 
 def markdown(environment: dict[str, Any], bandwidth: float, flops: float, rows: list[dict[str, Any]]) -> str:
-    """The result file for people."""
+    """The text of the result file."""
     lines = [
         "# GPU kernels",
         "",

@@ -1,8 +1,8 @@
-"""What the benchmarks of a GPU need, and what they say about the machine in their results.
+"""The needs of the benchmarks of a GPU, and the description of the machine in their results.
 
     python benchmarks/gpu/machine.py
 
-prints everything that is missing on this machine, and ends with 1 if nothing can be measured.
+prints all that is missing on this machine, and ends with 1 if nothing can be measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VERSION_FILE = Path("/proc/driver/nvidia/version")
 
 
 def missing() -> list[str]:
-    """Why nothing can be measured here, a reason a line; empty: it can."""
+    """The reasons why nothing can be measured here, one per line; empty if it can."""
     found = [
         f"the Python module {name} is not installed in {sys.executable}" for name in MODULES if not find_spec(name)
     ]
@@ -32,7 +32,7 @@ def missing() -> list[str]:
 
 
 def require() -> None:
-    """End the program, with every reason, where nothing can be measured."""
+    """End the program with all reasons if nothing can be measured."""
     if reasons := missing():
         sys.exit(
             "\n".join(["The benchmarks of a GPU cannot run here, nothing was measured:", *map("- {}".format, reasons)])
@@ -40,7 +40,7 @@ def require() -> None:
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver, by its kernel module or nvidia-smi."""
+    """The version of the NVIDIA driver, from its kernel module or nvidia-smi."""
     try:
         if found := re.search(r"\s(\d{3,}\.[\d.]+)\s", VERSION_FILE.read_text()):
             return found[1]
@@ -55,7 +55,7 @@ def driver_version() -> str:
 
 
 def environment(script: str) -> dict[str, Any]:
-    """What a result file needs to be repeated: command, commit, versions, device and driver."""
+    """The facts that are needed to repeat a result: command, commit, versions, device and driver."""
     import torch
     import triton
 
@@ -83,7 +83,7 @@ def lines(environment: dict[str, Any]) -> list[str]:
 
 
 def limits_line(copy_bytes_per_s: float, product_flop_per_s: float) -> str:
-    """The rates that percentages are of, as Markdown."""
+    """The rates behind the percentages, as Markdown."""
     copy, product = copy_bytes_per_s / 1e12, product_flop_per_s / 1e12
     return f"- Limits measured in the same run: copy {copy:.2f} TB/s, product {product:.0f} TFLOP/s."
 

@@ -31,7 +31,7 @@ DEFAULT_CASES = "1x512@512,1x512@4096,1x2048@2048,1x1@512,1x1@8192,8x1@1024,32x1
 
 
 def load_extension(path: str) -> Any:
-    """Another build of quire._C, with threads of its own, and types: it has been built with another QUIRE_DOMAIN."""
+    """Another build of quire._C with its own threads and types, because it was built with another QUIRE_DOMAIN."""
     loader = importlib.machinery.ExtensionFileLoader("_C", path)
     spec = importlib.util.spec_from_file_location("_C", path, loader=loader)
     assert spec is not None
@@ -121,7 +121,7 @@ def bench_case(case: str, args: argparse.Namespace, dtype: torch.dtype, builds: 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sizes of a model's attention, and what runs it."""
+    """The sizes of a model's attention, and its kernels."""
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)

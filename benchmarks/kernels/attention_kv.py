@@ -29,7 +29,7 @@ NAMES = ("fp8_e4m3", "fp8_e5m2", "int8")
 
 
 def calls_of(name: str, case: str, args: argparse.Namespace) -> tuple[list[Callable[[], Any]], int]:
-    """Calls over caches that lie apart, and the bytes one reads."""
+    """Calls over separate caches, and the bytes that one call reads."""
     (S, Q, L), P, H, G, E = sizes_of(case), args.block_size, args.heads, args.kv_heads, args.head_dim
     kv = KV_FORMATS[name]
     num_bytes = 2 * S * L * G * kv.row_bytes(E)

@@ -1,8 +1,8 @@
-"""From which batch on do fewer bits stop paying? The products of a model's layers, format against format.
+"""The batch from which fewer bits save no time: the products of a model's layers, format against format.
 
-All formats take turns step by step, so that a noisy machine hits them alike; a step is every product of `--layers`
-layers of the Qwen3-0.6B shape, each weight outside the caches. Printed: the median step, and how many times as fast as
-bfloat16 it is (the median of the ratios of neighbouring steps).
+All formats take turns step by step, so that a noisy machine affects them equally. A step has all products of `--layers`
+layers of the Qwen3-0.6B shape, with weights outside the caches. It prints the median step and its speed over bfloat16
+(the median of the ratios of neighbouring steps).
 
     python benchmarks/kernels/formats.py --formats bf16,int8,int4,q4_0,q4_k --m 1,4,8,16,32,64,256
 """

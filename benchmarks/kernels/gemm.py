@@ -60,7 +60,7 @@ Packed = PackedLinear | PackedGrouped | PackedFp8
 
 
 def pack(weight_NK: Tensor, quantization: str) -> Packed:
-    """The weight as a layer of the model holds it."""
+    """The weight in the form of a layer of the model."""
     if quantization == "none":
         return pack_linear(weight_NK)
     weight_format = FORMATS[quantization]
@@ -182,7 +182,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """For argparse: some of these names, comma separated; all are checked before anything is measured."""
+    """For argparse: some of these names, separated by commas; all are checked before anything is measured."""
 
     def names(text: str) -> list[str]:
         found = text.split(",")

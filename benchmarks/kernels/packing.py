@@ -1,8 +1,8 @@
-"""What loading computes on a weight: quantization and packing, against reading and writing each byte once.
+"""The work of loading on a weight: quantization and packing, against reading and writing each byte once.
 
-Calls walk through copies that are together outside the CPU's caches, and write over the same memory, so that fresh
-pages are not what is measured. A reading is the median call; the limit is the bytes read and written over the read
-bandwidth measured beside it.
+Calls walk through copies that together exceed the CPU's caches. They write over the same memory, so that fresh pages
+are not measured. A reading is the median call. The limit is the bytes read and written, divided by the read bandwidth
+measured beside it.
 
     python benchmarks/kernels/packing.py --shape 1024x3072 --isa avx2
 """
@@ -29,7 +29,7 @@ PACKED = ("int8", "int4", "q4_k")
 
 @dataclass(frozen=True)
 class Op:
-    """Calls of one kernel on copies of a weight, and the bytes that one has to touch."""
+    """Calls of one kernel on copies of a weight, and the bytes that one call must touch."""
 
     calls: list[Callable[[], Any]]
     num_bytes: int

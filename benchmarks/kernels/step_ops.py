@@ -1,10 +1,9 @@
-"""The small ops of a decode step: handing work to the threads, embeddings, norm, rope with the KV write, activation,
-choice of the token.
+"""The small ops of a decode step: work for the threads, embeddings, norm, rope with KV write, activation, sampling.
 
-A reading is the median of many calls from Python, so it holds what a step pays. Norm, rope and activation work on rows
-that are in the CPU's caches, as in a model; their share of the limit counts the bytes they touch over the read
-bandwidth of memory, which caches exceed. Logits and embeddings are read from memory: their limit is one reading (of an
-embedding, though its elements lie in as many cache lines as those of 16 rows).
+A reading is the median of many calls from Python, so it includes the cost of the call. Norm, rope and activation work
+on rows in the CPU's caches, as in a model. Their share of the limit is the bytes that they touch over the read
+bandwidth of memory, which caches exceed. Logits and embeddings are read from memory, and their limit is one reading.
+(For an embedding it is one row, but its elements lie in the same number of cache lines as 16 rows.)
 
     python benchmarks/kernels/step_ops.py --rows 1,16,32
 """
@@ -44,7 +43,7 @@ def median_us(calls: dict[str, Callable[[int], Any]], seconds: float) -> dict[st
 
 
 def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[int], Any]], dict[str, int]]:
-    """Calls of a step of R rows of the Qwen3-0.6B shape, and the bytes each has to touch."""
+    """Calls of a step of R rows of the Qwen3-0.6B shape, and the bytes that each must touch."""
     D, H, G, E, P, inner = 1024, 16, 8, 128, 16, 3072
     qkv_TC = torch.randn(R, (H + 2 * G) * E).to(dtype)
     q, k, v = (x.unflatten(1, (-1, E)) for x in qkv_TC.split((H * E, G * E, G * E), dim=1))

@@ -1,6 +1,6 @@
-"""Quantized checkpoints as several engines read them: do all see the same weights?
+"""Compares the weights that several engines read from the same quantized checkpoints.
 
-Each engine runs in its own environment, on the same token ids, and writes what it finds:
+Each engine runs in its own environment on the same token ids, and writes its results:
 
     python benchmarks/peers/checkpoints.py prompts PROMPTS.json                    # with Quire: chats of the demo model
     python benchmarks/peers/checkpoints.py read quire FOLDER PROMPTS.json OUT.json
@@ -8,9 +8,9 @@ Each engine runs in its own environment, on the same token ids, and writes what 
     python benchmarks/peers/checkpoints.py read transformers FOLDER PROMPTS.json OUT.json
     python benchmarks/peers/checkpoints.py compare NAME=A.json,B.json ...          # one line per pair
 
-`read` computes in bfloat16, transformers in float32, `--dtype` in another. A comparison says by how much the log
-probabilities of the prompts' tokens differ (mean of |A - B| in nats), and in how many prompts the greedy continuations
-of 48 tokens are the same.
+`read` computes in bfloat16 (transformers: float32), or in `--dtype`. A comparison gives the difference of the log
+probabilities of the prompts' tokens (mean of |A - B| in nats), and the number of prompts with equal greedy
+continuations of 48 tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_prompts(path: Path) -> None:
 
 
 def read_with_llm(engine: str, folder: str, prompts: list[list[int]], dtype: str) -> dict[str, Any]:
-    """Of an engine with vLLM's offline API."""
+    """The results of an engine with vLLM's offline API."""
     module = importlib.import_module(engine)
     llm = module.LLM(model=folder, dtype=dtype, max_model_len=512, seed=0, **OPTIONS[engine])
     params = module.SamplingParams(temperature=0, max_tokens=NUM_GREEDY, ignore_eos=True, prompt_logprobs=0)
@@ -58,7 +58,7 @@ def read_with_transformers(folder: str, prompts: list[list[int]], dtype: str) ->
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    model.generation_config.eos_token_id = None  # the other engines write on
+    model.generation_config.eos_token_id = None  # the other engines continue after it
     ids = torch.tensor(prompts)
     with torch.inference_mode():
         logprobs = torch.log_softmax(model(ids).logits.float(), -1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]

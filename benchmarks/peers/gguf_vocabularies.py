@@ -1,4 +1,4 @@
-"""Tokenizers of published GGUF files against the ids that their models' own tokenizers gave.
+"""Tokenizers of published GGUF files, compared with the ids from their models' own tokenizers.
 
     python benchmarks/peers/gguf_vocabularies.py FOLDER
 

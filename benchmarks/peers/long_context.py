@@ -5,8 +5,8 @@ The timings come from a comparison of live engines whose cases are PROMPTSxINPUT
 
     1x256x1,1x256x65,1x512x1,1x8000x1,1x8000x65
 
-Decode at a context is what 64 further tokens cost; prefill is the input over the time of INPUTx1. A last line per
-engine says how the ratio to it changes from short to long: 1 or more is "no worse at 8k".
+Decode at a context is the time of 64 further tokens. Prefill is the input divided by the time of INPUTx1. A last line
+per engine gives the change of the ratio from short to long contexts: 1 or more is "no worse at 8k".
 
     python benchmarks/peers/long_context.py TIMINGS.json
 """

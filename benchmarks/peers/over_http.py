@@ -3,9 +3,8 @@
     python benchmarks/peers/over_http.py MODEL --server quire="quire serve MODEL --port {port}" \
         --server vllm="vllm serve MODEL --port {port}" --rates 0.25 1 inf [--rounds 3] [--save HARDWARE]
 
-Both servers are alive during the whole run; one at a time gets load. A round asks each server at each rate with the
-same prompts, which no other rate and no other round has. Ratios are of one round, first server over second, and the
-median is given.
+Both servers run all the time, and one at a time gets load. In a round each server gets the same prompts at a rate; each
+rate and each round has its own prompts. Ratios are first server over second in one round, and the median is given.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def ask(server: Server, model: str, rate: str, num_prompts: int, seed: int) -> d
 
 
 def ratios(rounds: Rounds, rate: str, key: str) -> list[float]:
-    """Of each round, first server over second; above 1 the first is better."""
+    """The ratio of each round, first server over second; above 1 the first is better."""
     first, second = rounds[rate].values()
     is_more_better = METRICS[key][1]
     pairs = [(a[key], b[key]) for a, b in zip(first, second, strict=True)]
@@ -103,7 +102,7 @@ def ratios(rounds: Rounds, rate: str, key: str) -> list[float]:
 
 
 def markdown(result: dict[str, Any], rounds: Rounds) -> str:
-    """The result file for people."""
+    """The text of the result file."""
     first, second = result["servers"]
     lines = [
         *report.heading(f"{first} against {second} over HTTP, by `vllm bench serve`", result),
@@ -145,7 +144,7 @@ def main() -> None:
         seed = 0
         for _ in range(arguments.rounds):
             for rate in arguments.rates:
-                seed += 1  # of both servers, and no other run's: its prompts would be found in the prefix caches
+                seed += 1  # for both servers; with another run's seed the prompts would be in the prefix caches
                 for server in servers:
                     found = ask(server, arguments.model, rate, arguments.num_prompts, seed)
                     rounds[rate][server.name].append(found)

@@ -1,13 +1,13 @@
-"""Checkpoints made by quantizers that are not Quire's, on the CPU, each in its own environment.
+"""Checkpoints from other quantizers than Quire's, on the CPU, each in its own environment.
 
     python benchmarks/peers/quantize_with.py gptqmodel FORMAT MODEL OUT --tokens TOKENS.json
     python benchmarks/peers/quantize_with.py llmcompressor FORMAT MODEL OUT --tokens TOKENS.json
     python benchmarks/peers/quantize_with.py llama.cpp TYPE MODEL.gguf OUT.gguf [--tensors PATTERN=TYPE ...]
 
 FORMAT is a key of GPTQMODEL or LLMCOMPRESSOR below, or one of PRESETS. TOKENS.json is a list of lists of token ids to
-calibrate with, as `checkpoints.py prompts` writes. TYPE is one of llama.cpp's, as Q4_K_M; with F32 the weights of a
-quantized file are written as the numbers they stand for. `checkpoints.py` says what other engines read in what is
-written.
+calibrate with, as written by `checkpoints.py prompts`. TYPE is a type of llama.cpp, for example Q4_K_M; F32 writes the
+real values of the weights of a quantized file. `checkpoints.py` compares the results of other engines that read these
+checkpoints.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def with_gptqmodel(name: str, group_size: int, model: str, out: str, token_ids: 
 
 
 def with_llmcompressor(name: str, group_size: int, model: str, out: str, token_ids: list[list[int]]) -> None:
-    """Presets without groups: `group_size` is of the others."""
+    """Presets without groups: `group_size` belongs to the others."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -71,7 +71,7 @@ def with_llmcompressor(name: str, group_size: int, model: str, out: str, token_i
 
 
 def with_llamacpp(name: str, model: str, out: str, tensors: list[str]) -> None:
-    """`tensors`: PATTERN=TYPE, for those whose names match, a type of their own as ggml names it (Q8_0)."""
+    """`tensors`: PATTERN=TYPE, an own type for tensors with a matching name, in ggml's spelling (Q8_0)."""
     import gguf
     import llama_cpp
 
@@ -80,7 +80,7 @@ def with_llamacpp(name: str, model: str, out: str, tensors: list[str]) -> None:
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{'ALL' if name == 'F32' else 'MOSTLY'}_{name}")
     params.allow_requantize = name == "F32"  # loses nothing
     pairs = [each.split("=") for each in tensors]
-    overrides = (llama_cpp.llama_model_tensor_override * (len(pairs) + 1))()  # the last one is empty: their end
+    overrides = (llama_cpp.llama_model_tensor_override * (len(pairs) + 1))()  # the last one is empty and marks the end
     for override, (pattern, kind) in zip(overrides, pairs, strict=False):
         override.pattern, override.type = pattern.encode(), int(gguf.GGMLQuantizationType[kind])
     if pairs:

@@ -11,7 +11,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kLanes = F32::kWidth;
-constexpr int64_t kElementsPerTask = 16384;  // under that, waking other threads costs more than it saves
+constexpr int64_t kElementsPerTask = 16384;  // below this, waking other threads costs more than it saves
 
 struct Silu {
   static F32 of(F32 x) { return x / (broadcast(1.0f) + exp(zero() - x)); }
@@ -54,7 +54,7 @@ void gated_range(const T* x, int64_t inner, T* out, int64_t begin, int64_t end) 
 
 template <class T, class Function>
 void gated_rows(const ActivationArgs& a) {
-  // Ranges of a row start at multiples of the task size: the lanes an element falls into do not change its value.
+  // Ranges of a row start at multiples of the task size. The lane of an element does not change its value.
   const int64_t size = std::min(a.inner, kElementsPerTask), per_row = ceil_div(a.inner, size);
   const int64_t rows_per_task = std::max<int64_t>(kElementsPerTask / size, 1);
   const auto run = [&](int64_t task) {

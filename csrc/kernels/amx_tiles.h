@@ -1,4 +1,4 @@
-// AMX tiles as all matrix product kernels use them: 0 to 3 hold sums, 4 and 5 rows of the input, 6 and 7 weights.
+// The use of AMX tiles in all matrix product kernels: 0 to 3 hold sums, 4 and 5 rows of the input, 6 and 7 weights.
 #pragma once
 
 #include <immintrin.h>
@@ -20,7 +20,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Sums and input have `input_rows` rows; those of the input have `step_bytes`, of which four are a row of the weights.
+// Sums and input have `input_rows` rows. Rows of the input have `step_bytes`, and weights have one row per four of
+// these bytes.
 inline void configure_tiles(int64_t input_rows, int64_t step_bytes = kRowBytes) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
@@ -28,11 +29,11 @@ inline void configure_tiles(int64_t input_rows, int64_t step_bytes = kRowBytes) 
     config.bytes_per_row[tile] = static_cast<uint16_t>(is_input ? step_bytes : kRowBytes);
     config.rows[tile] = static_cast<uint8_t>(is_weight ? step_bytes / 4 : input_rows);
   }
-  __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read 8 bytes only
+  __asm__ volatile("" : : "r"(&config) : "memory");  // g++ 12's intrinsic claims to read only 8 bytes
   _tile_loadconfig(&config);
 }
 
-// g++ 12's loads of tiles do not say that they read memory: what was written before must be there.
+// g++ 12's tile loads do not declare that they read memory. This makes earlier writes happen before them.
 inline void written_for_tiles() { __asm__ volatile("" : : : "memory"); }
 
 // Memory of the four tiles of sums, rows `pitch` bytes apart.

@@ -1,8 +1,7 @@
 // Products of bfloat16 tiles on AMX: 16 rows x 32 k times 32 k x 16 columns, kept in float32 tiles over all steps of k.
 //
-// The left operand has a row of 32 k per tile row; the right one a row of 16 columns of pairs of k. Every element of a
-// product is the sum over k in the same order, whichever of these functions computes it. Needs tiles of 16 rows of 64
-// bytes.
+// The left operand has a row of 32 k per tile row, the right one a row of 16 columns of pairs of k. All functions here
+// sum every element over k in the same order. They need tiles of 16 rows of 64 bytes.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +14,15 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// The 16 rows of an operand at the first step are `stride` bytes apart; the next step begins `step` bytes further.
+// At the first step, the 16 rows of an operand are `stride` bytes apart. The next step begins `step` bytes further.
 struct TileOperand {
   const char* data;
   int64_t stride, step;
   const char* at(int s) const { return data + s * step; }
 };
 
-// out[i] = a[i] * b for kCount values of i; rows of out are out_stride bytes apart. Follows the tiles of a with the
-// prefetcher, an element of theirs taking kElementBytes in the cache.
+// out[i] = a[i] * b for kCount values of i. Rows of out are out_stride bytes apart. The prefetcher follows the tiles of
+// a; an element of a takes kElementBytes in the cache.
 template <int kCount, int kElementBytes>
 inline void multiply_column(const TileOperand* a, TileOperand b, int steps, float* const* out, int64_t out_stride,
                             Prefetcher& prefetcher) {
@@ -59,7 +58,7 @@ inline void multiply_column(const TileOperand* a, TileOperand b, int steps, floa
   if constexpr (kCount > 3) _tile_stored(3, out[3], out_stride);
 }
 
-// out + 16 i = a * b_i for 2 or 4 values of i, b_i lying i * b_distance bytes behind b.
+// out + 16 i = a * b_i for 2 or 4 values of i. b_i lies i * b_distance bytes after b.
 template <int kCount>
 inline void multiply_row(TileOperand a, TileOperand b, int64_t b_distance, int steps, float* out, int64_t out_stride) {
   written_for_tiles();
@@ -86,7 +85,7 @@ inline void multiply_row(TileOperand a, TileOperand b, int64_t b_distance, int s
   if constexpr (kCount == 4) _tile_stored(3, out + 48, out_stride);
 }
 
-// The four products of two left operands (a_distance bytes apart) and two right ones; the second row of products goes
+// The four products of two left operands (a_distance bytes apart) and two right ones. The second row of products goes
 // to out + 16 rows.
 inline void multiply_two_rows(TileOperand a, int64_t a_distance, TileOperand b, int64_t b_distance, int steps,
                               float* out, int64_t out_stride) {

@@ -1,11 +1,11 @@
 // Attention arithmetic on bfloat16 caches: dot products of pairs (vdpbf16ps) or AMX tiles, float32 accumulation.
-// Probabilities are rounded to bfloat16 for the second product; their sum is taken before rounding.
+// Probabilities are rounded to bfloat16 for the second product, after they are summed.
 //
-// Codes of a quantized cache become bfloat16 where rows are brought into the form that the products want; only keys in
-// bfloat16 may be used where they are.
+// Codes of a quantized cache become bfloat16 when rows are converted to the form of the products. Only keys in bfloat16
+// may be used in place.
 //
-// A dword holds two neighbours of the summed dimension: of head_dim in queries and keys, of positions in probabilities
-// and values.
+// A dword holds two neighbours in the summed dimension: head_dim for queries and keys, positions for probabilities and
+// values.
 #pragma once
 
 #include <algorithm>
@@ -33,8 +33,8 @@ struct PairLanes {
   static void store(float* p, Vector x) { _mm512_store_ps(p, x); }
 };
 
-// The first 8 lanes, the others being 0: the same arithmetic, twice as fast on CPUs that split 512-bit operations
-// (Zen 4).
+// The first 8 lanes, if the others are 0: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen
+// 4).
 struct PairHalfLanes {
   using Element = uint32_t;
   using Vector = __m256;
@@ -47,7 +47,7 @@ struct PairHalfLanes {
   static void store(float* p, Vector x) { _mm512_store_ps(p, _mm512_zextps256_ps512(x)); }
 };
 
-// Arithmetic of the row kernels on caches of C in dot products of pairs.
+// Arithmetic of the row kernels on caches of C, in dot products of pairs.
 template <class C>
 struct Bf16Rows {
   using Query = uint32_t;  // [pair][lane]
@@ -57,7 +57,7 @@ struct Bf16Rows {
   static constexpr bool kIsFp8 = std::is_same_v<C, e4m3> || std::is_same_v<C, e5m2>;
   static constexpr int kWordsAtOnce = kIsFp8 ? kMostWords : kLanes;
 
-  // words[word][stride] from element e on of kLanes rows.
+  // words[word][stride] of kLanes rows, from element e on.
   template <int kWords>
     requires(kWords == kLanes)
   [[gnu::always_inline]] static void load_words(Rows<C> rows, int e, float* words, int stride) {
@@ -66,7 +66,7 @@ struct Bf16Rows {
     transpose(x);
     for (int i = 0; i < kLanes; ++i) store(words + i * stride, x[i]);
   }
-  // 64 codes of FP8 are transposed four by four and then become two words each: half of the work.
+  // 64 FP8 codes are transposed in groups of four, and then become two words per group: half of the work.
   template <int kWords>
     requires(kWords == kMostWords)
   [[gnu::noinline]] static void load_words(Rows<C> rows, int e, float* words, int stride) {
@@ -142,7 +142,7 @@ struct Bf16Rows {
   }
 };
 
-// C is the type of the cache; queries and results are bfloat16.
+// C is the element type of the cache; queries and results are bfloat16.
 template <class C>
 class Bf16Path {
  public:
@@ -151,12 +151,12 @@ class Bf16Path {
   static constexpr int kMaxRows = kAmx ? 256 : 128;
   static constexpr int kTilesTogether = kAmx ? 2 : 1;  // row tiles that need the same range of positions
 
-  // Whether the functions for a range of lanes take this head size, and whether they are the faster ones for this many
+  // Whether the functions for a range of lanes accept this head size, and whether they are faster for this number of
   // rows of one KV head.
   static bool has_lanes(int head_dim) { return kAmx || is_whole<Bf16Rows<C>>(head_dim); }
   static bool wants_lanes(int rows) { return !kAmx && rows <= kLanes / 2; }
 
-  // Lives around all work of one task.
+  // It lives as long as one task.
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
   struct Session {
     Session() { configure_tiles(kTileRows); }
@@ -171,9 +171,9 @@ class Bf16Path {
                                kMostPanelDwords + kBlockFloats) +
            256;
   }
-  // Floats per row of an output tile: head_dim and padding. Of 32 columns the first 16 places take the low halves of
-  // the 8-column groups, as the interleaving of two rows inside 128-bit lanes leaves them: columns 0-3, 8-11, 16-19,
-  // 24-27; the others take the rest.
+  // Floats per row of an output tile: head_dim and padding. In 32 columns, the first 16 places hold the low halves of
+  // the 8-column groups (columns 0-3, 8-11, 16-19, 24-27), because interleaving two rows inside 128-bit lanes leaves
+  // them so. The other places hold the rest.
   static int width(int head_dim) { return round_up(head_dim, 2 * kTile); }
 
   // Writes a row of an output tile, times scale.
@@ -213,8 +213,8 @@ class Bf16Path {
     }
   }
 
-  // Softmax hands over the probabilities of two positions, which take the place of their scores as [pair][lane].
-  // Rounded to nearest, halves up.
+  // Softmax gives the probabilities of two positions, which replace their scores as [pair][lane]. They are rounded to
+  // nearest, halves up.
   static void store_probabilities(float* tile_scores, int position, F32 p0, F32 p1) {
     const __m512i half = _mm512_set1_epi32(0x8000);
     const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(p0.v), half), 16);
@@ -224,8 +224,8 @@ class Bf16Path {
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 
-  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile
-  // needs.
+  // scores[row tile][position][lane] = q . k for the positions of `range`. tile_ranges gives the positions that each
+  // row tile needs.
   void scores(Rows<C> key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     constexpr int kGroup = 4 * kTile;
     const int pairs = query_pairs(head_dim_);
@@ -267,7 +267,7 @@ class Bf16Path {
     }
   }
 
-  // Brings probabilities from [pair][lane] to [lane][pair] in every step, as weighted_values wants them.
+  // Reorders probabilities from [pair][lane] to [lane][pair] in every step, for weighted_values.
   void arrange_probabilities(float* probabilities, const Range* tile_ranges) const {
     for (int t = 0; t * kLanes < num_rows_; ++t) {
       float* tile = probabilities + static_cast<size_t>(t) * kSplit * kLanes;
@@ -277,8 +277,8 @@ class Bf16Path {
     }
   }
 
-  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
-  // values at a time stay in the first-level cache for all row tiles.
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are skipped. A few columns of values
+  // at a time stay in the first-level cache for all row tiles.
   void weighted_values(Rows<C> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
     const int row_tiles = ceil_div(num_rows_, kLanes), stride = width(head_dim_);
@@ -314,8 +314,8 @@ class Bf16Path {
 
 #else
 
-  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile
-  // needs.
+  // scores[row tile][position][lane] = q . k for the positions of `range`. tile_ranges gives the positions that each
+  // row tile needs.
   void scores(Rows<C> key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     const int pairs = query_pairs(head_dim_), row_tiles = ceil_div(num_rows_, kLanes);
     for (int p = range.begin; p < range.end; p += kTile) {
@@ -333,8 +333,8 @@ class Bf16Path {
     }
   }
 
-  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
-  // values at a time stay in the first-level cache for all row tiles.
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are skipped. A few columns of values
+  // at a time stay in the first-level cache for all row tiles.
   void weighted_values(Rows<C> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_), panels = stride / kTile, row_tiles = ceil_div(num_rows_, kLanes);
@@ -380,8 +380,7 @@ class Bf16Path {
 #endif
 
  private:
-  static constexpr int kKeyStride =
-      kMaxHeadDim / 2 + 16;  // dwords; not a power of two: rows spread over the cache's sets
+  static constexpr int kKeyStride = kMaxHeadDim / 2 + 16;  // dwords; not a power of two: rows spread over cache sets
   static constexpr int kMostPanelDwords = 4 * (kSplit / 2) * kTile;
   static_assert(kMostPanelDwords >= kWordFloats);  // memory for either
   static constexpr int kBlockFloats = (kAmx ? 4 : 2) * kTile * kLanes;
@@ -390,12 +389,12 @@ class Bf16Path {
   // Dwords per query row, a whole number of vectors.
   static int query_pairs(int head_dim) { return round_up(head_dim, 2 * kPairs) / 2; }
 
-  // Where panel `panel` keeps the values at positions position and position + 1.
+  // The place of the values at positions position and position + 1 in panel `panel`.
   uint32_t* value_pairs(int panel, int position) const {
     return values_ + (panel * (kSplit / 2) + position / 2) * kTile;
   }
 
-  // Fills `count` panels, an even number, with the columns from e on, zeros behind head_dim.
+  // Fills `count` panels (an even number) with the columns from e on, and zeros after head_dim.
   void load_values(Rows<C> rows, Range range, int e, int count, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; p += 2) {
       prefetcher.follow(2 * count * kTile * static_cast<int>(sizeof(C)));
@@ -417,10 +416,10 @@ class Bf16Path {
   }
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
-  // An operand whose tiles follow each other without gaps.
+  // An operand with tiles that follow each other without gaps.
   static TileOperand tile_of(const void* data) { return {static_cast<const char*>(data), 64, 64 * 16}; }
 
-  // Columns of one row tile, or of it and the next, from `count` panels of values.
+  // Columns of one row tile, or of two consecutive row tiles, from `count` panels of values.
   void multiply(const float* probabilities, Range range, int count, bool two_tiles, float* out, int out_stride) const {
     constexpr int64_t kTileDistance = sizeof(float) * kSplit * kLanes,
                       kPanelDistance = sizeof(uint32_t) * kSplit / 2 * kTile;
@@ -434,7 +433,7 @@ class Bf16Path {
                       : multiply_row<4>(a, b, kPanelDistance, steps, out, row_bytes);
   }
 
-  // Keys of 16 positions each. Those that lie in the cache as the tile wants them are read from there.
+  // Keys of 16 positions each. Keys that lie in the cache in tile form are read from there.
   void key_tiles(Rows<C> rows, int count, TileOperand* tiles) const {
     for (int t = 0; t < count; ++t, rows = rows.from(kTile)) {
       bool in_place = std::is_same_v<C, bf16> && head_dim_ % 32 == 0;
@@ -446,8 +445,8 @@ class Bf16Path {
     }
   }
 #else
-  // outer() of one row tile, or of it and the next if `next` is not 0: a lies `next` dwords further there, out out_next
-  // floats.
+  // outer() of one row tile, or of two if `next` is not 0: the second a lies `next` dwords further, and its out
+  // `out_next` floats further.
   template <bool kAlongK>
   void product(const uint32_t* a, int64_t next, const uint32_t* b, int64_t stride, int size, float* out,
                int64_t out_next) const {
@@ -456,7 +455,7 @@ class Bf16Path {
     outer<PairLanes, kAlongK>(a, b, stride, size, out);
   }
 
-  // An element of b serves both tiles: half as many loads as products.
+  // An element of b serves both tiles: there are half as many loads as products.
   template <bool kAlongK>
   static void outer_of_two(const uint32_t* a, int64_t next, const uint32_t* b, int64_t stride, int size, float* out,
                            int64_t out_next) {

@@ -1,5 +1,5 @@
-// Paged attention over caches that hold codes of 8 bits. What a row's result is does not depend on when its keys and
-// values came into the cache: the tokens of the call itself are read from there like all others.
+// Paged attention over caches that hold codes of 8 bits. A row's result does not depend on the step that wrote its keys
+// and values: tokens of the present call are read from the cache too.
 #include "attention_bf16.h"
 #include "attention_f32.h"
 #include "attention_run.h"

@@ -17,8 +17,8 @@ struct F32Lanes {
 };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-// The first 8 lanes, the others being 0: the same arithmetic, twice as fast on CPUs that split 512-bit operations
-// (Zen 4).
+// The first 8 lanes, if the others are 0: the same arithmetic, twice as fast on CPUs that split 512-bit operations (Zen
+// 4).
 struct F32HalfLanes {
   using Element = float;
   using Vector = __m256;
@@ -31,7 +31,7 @@ struct F32HalfLanes {
 };
 #endif
 
-// T is the type of the cache; that of queries and results is an argument.
+// T is the element type of the cache; the type of queries and results is an argument.
 template <class T>
 class F32Path {
  public:
@@ -41,7 +41,7 @@ class F32Path {
 
   struct Session {};
 
-  // Whether the functions for a range of lanes take this head size, and whether they are the faster ones for this many
+  // Whether the functions for a range of lanes accept this head size, and whether they are faster for this number of
   // rows of one KV head.
   static bool has_lanes(int head_dim) { return is_whole<F32Rows<T>>(head_dim); }
   static bool wants_lanes(int rows) { return rows <= std::max(kLanes / 2, kRowsAtOnce); }
@@ -80,8 +80,8 @@ class F32Path {
     });
   }
 
-  // scores[row tile][position][lane] = q . k for the positions of `range`; tile_ranges says which of them a row tile
-  // needs.
+  // scores[row tile][position][lane] = q . k for the positions of `range`. tile_ranges gives the positions that each
+  // row tile needs.
   void scores(Rows<T> key_rows, Range range, const Range* tile_ranges, float* scores, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; p += kTile) {
       prefetcher.follow(kTile * head_dim_ * static_cast<int>(sizeof(T)));
@@ -100,7 +100,7 @@ class F32Path {
                                scores + lanes.first, prefetcher);
   }
 
-  // Softmax hands over the probabilities of two positions, in place of their scores.
+  // Softmax gives the probabilities of two positions in place of their scores.
   static void store_probabilities(float* tile_scores, int position, F32 p0, F32 p1) {
     store(tile_scores + position * kLanes, p0);
     store(tile_scores + (position + 1) * kLanes, p1);
@@ -108,8 +108,8 @@ class F32Path {
 
   void arrange_probabilities(float*, const Range*) const {}
 
-  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are left out. A few columns of
-  // values at a time stay in the first-level cache for all row tiles.
+  // out[row tile][lane][width] = probabilities x values; tiles with an empty range are skipped. A few columns of values
+  // at a time stay in the first-level cache for all row tiles.
   void weighted_values(Rows<T> value_rows, Range range, const float* probabilities, const Range* tile_ranges,
                        float* out, Prefetcher& prefetcher) {
     const int stride = width(head_dim_);
@@ -145,7 +145,7 @@ class F32Path {
     outer<F32Lanes, kAlongK>(a, b, stride, size, out);
   }
 
-  // Columns e .. e + kTile - 1 of the values, zeros behind head_dim.
+  // Columns e to e + kTile - 1 of the values, and zeros after head_dim.
   void load_values(Rows<T> rows, Range range, int e, Prefetcher& prefetcher) {
     for (int p = range.begin; p < range.end; ++p) {
       if (p % 2 == 0) prefetcher.follow(2 * kTile * sizeof(T));
@@ -155,7 +155,7 @@ class F32Path {
     }
   }
 
-  // The memory behind a row has room for a vector.
+  // The memory after a row has room for a vector.
   void convert_row(Rows<T> rows, int row, float* dst) const {
     for (int e = 0; e < head_dim_; e += kLanes) store(dst + e, rows.load(row, e, head_dim_ - e));
   }

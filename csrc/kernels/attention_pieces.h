@@ -1,4 +1,4 @@
-// Where the keys and values of a unit lie, piece by piece, with the next one being fetched.
+// The places of keys and values of a unit, piece by piece. The next piece is fetched ahead.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// The positions of a split, relative to its start, that lie in [first, last], widened to whole steps.
+// The positions of a split in [first, last], relative to its start and widened to whole steps.
 inline Range range_in_split(int first, int last, int start) {
   return {std::clamp(first - start, 0, kSplit) / kStep * kStep,
           round_up(std::clamp(last + 1 - start, 0, kSplit), kStep)};
@@ -34,8 +34,8 @@ class Piece {
   const void* const* addresses() const { return reinterpret_cast<const void* const*>(rows_); }
 
  private:
-  // What lies before the first position that the rows see, or behind the sequence, reads as zeros: such slots may hold
-  // anything, and the table may name no block there.
+  // Slots before the first position that the rows see, and after the end of the sequence, read as zeros. They may hold
+  // any data, and the table may name no block there.
   void fill(const AttentionArgs& a, const StridedBlocks<void>& source, const StridedBlocks<float>& scales,
             const Item& item, int64_t kv_head, int start) {
     alignas(64) static const C zeros[kMaxHeadDim] = {};
@@ -63,8 +63,8 @@ class Piece {
   float scales_[Rows<C>::kHasScales ? kSplit : 1];
 };
 
-// The pieces of a unit in the order of their use: for each split the keys of all its KV heads, then their values. While
-// one is worked on, the following one is fetched; behind the last one it is the first of `next`.
+// The pieces of a unit in the order of use: for each split the keys of all its KV heads, then their values. During the
+// work on a piece the following piece is fetched; after the last piece this is the first piece of `next`.
 template <class C>
 class Pieces {
  public:

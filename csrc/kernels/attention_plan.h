@@ -1,4 +1,4 @@
-// How the work of a call is dealt: items of query rows, units of items, several items or a part of one for a task.
+// The division of a call's work: items of query rows, units of items; a task takes several items or a part of one.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Query rows of one sequence, lying side by side in the lanes of the row tiles. Row r of a KV head is token r / group
-// and head r % group of the query tokens of the sequence. Where the rows of a KV head are few (decode), one tile takes
-// all rows of several KV heads: the first `head_rows` lanes belong to kv_head, the next to the KV head behind it.
+// Query rows of one sequence, side by side in the lanes of the row tiles. Row r of a KV head is token r / group and
+// head r % group of the query tokens of the sequence. If a KV head has few rows (decode), one tile takes all rows of
+// several KV heads: the first `head_rows` lanes belong to kv_head, the next lanes to the next KV head.
 struct Item {
   int sequence, kv_head;
   int first_row, num_rows;
-  int head_rows;                      // num_rows where there is one KV head
+  int head_rows;                      // num_rows if there is one KV head
   int first_position, last_position;  // that its rows see
   int first_split, num_splits;
   int64_t partials;  // offset of the results of the splits in shared memory, in floats; -1 = the item is one unit
@@ -25,7 +25,7 @@ struct Item {
   int num_heads() const { return num_rows / head_rows; }
 };
 
-// A run of splits of an item: what one task does.
+// A run of splits of an item: the work of one task.
 struct Unit {
   int item, first_split, num_splits;
 };
@@ -33,7 +33,7 @@ struct Unit {
 struct Plan {
   std::vector<Item> items;
   std::vector<Unit> units;
-  std::vector<int> split_items;  // items whose splits are dealt to several units
+  std::vector<int> split_items;  // items with splits in several units
   int64_t partials_size = 0;     // floats
 };
 
@@ -47,13 +47,12 @@ inline int first_query_position(const AttentionArgs& a, int sequence) {
   return a.seq_lens[sequence] - (a.cu_seqlens_q[sequence + 1] - a.cu_seqlens_q[sequence]);
 }
 
-// Floats that the result of one split of an item takes: per row tile maxima, sums, and the rows of values.
+// Floats of the result of one split of an item: per row tile maxima, sums, and the rows of values.
 inline int64_t partial_size(const Item& item, int width) {
   return round_up(item.num_rows, kLanes) * 2 + static_cast<int64_t>(item.num_rows) * width;
 }
 
-// Rows per item: as many as max_rows, so that keys and values are read rarely, but no fewer items than keep all threads
-// busy.
+// Rows per item: up to max_rows, so that keys and values are read rarely, but few enough to keep all threads busy.
 inline int choose_rows(const AttentionArgs& a, int max_rows, int wanted_items) {
   const int group = query_group(a);
   int rows = max_rows;
@@ -67,12 +66,12 @@ inline int choose_rows(const AttentionArgs& a, int max_rows, int wanted_items) {
   return rows;
 }
 
-// KV heads per item of a sequence with few query rows: as many as fit into a row tile, but no more than `most`.
+// KV heads per item of a sequence with few query rows: all that fit into a row tile, but at most `most`.
 inline int heads_together(const AttentionArgs& a, int head_rows, int most) {
   return std::clamp(kLanes / head_rows, 1, std::min(most, a.cache.num_kv_heads));
 }
 
-// The most KV heads to take together so that there is work for all threads.
+// The largest number of KV heads per item that leaves work for all threads.
 inline int choose_heads(const AttentionArgs& a, int wanted_units) {
   const int group = query_group(a);
   int most = kLanes;
@@ -142,8 +141,8 @@ inline void make_plan(const AttentionArgs& a, Plan& plan) {
       plan.units.push_back({i, item.first_split + split, std::min(unit_splits, item.num_splits - split)});
     }
   }
-  // The long ones first, so that no thread starts one when the others are done.
-  constexpr int kRowsOfOneHead = 32;  // reading the keys and values of a head costs as much as so many rows
+  // Long units come first, so that no thread starts one when the others are done.
+  constexpr int kRowsOfOneHead = 32;  // reading the keys and values of a head costs as much as this number of rows
   const auto cost = [&](const Unit& u) {
     const Item& item = plan.items[u.item];
     return u.num_splits * std::max(item.num_rows, item.num_heads() * kRowsOfOneHead);

@@ -1,6 +1,6 @@
-// Both products of attention for a few rows (decode): vectors run over positions for the scores and over columns for
-// the values, because the rows of one KV head would fill a vector of rows only in part. Every element is summed in the
-// order in which the row tiles sum it, so the bits are the same.
+// Both products of attention for a few rows (decode). Vectors run over positions for the scores and over columns for
+// the values, because the rows of one KV head would fill a vector of rows only in part. Elements are summed in the same
+// order as in row tiles, so the bits are the same.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,14 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int kRowsAtOnce = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 4 : 2;  // as many as the register file holds
-// Steps of positions whose scores are summed at once: enough sums to hide the latency of a multiply-add for two rows.
+constexpr int kRowsAtOnce = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 4 : 2;  // all that the register file holds
+// Steps of positions that are summed together: enough sums to hide the latency of a multiply-add for two rows.
 constexpr int kMostSteps = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 2 : 1;
 constexpr int kMostWords = 2 * kLanes;  // of a row of keys at once
 constexpr int kWordFloats = kMostWords * kMostSteps * kStep;
 
-// What is inlined into what is said below where g++ 12 would else keep vectors on the stack: sums of the values around
-// a call of Prefetcher::follow(), rows around one of transpose().
+// g++ 12 keeps vectors on the stack around a call of Prefetcher::follow() (sums of the values) and of transpose()
+// (rows), unless the two are inlined.
 
 // x[j][i] becomes x[i][j].
 [[gnu::always_inline]] inline void transpose(F32 (&x)[kLanes]) {
@@ -60,8 +60,8 @@ inline void in_groups_of_rows(int rows, const Run& run) {
   if (row < rows) run.template operator()<1>(row);
 }
 
-// Arithmetic of the row kernels on caches of T in float32 FMAs. Keys are transposed by words: pairs of bfloat16, single
-// elements of the other types, as float32.
+// Arithmetic of the row kernels on caches of T in float32 FMAs. Keys are transposed by words: pairs of bfloat16, or
+// single elements of the other types as float32.
 template <class T>
 struct F32Rows {
   using Query = float;  // [element][lane]
@@ -71,7 +71,7 @@ struct F32Rows {
 
   static constexpr int kWordsAtOnce = kLanes;
 
-  // words[word][stride] from element e on of kLanes rows.
+  // words[word][stride] of kLanes rows, from element e on.
   template <int kWords>
   [[gnu::always_inline]] static void load_words(Rows<T> rows, int e, float* words, int stride) {
     F32 x[kLanes];
@@ -126,7 +126,7 @@ struct F32Rows {
   }
 };
 
-// Head sizes that the functions below take.
+// Head sizes that the functions below accept.
 template <class Arithmetic>
 inline bool is_whole(int head_dim) {
   return head_dim % (kLanes * std::max(Arithmetic::kElementsPerWord, Arithmetic::kFewestVectors)) == 0;
@@ -151,7 +151,7 @@ inline void scores_of_positions(Rows<C> keys, int head_dim, const typename Arith
         for (int v = 0; v < kVectors; ++v) sums[r][v] = w == 0 ? zero() : load(sums_of_rows[row + r] + v * kLanes);
       }
       const auto* q = query + w * Arithmetic::kQueriesPerWord * kLanes + row;
-#pragma GCC unroll 1  // g++ 12 else copies all words to the stack first
+#pragma GCC unroll 1  // otherwise g++ 12 copies all words to the stack first
       for (int i = 0; i < kWords; ++i, q += Arithmetic::kQueriesPerWord * kLanes) {
         Arithmetic::template multiply_keys<kRows, kVectors>(sums, words + i * kPositions, q);
       }
@@ -201,7 +201,7 @@ inline void values_of_rows(Rows<C> value_rows, Range range, int head_dim, const 
                                                             out + row * stride, stride, prefetcher);
     };
     int column = 0;
-    // Whole rows of usual sizes at a time, where the registers hold them.
+    // Whole rows of usual sizes at a time, if the registers hold them.
     if constexpr (kRowsAtOnce >= 4 && kRows <= 2) {
       for (; column + 8 * kLanes <= head_dim; column += 8 * kLanes) multiply.template operator()<8>(column);
     }

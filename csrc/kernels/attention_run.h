@@ -1,6 +1,6 @@
 // Paged attention for one arithmetic path: its units on all threads, then the merge of items that were cut. The
-// products are in attention_f32.h and attention_bf16.h, the reason why results do not depend on batch, chunk and
-// threads in attention_tile.h.
+// products are in attention_f32.h and attention_bf16.h. attention_tile.h explains why results do not depend on batch,
+// chunk and threads.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// One unit of work. `next` is what this thread will probably do after it.
+// One unit of work. `next` is probably the following unit of this thread.
 template <class Path>
 void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const Unit* next, float* partials) {
   using C = typename Path::Cache;
@@ -103,7 +103,7 @@ void run_unit(const AttentionArgs& a, const Plan& plan, const Unit& unit, const 
   for (int t = 0; t < row_tiles; ++t) write_output<Path>(a, item, t * kLanes, state(t), rows_in(t), width);
 }
 
-// Merges the splits of an item that several units computed, in the order in which one unit would have.
+// Merges the splits of an item that several units computed, in the order of a single unit.
 template <class Path>
 void merge_item(const AttentionArgs& a, const Item& item, float* partials) {
   const int width = Path::width(a.head_dim);

@@ -15,7 +15,7 @@ namespace {
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Which positions a row may see, for the lanes of one row tile; lanes without a row see nothing.
+// The positions that a row may see, for the lanes of one row tile. Lanes without a row see none.
 struct RowLimits {
   alignas(64) float first[kLanes], last[kLanes];
   int min_first, max_first, min_last, max_last;
@@ -109,7 +109,8 @@ TileResult softmax(float* scores, Range range, int start, const RowLimits& limit
   return {top, sum};
 }
 
-// Adds the result of one split to the state. A split in which a row sees nothing (max -infinity) leaves it as it is.
+// Adds the result of one split to the state. A split in which a row sees nothing (max -infinity) does not change its
+// state.
 inline void merge(const TileState& state, TileResult split, const float* values, int num_rows, int width) {
   const F32 old_max = load(state.max);
   const F32 new_max = max(old_max, split.max);

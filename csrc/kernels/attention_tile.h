@@ -1,10 +1,10 @@
-// What the arithmetic paths of attention share: sizes, the rows of a query tile, scratch memory, small matrix helpers.
+// Shared parts of the arithmetic paths of attention: sizes, rows of a query tile, scratch memory, small matrix helpers.
 //
 // A tile of query rows meets the KV positions in splits of kSplit, aligned to position 0 of the sequence, and inside a
-// split in aligned steps of kStep. Rows are vector lanes: a score matrix is stored as [position][lane], so a row is
-// never summed together with another one and its result does not depend on its neighbours. Positions that a row must
-// not see get the probability 0, which adds nothing; leaving them out gives the same bits. So the choice of tile,
-// chunk, batch and thread cannot be seen in the result.
+// split in aligned steps of kStep. Rows are vector lanes: a score matrix is stored as [position][lane]. So a row is
+// never summed together with another one, and its result does not depend on its neighbours. Positions that a row must
+// not see get the probability 0, which adds nothing; skipping them gives the same bits. So the choice of tile, chunk,
+// batch and thread does not change the result.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace {
 constexpr int kLanes = F32::kWidth;
 constexpr int kSplit = 256;
 constexpr int kStep = 32;
-constexpr int kTile = 16;  // positions whose keys are multiplied at a time
+constexpr int kTile = 16;  // positions with keys that are multiplied at a time
 constexpr int kMaxHeadDim = 256;
 constexpr int kMostRows = 256;  // of the kMaxRows of all paths
 constexpr int kMaxRowTiles = kMostRows / kLanes;
@@ -33,7 +33,7 @@ struct Range {
   int size() const { return end - begin; }
 };
 
-// Stores the first `left` lanes, which may be none or more than there are.
+// Stores the first `left` lanes. `left` may be 0 or larger than the number of lanes.
 template <class T>
 inline void store_part(T* p, F32 x, int left) {
   if (left >= kLanes) {
@@ -43,7 +43,7 @@ inline void store_part(T* p, F32 x, int left) {
   }
 }
 
-// Keys or values of consecutive positions as the cache holds them.
+// Keys or values of consecutive positions in the form of the cache.
 template <class C>
 struct Rows {
   static constexpr bool kHasScales = std::is_same_v<C, int8_t>;
@@ -57,7 +57,7 @@ struct Rows {
     return 1.0f;
   }
   Rows from(int row) const { return {data + row, kHasScales ? scales + row : nullptr}; }
-  // kLanes elements from e on; with `left` those before the end of the row, zeros behind it.
+  // kLanes elements from e on. With `left`, elements after the end of the row are zeros.
   F32 load(int row, int e) const {
     const F32 x = QUIRE_ISA::load(data[row] + e);
     if constexpr (kHasScales) return x * broadcast(scales[row]);
@@ -100,22 +100,22 @@ class Carver {
   char* next_;
 };
 
-// Brings rows of keys or values that are wanted next into the caches, a few at a time while the present ones are worked
-// on, so that memory never waits for arithmetic.
+// Fetches the next rows of keys or values into the caches, a few at a time during the work on the present rows, so that
+// memory never waits for arithmetic.
 //
-// CPUs drop a prefetch when their buffers for missing lines are full, and values are used faster than memory delivers.
-// So rows are asked for once more shortly before their use. Not with AMX, where this was not measured.
+// CPUs drop a prefetch if their buffers for missing lines are full, and values are used faster than memory delivers
+// them. So rows are fetched once more shortly before their use. AMX does not do this, because it was not measured.
 class Prefetcher {
  public:
-  // `rows` are wanted after those of `now`.
+  // `rows` are needed after the rows of `now`.
   void start(const void* const* rows, Range range, const void* const* now, Range now_range, int row_bytes) {
     next_ = rows + range.begin, end_ = rows + range.end, row_bytes_ = row_bytes, due_ = 0;
     again_end_ = now + now_range.end, again_ = std::min(now + now_range.begin + kRowsAhead, again_end_);
     first_ = next_, first_end_ = std::min(next_ + kRowsAhead, end_);
   }
-  // Asks for as many bytes as have just been used, in whole rows. To be called often and for little: a burst fills the
-  // buffers and then stops the arithmetic behind it.
-  [[gnu::always_inline]] void follow(int bytes) {  // in loops that have all registers in use
+  // Fetches the number of bytes that have just been used, in whole rows. Callers should call it often for a few bytes:
+  // a burst fills the buffers and then stops the arithmetic after it.
+  [[gnu::always_inline]] void follow(int bytes) {  // in loops that use all registers
     for (due_ += bytes; due_ >= row_bytes_ && next_ < end_; due_ -= row_bytes_) {
       fetch(*next_++);
       if (!kTwice) continue;
@@ -138,11 +138,11 @@ class Prefetcher {
 
   const void *const *next_ = nullptr, *const *end_ = nullptr;
   const void *const *again_ = nullptr, *const *again_end_ = nullptr;
-  const void *const *first_ = nullptr, *const *first_end_ = nullptr;  // rows behind the present ones to ask for again
+  const void *const *first_ = nullptr, *const *first_end_ = nullptr;  // rows after the present ones to fetch again
   int row_bytes_ = 0, due_ = 0;
 };
 
-// The rows of one KV head among those of several in a row tile.
+// The rows of one KV head in a row tile with several KV heads.
 struct LaneRange {
   int first, count;
 };
@@ -190,9 +190,9 @@ inline void transpose_lanes(const float* src, float* dst, int stride) {
 #endif
 }
 
-// out[j][lane] = sum over k in order of a[k][lane] * b(j, k): kernel of both products of attention on vector units.
+// out[j][lane] = sum over k in order of a[k][lane] * b(j, k): the kernel of both products of attention on vector units.
 // Lanes is the arithmetic: element type, vector type, load, multiply-add with a broadcast element, store to kLanes
-// floats. b(j, k) is b[j * stride + k] when kAlongK, else b[k * stride + j].
+// floats. b(j, k) is b[j * stride + k] if kAlongK, else b[k * stride + j].
 template <class Lanes, int kCount, bool kAlongK>
 inline void outer_block(const typename Lanes::Element* a, const typename Lanes::Element* b, int64_t stride, int size,
                         float* out) {

@@ -9,8 +9,8 @@ namespace {
 
 constexpr float kLargestCode = 448;
 
-// The nearest code of a value within [-448, 448], ties to even. Below 2^-6 codes are multiples of 2^-9, and 8 of them
-// are 2^-6 itself; from there on the bits of the float are rounded to 3 of its mantissa.
+// The nearest code of a value in [-448, 448], ties to even. Below 2^-6 codes are multiples of 2^-9, and 8 of them are
+// 2^-6. From 2^-6 on the float is rounded to 3 bits of mantissa.
 inline uint8_t code_of(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
   const uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);

@@ -1,4 +1,4 @@
-// FP8 codes to bfloat16, which holds every one of them exactly, by lookups of its two bytes (AVX-512 VBMI).
+// FP8 codes to bfloat16, which represents all of them exactly, by lookups of its two bytes (AVX-512 VBMI).
 #pragma once
 
 #include "quire/simd.h"
@@ -23,7 +23,7 @@ struct Bf16Bytes {
 template <class C>
 constexpr Bf16Bytes<C> kBf16Bytes;
 
-// `indices` name entries by their lowest 7 bits.
+// The lowest 7 bits of an element of `indices` name an entry.
 inline __m512i look_up(const uint8_t (&entries)[128], __m512i indices) {
   return _mm512_permutex2var_epi8(_mm512_load_si512(entries), indices, _mm512_load_si512(entries + 64));
 }

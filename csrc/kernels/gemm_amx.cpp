@@ -6,9 +6,9 @@ namespace {
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
 
-constexpr int64_t kStreamDistance = 64 * 1024;  // prefetch distance where weights are used once
+constexpr int64_t kStreamDistance = 64 * 1024;  // prefetch distance if weights are used once
 
-// At most 16 rows: each weight is used once, straight through the panel.
+// At most 16 rows: each weight is used once, and the panel is read straight through.
 void stream_panels(const GemmBlock& block) {
   const GemmArgs& args = *block.args;
   const int64_t steps = num_k_steps(args.weight.k), num_rows = block.row_end - block.row_begin;
@@ -25,8 +25,8 @@ void stream_panels(const GemmBlock& block) {
   }
 }
 
-// More rows: the weights of one panel and K block are used by group after group of rows while they are in L2. Sums stay
-// in scratch while there are K blocks to come.
+// More rows: the weights of one panel and K block stay in L2 and are used by one group of rows after the other. Sums
+// stay in scratch until the last K block.
 void multiply_panels(const GemmBlock& block) {
   const GemmArgs& args = *block.args;
   const int64_t num_steps = num_k_steps(args.weight.k), max_steps = steps_per_block(num_steps);
@@ -35,7 +35,7 @@ void multiply_panels(const GemmBlock& block) {
   const bool has_half_group = rest != 0 && rest <= kTileRows;
   const int64_t num_groups = ceil_div(num_rows, kGroupRows), num_full = num_groups - has_half_group;
   const int num_passes = static_cast<int>(2 * num_full + has_half_group);
-  // One K block: two buffers, one of them pending. More: every group, half and panel has its own.
+  // One K block: two buffers, one of them pending. More K blocks: every group, half and panel has its own buffer.
   const int64_t num_buffers = max_steps == num_steps ? 2 : 2 * num_groups * num_panels;
   float* const buffers = static_cast<float*>(scratch(Scratch::gemm_tiles, sizeof(float) * kHalfSums * num_buffers));
   const char* input = static_cast<const char*>(block.input) + block.row_begin * num_steps * kRowBytes;

@@ -1,7 +1,7 @@
 // Products of bfloat16 on AMX tiles for up to 32 rows, and the rows of x that they read.
 //
-// Prepared input: groups of 32 rows; in a group, for each step of 32 k, two tiles of 16 rows x 64 bytes (one tile when
-// the last group has at most 16 rows). With fewer than 16 rows in all, tiles have just these rows; otherwise missing
+// Prepared input: groups of 32 rows. A group has, for each step of 32 k, two tiles of 16 rows x 64 bytes (one tile if
+// the last group has at most 16 rows). With fewer than 16 rows in all, tiles have only these rows; otherwise missing
 // rows are zeros.
 #pragma once
 
@@ -50,8 +50,8 @@ inline void run_1x4(const char* a, int64_t a_step, const char* b, int64_t steps,
   store_sums(tiles);
 }
 
-// Finished sums of 32 columns on their way to the output. They are stored a row per step between the products of the
-// next tiles, which hides the stores' cache misses.
+// Finished sums of 32 columns on their way to the output. A row is stored per step, between the products of the next
+// tiles, which hides the cache misses of the stores.
 class PendingRows {
  public:
   PendingRows() = default;
@@ -99,8 +99,8 @@ class PendingRows {
 };
 
 // 32 columns of a panel for the two tiles of a group; sums[32][32] of rows `pitch` apart. Both operands come from L2,
-// whose bandwidth is the limit; loads that ask not to be kept in L1 (TILELOADDT1) and all loads ahead of the products
-// gave 2400 GFLOP/s per core where the plain order gave 2000 (of 2700; Emerald Rapids).
+// and its bandwidth is the limit. Loads that ask not to be kept in L1 (TILELOADDT1), all issued before the products,
+// gave 2400 GFLOP/s per core; the plain order gave 2000 (of 2700; Emerald Rapids).
 template <class Fetch>
 inline void run_2x2(const char* a, const char* b, int64_t steps, float* sums, int64_t pitch, bool is_first,
                     Fetch& prefetch, PendingRows& pending) {

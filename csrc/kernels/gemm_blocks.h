@@ -1,4 +1,4 @@
-// What the matrix product kernels of every instruction set share: prefetch plan, bias, conversion of finished rows.
+// Shared parts of the matrix product kernels of all instruction sets: prefetch plan, bias, conversion of finished rows.
 #pragma once
 
 #include <algorithm>
@@ -13,19 +13,19 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-// Keeps a value in a register: g++ 12 would otherwise fold the same load into each product that uses it, and the loads
-// would then outnumber what the load ports can serve.
+// Keeps a value in a register. Otherwise g++ 12 folds the same load into each product that uses it, and the load ports
+// cannot serve so many loads.
 inline __m512i in_register(__m512i x) {
   __asm__("" : "+v"(x));
   return x;
 }
 #endif
 
-// While a block of weights is multiplied with several row tiles in turn ("passes"), the next block is fetched from
-// memory into the L2 cache: each pass takes an equal share, so that memory and arithmetic overlap evenly. A pass calls
-// fetch() at even intervals; each call takes `lines` cache lines.
+// While several row tiles in turn ("passes") use a block of weights, the next block is fetched from memory into the L2
+// cache. Each pass takes an equal share, so that memory and arithmetic overlap evenly. A pass calls fetch() at even
+// intervals, and each call takes `lines` cache lines.
 struct Prefetch {
-  // L1 as well, where that was measured: 1.00 to 1.08 times as fast from 1 to 256 rows (bfloat16, int8; Zen 5)
+  // L1 as well, if that was measured: 1.00 to 1.08 times as fast from 1 to 256 rows (bfloat16, int8; Zen 5)
   static constexpr int kLocality = QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512_BF16 ? 3 : 2;
 
   const char* next;
@@ -39,7 +39,7 @@ struct Prefetch {
 
 struct PrefetchPlan {
   const char* begin;   // of the next block
-  int lines_per_call;  // so many calls, so many lines each, would fetch it in one pass
+  int lines_per_call;  // `calls` calls with this number of lines fetch the block in one pass
   int64_t calls;
   int num_passes;
 
@@ -49,7 +49,7 @@ struct PrefetchPlan {
   }
 };
 
-// The 64 bias values of one panel as float, zeros where there is no bias or no column.
+// The 64 bias values of one panel as float, zeros without a bias or a column.
 inline void load_bias(const GemmArgs& args, int64_t panel, float* bias_64) {
   const int64_t first = panel * kPanelWidth;
   const int64_t count = args.bias == nullptr ? 0 : std::min(kPanelWidth, args.weight.n - first);
@@ -65,8 +65,8 @@ struct Finished {
   const float* bias;
 };
 
-// sums(row, column) plus bias, rounded to the output type; sums gives a vector, rows count from f.row, columns from the
-// panel's first. Those past N are cut off.
+// sums(row, column) plus bias, rounded to the output type. sums gives a vector. Rows count from f.row, columns from the
+// first column of the panel; columns after the last are cut off.
 template <std::invocable<int64_t, int64_t> Sums>
 inline void store_finished(const GemmArgs& args, const Finished& f, const Sums& sums) {
   constexpr int W = F32::kWidth;

@@ -1,5 +1,5 @@
-// Matrix product by float multiply-adds, for every storage type of the weights and every instruction set. The rows of x
-// are converted to float once per call, the weights in registers.
+// Matrix product by float multiply-adds, for every storage type of the weights and every instruction set. Rows of x are
+// converted to float once per call, weights in registers.
 #include "gemm_f32_tiles.h"
 
 namespace quire::QUIRE_ISA {

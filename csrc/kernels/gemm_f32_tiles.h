@@ -7,8 +7,9 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Vectors of columns that a tile of so many rows takes at a time: 6 x 4 sums in the 32 registers of AVX-512, 6 x 2 in
-// 16 registers. Few rows take more columns there, so that enough independent sums hide the latency of a multiply-add.
+// Vectors of columns of a tile with this number of rows: 6 x 4 sums in the 32 registers of AVX-512, 6 x 2 in 16
+// registers. With 16 registers a tile of few rows takes more columns, so that enough independent sums hide the latency
+// of a multiply-add.
 constexpr int num_vectors([[maybe_unused]] int rows) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
   return 4;

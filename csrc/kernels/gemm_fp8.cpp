@@ -1,4 +1,4 @@
-// Matrix product with FP8 weights in vector registers: dot products of bfloat16 (vdpbf16ps) for x in bfloat16 where the
+// Matrix product with FP8 weights in vector registers: dot products of bfloat16 (vdpbf16ps) for x in bfloat16 if the
 // instruction set has them, else float multiply-adds.
 #include "gemm_bf16_tile.h"
 #include "gemm_f32_tiles.h"

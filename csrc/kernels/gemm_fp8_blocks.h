@@ -1,5 +1,5 @@
-// What the matrix product kernels for FP8 weights share: codes to bfloat16, the loop over panels, blocks of K and tiles
-// of rows, and the scaling of finished sums. The layout is in quire/kernels/gemm_fp8.h.
+// Shared parts of the matrix product kernels for FP8 weights: codes to bfloat16, the loop over panels, blocks of K and
+// tiles of rows, and the scaling of finished sums. The layout is in quire/kernels/gemm_fp8.h.
 #pragma once
 
 #include <array>
@@ -16,20 +16,20 @@ constexpr int64_t kStepLines = kStepCodes / kFp8LineCodes;
 constexpr int64_t kPaddedSums = 32;  // rows: tiles write whole tiles
 
 // The upper and the lower byte of a code's bfloat16, by lookups in 16 bytes. With an exponent above 0 the upper byte
-// follows from the exponent alone, and the lower one is the code shifted by 4. Exponent 0 means mantissa * 2^-9, a
-// normal bfloat16: codes 1 to 7 have entries 9 to 15 of two further tables, which other codes miss (their index
-// saturates to above 127, which looks up a zero).
+// depends only on the exponent, and the lower byte is the code shifted by 4. Exponent 0 means mantissa * 2^-9, a normal
+// bfloat16: codes 1 to 7 have entries 9 to 15 of two further tables. Other codes miss these tables, because their index
+// saturates above 127, and the lookup gives zero.
 constexpr std::array<uint8_t, 16> kUpperOfExponent = {0,    0x3c, 0x3d, 0x3d, 0x3e, 0x3e, 0x3f, 0x3f,
                                                       0x40, 0x40, 0x41, 0x41, 0x42, 0x42, 0x43, 0x43};
 constexpr std::array<uint8_t, 16> kUpperOfSubnormal = {0, 0,    0,    0,    0,    0,    0,    0,
                                                        0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c};
 constexpr std::array<uint8_t, 16> kLowerOfSubnormal = {0, 0,    0,    0,    0,    0,    0,    0,  // to be xor-ed with
                                                        0, 0x10, 0xa0, 0xf0, 0x40, 0x70, 0x20, 0x10};  // code << 4
-constexpr uint8_t kFirstSubnormal = 0x78;  // added to a code without sign with saturation: index of the tables above
+constexpr uint8_t kFirstSubnormal = 0x78;  // added with saturation to a code without sign: index of the tables above
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 
-// Not by the lookups of fp8_to_bf16.h: those took 1.2 times as long for 1 and 4 rows (benchmarks/NOTES.md).
+// The lookups of fp8_to_bf16.h took 1.2 times as long for 1 and 4 rows (benchmarks/NOTES.md).
 inline __m512i table(const std::array<uint8_t, 16>& entries) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(entries.data())));
 }
@@ -113,10 +113,10 @@ inline void add_group(const Fp8Sums& s) {
 
 struct Fp8Blocking {
   int64_t steps;   // of K that are unpacked at a time
-  int64_t panels;  // that take turns at one block of K, so that rows of x stay in the cache
+  int64_t panels;  // that use one block of K in turn, so that rows of x stay in the cache
 };
 
-// The blocks of a product in the order they are multiplied: panels in chunks, in a chunk blocks of K, then panels.
+// The blocks of a product in the order of multiplication: panels in chunks, in a chunk blocks of K, then panels.
 class Fp8Blocks {
  public:
   int64_t begin = 0, end = 0;  // steps
@@ -140,10 +140,10 @@ class Fp8Blocks {
   int64_t max_lines() const { return block_steps_ * kStepLines; }
   int64_t num_lines() const { return (end - begin) * kStepLines; }
   int64_t panel_of_chunk() const { return panel - first_panel_; }
-  // Sums of a group that one block does not finish wait for the next block, others are done with at once.
+  // Sums of a group that one block does not finish wait for the next block; other sums are finished at once.
   bool sums_wait() const { return block_steps_ < std::min(group_steps_, num_steps_); }
 
-  // False: there is no further block.
+  // False if there is no further block.
   bool advance() {
     const int64_t chunk_end = std::min(first_panel_ + max_panels_, last_panel_);
     if (++panel < chunk_end) return true;
@@ -166,7 +166,7 @@ class Fp8Blocks {
   int64_t block_steps_, max_panels_, first_panel_, last_panel_, num_steps_, group_steps_;
 };
 
-// Unpacks a block a few lines at a time while another one is multiplied: fetch() is called at even intervals.
+// Unpacks a block a few lines at a time while another block is multiplied. fetch() is called at even intervals.
 class Unpacking {
  public:
   Unpacking(const uint8_t* from, int64_t num_lines, bf16* to, int64_t num_calls)
@@ -176,7 +176,7 @@ class Unpacking {
   void finish() { unpack(lines_left_); }
 
  private:
-  static constexpr int64_t kDistance = 8 * 1024;  // in bytes of codes: prefetched ahead of what is unpacked
+  static constexpr int64_t kDistance = 8 * 1024;  // in bytes of codes: the distance of the prefetch before unpacking
 
   void unpack(int64_t max_lines) {
     const int64_t lines = std::min(max_lines, lines_left_);

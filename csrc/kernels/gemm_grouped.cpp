@@ -1,5 +1,5 @@
-// Matrix product with grouped integer weights in vector registers: VNNI dot products (vpdpbusd) where the instruction
-// set has them, else 16-bit multiply-adds (vpmaddwd), which are exact too.
+// Matrix product with grouped integer weights in vector registers: VNNI dot products (vpdpbusd) if the instruction set
+// has them, else 16-bit multiply-adds (vpmaddwd), which are exact too.
 #include "gemm_grouped_blocks.h"
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
@@ -9,7 +9,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Where a register of codes lies, and what has to happen to it: bytes, or the low or high halves of bytes.
+// The place of a register of codes, and its conversion: bytes, or the low or high halves of bytes.
 enum class Half { none, low, high };
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
@@ -132,8 +132,8 @@ void run_rows(const int8_t* codes, int64_t stride, const uint8_t* weights, int64
 
 constexpr int kMaxRowsBesideTotals = 3;  // with as many float sums
 
-// All groups of a block, for kRows rows: integer sums and float sums stay in registers. 1.05 to 1.25 times as fast as
-// through memory (groups of 16 and 32); with more rows, columns would have to be halved, and it is slower.
+// All groups of a block, for kRows rows: integer sums and float sums stay in registers. This is 1.05 to 1.25 times as
+// fast as through memory (groups of 16 and 32). More rows would need tiles of half the columns, which is slower.
 template <int kRows, bool kPacked, Offset kOffset>
 void add_groups(const GroupRun& run, Prefetch& prefetch) {
   const QuantizedRows& input = *run.input;
@@ -212,7 +212,7 @@ struct DotTile {
   static constexpr bool kAddsGroups = true;
   static bool adds_groups(int64_t) { return true; }
   static int super_passes(int64_t rows) { return super_passes_vnni(rows); }
-  // parts of a group, unlike whole ones: 1.17 to 1.36 times as fast from 7 to 10 rows as after unpacking, 0.9 to 1.0
+  // parts of a group, but not whole groups: 1.17 to 1.36 times as fast from 7 to 10 rows as after unpacking, 0.9 to 1.0
   // above (Zen 5)
   static bool reads_packed(int64_t rows, int64_t group_quads) { return rows <= 10 || group_quads <= kBlockQuads; }
 

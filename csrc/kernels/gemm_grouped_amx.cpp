@@ -1,6 +1,6 @@
 // Matrix product with grouped integer weights on AMX tiles (16 rows x 64 k times 64 k x 16 columns, TDPBSUD). Integer
-// sums are exact, so the result has the bits of gemm_grouped.cpp. Here large groups; small ones in
-// gemm_grouped_amx_groups.h.
+// sums are exact, so the result has the same bits as gemm_grouped.cpp. This file has large groups;
+// gemm_grouped_amx_groups.h has small groups.
 #include "quire/isa.h"
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
@@ -92,8 +92,8 @@ struct AmxTile {
 
 int64_t rows_per_block(int64_t) { return 256; }
 
-// Rows that fill up the last tile get scales of zero: what is added up for them is not stored, but numbers left from
-// other calls may be subnormal, which is slow.
+// Rows that fill up the last tile get scales of zero. Their sums are not stored, but numbers left from other calls may
+// be subnormal, which is slow.
 void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
   grouped_prepare(args, row_begin, row_end, input);
   if (row_end < args.m) return;
@@ -107,7 +107,7 @@ void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* inp
 void run(const GemmBlock& block) {
   const GemmArgs& args = *block.args;
   const int64_t group_size = args.weight.form.group_size;
-  // which is faster, by measurement
+  // The limits are measured.
   const int64_t largest_small = args.weight.form.bits != 8 ? kAmxSmallGroup : kAmxKUnit;
   if (group_size > largest_small && group_size % kAmxKUnit == 0) {
     configure_tiles(std::min(args.m, kTileRows), kAmxKUnit);

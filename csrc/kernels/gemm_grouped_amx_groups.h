@@ -1,8 +1,9 @@
-// Grouped weights on AMX tiles, groups of up to 512: adding a group to the float sums takes as long as its products.
+// Grouped weights on AMX tiles, groups of up to 512, where adding a group to the float sums takes as long as its
+// products.
 //
-// 16 columns and one block of K at a time: codes of fewer bits become bytes in L1; then, for each 16 rows, the float
-// sums stay in vector registers from group to group, and the integer sums of a group leave the tiles while the next are
-// computed. Groups of 32 or 16 make tiles of as many k.
+// The work goes over 16 columns and one block of K at a time. Codes of fewer bits become bytes in L1. Then, for each 16
+// rows, the float sums stay in vector registers over all groups, and the integer sums of a group leave the tiles during
+// the products of the next groups. Groups of 32 or 16 make tiles with 32 or 16 k.
 #pragma once
 
 #include "amx_tiles.h"
@@ -15,8 +16,8 @@ constexpr int64_t kTileColumns = 16, kTilesPerPanel = kPanelWidth / kTileColumns
 constexpr int64_t kGroupsBlockQuads =
     kAmxSmallGroup / kQuad;  // 8 KiB of unpacked codes, in L1 beside rows of the input and numbers
 constexpr int64_t kTileSums = kTileRows * kTileColumns;
-// 4-bit codes are unpacked to the high halves of bytes, which spares shifts: sums are 16 times as large, scales a 16th.
-// That changes no bits unless the product of the scales of a row and a column is below 2^-122.
+// 4-bit codes are unpacked to the high halves of bytes, which saves shifts: sums are 16 times as large, and scales a
+// 16th. No bits change, unless the product of the scales of a row and a column is below 2^-122.
 constexpr float kHighHalf = 16;
 
 // k of a tile.
@@ -40,7 +41,7 @@ struct Fetcher {
   }
 };
 
-// `quads` quads of 16 columns of 4-bit codes to [quads][16][4] bytes; kSigned: codes less their middle.
+// Unpacks `quads` quads of 16 columns of 4-bit codes to [quads][16][4] bytes; kSigned: codes minus their middle.
 template <bool kSigned>
 void unpack_columns_4bit(const uint8_t* from, int64_t quads, uint8_t* to) {
   constexpr int kAndXor = 0x6a;
@@ -52,7 +53,7 @@ void unpack_columns_4bit(const uint8_t* from, int64_t quads, uint8_t* to) {
   }
 }
 
-// The same for kBits; quads are rounded up to those that CodePlanes holds together.
+// The same for kBits. Quads are rounded up to the number that CodePlanes holds together.
 template <int kBits, bool kSigned>
 void unpack_columns(const uint8_t* from, int64_t quads, uint8_t* to) {
   if constexpr (kBits == 4) {
@@ -75,8 +76,8 @@ struct ColumnBlock {
   int64_t first_group, num_groups, group_quads;
 };
 
-// The finished integer sums of a super-group, `num_groups` groups in it, are added to totals[kRows][64], 16 columns of
-// them. `factors` are the super-group's.
+// Adds the finished integer sums of a super-group with `num_groups` groups to 16 columns of totals[kRows][64].
+// `factors` belong to the super-group.
 template <int kRows, Offset kOffset>
 void add_super_of_tile(const FactorNumbers& factors, int64_t column, const QuantizedRows& input, int64_t row,
                        int64_t super, int64_t num_groups, const I32 (&sums)[kRows], float* totals) {
@@ -97,8 +98,7 @@ void add_super_of_tile(const FactorNumbers& factors, int64_t column, const Quant
   }
 }
 
-// sums[16][16] = codes * weights. A macro, because tiles are named by literals: those of the sums, the input and the
-// weights.
+// sums[16][16] = codes * weights. A macro, because literals name the tiles of the sums, the input and the weights.
 #define QUIRE_DEFINE_SUM_GROUP(function, in_sums, in_input, in_weights)                                           \
   template <bool kSigned>                                                                                         \
   inline void function(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t pitch, int64_t quads, \
@@ -115,9 +115,9 @@ void add_super_of_tile(const FactorNumbers& factors, int64_t column, const Quant
 QUIRE_DEFINE_SUM_GROUP(sum_even_group, 0, 4, 6)
 QUIRE_DEFINE_SUM_GROUP(sum_odd_group, 1, 5, 7)
 
-// Adds the groups of a block to totals[kRows][64], 16 columns of them. `sums` has room for two tiles. With factors the
-// block begins with a super-group, and what stays in registers is its integer sums; kShift: they are 2^kShift times as
-// large, because codes are.
+// Adds the groups of a block to 16 columns of totals[kRows][64]. `sums` has room for two tiles. With factors the block
+// begins with a super-group, and its integer sums stay in registers; kShift: they are 2^kShift times as large, like the
+// codes.
 template <int kRows, Offset kOffset, bool kSigned, bool kFactors, int kShift>
 void add_groups(const ColumnBlock& block, const QuantizedRows& input, int64_t row, int64_t step, int32_t* sums,
                 float* totals, Fetcher& fetcher, int64_t lines_per_group) {
@@ -135,7 +135,7 @@ void add_groups(const ColumnBlock& block, const QuantizedRows& input, int64_t ro
   F32 total[kRows];
   I32 super_sums[kRows];
   FactorNumbers factors = block.factors;
-  int64_t super = block.first_group / input.scale_groups, super_begin = 0;  // with factors: which, and its first group
+  int64_t super = block.first_group / input.scale_groups, super_begin = 0;  // with factors: the super-group, its start
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     total[r] = kFactors || block.first_group == 0 ? zero() : load(totals + r * kPanelWidth);

@@ -1,5 +1,5 @@
-// What the matrix product kernels for grouped integer weights share: the loop over panels, blocks of K and row tiles.
-// The layouts are in quire/kernels/grouped_layout.h.
+// Shared parts of the matrix product kernels for grouped integer weights: the loop over panels, blocks of K and row
+// tiles. The layouts are in quire/kernels/grouped_layout.h.
 #pragma once
 
 #include "gemm_grouped_numbers.h"
@@ -11,8 +11,8 @@ constexpr int64_t kUnpackedQuads = 64;  // 16 KiB, in L1 beside sums and rows of
 constexpr int64_t kMinGroupQuads = 4;
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-// 16 columns of the quads that CodePlanes holds together, to one code per byte, less their middle when kSigned; `to`
-// has a row of `pitch` bytes per quad.
+// Unpacks 16 columns of the quads that CodePlanes holds together to one code per byte, minus their middle if kSigned.
+// `to` has a row of `pitch` bytes per quad.
 template <int kBits, bool kSigned>
 inline void unpack_vectors(const uint8_t* from, uint8_t* to, int64_t pitch) {
   constexpr CodePlanes kPlanes(kBits);
@@ -38,8 +38,8 @@ inline void unpack_vectors(const uint8_t* from, uint8_t* to, int64_t pitch) {
 }
 #endif
 
-// Codes of `quads` quads, rounded up to those that CodePlanes holds together, to one code per byte, less their middle
-// when kSigned.
+// Unpacks codes of `quads` quads, rounded up to the number that CodePlanes holds together, to one code per byte, minus
+// their middle if kSigned.
 template <int kBits, bool kSigned>
 inline void unpack_codes(const uint8_t* from, int64_t quads, uint8_t* to, Prefetch prefetch) {
   constexpr CodePlanes kPlanes(kBits);
@@ -81,7 +81,7 @@ inline void unpack_codes(int bits, const uint8_t* from, int64_t quads, uint8_t* 
   }
 }
 
-// The finished sums[rows][64] of one group are added to totals[rows][64].
+// Adds the finished sums[rows][64] of one group to totals[rows][64].
 template <Offset kOffset, bool kSigned>
 inline void add_group_of_rows(const QuantizedRows& input, int64_t row, int64_t num_rows, int64_t group,
                               const DecodedGroup& numbers, const int32_t* sums, float* totals) {
@@ -102,10 +102,10 @@ inline void add_group_of_rows(const QuantizedRows& input, int64_t row, int64_t n
   }
 }
 
-// 8 bits; 4 bits as stored; fewer than 8 brought to bytes, block by block
+// 8 bits; 4 bits in packed form; or fewer than 8 bits, unpacked to bytes block by block
 enum class Codes { bytes, packed, unpacked };
 
-// Whole groups of a panel, and the rows they are for.
+// Whole groups of a panel, and their rows of the input.
 struct GroupRun {
   const QuantizedRows* input;
   int64_t row, first_group, num_groups, group_quads;
@@ -114,7 +114,7 @@ struct GroupRun {
   float* totals;                // [rows][64]
 };
 
-// Whole super-groups of a panel, `super_groups` groups in each, and the rows they are for.
+// Whole super-groups of a panel with `super_groups` groups each, and their rows of the input.
 struct SuperRun {
   const QuantizedRows* input;
   int64_t row, first_super, num_supers, super_groups, group_quads;
@@ -125,7 +125,7 @@ struct SuperRun {
   int64_t first_group() const { return first_super * input->scale_groups; }
 };
 
-// The integer sums[rows][64] of group g of a super-group are added to supers[rows][64].
+// Adds the integer sums[rows][64] of group g of a super-group to supers[rows][64].
 template <Offset kOffset, bool kSigned>
 inline void add_factor_group_of_rows(const SuperRun& run, const FactorNumbers& numbers, int64_t super, int64_t g,
                                      int64_t num_rows, const int32_t* sums, int32_t* supers) {
@@ -145,7 +145,7 @@ inline void add_factor_group_of_rows(const SuperRun& run, const FactorNumbers& n
   }
 }
 
-// The finished supers[rows][64] are added to run.totals.
+// Adds the finished supers[rows][64] to run.totals.
 template <Offset kOffset>
 inline void add_super_of_rows(const SuperRun& run, const FactorNumbers& numbers, int64_t super, int64_t num_rows,
                               const int32_t* supers) {
@@ -174,7 +174,7 @@ inline void add_super_of_rows(const SuperRun& run, const FactorNumbers& numbers,
   }
 }
 
-// The super-groups of a run by Tile::run(); `sums` has room for those of a group, then of a super-group.
+// Computes the super-groups of a run by Tile::run(). `sums` has room for the sums of a group, then of a super-group.
 template <class Tile, Codes kCodes, Offset kOffset, bool kSigned>
 inline void add_supers_through_memory(int rows, const SuperRun& run, int32_t* sums, int32_t* supers,
                                       Prefetch prefetch) {
@@ -208,7 +208,7 @@ inline void add_supers_through_memory(int rows, const SuperRun& run, int32_t* su
 //                  adds super-groups to run.totals; `sums` and `supers` [rows][64] are its own
 template <class Tile, Codes kCodes, Offset kOffset, bool kFactors>
 inline void run_form(const GemmBlock& block) {
-  constexpr bool kUnpacks = kCodes == Codes::unpacked;  // which is one more pass over a block
+  constexpr bool kUnpacks = kCodes == Codes::unpacked;  // this costs one more pass over a block
   constexpr bool kSigned = kUnpacks && kOffset == Offset::middle && Tile::kSigned;
   constexpr int64_t kWeightBytes = kCodes == Codes::packed ? kQuadBytes / 2 : kQuadBytes;
   constexpr int64_t kQuadsPerFetch = kCodes == Codes::packed ? 2 : 1;

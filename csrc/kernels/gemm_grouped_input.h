@@ -1,5 +1,5 @@
-// Rows of the input as the matrix products with grouped weights read them: 8-bit codes, one scale per row and group of
-// the weight (with factors: super-group), and what takes the weight's zeros or minima off a sum.
+// Rows of the input in the form of the matrix products with grouped weights: 8-bit codes, one scale per row and group
+// of the weight (with factors: super-group), and numbers for the weight's zeros or minima.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t kPaddedRows = 16;  // tiles read whole tiles
 
-// What a weight's form asks of a sum: a zero in the middle of the codes, a zero per group, or a minimum per group.
+// The correction of a sum for a weight's form: a zero in the middle of the codes, a zero per group, or a minimum per
+// group.
 enum class Offset { middle, zeros, minima };
 
 inline Offset offset_of(const GroupedForm& form) {
@@ -19,16 +20,16 @@ inline Offset offset_of(const GroupedForm& form) {
   return form.offsets == GroupNumbers::u8 ? Offset::zeros : Offset::minima;
 }
 
-// The rows of x after prepare(). Beside the codes, numbers per row: the scale of each group or, where the weight has
-// factors, of each super-group; and what the weight's offset is multiplied with. With s the sum of a group's codes that
-// is, of each group, middle * s (an integer), -s, or -scale * s; with factors -s, as integers of 16 bits, those of two
-// groups of a super-group together, which is what one vpdpwssd takes.
+// The rows of x after prepare(). A row has codes and two kinds of numbers: scales, one per group (with factors: per
+// super-group), and factors for the weight's offsets. With s the sum of a group's codes, the factor of each group is
+// middle * s (an integer), -s, or -scale * s. With factors in the weight it is -s as a 16-bit integer, in pairs of two
+// groups of a super-group, which is the form of vpdpwssd.
 struct QuantizedRows {
   int64_t stride;  // an odd number of cache lines, so that rows fall into different cache sets
   int64_t num_groups;
   int64_t scale_groups, num_scales;  // groups that share a scale
   int64_t sums_per_scale;            // numbers for the offsets beside each scale
-  int64_t number_pitch;  // numbers of rows lie together; from one group to the next it is an odd number of cache lines
+  int64_t number_pitch;  // numbers from one group to the next, an odd number of cache lines; rows lie together
   int8_t* codes;
   float* scales;
   float* offset_factors;
@@ -61,7 +62,7 @@ struct QuantizedRows {
 
 inline int64_t grouped_input_bytes(const GemmArgs& args) { return QuantizedRows(args, nullptr).bytes(args.m); }
 
-// Some elements of a row. Past the last there are zeros.
+// Some elements of a row, with zeros after the last.
 template <class T>
 struct Elements {
   const T* x;
@@ -72,8 +73,8 @@ struct Elements {
   }
 };
 
-// What brings elements to codes in [-127, 127] and back. With an element that is not finite the scale is NaN, so that
-// the whole row of the output says so, and codes are zeros.
+// The conversion of elements to codes in [-127, 127] and back. With an element that is not finite the scale is NaN, so
+// that the whole row of the output is NaN, and codes are zeros.
 struct InputScale {
   float scale;
   F32 inverse;

@@ -1,6 +1,6 @@
-// The numbers of groups, which every form of a grouped weight stores in its own way, brought to floats, and the step
-// from the exact integer sums of a group to its share of the float sums. Factors stay integers: sums are exact over a
-// super-group, and then take that step.
+// The numbers of groups, converted from the storage of each form of a grouped weight to floats, and the step from the
+// exact integer sums of a group to the float sums. Factors stay integers: sums are exact over a super-group, and then
+// this step follows.
 #pragma once
 
 #include "gemm_grouped_input.h"
@@ -18,12 +18,12 @@ inline F32 load(const uint8_t* p) {
 }
 #endif
 
-// Of one group and the columns of a panel.
+// Numbers of one group and the columns of a panel.
 struct DecodedGroup {
   alignas(64) float scales[kPanelWidth];
   float offsets[kPanelWidth];
 
-  // For codes that come as multiples of themselves.
+  // For codes that are stored as multiples.
   void divide_codes(float by, Offset offset) {
     for (int64_t c = 0; c < kPanelWidth; c += F32::kWidth) {
       store(scales + c, load(scales + c) * broadcast(1 / by));
@@ -34,7 +34,7 @@ struct DecodedGroup {
 
 constexpr int64_t kDecodedFloats = sizeof(DecodedGroup) / sizeof(float);
 
-// Of `count` groups, `group_bytes` apart, one kind to floats; `to` is [groups][kDecodedFloats].
+// Converts one kind of numbers of `count` groups, `group_bytes` apart, to floats; `to` is [groups][kDecodedFloats].
 template <class T>
 inline void decode_numbers(const char* numbers, int64_t group_bytes, int64_t count, float* to) {
   for (int64_t group = 0; group < count; ++group, numbers += group_bytes, to += kDecodedFloats) {
@@ -65,7 +65,7 @@ inline void decode_groups(const GroupedForm& form, const GroupedLayout& layout, 
   decode_numbers(form.offsets, numbers + layout.scale_bytes, layout.group_bytes, end - begin, to->offsets);
 }
 
-// As many integer sums as F32 has lanes.
+// A vector of integer sums with the lanes of F32.
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 using I32 = __m512i;
 inline I32 load_i32(const void* p) { return _mm512_loadu_si512(p); }
@@ -117,7 +117,7 @@ inline F32 to_float(I32 x) { return {__builtin_convertvector(x, Vector4f)}; }
 #endif
 inline I32 zero_i32() { return broadcast_i32(0); }
 
-// What a row of the input has for a group of the weight, see QuantizedRows.
+// The numbers of an input row for a group of the weight, see QuantizedRows.
 struct RowNumbers {
   F32 scale, offset_factor;
   int32_t zero_sum;
@@ -128,8 +128,8 @@ struct RowNumbers {
         zero_sum(input.zero_sums[at]) {}
 };
 
-// The float sums of a row with one more group: `sums` are its codes times those of the weight, `scales` and `offsets`
-// the group's. kSigned: the codes of the weight had a sign, so that no share of the zero is in the sums.
+// The float sums of a row with one more group. `sums` are its codes times the codes of the weight; `scales` and
+// `offsets` belong to the group. kSigned: the codes of the weight had a sign, so the sums contain no part for the zero.
 template <Offset kOffset, bool kSigned>
 inline F32 add_group(F32 total, I32 sums, const RowNumbers& row, F32 scales, F32 offsets) {
   if constexpr (kOffset == Offset::middle && !kSigned) sums = subtract(sums, row.zero_sum);
@@ -140,7 +140,7 @@ inline F32 add_group(F32 total, I32 sums, const RowNumbers& row, F32 scales, F32
   return total;
 }
 
-// Factors and halves of a panel where they are stored, from the first group of a super-group on.
+// Factors and halves of a panel in packed memory, from the first group of a super-group on.
 struct FactorNumbers {
   const int8_t* factors;  // of a group: the scales' [64], then the minima's [64]
   const f16* halves;      // of a super-group, likewise
@@ -158,15 +158,14 @@ struct FactorNumbers {
   }
 };
 
-// The integer sums of a super-group with one more group, exact as they all are.
+// The integer sums of a super-group with one more group, exact like all of them.
 template <Offset kOffset, bool kSigned>
 inline I32 add_factor_group(I32 super, I32 sums, int32_t zero_sum, I32 factors) {
   if constexpr (kOffset == Offset::middle && !kSigned) sums = subtract(sums, zero_sum);
   return add(super, multiply(sums, factors));
 }
 
-// The factors of the minima of a super-group's groups, two and two as 16-bit integers, in as many columns as I32 has
-// lanes.
+// The factors of the minima of a super-group's groups, in pairs of 16-bit integers, for one vector of columns.
 struct MinimumPairs {
   int64_t count;
   I32 factors[kMaxSuperElements / 16 / 2];
@@ -178,7 +177,7 @@ struct MinimumPairs {
           join_pairs(load_factors(from), g + 1 < num_groups ? load_factors(from + numbers.group_bytes) : zero_i32());
   }
 
-  // The integer sum of the minima; `sums` are a row's, see QuantizedRows.
+  // The integer sum of the minima; `sums` belong to a row, see QuantizedRows.
   I32 times(const int16_t* sums, int64_t number_pitch) const {
     I32 total = zero_i32();
     for (int64_t pair = 0; pair < count; ++pair, sums += 2 * number_pitch) {
@@ -190,7 +189,7 @@ struct MinimumPairs {
   }
 };
 
-// The float sums of a row with one more super-group. Its integer sums are below 2^31 and rounded here, once.
+// The float sums of a row with one more super-group. Its integer sums are below 2^31 and are rounded here, once.
 template <Offset kOffset>
 inline F32 add_super(F32 total, I32 sums, I32 minima, F32 row_scale, F32 scales, F32 minimum_scales) {
   F32 sum = to_float(sums) * scales;

@@ -1,11 +1,11 @@
 // Whole groups of a panel on VNNI: up to 6 rows x 64 columns, integer sums in 24 registers, float sums in L1.
 //
-// Assembly, because the registers are the point: g++ 12 spills or copies 24 accumulators as soon as their float form is
+// This is assembly to control the registers: g++ 12 spills or copies 24 accumulators as soon as their float form is
 // needed too, and the sums then go through memory once more. On Zen 5 the unpacking of 4-bit codes and the conversion
-// to float run beside two dot products a cycle; what a group costs is a multiplication and a multiply-add per vector
-// (two with zeros or minima), and some of the cycles in which vectors are stored.
+// to float run beside two dot products a cycle. A group costs a multiplication and a multiply-add per vector (two with
+// zeros or minima), and some of the cycles that store vectors.
 //
-// The next block is fetched into L1, not into L2 only: 1.05 to 1.15 times as fast at 1 to 8 rows, the same at 32.
+// The next block is fetched into L1, not only into L2: 1.05 to 1.15 times as fast at 1 to 8 rows, the same at 32.
 //
 // Registers: zmm0..3 weights, then scales; zmm4 a quad of the input, then the scale of a row; zmm5 products of scales;
 // zmm6 a row's factor of the offsets; zmm7 a mask of the low halves; zmm8..31 the sums, row r from 8 + 4 r on.
@@ -18,11 +18,11 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// What the assembly takes from memory, because there are not registers enough.
+// Operands that the assembly reads from memory, because there are not enough registers.
 struct GroupTile {
   int64_t num_groups;    // counts down
   int64_t steps;         // of 256 bytes of weights in a group
-  int64_t number_pitch;  // bytes from the numbers of rows for one group to those for the next
+  int64_t number_pitch;  // bytes between the numbers of rows for consecutive groups
   int64_t lines;         // fetched ahead in each step, 0 to 4
   int64_t line_bytes;    // the same
   int64_t low_halves = 0x0f0f0f0f;
@@ -30,8 +30,8 @@ struct GroupTile {
 
 // clang-format off
 
-// F(row, where its quads lie, its four sums, argument) for each row. The assembler leaves out rows that a tile does not
-// have: one text for every height.
+// F(row, place of its quads, its four sums, argument) for each row. The assembler leaves out rows that a tile does not
+// have, so one text serves every height.
 #define QUIRE_ROWS(F, argument)                           \
   F(0, "(%[x])", 8, 9, 10, 11, argument)                  \
   F(1, "(%[x], %[stride])", 12, 13, 14, 15, argument)     \
@@ -93,8 +93,8 @@ struct GroupTile {
 
 // clang-format on
 
-// run.totals[kRows][64] += the groups of the run, with the bits of add_group(). prefetch.fetch() once per 256 bytes of
-// weights.
+// Adds the groups of the run to run.totals[kRows][64], with the bits of add_group(). Calls prefetch.fetch() once per
+// 256 bytes of weights.
 template <int kRows, bool kPacked, Offset kOffset>
 void add_groups_vnni(const GroupRun& run, Prefetch& prefetch) {
   static_assert(sizeof(DecodedGroup) == 512 && offsetof(DecodedGroup, offsets) == 256);

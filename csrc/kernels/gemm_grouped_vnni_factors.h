@@ -1,12 +1,13 @@
-// Whole super-groups of a panel on VNNI, where the weight has factors: 6 rows x 32 columns or 3 rows x 64, with the
-// integer sums of the group and of the super-group in 12 registers each. Only the latter become float, in L1.
+// Whole super-groups of a panel on VNNI, if the weight has factors: 6 rows x 32 columns or 3 rows x 64, with the
+// integer sums of the group and of the super-group in 12 registers each. Only sums of the super-group become float, in
+// L1.
 //
-// Assembly for the reason of gemm_grouped_vnni.h, whose macros are used. A group costs a multiplication and an addition
-// per vector beside its dot products; minima cost half a dot product per group and vector.
+// Assembly for the reason given in gemm_grouped_vnni.h, with the macros from there. A group costs a multiplication and
+// an addition per vector beside its dot products; minima cost half a dot product per group and vector.
 //
-// Registers: zmm0..3 weights, then factors or halves; zmm4 of a row of the input: a quad, then sums or the scale; zmm5
-// factors of a second group; zmm7 a mask of the low halves; zmm8..19 the sums of a group, later those of the minima;
-// zmm20..31 those of the super-group.
+// Registers: zmm0..3 weights, then factors or halves; zmm4 for a row of the input: a quad, then sums or the scale; zmm5
+// factors of a second group; zmm7 a mask of the low halves; zmm8..19 the sums of a group, later the sums of the minima;
+// zmm20..31 the sums of the super-group.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +19,12 @@ namespace {
 
 constexpr int kMaxWideRows = 3;  // of a tile of 64 columns
 
-// What the assembly takes from memory, because there are not registers enough.
+// Operands that the assembly reads from memory, because there are not enough registers.
 struct SuperTile {
   int64_t num_supers;    // counts down
   int64_t super_groups;  // in each
   int64_t steps;         // of 256 bytes of weights in a group
-  int64_t number_pitch;  // bytes from the numbers of rows for one group to those for the next
+  int64_t number_pitch;  // bytes between the numbers of rows for consecutive groups
   int64_t lines;         // fetched ahead in each step, 0 to 4
   int64_t line_bytes;    // the same
   const f16* halves;     // of the columns
@@ -33,8 +34,8 @@ struct SuperTile {
 
 // clang-format off
 
-// F(row, where its quads lie, sums of the group, sums of the super-group, argument) for each row of a tile of four
-// vectors (wide) or two. The assembler leaves out what a tile does not have.
+// F(row, place of its quads, sums of the group, sums of the super-group, argument) for each row of a tile of four
+// vectors (wide) or two. The assembler leaves out rows and vectors that a tile does not have.
 #define QUIRE_FACTOR_ROWS(F, argument)                                                 \
   QUIRE_IF(wide)                                                                       \
   F(0, "(%[x])", 8, 9, 10, 11, 20, 21, 22, 23, argument)                               \
@@ -127,8 +128,8 @@ struct SuperTile {
 
 // clang-format on
 
-// run.totals[kRows][64] += the super-groups of the run, with the bits of add_super(), for all 64 columns (kWide) or 32
-// from `column` on. prefetch.fetch() once per 256 bytes of weights.
+// Adds the super-groups of the run to run.totals[kRows][64], with the bits of add_super(), for all 64 columns (kWide)
+// or for 32 columns from `column` on. Calls prefetch.fetch() once per 256 bytes of weights.
 template <int kRows, bool kWide, bool kPacked, Offset kOffset>
 void add_supers_vnni(const SuperRun& run, int64_t column, const Prefetch& prefetch) {
   static_assert(kOffset != Offset::zeros);
@@ -229,7 +230,7 @@ void add_supers_vnni(const SuperRun& run, int64_t column, const Prefetch& prefet
   // clang-format on
 }
 
-// All 64 columns of a tile, in as many passes as super_passes_vnni() says.
+// All 64 columns of a tile, in the number of passes from super_passes_vnni().
 inline int super_passes_vnni(int64_t rows) { return rows <= kMaxWideRows ? 1 : 2; }
 
 template <int kRows, bool kPacked, Offset kOffset>

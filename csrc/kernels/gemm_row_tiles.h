@@ -9,12 +9,12 @@ namespace {
 
 inline constexpr int kMaxRows = 6;  // with 4 vectors of 16 columns: 24 accumulators of the 32 AVX-512 registers
 
-// Bytes of a K block of weights, which is also how far ahead the next one is fetched. Sums of a tile go through scratch
-// between K blocks. With 16 KiB the second and later row tiles find it in L1: best of 8, 16, 32 and 64 (Zen 5; on
-// Emerald Rapids, without AMX, 32 was best of 32 and 128, and 16 was not tried).
+// Bytes of a K block of weights, and the distance of the prefetch. Sums of a tile go through scratch between K blocks.
+// With 16 KiB the second and later row tiles find the block in L1: best of 8, 16, 32 and 64 (Zen 5; on Emerald Rapids
+// without AMX, 32 was best of 32 and 128, and 16 was not tried).
 inline constexpr int64_t kBlockBytes = 16 * 1024;
 
-// Rows of `input` are this many elements apart: whole steps of K, and an odd number of cache lines, so that rows fall
+// Distance between rows of `input` in elements: whole steps of K, and an odd number of cache lines, so that rows fall
 // into different cache sets.
 template <class A>
 inline int64_t input_stride(int64_t k) {

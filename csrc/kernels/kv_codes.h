@@ -1,8 +1,8 @@
 // Codes of a quantized KV cache: rows of float32 to codes, and codes to vectors, float32 or bfloat16.
 //
-// e4m3 and e5m2 have no scale: what is above their range becomes their largest number, infinities stay infinite where
-// there is an infinity and become NaN where there is none. int8 has one scale per row, its largest magnitude / 127. A
-// row that is not finite gets the scale NaN, so that reading it gives NaN.
+// e4m3 and e5m2 have no scale. Numbers above the range become the largest number. Infinities stay infinite in e5m2 and
+// become NaN in e4m3. int8 has one scale per row, its largest magnitude / 127. A row that is not finite gets the scale
+// NaN, so that reading it gives NaN.
 #pragma once
 
 #include <limits>
@@ -20,7 +20,7 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 inline F32 decode(__m128i x, int8_t) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x))}; }
 inline F32 decode(__m128i x, e5m2) { return {_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 8))}; }
-// As a f16 the bits mean 2^-8 of the number: its exponent has the bias 15, that of e4m3 7.
+// Read as an f16, the bits mean 2^-8 of the number, because the exponent bias is 15, but 7 in e4m3.
 inline F32 decode(__m128i x, e4m3) {
   const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(x), 7), _mm256_set1_epi16(~0x4000));
   const __m512 y = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
@@ -43,7 +43,7 @@ inline F32 load_n(const C* p, int n) {
 
 inline F32 decode(__m128i x, int8_t) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x))}; }
 inline F32 decode(__m128i x, e5m2) { return {_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(x), 8))}; }
-// As a f16 the bits mean 2^-8 of the number: its exponent has the bias 15, that of e4m3 7.
+// Read as an f16, the bits mean 2^-8 of the number, because the exponent bias is 15, but 7 in e4m3.
 inline F32 decode(__m128i x, e4m3) {
   const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(x), 7), _mm_set1_epi16(~0x4000));
   const __m256 y = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
@@ -80,11 +80,11 @@ inline __m512i to_bf16(__m256i x, int8_t, float scale) {
 
 // ---- float32 to codes ----
 
-// The bits of a float with kMantissa bits of mantissa and an exponent of that bias, to the nearest, ties to even.
+// The bits of the nearest float with kMantissa bits of mantissa and an exponent with this bias, ties to even.
 template <int kMantissa, int kBias>
 inline uint32_t small_float_bits(float x, float largest, uint32_t infinity, uint32_t nan) {
   constexpr int kShift = 23 - kMantissa;
-  // Adding it pushes what is below the smallest step out of the mantissa: for subnormal results.
+  // For subnormal results: the addition pushes bits below the smallest step out of the mantissa.
   constexpr float kMagic = std::bit_cast<float>(static_cast<uint32_t>(127 + kShift + 1 - kBias) << 23);
   const uint32_t bits = std::bit_cast<uint32_t>(x), exact = bits & 0x7fffffffu;
   const uint32_t limit = std::bit_cast<uint32_t>(largest), magnitude = exact < limit ? exact : limit;
@@ -107,21 +107,21 @@ inline void encode_row(const float* x, int dim, e5m2* out, float*, int64_t) {
     out[i].bits = static_cast<uint8_t>(small_float_bits<2, 15>(x[i], 57344.0f, 0x7c, 0x7e));
   }
 }
-// The scale goes to scales[row]. x is read in whole vectors: what follows its end must be zeros.
+// The scale goes to scales[row]. x is read in whole vectors, so zeros must follow its end.
 inline void encode_row(const float* x, int dim, int8_t* out, float* scales, int64_t row) {
   constexpr float kSmallestRow = 1e-30f;  // below it 127 / largest could overflow: codes are 0
   F32 magnitudes = zero(), zeros = zero();
   for (int i = 0; i < dim; i += F32::kWidth) {
     const F32 y = load(x + i);
     magnitudes = max(magnitudes, max(y, zero() - y));
-    zeros = fma(y, zero(), zeros);  // NaN for what is not finite
+    zeros = fma(y, zero(), zeros);  // NaN for values that are not finite
   }
   const float largest = reduce_max(magnitudes), nan_or_zero = reduce_add(zeros);
   const bool is_finite = nan_or_zero == 0.0f, is_used = is_finite && largest >= kSmallestRow;
   scales[row] = is_used ? largest / 127.0f : is_finite ? 0.0f : kNaN;
   const F32 inverse = broadcast(is_used ? 127.0f / largest : 0.0f);
   for (int i = 0; i < dim; i += F32::kWidth) {
-    // this order of operands makes a number of NaN
+    // this order of operands turns NaN into a number
     const F32 y = min(max(round(load(x + i) * inverse), broadcast(-127.0f)), broadcast(127.0f));
     if (i + F32::kWidth <= dim) {
       store(out + i, y);

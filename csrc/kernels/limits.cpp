@@ -94,7 +94,7 @@ int64_t multiply_bf16(int64_t rounds) {
 #endif
 }
 
-// 64 products of one vpdpbusd; without it, as many as 16-bit multiply-adds have.
+// 64 products of one vpdpbusd; without it, the products of 16-bit multiply-adds.
 int64_t multiply_int8(int64_t rounds) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
   run_chains(rounds, _mm512_set1_epi8(1), [](__m512i sum, __m512i x) { return _mm512_dpbusd_epi32(sum, x, x); });

@@ -13,7 +13,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int kLanes = F32::kWidth;
-// Elements under which waking other threads costs more than it saves (a few microseconds of work).
+// Number of elements below which waking other threads costs more than it saves (a few microseconds of work).
 constexpr int64_t kElementsPerTask = 16384;
 
 // Runs row(i) for every row, in tasks of at least kElementsPerTask elements.
@@ -44,8 +44,8 @@ inline void store_part(T* p, F32 x, int64_t left) {
   }
 }
 
-// 1 / sqrt(mean(x^2) + eps), where next(i, left) gives kLanes values from i on, zeros behind the end. Four sums hide
-// the latency of the addition; their order depends on dim alone.
+// 1 / sqrt(mean(x^2) + eps). next(i, left) gives kLanes values from i on, and zeros after the end. Four sums hide the
+// latency of the addition; their order depends only on dim.
 template <class Next>
 inline float inverse_rms(int64_t dim, float eps, const Next& next) {
   F32 sums[4] = {zero(), zero(), zero(), zero()};
@@ -101,7 +101,7 @@ void rms_norm(const RmsNormArgs& a) {
 }
 
 // Norm (weight not null) and rotation (cos_sin not null) of one head. write(i, x, left) takes kLanes elements from i
-// on, of which the first `left` belong there.
+// on; only the first `left` belong there.
 template <class T, class W, class Write>
 inline void rotate_head(const RopeCacheArgs& a, const T* head, const W* weight, float inverse_rms, const float* cos_sin,
                         const Write& write) {
@@ -121,8 +121,8 @@ inline void rotate_head(const RopeCacheArgs& a, const T* head, const W* weight, 
   for (int64_t i = 2 * half; i < a.head_dim; i += kLanes) write(i, normed(i, a.head_dim - i), a.head_dim - i);
 }
 
-// Calls run(h, head, its inverse RMS if it is `normed`) for all heads of a token. The norms of several heads are taken
-// first, side by side: each is a chain of slow instructions.
+// Calls run(h, head, inverse RMS of the head if `normed`) for all heads of a token. The norms of several heads are
+// computed first, side by side, because each is a chain of slow instructions.
 template <class T, class Run>
 inline void for_heads(const RopeCacheArgs& a, T* heads, int64_t stride, int64_t count, bool normed, const Run& run) {
   constexpr int64_t kTogether = 8;
@@ -138,7 +138,7 @@ inline void for_heads(const RopeCacheArgs& a, T* heads, int64_t stride, int64_t 
   }
 }
 
-// Writes a head to a row of a cache of codes, row `row` of its scales.
+// Writes a head to row `row` of a cache of codes, and to its scales.
 template <class T, class W, class C>
 void encode_head(const RopeCacheArgs& a, const T* head, const W* weight, float inverse_rms, const float* cos_sin, C* to,
                  float* scales, int64_t row) {

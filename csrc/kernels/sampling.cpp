@@ -1,8 +1,8 @@
-// Choice of the next token. A row is reduced to the maxima of its blocks in one pass; whatever lies under a threshold
-// is then skipped block by block. Thresholds are found by weighted selection, see sampling_threshold.h.
+// Choice of the next token. One pass reduces a row to the maxima of its blocks. Then blocks below a threshold are
+// skipped. Thresholds are found by weighted selection, see sampling_threshold.h.
 //
-// Probabilities are counted in whole units of 2^-44 of the largest one, so sums are exact: they do not depend on their
-// order, on threads or on which tokens were skipped, and "the smallest set whose mass is at least p" has one answer.
+// Probabilities are counted in whole units of 2^-44 of the largest one, so sums are exact: they do not depend on order,
+// threads or skipped tokens, and "the smallest set with a mass of at least p" has one answer.
 #include "quire/kernels/sampling.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kBlock = 256;                     // elements per maximum
 constexpr int64_t kRange = 32 * kBlock;             // elements per task when threads share a row
-constexpr int64_t kInsideStride = kRange + kLanes;  // what split() may overwrite for a range
+constexpr int64_t kInsideStride = kRange + kLanes;  // floats that split() may overwrite per range
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 struct Candidate {
@@ -45,7 +45,7 @@ class Row {
 
   float max() const { return max_; }
   bool has_nan() const { return has_nan_; }
-  // False when softmax is not defined: NaN or +infinity in the row, or nothing but -infinity.
+  // False if softmax is not defined: NaN or +infinity in the row, or only -infinity.
   bool has_softmax() const { return !has_nan_ && std::isfinite(max_); }
 
   int64_t first_maximum() const {
@@ -67,7 +67,7 @@ class Row {
       const uint64_t needed = needed_units(static_cast<double>(top_p), total);
       kept = threshold(units, {floor, max_}, needed, total);
       tied_units = units_of(units, kept.value);
-      num_tied = ceil_div(needed - kept.above, tied_units);  // the lowest ids of those with this value
+      num_tied = ceil_div(needed - kept.above, tied_units);  // the lowest ids among tokens with this value
     }
     return draw(units, kept, num_tied, tied_units, uniform);
   }
@@ -110,7 +110,8 @@ class Row {
  private:
   int64_t num_ranges() const { return ceil_div(size_, kRange); }
 
-  // fn(range, begin, end) for each range of the row; threads share them unless the rows are dealt to threads already.
+  // Calls fn(range, begin, end) for each range of the row. Threads share the ranges, unless they share the rows
+  // already.
   template <class Fn>
   void for_ranges(const Fn& fn) const {
     parallel_for(static_cast<int>(num_ranges()),
@@ -130,7 +131,7 @@ class Row {
     return reduce_max(top);
   }
 
-  // The lowest logit whose probability is at least `ratio` times the largest one.
+  // The lowest logit with a probability of at least `ratio` times the largest one.
   float logit_at(float temperature, float ratio) const {
     const double exact =
         static_cast<double>(max_) + static_cast<double>(temperature) * std::log(static_cast<double>(ratio));
@@ -181,7 +182,7 @@ class Row {
     return std::accumulate(above_.begin(), above_.end(), uint64_t{0});
   }
 
-  // Copies what is inside to open_, returns how much that is.
+  // Copies the logits inside to open_, and returns their number.
   int64_t gather_inside() {
     open_.resize(size_ + kLanes);
     other_.resize(size_ + kLanes);
@@ -192,7 +193,8 @@ class Row {
     return end - open_.data();
   }
 
-  // The lowest block maximum such that the maxima from it up already have the weight needed; -infinity if none.
+  // The lowest block maximum for which the maxima from it up already have the needed weight; -infinity if there is
+  // none.
   template <class Weight>
   float bound_by_maxima(const Weight& weight, Interval bounds, uint64_t needed) {
     const auto blocks = static_cast<int64_t>(block_max_.size());
@@ -209,7 +211,7 @@ class Row {
     }
   }
 
-  // The highest logit with a weight of at least `needed` at or above it, when the logits in `bounds` weigh `total`.
+  // The highest logit with a weight of at least `needed` at or above it, if the logits in `bounds` weigh `total`.
   template <class Weight>
   Threshold threshold(const Weight& weight, Interval bounds, uint64_t needed, uint64_t total) {
     const float bound = bound_by_maxima(weight, bounds, needed);
@@ -228,11 +230,11 @@ class Row {
     }
   }
 
-  // -FLT_MAX when fewer than k logits are finite.
+  // -FLT_MAX if fewer than k logits are finite.
   float kth_largest(int64_t k) {
     const auto needed = static_cast<uint64_t>(k);
     const auto blocks = static_cast<int64_t>(block_max_.size());
-    // Where the maxima bound the threshold the total does not matter.
+    // If the maxima bound the threshold, the total does not matter.
     const bool is_bounded = weight_above(Ones(), block_max_.data(), blocks, -kInfinity) >= needed;
     const auto num_finite = static_cast<uint64_t>(is_bounded ? size_ : count_above(-kInfinity));
     if (num_finite <= needed) return -FLT_MAX;
@@ -262,10 +264,11 @@ class Row {
     return std::clamp<uint64_t>(needed, 1, total);
   }
 
-  // Inverse CDF over the tokens with logits above kept.value, `kept.above` units, and the first num_tied with that one.
+  // Inverse CDF over the tokens with logits above kept.value, which weigh `kept.above` units, and the first num_tied
+  // tokens with that logit.
   int64_t draw(const Units& units, Threshold kept, uint64_t num_tied, uint64_t tied_units, double uniform) const {
     uint64_t target = scaled(uniform, kept.above + num_tied * tied_units);
-    // True if the target lies in these values with `more` units; if not, steps over them.
+    // True if the target lies in these values with `more` units; if not, the search steps over them.
     const auto is_in = [&](const float* values, int64_t n, uint64_t more) {
       const uint64_t tied = num_tied == 0 ? 0 : std::min(num_tied, count_equal(values, n, kept.value));
       const uint64_t mass = more + weight_above(units, values, n, kept.value) + tied * tied_units;
@@ -299,7 +302,8 @@ class Row {
   std::vector<Candidate> candidates_;
 };
 
-// fn(row index, row) for each row: a thread per row, or all threads for one row after the other when rows are few.
+// Calls fn(row index, row) for each row: one thread per row, or all threads for one row after the other if rows are
+// few.
 template <class Fn>
 void for_rows(const Logits& a, const Fn& fn) {
   const auto run = [&](int64_t r) {

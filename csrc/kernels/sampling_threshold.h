@@ -1,8 +1,8 @@
-// Weighted selection: the value above which a set of logits holds a given weight, without sorting the set.
+// Weighted selection: the value above which a set of logits has a given weight, without sorting the set.
 //
-// A small sorted sample says where that value should lie. One pass sums what is above that bracket and moves what is
-// inside it to a buffer; the buffer, a tenth of the set, is then narrowed in the same way until it is worth sorting.
-// A sample that guessed wrong costs another pass, never the result, which is exact.
+// A small sorted sample gives a bracket for this value. One pass sums the weights above the bracket and moves values
+// inside it to a buffer. The buffer, a tenth of the set, is narrowed in the same way until it is small enough to sort.
+// A bad sample costs another pass, but the result is always exact.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,7 @@ inline uint32_t order_key(float x) {
 
 inline float value_of_key(uint32_t key) { return std::bit_cast<float>(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 
-// Lane by lane the whole part of non-negative floats, summed.
+// The sum over lanes of the whole part of non-negative floats.
 class WholeSum {
  public:
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
@@ -82,7 +82,7 @@ class WholeSum {
 #endif
 };
 
-// Weight of a logit: its probability in units. Sums are exact, whatever their order.
+// Weight of a logit: its probability in units. Sums are exact in any order.
 struct Units {
   F32 top, scale;  // the row's maximum, 1 / temperature
 
@@ -135,15 +135,15 @@ struct Interval {
   float low, high;
 };
 
-// Sums the weight of the values above the interval and appends those inside it to `inside`, where kLanes more floats
-// than come in must be writable. Returns the new end of `inside`.
+// Sums the weight of the values above the interval, and appends values inside it to `inside`, which must have room for
+// kLanes more floats than these. Returns the new end of `inside`.
 template <class Weight>
 inline float* split(const Weight& weight, const float* values, int64_t n, Interval interval,
                     typename Weight::Sum& above, float* inside) {
   constexpr int64_t kChunk = 256;
   const F32 low = broadcast(interval.low), high = broadcast(interval.high);
   for (; n > 0; n -= kChunk, values += kChunk) {
-    // Weights cost most: they are computed of what is not below only, side by side.
+    // Weights cost most, so they are computed only for values that are not below, side by side.
     float kept[kChunk + kLanes];
     float* kept_end = kept;
     for (int64_t i = 0; i < std::min(n, kChunk); i += kLanes) {
@@ -163,8 +163,8 @@ inline float* split(const Weight& weight, const float* values, int64_t n, Interv
 constexpr int64_t kSample = 256;  // at most
 constexpr int64_t kSorted = 64;   // this many values are sorted
 
-// Where the value lies that has `below` of the weight of the n values under it: between two values of a sample, three
-// standard deviations to either side, or at one value of it. Looks only at values in `bounds`.
+// An interval for the value that has `below` of the weight of the n values under it: between two values of a sample,
+// three standard deviations to either side, or one value of the sample. Only values in `bounds` count.
 template <class Weight>
 inline Interval estimate(const Weight& weight, const float* values, int64_t n, Interval bounds, uint64_t below,
                          bool is_point) {
@@ -201,14 +201,15 @@ struct Threshold {
   uint64_t above;  // weight of everything higher than value
 };
 
-// The highest value with a weight of at least `needed` at or above it. `above` is the weight higher than all values;
-// the answer is among the values, all of which are in `bounds`. Changes both vectors; they hold kLanes spare floats.
+// The highest value with a weight of at least `needed` at or above it. `above` is the weight higher than all values.
+// The answer is among the values, and all of them are in `bounds`. Both vectors are changed; they need kLanes spare
+// floats.
 template <class Weight>
 inline Threshold find_threshold(const Weight& weight, std::vector<float>& values, std::vector<float>& scratch,
                                 int64_t n, Interval bounds, uint64_t above, uint64_t needed) {
   uint64_t total = weight_above(weight, values.data(), n, -kInfinity);
   int stalled = 0;           // passes in a row that kept more than half: many values are equal
-  bool has_outside = false;  // values hold more than bounds
+  bool has_outside = false;  // some values are outside bounds
   while (n > kSorted && (has_outside || bounds.low < bounds.high)) {
     Interval guess = bounds;
     if (!has_outside && stalled < 2) {

@@ -22,7 +22,7 @@ _PUBLIC = {
     "TokensPrompt": "quire.frontend.prompts",
     "PromptType": "quire.frontend.prompts",
 }
-# vLLM's names for the same things, so that a script runs after changing the import. New code uses the right-hand names.
+# vLLM's names, so that a script runs with a changed import. New code uses the right-hand names.
 _ALIASES = {"EngineArgs": "EngineConfig", "AsyncEngineArgs": "EngineConfig", "AsyncLLMEngine": "AsyncLLM"}
 
 __all__ = ["__version__", *_PUBLIC, *_ALIASES]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.compat.names import nearest
+from quire.compat.speculation import speculative_config_of
 from quire.compat.table import FOREIGN, settle
 from quire.errors import ConfigError
 from quire.formats.kv_format import KV_CACHE_DTYPES
@@ -256,11 +257,32 @@ class EngineConfig:
     kv_cache_metrics: bool = option(False, "Histograms of how long KV blocks keep their content, in /metrics.")
     kv_cache_metrics_sample: float = option(0.01, "Share of the KV blocks that these histograms follow, in (0, 1].")
     tensor_parallel_size: int = option(1, "Devices per replica; 1 in this version.", flags=("-tp",))
-    speculative_config: SpeculativeConfig | None = None
+    speculative_config: SpeculativeConfig | None = option(
+        None,
+        "JSON object of speculative decoding: method (ngram, suffix, draft_model, eagle3, mtp), model, "
+        "num_speculative_tokens, and vLLM's other keys.",
+        flags=("-sc",),
+        type="json",
+    )
+    spec_method: str | None = option(None, "The key method of --speculative-config.")
+    spec_model: str | None = option(None, "Its key model: folder or hub id of the drafter; or ngram.")
+    spec_tokens: int | None = option(
+        None,
+        "Its key num_speculative_tokens: most drafts of a request in a step.",
+        live=True,
+        limits="tokens that are drafted for a request in a step",
+    )
+    per_request_spec_decode_metrics: str = option(
+        "none",
+        "Answers say in metrics.speculative_decoding what became of their drafts: none, summary, or detailed with "
+        "a number per step.",
+        choices=("none", "summary", "detailed"),
+    )
     sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
 
     def __post_init__(self) -> None:
         normalise(self)
+        _take_speculation(self)
         check_types(self)
         check_choices(self)
         _take_slo(self)
@@ -453,7 +475,61 @@ def _take_slo(config: EngineConfig) -> None:
     config.sources.pop("slo", None)
 
 
+def max_draft(config: EngineConfig) -> int:
+    """Tokens of the longest draft; 0: nothing drafts."""
+    return 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
+
+
+_KEYS_OF_SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+
+
+def _take_speculation(config: EngineConfig) -> None:
+    """Make one SpeculativeConfig of an object of keys, and of the settings that are a key each."""
+    given = config.speculative_config
+    parts = {name: value for name in _KEYS_OF_SPECULATION if (value := getattr(config, name)) is not None}
+    if isinstance(given, SpeculativeConfig) and not parts:
+        return
+    names = ["speculative_config"] * (given is not None) + [*parts]
+    if not names:
+        return
+    if given is not None and not isinstance(given, dict):
+        whole = isinstance(given, SpeculativeConfig)
+        raise ConfigError(
+            "speculative_config is given whole and in parts" if whole else "speculative_config has the wrong type",
+            value=[*parts] if whole else given,
+            expected=None if whole else 'an object such as {"method": "ngram"}',
+            fix=f"Leave {', '.join(parts)} out" if whole else None,
+            param="speculative_config",
+        )
+    keys: dict[str, Any] = dict(given or {})
+    for name, value in parts.items():
+        if keys.setdefault(_KEYS_OF_SPECULATION[name], value) != value:
+            raise ConfigError(
+                f"{name} and speculative_config say different things",
+                value=[value, keys[_KEYS_OF_SPECULATION[name]]],
+                fix="Leave one of the two out",
+                param=name,
+            )
+    try:
+        made = speculative_config_of(keys) if keys else None
+    except ConfigError as error:
+        error.param = names[0]
+        raise
+    object.__setattr__(config, "speculative_config", made)
+    config.sources["speculative_config"] = config.sources.get(names[0], "argument") if keys else "default"
+    for name in parts:
+        object.__setattr__(config, name, None)
+        config.sources.pop(name, None)
+
+
 def _check_engine(config: EngineConfig) -> None:
+    if config.per_request_spec_decode_metrics != "none" and config.speculative_config is None:
+        raise ConfigError(
+            "There are no drafts whose metrics could be reported",
+            value=config.per_request_spec_decode_metrics,
+            fix="Give --speculative-config too, or leave --per-request-spec-decode-metrics out",
+            param="per_request_spec_decode_metrics",
+        )
     if config.trust_remote_code:
         raise ConfigError(
             "trust_remote_code is set, and Quire never runs code from a model repository",

@@ -1,4 +1,4 @@
-"""Every environment variable Quire reads: type, default, meaning. Read at call time, so that tests can set them."""
+"""Every environment variable of Quire: type, default, meaning. They are read at each call, so tests can set them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _log_format(text: str) -> str:
 
 @dataclass(frozen=True)
 class Variable(Generic[T]):
-    """One environment variable: `get()` parses the current value or gives the default."""
+    """One environment variable: `get()` parses the present value or returns the default."""
 
     name: str
     default: T
@@ -52,7 +52,7 @@ class Variable(Generic[T]):
 
 
 def for_children() -> dict[str, str]:
-    """The environment of the engine's and the render processes: this one's without the key, which they do not need."""
+    """The environment for engine and render processes: this one without the API key, which they do not need."""
     return {name: value for name, value in os.environ.items() if name != API_KEY.name}
 
 

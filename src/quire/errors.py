@@ -1,4 +1,4 @@
-"""Exceptions of Quire: code, HTTP status, what happened, the value seen, what is expected and how to fix it."""
+"""Exceptions of Quire. Each has a code, an HTTP status, the event, the value, the expected value and the fix."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 
 def printable(text: str) -> str:
-    """A text that neither moves a terminal's cursor nor colours it: what is no character of a line is spelled out.
+    """A text that cannot move a terminal's cursor or change its colour: control characters are spelled out.
 
-    That is control characters, those that turn the direction of text among them, but not the ends of lines.
+    Characters that turn the direction of text are spelled out too. Line ends stay.
     """
     if text.isprintable():
         return text
@@ -17,14 +17,14 @@ def printable(text: str) -> str:
 
 
 class QuireError(Exception):
-    """Base of every error a user can cause or must act on.
+    """The base of every error that a user can cause or must act on.
 
     Args:
         what: one sentence that says what happened.
-        value: the offending value, shown shortened.
-        expected: what would have been accepted.
-        fix: what to do.
-        param: name of the request field or flag the error is about.
+        value: the wrong value; a long one is shortened.
+        expected: a value that would be accepted.
+        fix: advice.
+        param: name of the request field or flag.
     """
 
     code: ClassVar[str] = "internal_error"
@@ -44,7 +44,7 @@ class QuireError(Exception):
         super().__init__(self.message)
 
     def rename(self, param: str, given: str) -> None:
-        """Speak of the field `param` by the name under which it was given."""
+        """Call the field `param` by the name that the user gave."""
 
         def renamed(text: str) -> str:
             return re.sub(rf"\b{param}\b", given, text)
@@ -95,7 +95,7 @@ class QueueFullError(QuireError):
     """The waiting queue is at its limit."""
 
     code, status = "queue_full", 429
-    retry_after_seconds: int | None = None  # when there should be room again, where that is known
+    retry_after_seconds: int | None = None  # the expected time until there is room; None: not known
 
 
 class TargetMissedError(QueueFullError):
@@ -111,31 +111,31 @@ class EngineDeadError(QuireError):
 
 
 class EngineRestartedError(EngineDeadError):
-    """The engine ended under a request that could not be sent to the next one; others are served again soon."""
+    """The engine ended during a request that cannot be retried. A new engine will serve other requests soon."""
 
     code = "engine_restarted"
 
 
 class ShuttingDownError(EngineDeadError):
-    """The server was told to stop: it takes no new request, and ended this one if it still ran."""
+    """The server is stopping: it takes no new request, and it ended this one if it was running."""
 
     code = "shutting_down"
 
 
 class OutOfMemoryError(QuireError):
-    """A step could not allocate what it needed, and this request was ended so that the others go on."""
+    """A step could not allocate its memory. This request was ended so that the others continue."""
 
     code, status = "out_of_memory", 503
 
 
 class RendererLostError(QuireError):
-    """The process that renders chats ended or stood still, for no reason of the request's, and so did the next one."""
+    """The process that renders chats failed, and so did the next one. The request is not the reason."""
 
     code, status = "renderer_lost", 503
 
 
 class NotReadyError(QuireError):
-    """The engine is still starting, or starting again."""
+    """The engine is starting for the first time or again."""
 
     code, status = "not_ready", 503
 
@@ -159,6 +159,6 @@ class WeightsError(ConfigError):
 
 
 class MemoryPlanError(ConfigError):
-    """Weights, KV cache and reserve do not fit into the memory allowed."""
+    """Weights, KV cache and reserve do not fit into the allowed memory."""
 
     code = "out_of_memory_plan"

@@ -1,6 +1,6 @@
-"""Type and range checks of a request's fields: each raises an InvalidRequestError that names the field.
+"""Type and range checks of a request's fields. Each raises an InvalidRequestError with the name of the field.
 
-What a stranger sent is only compared and shortened here: its repr may be endless.
+Foreign values are only compared and shortened here, because their repr may be endless.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from quire.errors import InvalidRequestError
 
-MAX_SHOWN_IDS: Final = 16  # of the wrong ones an error names
-ABOVE_ZERO: Final = math.ulp(0.0)  # the smallest positive float: a closed lower bound that means "greater than 0"
+MAX_SHOWN_IDS: Final = 16  # an error names this number of wrong ids
+ABOVE_ZERO: Final = math.ulp(0.0)  # the smallest positive float, as a lower bound that means "greater than 0"
 
 
 def plain_int(value: Any) -> Any:
@@ -33,7 +33,7 @@ def plain_float(value: Any) -> Any:
 
 
 def plain_list(value: Any, max_count: int) -> Any:
-    """Sequences and sets as a list in which each item occurs once, integers as int. Above `max_count` only a list."""
+    """A sequence or set as a list without duplicates, with integers as int. Above `max_count`: as a plain list."""
     if not isinstance(value, (list, tuple, set, frozenset, range)):
         return value
     if len(value) > max_count:
@@ -43,7 +43,7 @@ def plain_list(value: Any, max_count: int) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """The value if its text is short and safe to make; None leaves it out of the message."""
+    """The value if its text is short and safe; None leaves it out of the message."""
     if type(value) is int:
         return value if value.bit_length() <= 128 else "an integer of more than 128 bits"
     if type(value) is str:
@@ -62,7 +62,7 @@ def check_type(name: str, value: Any, kind: type, expected: str) -> None:
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> None:
-    """An int, not a bool, in [low, high]."""
+    """Check for an int, not a bool, in [low, high]."""
     expected = f"an integer in [{low}, {high}]"
     if type(value) is not int:
         raise _wrong_type(name, value, expected)
@@ -71,7 +71,7 @@ def check_int(name: str, value: Any, low: int, high: int) -> None:
 
 
 def check_float(name: str, value: Any, low: float, high: float) -> None:
-    """A finite number in [low, high]; with low = ABOVE_ZERO in ]0, high]."""
+    """Check for a finite number in [low, high]; with low = ABOVE_ZERO in ]0, high]."""
     expected = f"a finite number in {'(0' if low == ABOVE_ZERO else f'[{low:g}'}, {high:g}]"
     if type(value) not in (int, float):
         raise _wrong_type(name, value, expected)
@@ -85,7 +85,7 @@ def check_count(name: str, count: int, limit: int) -> None:
 
 
 def check_strings(name: str, values: Any, max_count: int, max_bytes: int) -> None:
-    """A list of at most `max_count` strings of 1 to `max_bytes` bytes of UTF-8."""
+    """Check for a list of at most `max_count` strings of 1 to `max_bytes` bytes of UTF-8."""
     check_type(name, values, list, "a list of strings")
     check_count(name, len(values), max_count)
     for value in values:
@@ -94,7 +94,7 @@ def check_strings(name: str, values: Any, max_count: int, max_bytes: int) -> Non
             raise InvalidRequestError(f"{name} contains an empty string", fix="Remove it", param=name)
         try:
             num_bytes = len(value.encode())
-        except UnicodeEncodeError:  # a lone surrogate, which JSON can spell
+        except UnicodeEncodeError:  # a lone surrogate; JSON can contain one
             raise InvalidRequestError(f"{name} contains a string that is not valid Unicode", param=name) from None
         if num_bytes > max_bytes:
             raise InvalidRequestError(
@@ -106,7 +106,7 @@ def check_strings(name: str, values: Any, max_count: int, max_bytes: int) -> Non
 
 
 def check_token_ids(name: str, ids: Any, max_count: int, vocab_size: int | None) -> None:
-    """A list of at most `max_count` integers in [0, vocab_size); None: of any that are not negative."""
+    """Check for a list of at most `max_count` integers in [0, vocab_size). None: there is no upper bound."""
     check_type(name, ids, list, "a list of token ids")
     check_count(name, len(ids), max_count)
     high = math.inf if vocab_size is None else vocab_size - 1

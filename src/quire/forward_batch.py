@@ -1,4 +1,4 @@
-"""Every tensor a layer may read in one forward pass. Passed down the model, never global.
+"""Every tensor that a layer may read in one forward pass. It is passed down the model and never global.
 
 Dimensions: T tokens of this step, S sequences of this step, M blocks in the longest table,
 B blocks, G kv heads, P block size, E head dim, C rows a worker holds, N block tables of a sequence.
@@ -19,38 +19,38 @@ class LayerCache:
     """KV cache of one layer: both tensors [num_blocks, num_kv_heads, block_size, head_dim], contiguous in a block.
 
     They hold the model's dtype or codes of 8 bits (float8_e4m3fn, float8_e5m2, int8). int8 codes have a float32 scale
-    per token and KV head beside them, in the same blocks: [num_blocks, num_kv_heads, block_size]. Between two blocks of
-    a layer lie those of other layers.
+    per token and KV head, in the same blocks: [num_blocks, num_kv_heads, block_size]. Blocks of other layers lie
+    between the blocks of a layer.
     """
 
     k_BGPE: Tensor
     v_BGPE: Tensor
     k_scales_BGP: Tensor | None = None
     v_scales_BGP: Tensor | None = None
-    table: int = 0  # which of ForwardBatch.tables says where its blocks are
+    table: int = 0  # index in ForwardBatch.tables of the table with its blocks
     compiled: Any = field(default=None, init=False, repr=False, compare=False)
-    """As the kernels of a CPU take it: they make it at their first call, of these very tensors."""
+    """The CPU kernels' form of this cache. They make it at their first call."""
 
     def tensors(self) -> list[Tensor]:
-        """All memory of the layer; the first dimension of each is the block."""
+        """All tensors of the layer. The first dimension of each is the block."""
         tensors = (self.k_BGPE, self.v_BGPE, self.k_scales_BGP, self.v_scales_BGP)
         return [tensor for tensor in tensors if tensor is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """What the host knows of a step that a GPU computes: for backends that plan it there. Holds until the next step."""
+    """The host's view of a GPU step, for backends that plan the step on the host. It is valid until the next step."""
 
     rows_S: NDArray[np.int64]  # of block_tables
     query_lens_S: NDArray[np.int64]
     seq_lens_S: NDArray[np.int64]  # after this step
-    block_tables_NCM: NDArray[np.int32]  # each block table, of all rows
-    padded_rows: int | None  # of a captured step: those behind the step's own compute nothing
+    block_tables_NCM: NDArray[np.int32]  # every block table, with all rows
+    padded_rows: int | None  # number of rows of a captured step; the rows after the step's own compute nothing
 
 
 @dataclass(slots=True)
 class StepTable:
-    """Where the tokens of a step are in the cache of the layers that share a block table."""
+    """The places of a step's tokens in the cache, for the layers with one block table."""
 
     slot_mapping_T: Tensor  # int64: block_id * block_size + offset
     block_tables_SM: Tensor  # int32
@@ -65,12 +65,12 @@ class ForwardBatch:
     """
 
     token_ids_T: Tensor  # int64
-    positions_T: Tensor  # int64: rows of the rotary table; of long sequences under longrope, positions plus an offset
+    positions_T: Tensor  # int64: rows of the rotary table; long sequences under longrope add an offset to positions
     cu_seqlens_q_S1: Tensor  # int32, S + 1 prefix sums
     seq_lens_S: Tensor  # int32, KV length after this step
     tables: tuple[StepTable, ...]
     caches: list[LayerCache]  # one per layer
-    host: HostStep | None = None  # None: on CPU, and where the step has been prepared already
+    host: HostStep | None = None  # None: on CPU, or if the step was prepared already
 
     @property
     def num_tokens(self) -> int:

@@ -1,6 +1,6 @@
-"""What one layer of a model is: its attention, its feed-forward part, and what a cache keeps for it. No torch.
+"""The spec of one layer of a model: its attention, its feed-forward part, and its content of the cache. No torch.
 
-What a model costs is a sum over its layers. Dimensions: N out-features, K in-features.
+The costs of a model are sums over its layers. Dimensions: N out-features, K in-features.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ QkNorm = Literal["none", "head", "full"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Which rotation each position gets. layers/rope.py holds the formulas."""
+    """The rotation of each position. layers/rope.py has the formulas."""
 
     rotary_dim: int  # leading dimensions of a head that rotate
     theta: float = 10_000.0
     type: str = "default"  # one of hf_config.rope.ROPE_TYPES
-    factor: float = 1.0  # by which the context is stretched
+    factor: float = 1.0  # the context is stretched by it
     max_position: int = 0  # position limit of the file
     original_max_position: int = 0  # context of the pretraining
     attention_factor: float = 1.0  # on cos and sin (yarn, longrope)
@@ -35,26 +35,26 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()  # longrope: longer contexts
 
     def switches_after(self, max_model_len: int) -> int | None:
-        """Longrope: sequences of more tokens take the long factors, others the short ones. None: all take the same."""
+        """Longrope: sequences of more tokens take the long factors, others the short ones. None: there is one set."""
         is_reached = self.type == "longrope" and max_model_len > self.original_max_position
         return self.original_max_position if is_reached and self.short_factor != self.long_factor else None
 
     def row_offset(self, num_tokens: int, max_model_len: int) -> int:
-        """Where the rotary table (layers/rope.py) begins for a sequence of so many tokens."""
+        """The first row of the rotary table (layers/rope.py) for a sequence of `num_tokens` tokens."""
         border = self.switches_after(max_model_len)
         return 0 if border is None or num_tokens <= border else border
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How several devices may share a linear layer.
+    """The way in which several devices may share a linear layer.
 
     Attributes:
         by: `rows`: each has some of the outputs. `columns`: each has some of the inputs, and the results are added.
-            `experts`: each has some experts, whole. `none`: each has all of it.
-        unit: outputs or inputs that stay together: those of a head.
-        sections: sizes of the sections of the outputs, each of which is shared; empty: the shards are the sections.
-        may_repeat: a section with fewer units than devices is held several times: heads of keys and values.
+            `experts`: each has some whole experts. `none`: each has the whole layer.
+        unit: the number of outputs or inputs that stay together, for example of a head.
+        sections: sizes of the sections of the outputs; each section is shared. Empty: the shards are the sections.
+        may_repeat: several devices may hold the same unit, if there are fewer units than devices: heads of k and v.
     """
 
     by: Literal["none", "rows", "columns", "experts"]
@@ -68,14 +68,14 @@ WHOLE = Cut("none")
 
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
-    """A linear layer whose weight may lie in several tensors of the checkpoint, side by side.
+    """A linear layer. Several tensors of the checkpoint, side by side, may form its weight.
 
     Attributes:
-        prefix: of the tensors' names, as `model.layers.0.self_attn.`.
-        shards: (name, N) in the order of the outputs, as (("q_proj", 64), ("k_proj", 16), ("v_proj", 16)).
+        prefix: of the tensors' names, for example `model.layers.0.self_attn.`.
+        shards: (name, N) in the order of the outputs: (("q_proj", 64), ("k_proj", 16), ("v_proj", 16)).
         in_features: K.
         bias: every shard has one.
-        cut: how it may be cut; stored_linear.cut says whether its form allows that.
+        cut: the way to cut the layer; stored_linear.legal_cuts checks that its stored form allows it.
     """
 
     prefix: str
@@ -98,12 +98,12 @@ class LinearShape:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the modules in the checkpoint."""
+        """The names of the modules in the checkpoint."""
         return tuple(self.prefix + shard for shard, _ in self.shards)
 
 
 class NormShape(NamedTuple):
-    """An RMS norm: the name of its module in the checkpoint, and how many elements share a mean."""
+    """An RMS norm: the name of its module in the checkpoint, and the number of elements with one mean."""
 
     name: str
     size: int
@@ -111,13 +111,13 @@ class NormShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class KvSpec:
-    """What the cache keeps for one layer. Layers with equal ones share a group of blocks.
+    """The content of the cache for one layer. Layers with equal specs share a group of blocks.
 
     Attributes:
-        kind: `full`: keys and values of all tokens. `window`: those of the last `window` tokens. `chunked`: those of
-            the chunk of `window` tokens that a position lies in. `latent`: one row per token, from which keys and
-            values are made. `state`: no rows, but `state_bytes` per sequence.
-        window: tokens; 0 where the kind has none.
+        kind: `full`: keys and values of all tokens. `window`: of the last `window` tokens. `chunked`: of the position's
+            own chunk of `window` tokens. `latent`: one row per token, which gives keys and values. `state`: no rows,
+            but `state_bytes` per sequence.
+        window: tokens; 0 for other kinds.
         head_dim_k, head_dim_v: elements of a key and of a value of one head. A latent row counts as a key.
     """
 
@@ -129,21 +129,21 @@ class KvSpec:
     state_bytes: int = 0
 
     def bytes_per_token(self, kv: KvFormat) -> int:
-        """Bytes of one token in one layer, scales included."""
+        """Bytes of one token in one layer, with scales."""
         rows = (kv.row_bytes(head_dim) for head_dim in (self.head_dim_k, self.head_dim_v) if head_dim)
         return self.num_kv_heads * sum(rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Full:
-    """Attention of heads to everything before.
+    """Attention of heads to all earlier tokens.
 
     Attributes:
         scale: factor on q.k.
         soft_cap: cap * tanh(score / cap); 0: none.
         rope: None: a layer without position encoding.
         qk_norm: RMS norm of q and k: per head, or over the full width of all heads.
-        qkv: its shards are q, k and v, or one with all three.
+        qkv: its shards are q, k and v, or one shard with all three.
     """
 
     num_q_heads: int
@@ -162,7 +162,7 @@ class Full:
 
     @property
     def norms(self) -> tuple[NormShape, ...]:
-        """Those of q and k."""
+        """The norms of q and k."""
         if self.qk_norm == "none":
             return ()
         names, heads = ("q_norm", "k_norm"), (self.num_q_heads, self.num_kv_heads)
@@ -175,7 +175,7 @@ class Full:
 
     @property
     def flops_per_pair(self) -> int:
-        """Of one new token and one that it sees: the score, and the sum of values."""
+        """Operations for one new token and one token that it sees: the score, and the sum of values."""
         return 4 * self.num_q_heads * self.head_dim
 
     def _kv_spec(self, kind: KvKind, window: int) -> KvSpec:
@@ -190,7 +190,7 @@ class Full:
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Full):
-    """Attention to the last `size` tokens, the own one among them."""
+    """Attention to the last `size` tokens, with the token itself."""
 
     size: int
 
@@ -201,7 +201,7 @@ class Window(Full):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Full):
-    """Attention to what lies before in the same chunk of `size` tokens (Llama 4)."""
+    """Attention to earlier tokens in the same chunk of `size` tokens (Llama 4)."""
 
     size: int
 
@@ -215,8 +215,8 @@ class Latent:
     """Multi-head latent attention (DeepSeek): the cache holds one row per token for all heads.
 
     Attributes:
-        rank: elements of a row from which keys and values of all heads are made.
-        rope_dim: elements of a row that rotate: a part of the key that all heads share.
+        rank: elements of a row that give keys and values of all heads.
+        rope_dim: elements of a row that rotate: they are a part of the key, and all heads share it.
     """
 
     num_heads: int
@@ -232,7 +232,7 @@ class Latent:
 
     @property
     def flops_per_pair(self) -> int:
-        """Of one new token and one that it sees, both in the space of the rows."""
+        """Operations for one new token and one token that it sees, in the space of the rows."""
         return 2 * self.num_heads * (2 * self.rank + self.rope_dim)
 
 
@@ -284,11 +284,11 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Several MLPs of one shape, some of which every token goes through, chosen by a router.
+    """Several MLPs of one shape. A router chooses some of them for every token.
 
     Attributes:
         num_active: experts per token.
-        shared: one that every token goes through, if there is one.
+        shared: an expert for every token; None: there is none.
     """
 
     router: LinearShape
@@ -302,7 +302,7 @@ class Experts:
 
     @property
     def active_linears(self) -> tuple[LinearShape, ...]:
-        """What one token reads, as if the first experts were chosen."""
+        """The linear layers that one token reads, as if the router chose the first experts."""
         return self._linears(self.num_active)
 
     @property
@@ -319,7 +319,7 @@ FeedForward = Dense | Experts
 
 
 class Norms(NamedTuple):
-    """RMS norms around one part of a layer: of its input, and of what it adds to the residual stream."""
+    """RMS norms around one part of a layer: of its input, and of its addition to the residual stream."""
 
     before: NormShape | None = None
     after: NormShape | None = None
@@ -327,10 +327,10 @@ class Norms(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer: attention, then a feed-forward part, each added to the residual stream. Either may be missing.
+    """One layer: attention, then a feed-forward part. Each adds to the residual stream, and each may be missing.
 
     Attributes:
-        residual_multiplier: on what both add.
+        residual_multiplier: a factor of both additions.
     """
 
     attention: Attention | None
@@ -341,26 +341,26 @@ class LayerSpec:
 
     @property
     def kv_spec(self) -> KvSpec | None:
-        """What the cache keeps; None: nothing."""
+        """The content of the cache for this layer; None: there is none."""
         return None if self.attention is None else self.attention.kv_spec
 
     @property
     def parts(self) -> tuple[tuple[Attention | FeedForward, Norms], ...]:
-        """What is there, in order, with the norms around it."""
+        """The parts of the layer in order, with the norms around them."""
         parts = ((self.attention, self.attention_norms), (self.feed_forward, self.feed_forward_norms))
         return tuple((part, norms) for part, norms in parts if part is not None)
 
     def linears(self) -> Iterator[LinearShape]:
-        """All linear layers, fused where their inputs are the same."""
+        """All linear layers; layers with the same input are fused."""
         for part, _ in self.parts:
             yield from part.linears
 
     def active_linears(self) -> Iterator[LinearShape]:
-        """Those that one token is multiplied with."""
+        """The linear layers that one token uses."""
         for part, _ in self.parts:
             yield from part.active_linears if isinstance(part, Experts) else part.linears
 
     def num_norm_elements(self) -> int:
-        """Of all norms."""
+        """The number of elements of all norms."""
         around = [norm for _, norms in self.parts for norm in norms if norm is not None]
         return sum(norm.size for norm in (*around, *(() if self.attention is None else self.attention.norms)))

@@ -1,6 +1,6 @@
 """The life of a worker: facts, load, measure, allocate, capture, then steps. The engine decides, workers obey.
 
-What they say to each other is plain data, so a worker may live in another process or on another machine.
+They exchange plain data, so a worker may live in another process or on another machine.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from quire.settings import DeviceSettings, ModelSettings, Resolved
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker is told of the settings."""
+    """The settings that a worker gets."""
 
     model: ModelSettings
     device: DeviceSettings
     max_num_seqs: int
     max_num_batched_tokens: int
     steps_in_flight: int
+    synthetic_acceptance_rates: tuple[float, ...] = ()  # see SpeculativeConfig
 
     @classmethod
     def of(cls, resolved: Resolved) -> WorkerSettings:
         """The part of all settings that workers obey."""
         steps = resolved.scheduler
         limits = (steps.max_num_seqs, steps.max_num_batched_tokens, steps.depth)
-        return cls(resolved.model, resolved.device, *limits)
+        rates = steps.speculation.synthetic_acceptance_rates if steps.speculation is not None else ()
+        return cls(resolved.model, resolved.device, *limits, synthetic_acceptance_rates=rates)
 
     def graph_sizes(self) -> GraphSizes:
         """The steps that are captured on a GPU."""
@@ -43,7 +45,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a worker found once it had loaded its weights."""
+    """A worker's measurements after it has loaded its weights."""
 
     memory: MemoryFacts
     num_tokens: int  # of the step that measured working memory
@@ -52,18 +54,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What the engine has planned for the KV cache of every worker."""
+    """The engine's plan for the KV cache of every worker."""
 
     num_blocks: int
     num_bytes: int
-    max_model_len: int  # as it is from now on: memory may have cut it
+    max_model_len: int  # the final value: little memory may have made it smaller
 
 
 class Worker(Protocol):
-    """One rank. Its life goes in this order; errors are QuireErrors where the user can do something about them."""
+    """One rank. Its life has this order. Errors that the user can mend are QuireErrors."""
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
-        """What its machine has. `wants_gpu`: look for one."""
+        """The facts of its machine. `wants_gpu`: look for a GPU."""
         ...
 
     def load(self, settings: WorkerSettings) -> None:
@@ -79,11 +81,11 @@ class Worker(Protocol):
         ...
 
     def capture(self) -> None:
-        """Get ready for steps, and record those that will be repeated."""
+        """Prepare for steps, and record the steps that will be repeated."""
         ...
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
-        """Launch a step. Whether it is computed when this returns is up to the device."""
+        """Launch a step. The device decides whether it is computed when this returns."""
         ...
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -91,13 +93,15 @@ class Worker(Protocol):
         ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
-        """Do a little of what must be done some day; False: there is nothing to do now."""
+        """Do a little of the work that must be done at some time; False: there is none now."""
         ...
 
 
 class WorkerExecutor(Executor, Protocol):
-    """Takes all ranks through the life of a worker. Each step is told to every rank, and has ended on every rank when
-    it returns; an error of one rank is raised when the others are done."""
+    """Takes all ranks through the life of a worker.
+
+    Each method goes to every rank and returns when all ranks are done. It raises an error of one rank after that.
+    """
 
     def facts(self, wants_gpu: bool) -> Sequence[DeviceFacts]: ...
 

@@ -1,7 +1,7 @@
 """Logging of Quire: a logger tree under `quire`, one format for every line of a process, a rate limit for warnings.
 
-A process of ours (`configure`) writes all lines the same way, those of libraries too: as text, or with QUIRE_LOG_FORMAT
-as JSON. As a library, `LLM(...)` logs to `quire` and leaves the rest to its host.
+Our own processes (`configure`) write all lines in one format, also the lines of libraries: text, or JSON with
+QUIRE_LOG_FORMAT. As a library, `LLM(...)` logs to `quire`, and the host program decides the rest.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _JSON_NAMES = ("time", "level", "logger", "message", "exception")
 
 
 class _StderrHandler(logging.Handler):
-    """Writes each line at once to what standard error is then."""
+    """Writes each line at once to the present standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             print(self.format(record), file=sys.stderr, flush=True)
-        except Exception:  # as every handler of the standard library: a line that cannot be logged stops nobody
+        except Exception:  # as in every handler of the standard library: a line that fails stops nothing
             self.handleError(record)
 
 
@@ -44,19 +44,19 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def is_json() -> bool:
-    """Whether standard error takes JSON records, and nothing else."""
+    """Whether standard error takes only JSON records."""
     return _is_json
 
 
 def _printable(text: str) -> str:
-    """What is shown as it is: also nothing in it looks like a line of its own, further lines being indented."""
+    """A safe text. Its further lines are indented, so none of them looks like a line of the log."""
     return printable(text).replace("\n", "\n    ")
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people. On a terminal it takes the place of a progress bar, whichever process has drawn that.
+    """A line for people. On a terminal it replaces a progress bar, also the bar of another process.
 
-    Only the first line of a record begins at the margin, whatever a client has put into a name or a message.
+    Only the first line of a record begins at the margin, even if a client's name or message has several lines.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time (UTC), level, logger, message, the fields given as `extra=fields(...)`, exception."""
+    """One object per line: time (UTC), level, logger, message, the fields of `extra=fields(...)`, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
@@ -88,7 +88,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """`logger.info("...", extra=fields(seconds=1.2))`: what a JSON record holds beside its message."""
+    """`logger.info("...", extra=fields(seconds=1.2))`: further fields of a JSON record."""
     assert not values.keys() & set(_JSON_NAMES), "a field would hide one that every record has"
     return {"fields": values}
 
@@ -100,7 +100,7 @@ def configure(level: str | None = None, log_format: str | None = None) -> None:
         level: of Quire's own lines; None: VLLM_LOGGING_LEVEL.
         log_format: text or json; None: QUIRE_LOG_FORMAT.
 
-    What is given is written to the variables, for the processes started later. Raises ConfigErrors.
+    Given values are written to the environment variables, for processes that start later. Raises ConfigError.
     """
     global _handler, _is_json
     if level is not None:
@@ -128,14 +128,14 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def adopt(library: str) -> None:
-    """Have a library's lines written as ours, which come through a handler of its own. Only in a process of ours."""
+    """Write a library's lines in our format instead of through its own handler. It works only in our own processes."""
     if _handler is not None:
         logging.getLogger(library).handlers.clear()
         logging.getLogger(library).propagate = True
 
 
 def say(message: str, level: int = logging.INFO, **values: object) -> None:
-    """Tell whoever started the command: `quire: message` on standard error, or a JSON record with `values`."""
+    """Tell the user of the command: `quire: message` on standard error, or a JSON record with `values`."""
     if is_json():
         get_logger("quire").log(level, message, extra=fields(**values))
     else:
@@ -143,7 +143,7 @@ def say(message: str, level: int = logging.INFO, **values: object) -> None:
 
 
 class RateLimited:
-    """Logs at most one warning per `interval` seconds and says how many were left out."""
+    """Logs at most one warning per `interval` seconds, with the number of warnings that were left out."""
 
     def __init__(self, logger: logging.Logger, interval: float = 60.0) -> None:
         self._logger, self._interval = logger, interval

@@ -14,7 +14,7 @@ from quire.schedule import StepRecord, TokenLogprobs
 
 
 class EngineLaunch(msgspec.Struct):
-    """What the parent tells a new engine process. Addresses are ZMQ endpoints the parent has bound."""
+    """The parent's first message to a new engine process. Addresses are ZMQ endpoints that the parent has bound."""
 
     config: EngineConfig
     model_folder: str
@@ -25,9 +25,9 @@ class EngineLaunch(msgspec.Struct):
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
-    """One prompt and one continuation, validated and resolved: the engine only checks what it alone knows.
+    """One prompt and one continuation, validated and resolved. The engine checks only its own limits.
 
-    `request_id` is the engine's: no other request ever has it.
+    `request_id` is unique: no other request of the engine ever has it.
     """
 
     request_id: str
@@ -40,8 +40,8 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     cache_salt: str | None = None
     lora_name: str | None = None
     fork_of: str | None = None
-    wants_vector: bool = False  # of the prompt, and no token; max_tokens is 1
-    is_retry: bool = False  # was accepted by an engine that has ended: the queue's limit does not count again
+    wants_vector: bool = False  # the request gets a vector of the prompt instead of tokens; max_tokens is 1
+    is_retry: bool = False  # an engine that has ended had accepted it, so the queue's limit does not count
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -54,13 +54,14 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
-    """Move limits while serving; None leaves a limit as it is. Decoding refuses illegal values."""
+    """Move limits while serving; None does not change a limit. Decoding refuses illegal values."""
 
     max_num_seqs: Positive | None = None
     max_num_batched_tokens: Positive | None = None
     long_prefill_token_threshold: Annotated[int, msgspec.Meta(ge=0)] | None = None  # 0: no limit
     max_num_queued_reqs: Positive | None = None
     max_shared_prefill_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None  # 0: prompts go in order
+    spec_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None  # most drafts of a request in a step
     slo_ttft: Annotated[float, msgspec.Meta(ge=0)] | None = None  # seconds; 0: no target
     slo_itl: Annotated[float, msgspec.Meta(ge=0)] | None = None
     slo_attainment: Annotated[float, msgspec.Meta(ge=ATTAINMENTS[0], le=ATTAINMENTS[1])] | None = None
@@ -90,13 +91,13 @@ def unpack(packed: msgspec.Raw) -> TokenLogprobs:
 
 
 class RequestDelta(msgspec.Struct, omit_defaults=True):
-    """What one step added to one request. Times are durations in seconds since the engine received the request."""
+    """One step's results for one request. Times are seconds since the engine received the request."""
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    # All of them at once, with the first sampled token, as `pack` writes them: unpacking those of a long prompt takes
-    # too long for an event loop.
+    # All positions at once, with the first sampled token, in the form of `pack`. Unpacking the logprobs of a long
+    # prompt takes too long for an event loop.
     prompt_logprobs: list[msgspec.Raw] | None = None
     vector: list[float] | None = None
     finish_reason: str | None = None
@@ -105,11 +106,12 @@ class RequestDelta(msgspec.Struct, omit_defaults=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     queued_seconds: float | None = None  # arrival to first scheduling; with the first delta
-    error_code: str | None = None  # QuireError.code of `error`, where it is one
+    drafts: tuple[int, int] | None = None  # verified in this step, and how many of them held
+    error_code: str | None = None  # QuireError.code of `error`, if it is a QuireError
 
 
 class _FromEngine(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What an engine says, and which one: its index among the engines of one front end."""
+    """A message from an engine, with its index among the engines of one front end."""
 
     engine_index: int = 0
 
@@ -122,34 +124,31 @@ class EngineOutputs(_FromEngine, tag="outputs", omit_defaults=True):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """How long steps are predicted to take, in seconds."""
+    """Predicted times of steps, in seconds."""
 
-    fastest_step: float  # of one token of one request: hardly ever less
-    usual_step: float  # of the same: hardly ever more
-    per_prompt_token: float  # while nobody else has a token in the step
-    per_prompt_pair: float  # of a prompt's token and one before it, beside that
+    fastest_step: float  # a step with one token of one request hardly ever takes less
+    usual_step: float  # the same step hardly ever takes more
+    per_prompt_token: float  # if no other request has a token in the step
+    per_prompt_pair: float  # in addition, for each pair of a prompt's token and one before it
 
     def prompt_seconds(self, num_tokens: float) -> float:
-        """Of a prompt alone."""
+        """The time of a prompt that runs alone."""
         return num_tokens * (self.per_prompt_token + num_tokens / 2 * self.per_prompt_pair)
 
 
 class EngineReady(_FromEngine, tag="ready"):
-    """Sent once a real token has been produced: what the front end needs to know of the loaded model."""
+    """Sent after the first real token: facts about the loaded model for the front end."""
 
     max_model_len: int
     num_blocks: int
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    resolved: dict[
-        str, object
-    ] = {}  # the resolved settings with their sources, for GET /v1/config and the first screen
+    resolved: dict[str, object] = {}  # the settings with their sources, for GET /v1/config and the first screen
     pace: Pace | None = None
 
 
-# How a start reports how far it is: (phase, fraction, detail), the first three fields of EngineProgress. May be called
-# from any thread.
+# The progress of a start: (phase, fraction, detail), the first three fields of EngineProgress. Any thread may call it.
 Progress = Callable[[str, float, str], None]
 
 
@@ -163,13 +162,13 @@ class EngineProgress(_FromEngine, tag="progress"):
 
 
 class EngineBeat(_FromEngine, tag="beat"):
-    """Sent every second from a thread of its own, whatever the engine does: a process that is stopped sends none."""
+    """Sent every second from its own thread, also while the engine computes. A stopped process sends none."""
 
-    predicted_seconds: float  # of the batches that are being computed; 0: none are
+    predicted_seconds: float  # of the batches in flight; 0: there are none
 
 
 class EngineFailed(_FromEngine, tag="failed"):
-    """The engine could not start or has ended: a message fit for the user."""
+    """The engine could not start or has ended. The message is for the user."""
 
     message: str
     code: str = "engine_dead"

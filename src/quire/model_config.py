@@ -1,6 +1,6 @@
-"""config.json in our names, read once, and what the model costs: parameters, bytes, KV bytes per token. No torch.
+"""config.json in our names, read once, and the costs of the model: parameters, bytes, KV bytes per token. No torch.
 
-Hugging Face's names are translated in hf_config/.
+hf_config/ translates Hugging Face's names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of weights in memory by kind: scales and padding included, tied embeddings counted in the output."""
+    """Bytes of weights in memory by kind, with scales and padding. Tied embeddings count in the output."""
 
     blocks: int  # linear layers
     output: int
@@ -40,7 +40,7 @@ class WeightBytes(NamedTuple):
 class ModelConfig:
     """Facts about one model. Sizes count elements, windows and lengths count tokens."""
 
-    model: str  # folder or GGUF file it was read from
+    model: str  # its folder or GGUF file
     model_type: str
     architecture: str
     is_native: bool  # quire.models has its family and activation; else it needs the transformers backend
@@ -49,34 +49,34 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     max_model_len: int
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
-    quantized: QuantizedCheckpoint | GgufWeights | None  # how its linear layers are stored, if not in dtype
+    quantized: QuantizedCheckpoint | GgufWeights | None  # the format of its linear layers; None: dtype
     tie_word_embeddings: bool
     rms_norm_eps: float
     norm_offset: float  # added to every norm weight
-    rope: RopeConfig  # of the layers that see everything before; those with a window may have one of their own
+    rope: RopeConfig  # of layers with full attention; layers with a window may have their own
     logits_soft_cap: float  # 0 = none
     embedding_multiplier: float  # on the embeddings
     logits_scaling: float  # logits are divided by it
     eos_token_ids: tuple[int, ...]
-    renamed_prefixes: tuple[tuple[str, str], ...]  # of tensors: (in the checkpoint, ours)
+    renamed_prefixes: tuple[tuple[str, str], ...]  # (prefix of tensors in the checkpoint, ours)
     ignored_prefixes: tuple[str, ...]  # parts of the checkpoint that we do not run
-    ignored_fields: tuple[str, ...]  # of config.json, because the modelling code of the architecture does not read them
-    hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # what was merged over config.json
+    ignored_fields: tuple[str, ...]  # fields of config.json that the architecture's modelling code does not read
+    hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # merged over config.json
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     def describe_checkpoint(self) -> str:
-        """The format of its weights, for people."""
+        """The format of the weights, for people."""
         return self.dtype if self.quantized is None else self.quantized.describe()
 
     def kv_specs(self) -> list[KvSpec]:
-        """What the cache keeps, of every layer for which it keeps anything."""
+        """The cache's content of every layer that has some."""
         return [layer.kv_spec for layer in self.layers if layer.kv_spec is not None]
 
     def kv_bytes_per_token(self, kv: KvFormat) -> int:
-        """Bytes of what the cache keeps of one token over all layers."""
+        """Bytes of one token in the cache over all layers."""
         return sum(spec.bytes_per_token(kv) for spec in self.kv_specs())
 
     def num_parameters(self) -> int:
@@ -85,7 +85,7 @@ class ModelConfig:
         return linears + self._num_norm_elements() + self._num_looked_up_parameters()
 
     def num_block_parameters(self) -> int:
-        """Elements of the weights of layers and final norm that one token is multiplied with: not of idle experts."""
+        """Elements of the weights that one token uses in the layers and the final norm, without idle experts."""
         return (
             sum(linear.num_weights + linear.num_biases for linear in self.active_linears()) + self._num_norm_elements()
         )
@@ -95,9 +95,9 @@ class ModelConfig:
         return sum(layer.attention.flops_per_pair for layer in self.layers if layer.attention)
 
     def weight_bytes(self, dtype: str, quantization: str | None = None, *, is_packed: bool = True) -> int:
-        """Bytes of all weights in `dtype` (a key of DTYPE_BYTES), linear layers as they are held.
+        """Bytes of all weights in `dtype` (a key of DTYPE_BYTES), with linear layers in their form in memory.
 
-        `is_packed`: the compiled kernels hold weights in `dtype`; else they are as in the checkpoint, without padding.
+        `is_packed`: the compiled kernels hold weights in `dtype` with padding; else they have no padding.
         """
         return sum(self.weight_bytes_by_kind(dtype, quantization, is_packed=is_packed))
 
@@ -106,15 +106,15 @@ class ModelConfig:
     ) -> WeightBytes:
         """The parts of `weight_bytes`."""
         if not self.is_native:
-            is_packed = False  # transformers' code multiplies with them
+            is_packed = False  # transformers' code multiplies by them
         *blocks, output = (self._held_bytes(linear, dtype, quantization, is_packed) for linear in self.linears())
         others = sum(linear.num_biases for linear in self.linears()) + self._num_norm_elements()
         return WeightBytes(sum(blocks), output, self._looked_up_bytes(dtype), others * DTYPE_BYTES[dtype])
 
     def read_bytes_per_step(self, dtype: str, quantization: str | None = None) -> int:
-        """Bytes of the weights that a step of one token reads.
+        """Bytes of the weights that a step of one token reads, without idle experts.
 
-        Embeddings are only looked up, a row per token, and experts that are not chosen are idle.
+        Embeddings do not count, because a step reads only a row per token.
         """
         linears = [*self.active_linears(), self.output_linear()]
         weights = sum(self._held_bytes(linear, dtype, quantization, self.is_native) for linear in linears)
@@ -122,13 +122,13 @@ class ModelConfig:
         return weights + others * DTYPE_BYTES[dtype]
 
     def stored_linears(self, quantization: str | None = None) -> Iterator[StoredLinear]:
-        """All linear layers as `stored` gives them."""
+        """The `stored` entries of all linear layers."""
         return (stored for linear in self.linears() for stored in self.stored(linear, quantization))
 
     def stored(self, linear: LinearShape, quantization: str | None = None) -> tuple[StoredLinear, ...]:
-        """How a layer is stored, in parts if its shards are not fused.
+        """The stored form of a layer, in parts if its shards are not fused.
 
-        A key of ON_LOAD for `quantization` makes integers of a checkpoint in floating point; else, the checkpoint says.
+        `quantization`, a key of ON_LOAD, quantizes a floating-point checkpoint. A quantized one has its own format.
         """
         is_output = linear == self.output_linear()
         if isinstance(self.quantized, GgufWeights):
@@ -145,7 +145,7 @@ class ModelConfig:
         return (StoredLinear(shape=linear, source=None, held=held, reason=reason),)
 
     def stored_embeddings(self) -> StoredLinear | None:
-        """The embeddings, where they are a table of their own in integers; None: shared, or in the model's dtype."""
+        """The embeddings, if they are their own table of integers; None: they are shared, or in the model's dtype."""
         if self.tie_word_embeddings or not isinstance(self.quantized, GgufWeights):
             return None
         shape = LinearShape(prefix="model.", shards=(("embed_tokens", self.vocab_size),), in_features=self.hidden_size)
@@ -153,13 +153,13 @@ class ModelConfig:
         return table if table.held is not None else None
 
     def linears(self) -> Iterator[LinearShape]:
-        """All linear layers, fused where their inputs are the same."""
+        """All linear layers; layers with the same input are fused."""
         for layer in self.layers:
             yield from layer.linears()
         yield self.output_linear()
 
     def active_linears(self) -> Iterator[LinearShape]:
-        """Linear layers that one token is multiplied with, all but the output."""
+        """The linear layers that one token uses, without the output."""
         return (linear for layer in self.layers for linear in layer.active_linears())
 
     def output_linear(self) -> LinearShape:
@@ -169,11 +169,11 @@ class ModelConfig:
         return LinearShape(prefix=prefix, shards=shards, in_features=self.hidden_size, cut=Cut("rows"))
 
     def _num_looked_up_parameters(self) -> int:
-        """Elements of embeddings that are not the output projection too."""
+        """Elements of the embeddings; 0 if they are the output projection too."""
         return 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
 
     def _looked_up_bytes(self, dtype: str) -> int:
-        """Bytes of them, as they are held."""
+        """Bytes in memory of `_num_looked_up_parameters`."""
         table = self.stored_embeddings()
         return self._num_looked_up_parameters() * DTYPE_BYTES[dtype] if table is None else table.num_bytes(dtype)
 
@@ -187,10 +187,10 @@ class ModelConfig:
 def load_model_config(
     folder: Path, overrides: dict[str, Any] | None = None, *, any_architecture: bool = False
 ) -> ModelConfig:
-    """Read config.json of a checkpoint folder and, if there, the end-of-sequence ids of its generation_config.json.
+    """Read config.json of a checkpoint folder, and the end-of-sequence ids of its generation_config.json, if any.
 
     Args:
-        folder: the checkpoint folder, or a GGUF file, whose metadata is taken for a config.json.
+        folder: the checkpoint folder, or a GGUF file: its metadata replaces config.json.
         overrides: merged over config.json first, in Hugging Face's names (`--hf-overrides`); nested objects merge too.
         any_architecture: also accept an architecture or activation that is not native (for the transformers backend).
 
@@ -208,13 +208,13 @@ def load_model_config(
         return ModelConfig(model=str(folder), hf_overrides=dict(overrides or {}), **facts)
     raw = merge(read_object(folder / "config.json", required=True), overrides or {})
     facts = translate(raw, str(folder / "config.json"), FAMILIES, any_architecture)
-    if facts["quantized"] is None and "quantization_config" not in raw:  # null there is an override
+    if facts["quantized"] is None and "quantization_config" not in raw:  # null in raw is an override
         for name, method in SEPARATE_FILES.items():
             if description := read_object(folder / name, required=False):
                 facts["quantized"] = parse_description(Fields(description, str(folder / name)), method)
                 break
     path = folder / "generation_config.json"
     generation = read_object(path, required=False)
-    if generation.get("eos_token_id") is not None:  # replaces the one of config.json, as in transformers
+    if generation.get("eos_token_id") is not None:  # it replaces config.json's, as in transformers
         facts["eos_token_ids"] = Fields(generation, str(path)).token_ids("eos_token_id")
     return ModelConfig(model=str(folder), hf_overrides=dict(overrides or {}), **facts)

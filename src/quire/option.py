@@ -1,4 +1,4 @@
-"""What a config field is made of: definition, type, choices, further spellings of values, and where each came from."""
+"""Fields of a config: definition, type, choices, other spellings of values, and the source of each value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from quire.compat.values import SAME_VALUES, why_not
 from quire.errors import ConfigError, QuireError
 
-# Where a value comes from. argument: of LLM(...); file: --config; live: POST /v1/config; the rest says resolve.py.
+# The source of a value. argument: of LLM(...); file: --config; live: POST /v1/config; for the rest see resolve.py.
 Source = Literal["flag", "argument", "file", "environment", "model", "device", "measured", "formula", "default", "live"]
 
 KIB_SUFFIXES = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
@@ -41,7 +41,7 @@ def parse_length(text: str | int) -> int:
     return -1 if text == "auto" else parse_human_int(text)
 
 
-ATTAINMENTS = 0.5, 0.9999  # least and most share of the times that have to reach a target
+ATTAINMENTS = 0.5, 0.9999  # least and greatest share of times that must reach a target
 LEAST_SECONDS, MOST_SECONDS = 1e-6, 1e6  # of a duration
 DURATION = "a positive time: 500ms, 1.5s, or a number of seconds"
 
@@ -62,7 +62,7 @@ def parse_duration(text: str | float) -> float:
 
 
 def shown_duration(seconds: float) -> str:
-    """`12.3ms` or `1.5s`, rounded up: no target that is said to be reached is refused."""
+    """`12.3ms` or `1.5s`, rounded up, so that a target which a message proposes is accepted."""
     number, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
     digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
     return f"{math.ceil(number * 10**digits) / 10**digits:g}{unit}"
@@ -71,10 +71,10 @@ def shown_duration(seconds: float) -> str:
 def check_reachable(
     name: str, seconds: float | None, fastest: float, usual: float, kind: type[QuireError] = ConfigError
 ) -> None:
-    """Raise `kind` for a target below the fastest step: it would be missed by every token.
+    """Raise `kind` for a target below the fastest step: every token would miss it.
 
     Args:
-        fastest, usual: seconds of a step with one token of one request, hardly ever less and hardly ever more.
+        fastest, usual: a step with one token of one request hardly ever takes less or more seconds than these.
     """
     if seconds is not None and seconds < fastest:
         raise kind(
@@ -101,12 +101,12 @@ def option(
     """A config field.
 
     Args:
-        flags: further spellings on the command line.
-        type: what turns a flag's text into a value, or "json"; None: the field's own type.
-        live: may change while serving.
-        many: takes several values.
-        limits: what a value bounds, for those who look for what holds them back.
-        secret: never shown.
+        flags: other spellings on the command line.
+        type: a function from a flag's text to a value, or "json"; None: the field's own type.
+        live: the value may change while serving.
+        many: the field takes several values.
+        limits: the quantity that the value bounds, for users who look for a bottleneck.
+        secret: the value is never shown.
     """
     metadata = {
         "help": help,
@@ -122,12 +122,12 @@ def option(
 
 
 def options(config: Any) -> tuple[dataclasses.Field[Any], ...]:
-    """The settings of a config class: its fields but `sources`."""
+    """The settings of a config class: all fields except `sources`."""
     return tuple(f for f in dataclasses.fields(config) if "help" in f.metadata)
 
 
 def normalise(config: Any) -> None:
-    """Other spellings of the same value, as users write them in Python: `"32k"`, `torch.bfloat16`, a Path."""
+    """Replace other spellings of a value that Python users write: `"32k"`, `torch.bfloat16`, a Path."""
     for f in options(config):
         value, plain = getattr(config, f.name), None
         if callable(f.metadata["type"]) and isinstance(value, str):
@@ -141,11 +141,11 @@ def normalise(config: Any) -> None:
         elif isinstance(value, os.PathLike):
             plain = os.fspath(value)
         if plain is not None:
-            object.__setattr__(config, f.name, plain)  # the config is being made: nobody has seen it yet
+            object.__setattr__(config, f.name, plain)  # this runs in the constructor, before anybody sees the config
 
 
 def field_type(annotation: Any) -> tuple[type, bool, bool]:
-    """What a field holds: (type without None, is it a tuple of that type, may it be None)."""
+    """The type of a field: (type without None, whether it is a tuple of that type, whether it may be None)."""
     is_optional = False
     if get_origin(annotation) in (Union, types.UnionType):
         is_optional = types.NoneType in get_args(annotation)
@@ -156,7 +156,7 @@ def field_type(annotation: Any) -> tuple[type, bool, bool]:
 
 
 def check_types(config: Any) -> None:
-    """ConfigError for a value that is not of its field's type."""
+    """Raise ConfigError for a value with another type than its field."""
     for name, annotation in get_type_hints(type(config)).items():
         kind, is_tuple, is_optional = field_type(annotation)
         value = getattr(config, name)
@@ -175,7 +175,7 @@ def check_types(config: Any) -> None:
 
 
 def check_choices(config: Any) -> None:
-    """ConfigError for a value that is not among its field's choices."""
+    """Raise ConfigError for a value that is not among its field's choices."""
     for f in options(config):
         choices, value = f.metadata["choices"], getattr(config, f.name)
         if not choices or value in choices or (value is None and f.default is None):
@@ -192,13 +192,13 @@ def check_choices(config: Any) -> None:
 
 
 def check_foreign(name: str, value: object) -> None:
-    """ConfigError for a value of vLLM's that setting `name` does not take: why, and what to use."""
+    """Raise ConfigError for a vLLM value that the setting `name` does not take, with the reason and the replacement."""
     if (foreign := why_not(name, value)) is not None:
         raise ConfigError(f"{name} {value} is not supported: {foreign.text}", fix=foreign.instead, param=name)
 
 
 def complete_sources(config: Any) -> None:
-    """Whoever read flags or a file says so; what differs from the default without that was an argument."""
+    """Add missing sources: a field without a source is an argument if it differs from the default."""
     found: dict[str, Source] = {
         f.name: "default" if getattr(config, f.name) == f.default else "argument" for f in options(config)
     }

@@ -1,10 +1,10 @@
-"""What generation returns: vLLM's RequestOutput, CompletionOutput and Logprob, by the same names."""
+"""The results of generation: vLLM's RequestOutput, CompletionOutput and Logprob, with the same names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -23,6 +23,60 @@ PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
+class SpecDecodeMetrics:
+    """The fate of the drafts of one continuation.
+
+    Args:
+        num_spec_tokens: the largest length of a draft.
+        is_detailed: keep two numbers per step too.
+    """
+
+    num_spec_tokens: int
+    is_detailed: bool = False
+    by_draft_length: dict[int, list[int]] = field(default_factory=dict)  # [n][i]: drafts of n tokens with i that held
+    per_step_drafted: list[int] = field(default_factory=list)
+    per_step_accepted: list[int] = field(default_factory=list)
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one step with drafts."""
+        counts = self.by_draft_length.setdefault(num_drafted, [0] * (num_drafted + 1))
+        counts[num_accepted] += 1
+        if self.is_detailed:
+            self.per_step_drafted.append(num_drafted)
+            self.per_step_accepted.append(num_accepted)
+
+    def clear(self) -> None:
+        """Forget the steps, because they are computed again."""
+        for counts in (self.by_draft_length, self.per_step_drafted, self.per_step_accepted):
+            counts.clear()
+
+    def to_dict(self) -> dict[str, Any]:
+        """vLLM's `metrics.speculative_decoding`."""
+        histogram = [0] * (self.num_spec_tokens + 1)
+        for counts in self.by_draft_length.values():
+            for num_accepted, count in enumerate(counts):
+                histogram[num_accepted] += count
+        num_steps = sum(histogram)
+        num_accepted_tokens = sum(i * count for i, count in enumerate(histogram))
+        num_tokens = sum(length * sum(counts) for length, counts in self.by_draft_length.items())
+        found: dict[str, Any] = {
+            "mean_acceptance_length": 1 + num_accepted_tokens / max(num_steps, 1),
+            "draft_acceptance_rate": num_accepted_tokens / max(num_tokens, 1),
+            "acceptance_histogram": histogram,
+            "acceptance_histogram_by_draft_length": {
+                str(n): self.by_draft_length[n] for n in sorted(self.by_draft_length)
+            },
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": num_accepted_tokens,
+            "num_draft_tokens": num_tokens,
+            "num_spec_tokens": self.num_spec_tokens,
+        }
+        if self.is_detailed:
+            found |= {"per_step_accepted": self.per_step_accepted, "per_step_drafted": self.per_step_drafted}
+        return found
+
+
+@dataclass(slots=True)
 class RequestMetrics:
     """Times of one request, in seconds on the monotonic clock of the front end (durations, not dates)."""
 
@@ -32,6 +86,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    spec_decode: SpecDecodeMetrics | None = None  # if there is one continuation and the counts are asked for
 
 
 @dataclass(slots=True)
@@ -46,6 +101,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     lora_request: object | None = None
+    spec_decode_metrics: SpecDecodeMetrics | None = None  # with per_request_spec_decode_metrics, for n = 1
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -71,7 +127,7 @@ class RequestOutput:
 class BeamSearchSequence:
     """One beam: `tokens` holds prompt and continuation; `cum_logprob` sums the continuation's log probabilities.
 
-    `logprobs` has a position per token of the continuation: the most likely tokens there, this one among them.
+    `logprobs` has a position per token of the continuation, with the most likely tokens and the chosen one.
     """
 
     tokens: list[int]

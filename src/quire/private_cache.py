@@ -1,4 +1,4 @@
-"""Files kept between starts, which are believed only where nobody else could have written them. No torch."""
+"""Files that are kept between starts. They are used only if nobody else could have written them. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from quire.errors import ConfigError
 
 
 def cache_folder(name: str, what: str) -> Path:
-    """A folder in QUIRE_CACHE_DIR, else in `quire` in the user's cache. ConfigError without either.
+    """A folder in QUIRE_CACHE_DIR, else in `quire` in the user's cache. ConfigError if both are missing.
 
     Args:
-        what: is kept there, for the error.
+        what: the content of the folder, for the error.
     """
     given, caches = envs.CACHE_DIR.get(), envs.XDG_CACHE_HOME.get()
     try:
@@ -29,14 +29,14 @@ def cache_folder(name: str, what: str) -> Path:
 
 
 def check_private(path: Path) -> None:
-    """Raises PermissionError for a folder that others may write to."""
+    """Raise PermissionError for a folder that others may write to."""
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PermissionError(f"others may write to {path}; it has to be this user's, with mode 0700")
 
 
 def open_private(path: Path) -> BinaryIO:
-    """A regular file of this user, to be read. Raises OSError, and ValueError where others may have written it."""
+    """Open a regular file of this user for reading. Raises OSError, or ValueError if others may have written it."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -46,13 +46,13 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def file_identity(path: Path) -> list[Any]:
-    """Changes whenever the file does."""
+    """A value that changes with the file."""
     status = path.stat()
     return [path.name, status.st_ino, status.st_size, status.st_mtime_ns]
 
 
 def code_identity(*extensions: str) -> str:
-    """Changes whenever Quire does, so that nothing of an older version is taken for today's.
+    """A value that changes with Quire's code, so that files of another version are not used.
 
     Args:
         extensions: files of compiled code.

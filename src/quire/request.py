@@ -1,4 +1,4 @@
-"""One request inside the engine: token ids, counters and the states it can be in. Integers only, no torch."""
+"""One request inside the engine: token ids, counters and states. Integers only, no torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RequestStatus(enum.IntEnum):
 class Request:
     """One prompt and its single continuation (`n` > 1 is n requests that share blocks).
 
-    There is no phase: `num_computed_tokens` says how much KV is in the cache, `num_tokens` how many tokens are known,
-    and a step computes some of the difference. `num_in_flight_tokens` counts tokens that a submitted batch will sample
-    and whose ids are not known here yet; they are computable (the worker knows them) but not hashable. The scheduler
-    moves these counts in one place: scheduler/progress.py.
+    There is no phase: `num_computed_tokens` tokens have KV in the cache, `num_tokens` tokens are known, and a step
+    computes some of the difference. `num_in_flight_tokens` counts tokens that a submitted batch will sample. Their ids
+    are not known here yet, so they are computable (the worker knows them) but not hashable. The scheduler moves these
+    counts in one place: scheduler/progress.py.
     """
 
     request_id: str
@@ -37,16 +37,16 @@ class Request:
     priority: int = 0  # lower runs first
     cache_salt: str | None = None
     lora_name: str | None = None
-    rope_offset: int = 0  # see NewRow; its KV is only for requests with the same
-    fork_of: str | None = None  # request_id whose prompt blocks are shared once computed (n > 1)
-    wants_vector: bool = False  # of the prompt, and no token
+    rope_offset: int = 0  # see NewRow; only requests with the same offset share KV
+    fork_of: str | None = None  # request_id that shares its prompt blocks once they are computed (n > 1)
+    wants_vector: bool = False  # a vector of the prompt instead of tokens
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # submitted batches included
-    num_settled_tokens: int = 0  # how many of them are computed for certain: the results are here
+    num_settled_tokens: int = 0  # without submitted batches that have no result yet
     num_in_flight_tokens: int = 0
-    num_in_flight_steps: int = 0  # submitted batches that hold this request and whose results are not here yet
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    num_in_flight_steps: int = 0  # submitted batches with this request that have no result yet
+    num_cached_tokens: int = 0  # tokens of the prompt that the prefix cache had at first admission
     num_preemptions: int = 0
     sequence: int = 0  # order of arrival at the scheduler
     received_time: float = 0.0  # when the scheduler received it, on the scheduler's clock
@@ -63,7 +63,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose ids are known to the scheduler."""
+        """Number of tokens with ids that the scheduler knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def token_ids(self) -> list[int]:

@@ -153,6 +153,10 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
     if gpu is not None:
         mode = put("cudagraph_mode", *_cudagraph_mode(config, _enforce_eager(config, model), backend))
         largest = _put_graph_sizes(record, config, mode, max_num_seqs, budget)
+    if (speculation := config.speculative_config) is not None:
+        source = config.sources["speculative_config"]
+        put("speculative_config", speculation.effective(), source, speculation.describe())
+        put("spec_tokens", speculation.num_speculative_tokens, source, "num_speculative_tokens of speculative_config")
     _put_rest(record, config)
     return Resolved(
         ModelSettings(
@@ -193,7 +197,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             watermark=config.watermark,
             kv_cache_metrics=config.kv_cache_metrics,
             kv_cache_metrics_sample=config.kv_cache_metrics_sample,
-            speculation=config.speculative_config,
+            speculation=speculation,
         ),
         record,
     )
@@ -235,6 +239,10 @@ _UNSET = {
     "seed": "another one at every start",
     "slo_ttft": "no target",
     "slo_itl": "no target",
+    "speculative_config": "no drafts",
+    "spec_method": "part of speculative_config",
+    "spec_model": "part of speculative_config",
+    "spec_tokens": "part of speculative_config",
     "slo": "taken apart into slo_ttft and slo_itl",
 }
 

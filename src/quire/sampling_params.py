@@ -1,7 +1,7 @@
-"""SamplingParams and its validation: the only place that knows the legal ranges of a request's sampling fields.
+"""SamplingParams and its validation. Only this file knows the legal ranges of a request's sampling fields.
 
-Names, defaults and meanings follow vLLM 0.32. Every door (Python API, each HTTP API, batch files) builds a
-SamplingParams, which checks itself, and then calls `verify(vocab_size, max_logprobs)` with what only the server knows.
+Names, defaults and meanings follow vLLM 0.32. Every way in (Python API, each HTTP API, batch files) builds a
+SamplingParams, which checks itself, and then calls `verify(vocab_size, max_logprobs)` with the server's limits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.field_checks import (
 )
 
 GREEDY_TEMPERATURE: Final = 1e-5  # below it sampling is greedy
-MIN_TEMPERATURE: Final = 1e-2  # lower positive temperatures are raised to it, as in vLLM
+MIN_TEMPERATURE: Final = 1e-2  # smaller positive temperatures become this value, as in vLLM
 MAX_TEMPERATURE: Final = 2.0  # vLLM's and OpenAI's limit
 # A positive logit is divided by it, a negative one multiplied: the bounds keep both finite. People use 1.0 to 1.5.
 MIN_REPETITION_PENALTY: Final = 0.01
@@ -43,7 +43,7 @@ MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_BYTES: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LOGPROB_TOKEN_IDS: Final = 128
-MAX_VOCAB_SIZE: Final = 2**20  # bound of counts of tokens while the vocabulary is not known
+MAX_VOCAB_SIZE: Final = 2**20  # bounds the number of token ids while the vocabulary is not known
 DEFAULT_MAX_LOGPROBS: Final = 20
 
 INT_RANGES: Final[dict[str, tuple[int, int]]] = {
@@ -80,7 +80,7 @@ STRING_LIMITS: Final[dict[str, tuple[int, int]]] = {
     "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_BYTES),
 }
 _NULLABLE: Final = frozenset(("seed", "max_tokens", "logprobs", "prompt_logprobs", "stream_interval"))
-# Known to vLLM, not implemented here: any value but these is refused, never ignored.
+# vLLM's fields that are not implemented here. Only these values are accepted; others are refused, never ignored.
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "watermarking": (None,),
     "structured_outputs": (None,),
@@ -112,7 +112,7 @@ REMOVED_FIELDS: Final[dict[str, str]] = {
 
 
 class RequestOutputKind(enum.Enum):
-    """What each RequestOutput of a stream holds: everything so far, only what is new, or everything once at the end."""
+    """The content of each RequestOutput of a stream: all tokens so far, only new ones, or all of them at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -126,7 +126,7 @@ class SamplingType(enum.IntEnum):
 
 
 class _KnownFieldsOnly(msgspec.StructMeta):
-    """Refuses removed and unknown fields by name and with the replacement, which a plain Struct does not."""
+    """Refuses removed and unknown fields, with their name and the replacement. A plain Struct does not do that."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
         for name in fields.keys() - set(cls.__struct_fields__):
@@ -135,7 +135,7 @@ class _KnownFieldsOnly(msgspec.StructMeta):
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=_KnownFieldsOnly):
-    """Constraint on the output text: exactly one of the first six. SamplingParams refuses it until it is done."""
+    """A constraint on the output text: exactly one of the first six. SamplingParams refuses it in this version."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -149,11 +149,11 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, 
 
 
 class SpelledWord(msgspec.Struct, frozen=True, array_like=True):
-    """A word by the tokens that spell it. Values say how many of its bytes are out after the token: all = forbidden.
+    """A word by its tokens. Values are the numbers of its bytes that are out after the token; all bytes = forbidden.
 
     Args:
-        anywhere: by tokens that begin it wherever they come, since the boundary before it is in the token.
-        steps: by how many bytes are out, one dict for each; the first is of tokens that begin it at a boundary only.
+        anywhere: tokens that begin the word at any place, because they contain the boundary before it.
+        steps: one dict for each number of bytes that are out. The first has tokens that begin the word at a boundary.
     """
 
     anywhere: dict[int, list[int]]
@@ -161,7 +161,7 @@ class SpelledWord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SpelledWords(msgspec.Struct, frozen=True, array_like=True):
-    """Words that must not be in an output, and the tokens after which there is no boundary: a bit for each id."""
+    """Words that an output must not have. `inside_word`: a bit for each token id; 1: no word boundary follows it."""
 
     words: list[SpelledWord]
     inside_word: bytes
@@ -171,7 +171,7 @@ class SpelledWords(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=_KnownFieldsOnly):
-    """How to sample one request. Construction normalises and checks; errors are InvalidRequestError with a param."""
+    """The sampling of one request. The constructor normalises and checks; errors are InvalidRequestErrors."""
 
     n: int = 1  # continuations of the prompt
     presence_penalty: float = 0.0  # subtracted once from the logit of every token in the output
@@ -181,14 +181,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     watermarking: Any = None
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: no limit
-    min_p: float = 0.0  # tokens less likely than min_p times the most likely one are left out
+    min_p: float = 0.0  # tokens below min_p times the probability of the most likely token are left out
     seed: int | None = None  # None or -1: the front end draws one
     stop: str | list[str] | None = None  # always a list after construction
     stop_token_ids: list[int] | None = None  # always a list after construction
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to the context length
-    min_tokens: int = 0  # no EOS and none of stop_token_ids before
-    # Most likely tokens reported per output token, besides the sampled one; -1: all. True is 1.
+    min_tokens: int = 0  # EOS and stop_token_ids are forbidden before this length
+    # The number of most likely tokens to report per output token, besides the sampled one; -1: all. True is 1.
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     prompt_logprob_token_ids: list[int] | None = None
@@ -206,9 +206,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     logit_bias: dict[int, float] | None = None  # token id (JSON: its decimal string) -> added to its logit
     allowed_token_ids: list[int] | None = None  # no other token is sampled
     extra_args: dict[str, Any] | None = None
-    # Words that the text will not have, in exactly this case, however tokens spell them. A word begins at a boundary,
-    # and what spells it up to its end is forbidden, also where more would have followed. (vLLM forbids one or two
-    # tokenizations, also inside other words.) Always a list after construction.
+    # Words that the text will not have in this exact case, for every tokenization. A word begins at a boundary. A token
+    # that completes it is forbidden, also if a longer word could follow. (vLLM forbids one or two tokenizations, also
+    # inside other words.) Always a list after construction.
     bad_words: list[str] | None = None
     # A bool after construction: prompt logprobs need the whole prompt computed.
     skip_reading_prefix_cache: bool | None = None
@@ -216,13 +216,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: list[int] | None = None
-    # The last id of a sequence is forbidden where the ids before it end the output so far.
+    # The last id of a sequence is forbidden if the output so far ends with the ids before it.
     bad_words_token_ids: list[list[int]] | None = None
     bad_words_spelled: SpelledWords | None = None  # set by the front end, which has the tokenizer
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
-        """For JSON bodies, where null means the default: a None is dropped unless None is a value of that field."""
+        """For JSON bodies: null means the default, so a None is dropped unless the field has None as a value."""
         return cls(**{name: value for name, value in fields.items() if value is not None or name in _NULLABLE})
 
     def __post_init__(self) -> None:
@@ -248,7 +248,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
 
     @property
     def num_logprobs(self) -> int | None:
-        """Logprobs reported per output token besides the sampled token's. None: no logprobs at all; -1: all."""
+        """The number of logprobs to report per output token besides the sampled one. None: no logprobs; -1: all."""
         return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
 
     def clone(self) -> SamplingParams:
@@ -256,20 +256,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
         return self if self.skip_clone else copy.deepcopy(self)
 
     def continuation(self, index: int) -> SamplingParams:
-        """Parameters of the `index`-th of n continuations: n = 1 and, where there is a seed, an own one.
+        """Parameters of the `index`-th of n continuations: n is 1, and a given seed becomes an own one.
 
         Only the first reports prompt logprobs: they are the same for all, and the others share its prompt's KV.
         """
-        own = copy.copy(self)  # nobody changes the lists
+        own = copy.copy(self)  # the lists are shared, because nobody changes them
         own.n = 1
         if index > 0:
             own.prompt_logprobs = None
             if self.seed is not None:
-                own.seed = (self.seed + index) % 2**63  # never -1, which means none
+                own.seed = (self.seed + index) % 2**63  # never -1, which means no seed
         return own
 
     def _normalise_types(self) -> None:
-        """Plain Python types for what means the same; what is wrong stays for `verify` to refuse."""
+        """Turn equivalent values into plain Python types. Wrong values stay, and `verify` refuses them."""
         for name in INT_RANGES:
             setattr(self, name, plain_int(getattr(self, name)))
         for name in FLOAT_RANGES:
@@ -295,13 +295,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
             self.logit_bias = bias
 
     def verify(self, vocab_size: int | None = None, max_logprobs: int = DEFAULT_MAX_LOGPROBS) -> None:
-        """Check every field. Called at construction without the server's limits, and by every door with them.
+        """Check every field. The constructor calls it without the server's limits, and every way in calls it with them.
 
         Args:
             vocab_size: token ids must be below it; None checks the sign only.
             max_logprobs: limit of logprobs and prompt_logprobs; -1 is no limit.
         Raises:
-            InvalidRequestError: naming the field in `param`; UnsupportedFieldError for what is not implemented.
+            InvalidRequestError: with the field in `param`. UnsupportedFieldError: the field is not implemented.
         """
         for name, neutral in _UNSUPPORTED.items():
             value = getattr(self, name)
@@ -349,7 +349,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
             return
         check_type("logit_bias", self.logit_bias, dict, "a map from token id to a number")
         check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        if vocab_size is not None:  # not before, so that the error names every bad key
+        if vocab_size is not None:  # only then, so that the error names every bad key
             check_token_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS, vocab_size)
         for bias in self.logit_bias.values():
             check_float("logit_bias", bias, -100.0, 100.0)
@@ -382,7 +382,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=_KnownFieldsOnly):
-    """How to run beam search: keep `beam_width` sequences, ranked by cumulative logprob / length ** length_penalty."""
+    """Beam search: keep `beam_width` sequences, ranked by cumulative logprob / length ** length_penalty."""
 
     beam_width: int
     max_tokens: int
@@ -399,7 +399,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True, metacla
         self.verify()
 
     def verify(self) -> None:
-        """Check every field; raises InvalidRequestError naming the field in `param`."""
+        """Check every field. Raises InvalidRequestError with the field in `param`."""
         check_int("beam_width", self.beam_width, 1, MAX_N)
         check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
@@ -429,7 +429,7 @@ def check_num_logprobs(name: str, count: int | None, vocab_size: int | None, max
 
 
 def refuse_field(name: str, known: tuple[str, ...] | None = None) -> None:
-    """Raise UnsupportedFieldError for a field that was removed or never existed, with what to use instead."""
+    """Raise UnsupportedFieldError, with the replacement, for a field that was removed or never existed."""
     shown = name[:64]
     if name in REMOVED_FIELDS:
         raise UnsupportedFieldError(
@@ -441,7 +441,7 @@ def refuse_field(name: str, known: tuple[str, ...] | None = None) -> None:
 
 
 def _token_id_key(key: Any) -> Any:
-    """A JSON object's key as the token id it spells."""
+    """A JSON object's key as a token id, if it is one."""
     if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdigit() and str(int(key)) == key:
         return int(key)
     return plain_int(key)

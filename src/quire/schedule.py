@@ -1,4 +1,4 @@
-"""What the scheduler asks of the workers for one step, and what they answer. Plain integers: both sides test alone."""
+"""One step between scheduler and workers: the request and the answer. Plain integers: each side is tested alone."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from quire.sampling_params import SamplingParams
 
 T_co = TypeVar("T_co", covariant=True)
 
-UNDRAFTED = -1  # the place of a draft that the worker makes, within the step that verifies it
+UNDRAFTED = -1  # stands for a draft that the worker makes in the step that verifies it
 
 
 @dataclass(slots=True)
 class NewRow:
-    """A request the worker does not hold yet: first admission, or resumption after preemption."""
+    """A request that the worker does not hold yet: it is new, or it resumes after a preemption."""
 
     request_id: str
     token_ids: list[int]  # prompt and the output sampled so far
     num_prompt_tokens: int
     sampling_params: SamplingParams
-    block_ids: list[int]  # of its blocks in order: for each, a page for each block table of the model
+    block_ids: list[int]  # the pages of its blocks in order: each block has a page for each block table of the model
     stop_token_ids: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
     lora_name: str | None = None
-    wants_vector: bool = False  # in place of logits
-    rope_offset: int = 0  # row of the rotary table that belongs to position 0: not 0 for long sequences under longrope
+    wants_vector: bool = False  # a vector instead of logits
+    rope_offset: int = 0  # row of the rotary table for position 0: not 0 for long sequences under longrope
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
     """One step of at least one row. Lists are aligned: row i is request_ids[i].
 
-    A row wants the logits of its last num_logits tokens: none, while known tokens are left for later steps; one, to
-    sample the next token; or k + 1, if its last k tokens are drafts, which are guesses at the tokens to come. Logits
-    are sampled as if the drafts before were true, and a draft holds if it is the token that was sampled in its place.
-    A row that wants a vector gets it, in place of one token's logits, with its last token.
+    A row wants the logits of its last num_logits tokens: none if known tokens are left for later steps; one to sample
+    the next token; or k + 1 if its last k tokens are drafts, which are guesses at the next tokens. Logits are sampled
+    as if the drafts before them were true, and a draft holds if it equals the token that is sampled in its place. A row
+    that wants a vector gets it with its last token, instead of that token's logits.
 
     The worker applies, in order: removed_request_ids, new_rows, new_block_ids, block_copies; then it computes. The KV
-    of drafts that do not hold stays where it is: a later step writes the same slots.
+    of drafts that do not hold stays in the cache until a later step writes the same slots.
     """
 
     step_id: int
@@ -48,9 +48,9 @@ class ScheduledBatch:
     num_computed_tokens: list[int] = field(default_factory=list)  # before this step
     num_scheduled_tokens: list[int] = field(default_factory=list)
     num_logits: list[int] = field(default_factory=list)
-    # The last of the row's scheduled tokens, or (). They may be UNDRAFTED: such tokens the worker drafts first.
+    # The last of the row's scheduled tokens, or (). The worker first drafts tokens that are UNDRAFTED.
     draft_token_ids: list[Sequence[int]] = field(default_factory=list)
-    new_block_ids: list[list[int]] = field(default_factory=list)  # appended to those of the row; [] for new rows
+    new_block_ids: list[list[int]] = field(default_factory=list)  # appended to the row's block ids; [] for new rows
     new_rows: list[NewRow] = field(default_factory=list)
     removed_request_ids: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last batch
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination): copy-on-write
@@ -73,15 +73,15 @@ class StepResult:
     """The workers' answer, aligned with ScheduledBatch.request_ids."""
 
     step_id: int
-    # Per row: no token, if it wants no logits; the sampled one; or the drafts that held and the token behind them.
+    # Per row: no token if it wants no logits; the sampled token; or the drafts that held and the token after them.
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> one per sampled token
-    # row -> one per prompt position computed in this step and predicting its successor: entry j of the list describes
+    # row -> one per prompt position that this step computed and that predicts the next: entry j of the list describes
     # the prompt token at position num_computed_tokens[row] + j + 1. Not for a request resumed with output.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    vectors: dict[int, list[float]] = field(default_factory=dict)  # row -> what NewRow.wants_vector asks for
+    vectors: dict[int, list[float]] = field(default_factory=dict)  # row -> the vector for NewRow.wants_vector
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
-    # row -> why UNDRAFTED tokens got no drafts that are worth verifying. The row has its tokens, as ever.
+    # row -> the reason why UNDRAFTED tokens got no drafts that are worth verifying. The row has its tokens as usual.
     draft_failures: dict[int, str] = field(default_factory=dict)
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
@@ -89,7 +89,7 @@ class StepResult:
 
 
 class RowsFailedError(Exception):
-    """Raised by an executor for a whole batch when it knows which requests are at fault: the others are computed again.
+    """Raised by an executor for a batch if it knows the requests at fault. The other requests are computed again.
 
     The message is fit for the user: it becomes the error of the requests.
     """
@@ -100,10 +100,10 @@ class RowsFailedError(Exception):
 
 
 class Pending(Protocol[T_co]):
-    """A result that may not be there yet."""
+    """A result that may come later."""
 
     def result(self) -> T_co:
-        """Wait for it. Raises what the worker raised."""
+        """Wait for the result. Raises the worker's error."""
         ...
 
 
@@ -116,18 +116,18 @@ class Executor(Protocol):
 
 
 class EvictedBlock(msgspec.Struct, array_like=True):
-    """A sampled KV block at the end of its stay: it is handed out again. In seconds."""
+    """A sampled KV block that is allocated again, with times in seconds."""
 
-    lifetime_seconds: float  # since it was handed out before
-    idle_seconds: float  # since a request last took it over from the cache, or else since it was handed out
-    reuse_gaps_seconds: list[float]  # between the last times a request took it over
+    lifetime_seconds: float  # since its last allocation
+    idle_seconds: float  # since a request last reused it from the cache, or since its allocation if none did
+    reuse_gaps_seconds: list[float]  # between the last reuses
 
 
 class StepRecord(msgspec.Struct, omit_defaults=True):
-    """What one step did and cost: the one source for metrics, the log line and calibration. Times in seconds."""
+    """The work and time of one step: the only source for metrics, the log line and calibration. Times in seconds."""
 
     step_id: int
-    num_prefill_tokens: int  # scheduled tokens that are neither a row's newest sampled token nor drafts behind it
+    num_prefill_tokens: int  # scheduled tokens except each row's newest sampled token and the drafts after it
     num_decode_tokens: int
     num_sampled_tokens: int
     num_rows: int
@@ -139,24 +139,24 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_preemptions: int  # in this step
     prefix_cache_queries: int  # tokens looked up in this step
     prefix_cache_hits: int  # tokens found
-    num_deferred: int = 0  # those of num_waiting that wait for another request or for what they need, not for room
+    num_deferred: int = 0  # part of num_waiting: requests that wait for another request or a resource, not for room
     schedule_seconds: float = 0.0
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     output_seconds: float = 0.0
     step_seconds: float = 0.0
-    # What step_seconds was taken to be before it ran, as cost.step_time.StepTime; 0: nothing was.
+    # The prediction of step_seconds, see cost.step_time.StepTime; 0: there was none.
     predicted_seconds: float = 0.0
     predicted_low_seconds: float = 0.0
     predicted_high_seconds: float = 0.0
     bound: str = ""
-    # As cost.arithmetic.Load; where there is one per kind of layer, in tuples.
+    # See cost.arithmetic.Load; tuples have one entry per kind of layer.
     num_logits: int = 0
     kv_tokens: tuple[int, ...] = ()
     pairs: tuple[int, ...] = ()
     evicted_blocks: list[EvictedBlock] | None = None  # None: without --kv-cache-metrics
-    # What became of drafts, as scheduler.speculation.DraftCounts.
+    # The fate of drafts, see scheduler.speculation.DraftCounts.
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

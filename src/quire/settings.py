@@ -37,7 +37,7 @@ _FURTHER_LIMITS = {
 }
 _FIELDS = {f.name: f for config in (EngineConfig, ServerConfig) for f in options(config)}
 # Memory is planned for their first values, so they may only be moved below these.
-_PLANNED_FOR = ("max_num_seqs", "max_num_batched_tokens")
+_PLANNED_FOR = ("max_num_seqs", "max_num_batched_tokens", "spec_tokens")
 
 
 @dataclass(frozen=True)

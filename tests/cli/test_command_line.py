@@ -111,11 +111,11 @@ def test_command_that_does_not_exist() -> None:
 
 
 def test_module_path_of_the_guides() -> None:
-    result = _run("-m", "quire.entrypoints.openai.api_server", "--model", "x", "--speculative-model", "y")
+    result = _run("-m", "quire.entrypoints.openai.api_server", "--model", "x", "--rope-theta", "1")
     assert result.returncode == 2
     notice, error = result.stderr.splitlines()
     assert notice == "quire: this module path is deprecated: use `quire serve MODEL`"
-    assert error.startswith("quire: --speculative-model is not supported")
+    assert error.startswith("quire: --rope-theta is not supported")
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def test_foreign_keys_are_answered_as_flags(tmp_path: Path, caplog: pytest.LogCa
     assert engine.max_num_seqs == 5
     assert engine.sources["max_num_seqs"] == "file"
     assert "--swap-space has no effect" in caplog.text
-    with pytest.raises(ConfigError, match="--spec-tokens is not supported"):
-        _read(tmp_path, "spec-tokens: 5\n")
+    with pytest.raises(ConfigError, match="--rope-theta is not supported"):
+        _read(tmp_path, "rope-theta: 10000\n")
 
 
 def test_empty_file(tmp_path: Path) -> None:

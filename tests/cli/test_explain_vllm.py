@@ -39,6 +39,9 @@ LEGAL = {
     "tensor_parallel_size": "1",
     "quantization": "awq",
     "slo": "itl=0.5",
+    "speculative_config": """'{"method": "ngram"}'""",
+    "spec_method": "ngram",
+    "spec_model": "ngram",
     "root_path": "/a",
     "ssl_cert_reqs": "0",
 }

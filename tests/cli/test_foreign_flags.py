@@ -17,6 +17,7 @@ from quire.errors import ConfigError
 from quire.formats.weight_format import ON_LOAD
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.option import options
+from quire.speculative_config import SpeculativeConfig
 from tests.cli.reading import read
 
 LINES = (Path(__file__).parent / "vllm_0_32_flags.txt").read_text().splitlines()[1:]
@@ -119,6 +120,31 @@ def test_asking_for_nothing_is_silent(caplog: pytest.LogCaptureFixture) -> None:
             "hf_overrides",
             {"a": 1, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
         ),
+        (
+            ["--ngram-prompt-lookup-max", "4", "-sc", '{"method": "ngram"}'],
+            "speculative_config",
+            SpeculativeConfig(method="ngram", prompt_lookup_min=4, prompt_lookup_max=4),
+        ),
+        (
+            ["--ngram-prompt-lookup-min", "2", "-sc", '{"method": "ngram", "prompt_lookup_max": 6}'],
+            "speculative_config",
+            SpeculativeConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=6),
+        ),
+        (["--speculative-model", "[ngram]"], "speculative_config", SpeculativeConfig(method="ngram")),
+        (
+            ["--num-speculative-tokens", "3", "--spec-method", "ngram"],
+            "speculative_config",
+            SpeculativeConfig(method="ngram", num_speculative_tokens=3),
+        ),
+        (
+            ["--speculative-disable-by-batch-size", "9", "--spec-method", "ngram", "--spec-tokens", "4"],
+            "speculative_config",
+            SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=4,
+                num_speculative_tokens_per_batch_size=((1, 8, 4), (9, 1 << 20, 0)),
+            ),
+        ),
     ],
 )
 def test_translated(words: list[str], name: str, value: object, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,7 +167,27 @@ def test_a_compilation_config_that_says_nothing_here(caplog: pytest.LogCaptureFi
 
 def test_every_translation_is_tested() -> None:
     translated = {entry.name for entry in EVERY if entry.kind == "translated"}
-    assert translated == {"max_num_scheduled_tokens", "max_num_active_seqs", "rope_scaling", "compilation_config"}
+    of_text = {"ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_disable_by_batch_size"}
+    of_text |= {"speculative_model", "num_speculative_tokens"}
+    assert translated == of_text | OF_A_DRAFTER.keys() | {
+        "max_num_scheduled_tokens", "max_num_active_seqs", "rope_scaling", "compilation_config",
+    }  # fmt: skip
+
+
+# Old flag -> the key that it becomes, where only a drafter that is a model reads it.
+OF_A_DRAFTER = {
+    "speculative_model_quantization": "quantization",
+    "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "speculative_max_model_len": "max_model_len",
+}
+
+
+@pytest.mark.parametrize(("name", "key"), OF_A_DRAFTER.items())
+def test_old_flags_of_a_drafter(name: str, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert FOREIGN[name].translation("1") == {"speculative_config": {key: 1}}
+    with caplog.at_level(logging.WARNING):
+        read(as_flag(name), "1" if key != "quantization" else "awq", "--spec-method", "ngram")
+    assert f"speculative_config.{key} has no effect: speculation by ngram does not read it" in caplog.text
 
 
 def test_two_names_of_one_setting_must_agree() -> None:
@@ -151,8 +197,8 @@ def test_two_names_of_one_setting_must_agree() -> None:
 
 
 def test_all_refused_flags_are_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"--enable-lora.*Not supported either: --lora-modules, --spec-tokens"):
-        read("--enable-lora", "--lora-modules", "a=b", "c=d", "--spec-tokens", "5", "--max-loras", "2")
+    with pytest.raises(ConfigError, match=r"--enable-lora.*Not supported either: --lora-modules, --middleware"):
+        read("--enable-lora", "--lora-modules", "a=b", "c=d", "--middleware", "m", "--max-loras", "2")
 
 
 def test_python_spelling(caplog: pytest.LogCaptureFixture) -> None:
@@ -161,8 +207,8 @@ def test_python_spelling(caplog: pytest.LogCaptureFixture) -> None:
     assert config.max_num_seqs == 3
     assert config.sources["max_num_seqs"] == "argument"
     assert [record.getMessage().split()[0] for record in caplog.records] == ["max_num_active_seqs", "swap_space"]
-    with pytest.raises(ConfigError, match=r"^speculative_model is not supported"):
-        EngineConfig.from_kwargs(speculative_model="x")
+    with pytest.raises(ConfigError, match=r"^rope_theta is not supported"):
+        EngineConfig.from_kwargs(rope_theta=1e4)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +273,7 @@ def test_quantization_of_vllm(name: str) -> None:
         (["--tokenizer-mode", "mistral"], "tokenizer.json"),
         (["--logprobs-mode", "raw_logits"], "Use raw_logprobs"),
         (["--model-impl", "terratorch"], "text only"),
+        (["--per-request-spec-decode-metrics", "detail"], "Did you mean 'detailed'?"),
         (["--dtype", "bfloat61"], "Did you mean 'bfloat16'?"),
         (["--scheduling-policy", "lifo"], "one of fcfs, priority"),
         (["--log-level", "loud"], "one of debug, info, warning, error"),

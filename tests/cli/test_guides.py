@@ -21,6 +21,7 @@ from quire.config import EngineConfig, ServerConfig
 from quire.entry.listen import check_guarded
 from quire.errors import ConfigError
 from quire.planning import devices
+from quire.speculative_config import SpeculativeConfig
 from tests.cli.guides import LINES, REBUILT, S0_3, S1_4, Line
 from tests.cli.reading import read
 
@@ -71,7 +72,8 @@ def test_runs_with_notice(line: Line, caplog: pytest.LogCaptureFixture, monkeypa
 def test_refused(line: Line) -> None:
     with pytest.raises(ConfigError) as caught:
         _check(read_pasted(line.text).words, {})
-    assert "--" + (caught.value.param or "").replace("_", "-") in line.statuses
+    param = caught.value.param or ""
+    assert param == "speculative_config" or "--" + param.replace("_", "-") in line.statuses
     assert caught.value.fix, "a refusal says what to do"
 
 
@@ -151,8 +153,10 @@ def test_a_benchmark_is_no_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_speculation_in_python() -> None:
     """S4-4."""
-    with pytest.raises(ConfigError, match="vLLM's present flag is --spec-tokens"):
+    with pytest.raises(ConfigError, match="no worker drafts with a second model"):
         EngineConfig.from_kwargs(model="m", speculative_model="d", num_speculative_tokens=5)
+    config = EngineConfig.from_kwargs(model="m", speculative_model="[ngram]", num_speculative_tokens=5)
+    assert config.speculative_config == SpeculativeConfig(method="ngram", num_speculative_tokens=5)
 
 
 def test_output_processing_in_python(caplog: pytest.LogCaptureFixture) -> None:

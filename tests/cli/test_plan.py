@@ -182,8 +182,8 @@ def test_machines_that_are_refused(words: tuple[str, ...], message: str, capsys:
         ('{"input_length": 5, "output_length": 0}', "Illegal 'output_length' on line 1"),
         ('{"input_length": 5}', "has no 'output_length'"),
         ('{"input_length": 5, "output_length": 3}\nnonsense', "Line 2 of"),
-        ('{"words": 5}', "is of no workload that is known"),
-        ("", "is of no workload that is known"),
+        ('{"words": 5}', "is of no known workload"),
+        ("", "is of no known workload"),
     ],
 )
 def test_files_that_are_refused(lines: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

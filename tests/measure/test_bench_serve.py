@@ -23,7 +23,9 @@ from quire.measure.load import Outcome, Run, run_load
 from quire.measure.options import Target
 from quire.measure.report import without_secrets
 from quire.measure.serving import Server
+from quire.messages import EngineOutputs
 from quire.model_config import load_model_config
+from tests.metrics.test_registry import record
 from tests.server.serving import MODEL, RunningServer
 
 FOLDER = str(quire.demo.path("target"))
@@ -123,6 +125,37 @@ def test_no_prompt_is_sent_twice(to: Any, monkeypatch: pytest.MonkeyPatch, capsy
     with RunningServer(answer=None) as server:
         bench("serve", *to(server), *SMALL, "--num-rounds", "2", "--num-warmups", "5", capsys=capsys)
     assert len(sent) == len(set(sent)) == 2 * 12 + 5
+
+
+def test_drafts(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the server counted while the load ran, under vLLM's keys."""
+    step = record(num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3, accepted_per_position=(2, 1))
+
+    async def with_drafts(*args: Any, **kwargs: Any) -> Run:
+        run = await run_load(*args, **kwargs)
+        server.run(lambda: server.client.push(EngineOutputs([], step)))
+        return run
+
+    files = ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json")
+    with RunningServer(answer=None, max_draft=3) as server:
+        server.run(lambda: server.client.push(EngineOutputs([], step)))  # not of this load
+        monkeypatch.setattr(serving, "run_load", with_drafts)
+        out = bench("serve", *to(server), *SMALL, *files, capsys=capsys)
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert {key.removeprefix("spec_decode_"): value for key, value in result.items() if "spec_decode" in key} == {
+        "acceptance_rate": 50.0,
+        "acceptance_length": 2.5,
+        "num_drafts": 2,
+        "draft_tokens": 6,
+        "accepted_tokens": 3,
+        "per_position_acceptance_rates": [1.0, 0.5, 0.0],
+    }
+    block = out[out.index("Speculative Decoding") :].splitlines()
+    assert block[1:3] == [
+        "Acceptance rate (%):                     50.00     ",
+        f"{'Acceptance length:':<40} 2.50      ",
+    ]
+    assert block[8].split() == ["Position", "1:", "50.00"]
 
 
 def test_rounds_files_and_page(to: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from quire.metrics.log_line import StatsLine
 from quire.schedule import StepRecord
 
 
-def record(**fields: int) -> StepRecord:
+def record(**fields: Any) -> StepRecord:
     zeros = {name: 0 for name in StepRecord.__struct_fields__ if not name.endswith("_seconds")}
     return StepRecord(**{**zeros, **fields})
 
@@ -36,6 +37,25 @@ def test_preemptions_show_when_there_are_some():
     assert taken is not None
     assert "Engine 001: " in taken[1]
     assert "Waiting: 0 reqs, Preemptions: 4, GPU KV cache usage: 0.0%" in taken[1]
+
+
+def test_drafts_show_when_there_are_some():
+    line = StatsLine(now=0.0)
+    line.add(record(num_sampled_tokens=5, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3,
+                    accepted_per_position=(2, 1)))  # fmt: skip
+    line.add(record(num_sampled_tokens=3, num_drafts=2, num_draft_tokens=4, num_accepted_tokens=1,
+                    accepted_per_position=(1,)))  # fmt: skip
+    taken = line.take(10.0)
+    assert taken is not None
+    assert taken[1].endswith(
+        "hit rate: 0.0%, SpecDecoding metrics: Mean acceptance length: 2.00, Accepted throughput: 0.40 tokens/s, "
+        "Drafted throughput: 1.00 tokens/s, Accepted: 4 tokens, Drafted: 10 tokens, "
+        "Per-position acceptance rate: 0.750, 0.250, Avg Draft acceptance rate: 40.0%"
+    )
+    line.add(record(num_sampled_tokens=1))
+    taken = line.take(20.0)
+    assert taken is not None
+    assert "SpecDecoding" not in taken[1], "none since the last line"
 
 
 def test_deferred_requests_show_when_there_are_some_and_are_not_among_those_waiting_for_room():

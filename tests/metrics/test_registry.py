@@ -227,6 +227,25 @@ def test_kv_blocks_are_shown_on_request_only(metrics):
     assert not [name for name in families(metrics) if name.startswith("vllm:kv_block_")]
 
 
+def test_drafts():
+    metrics = PrometheusMetrics("m", 2048, max_draft=3)
+    metrics.engines[0].on_step(record(num_rows=2))
+    step = {"num_drafts": 2, "num_draft_tokens": 5, "num_accepted_tokens": 3, "accepted_per_position": (2, 1)}
+    metrics.engines[0].on_step(record(**step))
+    metrics.engines[0].on_step(record(**step, num_draft_failures=1))
+    found = families(metrics)
+    totals = {"num_drafts": 4, "num_draft_tokens": 10, "num_accepted_tokens": 6}
+    for name, total in totals.items():
+        assert [s.value for s in found[f"vllm:spec_decode_{name}"].samples] == [total]
+    per_position = found["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert {s.labels["position"]: s.value for s in per_position} == {"0": 4, "1": 2, "2": 0}
+    assert found["quire_spec_decode_draft_failures"].samples[0].value == 1
+
+
+def test_drafts_are_shown_where_there_are_some(metrics):
+    assert not [name for name in families(metrics) if "spec_decode" in name]
+
+
 @pytest.mark.parametrize(
     ("maximum", "expected"),
     [(1, [1]), (2, [1, 2]), (4, [1, 2]), (5, [1, 2, 5]), (2048, [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000])],

@@ -45,6 +45,18 @@ def test_drafts_that_hold_save_steps() -> None:
     assert len(with_drafts.batches) < 0.4 * len(without.batches)
 
 
+def test_the_depth_may_be_moved() -> None:
+    """0 turns drafts off; tokens are the same, as `Driver` sees to."""
+    driver = Driver(proposer=Guesser(1.0, longest=5))
+    for most in (5, 2, 0, 3):
+        driver.core.set_limits(SetLimits(spec_tokens=most))
+        first = len(driver.batches)
+        driver.run_all(request(f"most {most}", prompt(9), max_tokens=30))
+        drafted = max(len(drafts) for batch in driver.batches[first:] for drafts in batch.draft_token_ids)
+        assert drafted <= most
+        assert (drafted > 0) == (most > 0)
+
+
 @pytest.mark.parametrize("right", RIGHT)
 def test_the_prefix_cache_holds_no_refused_draft(right: float) -> None:
     """What a later request takes over are the blocks of tokens that came out, up to the last full one."""

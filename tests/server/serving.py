@@ -27,6 +27,7 @@ from quire.frontend.replica import Replica
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import AddRequest
 from quire.metrics.prometheus import PrometheusMetrics
+from quire.outputs import SpecDecodeMetrics
 from quire.server.app import create_app
 from quire.server.http_protocol import ConnectionLimits, guarded_protocol
 from quire.server.http_server import HttpServer, http_config
@@ -67,13 +68,15 @@ class RunningServer:
         clock: Callable[[], float] = time.monotonic,
         connection_limits: ConnectionLimits = ConnectionLimits(),
         drain_seconds: float = 2.0,
+        max_draft: int = 0,
+        new_draft_metrics: Callable[[], SpecDecodeMetrics] | None = None,
         **settings: Any,
     ) -> None:
         self.client = EchoClient(answer, max_model_len=MAX_MODEL_LEN) if client is None else client
         self._waits_for_engine = waits_for_engine
-        self.metrics = PrometheusMetrics(MODEL, MAX_MODEL_LEN)
+        self.metrics = PrometheusMetrics(MODEL, MAX_MODEL_LEN, max_draft=max_draft)
         inputs = InputProcessor(tokenizer, LIMITS, eos_token_ids=[TOKENIZER.eos_token_id])
-        outputs = OutputProcessor(tokenizer, self.metrics.engines[0])
+        outputs = OutputProcessor(tokenizer, self.metrics.engines[0], new_draft_metrics=new_draft_metrics)
         self.engine = AsyncEngine([Replica(self.client, outputs, clock=clock)], inputs, clock=clock)
         self.settings = replace(ServerSettings((MODEL, "alias"), log_stats_interval=0.0), **settings)
         self.app = create_app(self.engine, tokenizer, self.settings, self.metrics)

@@ -17,6 +17,7 @@ from quire.planning.memory_plan import MemoryFacts, plan_kv_cache
 from quire.resolve import DeviceFacts, resolve, resolve_server
 from quire.settings import as_dict
 from tests.server.serving import MAX_MODEL_LEN, MODEL, RunningServer
+from tests.server.test_errors import error_of
 
 GIB = 1 << 30
 DEVICE = DeviceFacts(
@@ -48,7 +49,8 @@ def _server(ready: EngineReady, **settings: Any) -> RunningServer:
 
 def _configured() -> RunningServer:
     server_record = resolve_server(ServerConfig(port=0, api_key=("do-not-show",), chat_template="/a/b/c.jinja"))
-    ready = demo_ready(download_dir="/home/somebody/models", hf_token="do-not-show")
+    drafts = {"spec_method": "ngram", "spec_tokens": 5}
+    ready = demo_ready(download_dir="/home/somebody/models", hf_token="do-not-show", **drafts)
     return _server(ready, resolved=as_dict(server_record))
 
 
@@ -86,6 +88,7 @@ def test_get(running: RunningServer) -> None:
         "long_prefill_token_threshold": {"value": 0, "min": 0, "max": 2**31 - 1},
         "max_num_queued_reqs": {"value": 1024, "min": 1, "max": 2**31 - 1},
         "max_shared_prefill_tokens": {"value": 64, "min": 0, "max": 2**31 - 1},
+        "spec_tokens": {"value": 5, "min": 0, "max": 5},
         "slo_ttft": {"value": None, "min": PACE.fastest_step, "max": None},
         "slo_itl": {"value": None, "min": PACE.fastest_step, "max": None},
         "slo_attainment": {"value": 0.99, "min": 0.5, "max": 0.9999},
@@ -127,6 +130,21 @@ def test_move_back_and_forth(running: RunningServer) -> None:
     assert moved["value"] == 1
     assert moved["start"]["value"] == 128
     assert moved["max"] == 128
+
+
+def test_depth_of_drafts_moves(running: RunningServer) -> None:
+    body = running.http.post("/v1/config", json={"spec_tokens": 0}).json()
+    assert _moves(running) == [SetLimits(spec_tokens=0)]
+    assert body["settings"]["speculative_config"]["value"]["num_speculative_tokens"] == 5, "as the start had it"
+    assert body["settings"]["spec_tokens"]["detail"] == "moved while serving; started as 5 (argument)"
+
+
+def test_where_nothing_drafts_there_is_no_depth() -> None:
+    with _server(demo_ready()) as server:
+        assert "spec_tokens" not in server.http.get("/v1/config").json()["live"]
+        error = error_of(server.http.post("/v1/config", json={"spec_tokens": 2}), 400)
+        assert "spec_tokens cannot be moved while serving" in error["message"]
+        assert not _moves(server)
 
 
 def test_targets_move(running: RunningServer) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 
 import pytest
 
 from quire.frontend.echo_client import EchoClient
 from quire.frontend.timeline import MAX_CHUNKS, Timelines, TokenChunks
-from quire.outputs import RequestMetrics
+from quire.outputs import RequestMetrics, SpecDecodeMetrics
 from quire.server.recent import RecentRequests
 from quire.server.timeline import timings
-from tests.server.serving import RunningServer
+from tests.server.serving import MAX_MODEL_LEN, RunningServer
 from tests.server.test_errors import error_of
 
 VLLM_METRICS = {
@@ -47,12 +48,13 @@ def test_metrics_on_demand(server, path):
     assert server.http.post(path, json=base).json()["metrics"] is None
     whole = server.http.post(path, json={**base, "return_metrics": True}).json()["metrics"]
     assert whole.keys() >= VLLM_METRICS
+    assert whole.pop("speculative_decoding") is None, "nothing drafts"
     assert all(value is not None and value >= 0 for value in whole.values()), whole
     events = server.events(path, **base, return_metrics=True)
     assert all("metrics" not in event for event in events[:-1])
     assert events[-1]["choices"] == []
     assert "usage" not in events[-1]
-    assert events[-1]["metrics"].keys() == whole.keys()
+    assert events[-1]["metrics"].keys() == {*whole, "speculative_decoding"}
     both = server.events(path, **base, return_metrics=True, stream_options={"include_usage": True})[-1]
     assert both["usage"]["completion_tokens"] > 0
     assert both["metrics"]["time_to_first_token_ms"] > 0
@@ -74,6 +76,52 @@ def test_metrics_of_every_request(path, base):
         *others, last = server.events(path, **base, stream_options={"include_usage": True})
         assert last["metrics"].keys() >= VLLM_METRICS
         assert all("metrics" not in event for event in others)
+
+
+class DraftingClient(EchoClient):
+    """Every step after a request's first one verified two drafts, then three, ...; one of them held."""
+
+    def _advance(self, row):
+        delta = super()._advance(row)
+        if row.num_output > 1:
+            delta.drafts = min(row.num_output, 3), 1
+        return delta
+
+
+SUMMARY = {
+    "mean_acceptance_length": 2.0,
+    "draft_acceptance_rate": 3 / 8,
+    "acceptance_histogram": [0, 3, 0, 0],
+    "acceptance_histogram_by_draft_length": {"2": [0, 1, 0], "3": [0, 2, 0, 0]},
+    "num_spec_steps": 3,
+    "num_accepted_draft_tokens": 3,
+    "num_draft_tokens": 8,
+    "num_spec_tokens": 3,
+}
+DETAILS = {"per_step_accepted": [1, 1, 1], "per_step_drafted": [2, 3, 3]}
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}), ("/v1/completions", {"prompt": "a"})],
+)
+@pytest.mark.parametrize("is_detailed", [False, True], ids=["summary", "detailed"])
+def test_what_became_of_drafts(path, base, is_detailed):
+    """vLLM's `metrics.speculative_decoding`, of answers with one choice."""
+    expected = SUMMARY | (DETAILS if is_detailed else {})
+    client = DraftingClient(max_model_len=MAX_MODEL_LEN)
+    new_metrics = partial(SpecDecodeMetrics, 3, is_detailed)
+    with RunningServer(client, new_draft_metrics=new_metrics, reports_metrics=True) as server:
+        base = {**base, "max_tokens": 4}
+        assert server.http.post(path, json=base).json()["metrics"]["speculative_decoding"] == expected
+        last = server.events(path, **base, stream_options={"include_usage": True})[-1]
+        assert last["metrics"]["speculative_decoding"] == expected
+        assert server.http.post(path, json={**base, "n": 2}).json()["metrics"]["speculative_decoding"] is None
+        one = server.http.post(path, json={**base, "max_tokens": 1}).json()["metrics"]["speculative_decoding"]
+        assert (one["num_spec_steps"], one["acceptance_histogram"]) == (0, [0, 0, 0, 0]), "it drafted nothing"
+        if "prompt" in base:
+            two = server.http.post(path, json={**base, "prompt": ["a", "b"]}).json()
+            assert two["metrics"]["speculative_decoding"] is None
 
 
 def test_timeline_of_a_finished_request(server):

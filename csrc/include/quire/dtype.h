@@ -1,5 +1,5 @@
-// Storage types of tensors (float, bfloat16, IEEE half; codes of a quantized KV cache) and their scalar conversions to
-// float, and from float where they round to nearest even.
+// Storage types of tensors (float, bfloat16, IEEE half, codes of a quantized KV cache), and their scalar conversions to
+// float and from float. Conversions from float round to nearest even.
 #pragma once
 
 #include <bit>
@@ -11,7 +11,7 @@ namespace quire {
 // The numbers are part of the Python interface (kernels/cpu.py).
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
 
-// What a KV cache stores: elements of the model's DType, or codes of 8 bits.
+// The elements of a KV cache: the model's DType, or codes of 8 bits.
 enum class CacheType : int { model = 0, e4m3 = 1, e5m2 = 2, int8 = 3 };
 
 struct bf16 {
@@ -20,8 +20,8 @@ struct bf16 {
 struct f16 {
   uint16_t bits;
 };
-// 8-bit floating point of the Open Compute Project (OFP8): e4m3 has no infinity and one NaN, e5m2 is the upper half of
-// a f16.
+// 8-bit floating point of the Open Compute Project (OFP8): e4m3 has no infinity and one NaN. e5m2 is the upper half of
+// an f16.
 struct e4m3 {
   uint8_t bits;
 };
@@ -31,8 +31,8 @@ struct e5m2 {
 
 inline constexpr size_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// Internal linkage on purpose: the same header is compiled for several instruction sets, and one variant must never be
-// linked against another variant's copy.
+// Internal linkage on purpose: this header is compiled for several instruction sets, and a variant must never use a
+// copy of another variant.
 namespace {
 
 [[maybe_unused]] inline float to_f32(float x) { return x; }

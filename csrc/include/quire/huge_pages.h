@@ -1,5 +1,5 @@
-// Advice to the operating system about large buffers. Fresh memory arrives one page fault at a time, and reads of many
-// pages miss the TLB: 2 MiB pages make both cheaper.
+// Advice to the operating system about large buffers. Fresh memory costs a page fault per page, and reads of many pages
+// miss the TLB. Both are cheaper with 2 MiB pages.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace quire {
 
 inline constexpr size_t kHugePageBytes = size_t{2} << 20;
 
-// Asks for huge pages for the whole ones inside [begin, begin + bytes). Only a hint: it may be ignored.
+// Asks for huge pages for all whole huge pages inside [begin, begin + bytes). The system may ignore this hint.
 inline void advise_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
   const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kHugePageBytes - 1) & ~(kHugePageBytes - 1);

@@ -1,4 +1,4 @@
-// Instruction sets: detection, run-time override, and how a kernel family picks its variant.
+// Instruction sets: detection, run-time override, and the choice of a variant in each kernel family.
 //
 // Every file of csrc/kernels is compiled once per instruction set with QUIRE_ISA (the name) and QUIRE_ISA_LEVEL (its
 // place on the ladder) defined. A family is written like this:
@@ -24,9 +24,9 @@ enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx = 
 inline constexpr int kNumIsas = 5;
 
 const char* isa_name(Isa isa);
-Isa best_isa();                // the best one that this CPU and operating system can run
+Isa best_isa();                // the best instruction set that this CPU and operating system can run
 Isa active_isa();              // best_isa() until set_active_isa
-bool set_active_isa(Isa isa);  // false, and no change, when the CPU cannot run it
+bool set_active_isa(Isa isa);  // returns false and changes nothing if the CPU cannot run it
 
 template <class Kernels>
 inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas]) {
@@ -75,7 +75,7 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 #endif
 // clang-format on
 
-// Defines `const type& function()` once, in the scalar variant's translation unit, which every build has.
+// Defines `const type& function()` once, in the translation unit of the scalar variant, which every build has.
 #if defined(QUIRE_ISA_LEVEL) && QUIRE_ISA_LEVEL == QUIRE_LEVEL_SCALAR
 #define QUIRE_DEFINE_DISPATCH(type, function, table)                                                                  \
   namespace quire {                                                                                                   \

@@ -1,4 +1,4 @@
-// Integer division rounded up, and multiples. Of numbers that are not negative, with a positive divisor.
+// Integer division rounded up, and multiples, for numbers >= 0 and a positive divisor.
 #pragma once
 
 #include <type_traits>

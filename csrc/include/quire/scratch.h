@@ -1,11 +1,11 @@
-// Thread-local scratch memory that grows and is kept: the only memory a kernel may ask for on the hot path.
+// Thread-local scratch memory that grows and is kept. A kernel may get no other memory on the hot path.
 #pragma once
 
 #include <cstddef>
 
 namespace quire {
 
-// One buffer per thread and use, so that nested uses never overlap.
+// There is one buffer per thread and use, so that nested uses never overlap.
 enum class Scratch : int {
   gemm_input,
   gemm_tiles,
@@ -16,7 +16,8 @@ enum class Scratch : int {
   count
 };
 
-// 64-byte aligned, at least `bytes` long, content undefined; valid until this thread asks for more under the same use.
+// 64-byte aligned, at least `bytes` long, content undefined. It is valid until this thread asks for more with the same
+// use.
 void* scratch(Scratch use, size_t bytes);
 
 }  // namespace quire

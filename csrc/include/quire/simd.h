@@ -1,9 +1,9 @@
 // One float vector type per instruction set, for every kernel: F32 with loads and stores that convert from and to
 // float, bfloat16 and half, arithmetic, reductions and exp. The width is F32::kWidth (4, 8 or 16).
 //
-// load(p) / store(p, v) move kWidth elements; load_n(p, n, fill) / store_n(p, v, n) the first n of them (0 <= n <=
-// kWidth) and touch no other memory; to int8_t the nearest integers of [-128, 127] are stored. Include only from
-// csrc/kernels: the content depends on QUIRE_ISA.
+// load(p) / store(p, v) move kWidth elements. load_n(p, n, fill) / store_n(p, v, n) move the first n elements (0 <= n
+// <= kWidth) and touch no other memory. Stores to int8_t round to the nearest integers of [-128, 127]. Include this
+// header only from csrc/kernels, because its content depends on QUIRE_ISA.
 #pragma once
 
 #include <cmath>
@@ -42,7 +42,7 @@ inline F32 ldexp(F32 a, F32 n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // a * 
 inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
-// Bit i is set when a < b in lane i.
+// Bit i is set if a < b in lane i.
 inline uint32_t mask_less(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
 inline bool has_nan(F32 a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) != 0; }
 inline float reduce_add(F32 a) { return _mm512_reduce_add_ps(a.v); }
@@ -53,7 +53,7 @@ inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 
 inline __m512 widen_bf16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline __m256i narrow_bf16(__m512 x) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
-  // vcvtneps2bf16 treats subnormals as zero: their values are below 2^-126, under anything a model computes with.
+  // vcvtneps2bf16 treats subnormals as zero. They are below 2^-126, smaller than any number that a model needs.
   return std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x));
 #else
   const __m512i u = _mm512_castps_si512(x);
@@ -68,7 +68,7 @@ inline __m256i narrow_bf16(__m512 x) {
 inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline F32 load(const bf16* p) { return {widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline F32 load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-// Of kWidth pairs, the first and the second elements.
+// The first and the second elements of kWidth pairs.
 inline F32 load_even(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
 inline F32 load_odd(const bf16* p) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(-65536)))};
@@ -95,7 +95,7 @@ inline void store_n(float* p, F32 a, int n) { _mm512_mask_storeu_ps(p, first_lan
 inline void store_n(bf16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_bf16(a.v)); }
 inline void store_n(f16* p, F32 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_f16(a.v)); }
 inline void store_n(int8_t* p, F32 a, int n) { _mm_mask_storeu_epi8(p, first_lanes(n), narrow_int8(a.v)); }
-// Stores the lanes whose bit is set side by side, returns how many; overwrites up to kWidth floats at p.
+// Stores the lanes with a set bit side by side and returns their number. May overwrite up to kWidth floats at p.
 inline int store_compressed(float* p, F32 a, uint32_t mask) {
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), a.v));
   return __builtin_popcount(mask);
@@ -119,7 +119,7 @@ inline F32 fma(F32 a, F32 b, F32 c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline F32 max(F32 a, F32 b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline F32 min(F32 a, F32 b) { return {_mm256_min_ps(a.v, b.v)}; }
 inline F32 round(F32 a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// a * 2^n, n integral in [-252, 254]: two factors, so that neither leaves the range of normal exponents.
+// a * 2^n, n integral in [-252, 254]. Two factors are used, so that neither leaves the range of normal exponents.
 inline F32 ldexp(F32 a, F32 n) {
   const __m256i whole = _mm256_cvtps_epi32(n.v);
   const __m256i half = _mm256_srai_epi32(whole, 1);
@@ -162,7 +162,7 @@ inline __m128i narrow_f16(__m256 x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NE
 inline F32 load(const float* p) { return {_mm256_loadu_ps(p)}; }
 inline F32 load(const bf16* p) { return {widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 inline F32 load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
-// Of kWidth pairs, the first and the second elements.
+// The first and the second elements of kWidth pairs.
 inline __m256i load_words(const bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline F32 load_even(const bf16* p) { return {_mm256_castsi256_ps(_mm256_slli_epi32(load_words(p), 16))}; }
 inline F32 load_odd(const bf16* p) {
@@ -177,7 +177,7 @@ inline void store(int8_t* p, F32 a) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
 }
 
-// For every mask the numbers of its set bits, a byte each.
+// For every mask the numbers of its set bits, one byte each.
 struct SetBits {
   uint64_t of[256] = {};
   constexpr SetBits() {
@@ -225,7 +225,7 @@ inline F32 fma(F32 a, F32 b, F32 c) {
 }
 inline F32 max(F32 a, F32 b) { return {a.v > b.v ? a.v : b.v}; }
 inline F32 min(F32 a, F32 b) { return {a.v < b.v ? a.v : b.v}; }
-// Nearest even for |a| < 2^22, by pushing the fraction out of the mantissa.
+// Rounds to nearest even for |a| < 2^22: the addition pushes the fraction out of the mantissa.
 inline F32 round(F32 a) {
   const F32 magic = broadcast(0x1.8p23f);
   return (a + magic) - magic;
@@ -256,7 +256,7 @@ template <class T>
 inline F32 load(const T* p) {
   return {Vector4f{to_f32(p[0]), to_f32(p[1]), to_f32(p[2]), to_f32(p[3])}};
 }
-// Of kWidth pairs, the first and the second elements.
+// The first and the second elements of kWidth pairs.
 inline Vector4i load_words(const bf16* p) {
   static_assert(std::endian::native == std::endian::little, "the first of a pair is the low half of a word");
   Vector4i words;
@@ -300,8 +300,8 @@ inline void store_n(T* p, F32 a, int n) {
 
 #endif
 
-// y, or 0 where x < limit. exp and exp2 use it to give 0 instead of subnormal numbers, which cost many CPUs over 100
-// cycles.
+// y, or 0 if x < limit. exp and exp2 use it to return 0 in place of subnormal numbers, which cost over 100 cycles on
+// many CPUs.
 inline F32 zero_below(F32 x, float limit, F32 y) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_NLT_UQ), y.v)};
@@ -328,8 +328,9 @@ inline F32 exp(F32 x) {
 }
 
 // 2^x for x <= 127 with a relative error under 2e-7; exactly 1 at 0, 0 below -125, NaN for NaN (without payload bits).
-// Adding 1.5 * 2^23 rounds x to an integer in the low bits, which go to the exponent of 2^(rest); minimax polynomial of
-// degree 5 on [-1/2, 1/2], exact at 0, relative error 9.2e-8 (Lawson's iteratively reweighted least squares).
+// Adding 1.5 * 2^23 rounds x to an integer in the low bits, which are added to the exponent of 2^(rest). The
+// minimax polynomial on [-1/2, 1/2] has degree 5, is exact at 0, and has a relative error of 9.2e-8 (Lawson's
+// iteratively reweighted least squares).
 inline F32 exp2(F32 x) {
   const F32 magic = broadcast(0x1.8p23f);
   const F32 shifted = x + magic;

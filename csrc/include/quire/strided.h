@@ -1,5 +1,5 @@
-// Tensors as the kernels take them: an address, and beside it the strides of this tensor, in elements. The last
-// dimension is contiguous.
+// Tensors as kernels get them: an address and the strides of this tensor, in elements. The last dimension is
+// contiguous.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct StridedHeads {
   int64_t token_stride, head_stride;
 };
 
-// [blocks, heads, ...]: what a head has in a block is contiguous.
+// [blocks, heads, ...]: the part of a head in a block is contiguous.
 template <class T>
 struct StridedBlocks {
   T* data;

@@ -16,13 +16,13 @@ from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one layer asks for. The block size is the cache's own: [blocks, kv heads, block size, head dim]."""
+    """The needs of one layer. The cache's shape gives the block size: [blocks, kv heads, block size, head dim]."""
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # on q.k
-    sliding_window: int  # a token sees the positions > its own - window; 0 = all before it
+    scale: float  # a factor of q.k
+    sliding_window: int  # a token sees the positions > its own - window; 0: it sees all positions before it
     soft_cap: float  # cap * tanh(score / cap); 0 = none
     dtype: torch.dtype
     cache_dtype: torch.dtype | None = None  # of the KV cache; None: dtype
@@ -34,21 +34,21 @@ class AttentionBackend(Protocol):
     name: str
 
     def prepare(self, step: HostStep, cache: LayerCache) -> None:
-        """Host work of a step on a GPU, once before the layers run. The backend keeps what it needs until the next one.
+        """Do the host's work for a step on a GPU, once, before the layers run. The backend keeps the result.
 
         Args:
-            cache: of any layer that the backend serves.
+            cache: the cache of any layer that the backend serves.
         """
         ...
 
     def forward(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
         """Attention of the step's tokens -> [T, H, E], contiguous.
 
-        q and k are rotated; k and v are in the cache already and are passed for backends that read them from there.
+        q and k are rotated. k and v are in the cache already; some backends read these tensors instead of the cache.
         """
         ...
 
     @staticmethod
     def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
-        """Why this backend cannot serve such layers here, or None."""
+        """The reason why this backend cannot serve such layers here, or None."""
         ...

@@ -1,7 +1,7 @@
-"""Attention by FlashInfer's kernels, where it is installed (0.6.14: docs.flashinfer.ai/api/attention.html).
+"""Attention by the kernels of FlashInfer, if it is installed (0.6.14: docs.flashinfer.ai/api/attention.html).
 
-Its `plan` distributes a step's work over the GPU, on the host, from the lengths of the rows; `run` is called in every
-layer. A captured decode step has a wrapper of its own, whose plan is copied to where the graph reads it.
+Its `plan` runs on the host and distributes a step's work over the GPU by the lengths of the rows. Every layer calls
+`run`. Each captured decode step has its own wrapper; the wrapper copies its plan to the memory that the graph reads.
 
 Dimensions: T tokens, S rows, H query heads, G kv heads, E head dim, P block size, I blocks of all rows.
 """
@@ -27,9 +27,9 @@ from quire.kernels import gpu
 from quire.planning.flashinfer_facts import why_not_flashinfer
 
 _LAYOUT = "HND"  # of a block: heads, tokens, dimensions
-_WORKSPACE_BYTES, _PLAN_BYTES = 128 << 20, 8 << 20  # what FlashInfer recommends, and what it takes itself for a plan
-_TILE_ROWS = 128  # queries times heads of a group in the largest tile of its prefill kernel
-# Query heads per KV head from which its tensor-core kernel decodes faster, by its documentation "for large group size".
+_WORKSPACE_BYTES, _PLAN_BYTES = 128 << 20, 8 << 20  # FlashInfer recommends the first and takes the second for a plan
+_TILE_ROWS = 128  # the largest tile of its prefill kernel: queries times heads of a group
+# With this number of query heads per KV head or more its tensor-core kernel decodes faster ("large group size").
 _TENSOR_CORE_GROUP = 4
 
 _cuda: Any = torch.cuda  # without types in some versions of torch
@@ -37,12 +37,12 @@ _cuda: Any = torch.cuda  # without types in some versions of torch
 
 @contextmanager
 def _installation() -> Iterator[None]:
-    """Around what loads FlashInfer or builds its kernels. Raises ConfigError for whatever it meets but full memory."""
+    """Wrap code that loads FlashInfer or builds its kernels: every error except full memory becomes a ConfigError."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of the import system, of its loader of libraries, of the compiler that it calls
+    except Exception as error:  # the import system, its loader of libraries or the compiler that it calls may raise
         raise ConfigError(
             f"FlashInfer cannot be loaded or cannot build its kernels: {error}",
             fix="Use --attention-backend TRITON_ATTN, which are Quire's own kernels, or repair its installation",
@@ -52,10 +52,10 @@ def _installation() -> Iterator[None]:
 
 @dataclass
 class _Wrapper:
-    """One of FlashInfer's wrappers. Its plan passes through pinned memory of its own, which is read later."""
+    """One of FlashInfer's wrappers. Its plan passes through its own pinned memory, and the GPU reads that later."""
 
     flashinfer: Any
-    copied: Any = None  # event behind the copies of the last plan
+    copied: Any = None  # the event after the copies of the last plan
     is_built: bool = False
 
     def plan(self, device: torch.device, *arguments: Any, **settings: Any) -> None:
@@ -80,7 +80,7 @@ class _Pages:
 
 
 class FlashInferAttention:
-    """FlashInfer's decode wrapper where each row computes one token, else its prefill wrapper."""
+    """FlashInfer's decode wrapper if each row computes one token, else its prefill wrapper."""
 
     name = "FLASHINFER"
 
@@ -99,7 +99,7 @@ class FlashInferAttention:
 
     @staticmethod
     def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
-        """As AttentionBackend says: what `why_not_flashinfer` decides, for resolve.py before there is a layer too."""
+        """See AttentionBackend. resolve.py also asks `why_not_flashinfer`, before a layer exists."""
         if not gpu.serves(device):
             return f"it runs on CUDA, not on {device.type}"
         dtype, cache_dtype = (str(each).removeprefix("torch.") for each in (spec.dtype, spec.cache_dtype or spec.dtype))
@@ -121,7 +121,7 @@ class FlashInferAttention:
         spec = self._spec
         sizes = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, cache.k_BGPE.shape[2])
         settings: dict[str, Any] = {
-            "window_left": spec.sliding_window - 1,  # keys before a token that it sees; -1: all
+            "window_left": spec.sliding_window - 1,  # a token sees this number of keys before it; -1: all
             "logits_soft_cap": spec.soft_cap,
             "sm_scale": spec.scale,
             "q_data_type": spec.dtype,
@@ -145,7 +145,7 @@ class FlashInferAttention:
         return _workspace(device, max(_WORKSPACE_BYTES, split_bytes(self._spec, num_sms, padded_rows)))
 
     def _captured_wrapper(self, step: HostStep, device: torch.device) -> _Wrapper:
-        """That of a graph: what it reads stays where it is. Graphs run one after the other, so they share scratch."""
+        """The wrapper of a graph: its tensors never move. Graphs run one after the other, so they share scratch."""
         size = step.padded_rows
         assert size is not None
         if size not in self._captured:
@@ -175,20 +175,20 @@ class FlashInferAttention:
 
 
 def split_bytes(spec: AttentionSpec, num_sms: int, padded_rows: int = 0) -> int:
-    """What FlashInfer's prefill kernel, which also decodes on tensor cores, needs for the parts of split sequences.
+    """Bytes that FlashInfer's prefill kernel, which also decodes on tensor cores, needs for split sequences.
 
     Its planner (PrefillPlan in attention/scheduler.cuh of 0.6.14) refuses a step with less. It reserves a float32
     output and a sum for every row of every tile: two tiles for each multiprocessor, or what captured rows take.
     """
     group = spec.num_q_heads // spec.num_kv_heads
-    rows_of_a_token = 16 if group <= 16 else 64  # of a tile that holds one token
+    rows_of_a_token = 16 if group <= 16 else 64  # the rows of a tile that holds one token
     num_rows = max(_TILE_ROWS * (2 * num_sms // spec.num_kv_heads), padded_rows * (group + rows_of_a_token))
-    return 4 * spec.num_q_heads * (spec.head_dim + 1) * num_rows + (1 << 10)  # and what alignment takes
+    return 4 * spec.num_q_heads * (spec.head_dim + 1) * num_rows + (1 << 10)  # the last KiB is for alignment
 
 
 @cache
 def _workspace(device: torch.device, num_bytes: int) -> Tensor:
-    """Scratch of all wrappers: the device runs one kernel after the other."""
+    """Scratch memory that all wrappers share: the device runs one kernel after the other."""
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
@@ -197,15 +197,15 @@ def _sums(counts_S: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _pinned(values: NDArray[np.int64], device: torch.device) -> Tensor:
-    """int32 on the host, where `plan` reads it and from where it is copied without waiting."""
+    """int32 on the host: `plan` reads it there, and a copy to the device does not wait."""
     tensor = torch.from_numpy(values.astype(np.int32))
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def _pages(step: HostStep, table: int, block_size: int, window: int, device: torch.device) -> _Pages:
-    """Rows of padding have a sequence of one token in block 0: a page holds at least one.
+    """The page table of a step. A row of padding has one token in block 0, because a page holds at least one token.
 
-    Blocks before a window are left out, as if the sequence began behind them: there may be none in the table.
+    Blocks before a window are left out, as if the sequence began after them: the table may have no such blocks.
     """
     padding = 0 if step.padded_rows is None else step.padded_rows - len(step.rows_S)
     firsts_S = (step.seq_lens_S - step.query_lens_S - window + 1).clip(min=0) // block_size if window else 0

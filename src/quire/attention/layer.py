@@ -15,7 +15,7 @@ from quire.layers.norm import RMSNorm
 
 
 class Attention:
-    """Everything between the projections.
+    """Everything between the projections of one layer.
 
     Args:
         layer: index of the layer's cache in ForwardBatch.caches.
@@ -46,7 +46,7 @@ class Attention:
         return self._attend(q_THE, k_TGE, v_TGE, cache, batch)
 
     def _head_rotation(self) -> HeadRotation:
-        """Made anew when the norms have got other weights."""
+        """The rotation. It is made again after the norms got other weights."""
         q_norm, k_norm, made = self._q_norm, self._k_norm, self._rotation
         if q_norm is None or k_norm is None:
             return made

@@ -1,4 +1,4 @@
-"""Attention by Quire's own kernels, which read the batch's tensors and the cache as they are.
+"""Attention by Quire's own kernels. They read the tensors of the batch and the cache directly.
 
 Dimensions: T tokens, H query heads, G kv heads, E head dim.
 """
@@ -20,7 +20,7 @@ from quire.kernels.ops import paged_attention
 
 
 class PagedAttention:
-    """One call for any mix of prompts and decodes. The op takes the kernels of the device, else plain torch."""
+    """One call for any mix of prompts and decodes. The op uses the kernels of the device, else plain torch."""
 
     name = "auto"
     attend: ClassVar[Callable[..., Tensor]] = staticmethod(paged_attention)
@@ -41,7 +41,7 @@ class PagedAttention:
 
 
 class CpuAttention(PagedAttention):
-    """The same, refused where the kernels of csrc/kernels/attention* would not run."""
+    """PagedAttention, refused where the kernels of csrc/kernels/attention* would not run."""
 
     name = "CPU_ATTN"
 
@@ -57,7 +57,7 @@ class CpuAttention(PagedAttention):
 
 
 class TritonAttention(PagedAttention):
-    """The same, refused where the kernels of kernels/triton/attention.py would not run."""
+    """PagedAttention, refused where the kernels of kernels/triton/attention.py would not run."""
 
     name = "TRITON_ATTN"
 

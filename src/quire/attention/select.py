@@ -1,4 +1,4 @@
-"""Which attention backend serves a layer: the one that the settings name (resolve.py)."""
+"""The choice of the attention backend of a layer, by the settings (resolve.py)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _BACKENDS: dict[str, type[PagedAttention] | type[FlashInferAttention]] = {
 
 
 def select_backend(spec: AttentionSpec, device: torch.device, name: str = "auto") -> AttentionBackend:
-    """The backend of this name for layers of this spec.
+    """The backend with this name, for layers with this spec.
 
     Raises:
-        ConfigError: it cannot serve the spec, with its reason.
+        ConfigError: the backend cannot serve the spec; the message gives the reason.
     """
     backend = _BACKENDS[name]
     if (reason := backend.unsupported(spec, device)) is not None:
@@ -39,11 +39,11 @@ def select_backend(spec: AttentionSpec, device: torch.device, name: str = "auto"
 class SharedBackends:
     """The backends of one model.
 
-    Layers with the same spec and block table share an instance, and with it what prepare() does.
+    Layers with the same spec and block table share an instance, so its prepare() runs once for all of them.
 
     Args:
-        tables: by layer, the number of its block table.
-        cache_dtype: of the KV cache; None: each layer's own.
+        tables: the number of each layer's block table.
+        cache_dtype: the dtype of the KV cache; None: each layer's own.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class SharedBackends:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self._tables, self._device, self._name, self._cache_dtype = tables, device, name, cache_dtype
-        self._backends: dict[tuple[AttentionSpec, int], tuple[int, AttentionBackend]] = {}  # and one of their layers
+        self._backends: dict[tuple[AttentionSpec, int], tuple[int, AttentionBackend]] = {}  # with one of its layers
 
     def get(self, layer: int, spec: AttentionSpec) -> AttentionBackend:
-        """That of a layer with this spec."""
+        """The backend of a layer with this spec."""
         spec = replace(spec, cache_dtype=self._cache_dtype)
         key = spec, self._tables[layer]
         if key not in self._backends:

@@ -1,4 +1,4 @@
-"""Module paths of vLLM's guides under our package's name: they run the command that took their place."""
+"""Module paths of vLLM's guides under our package's name. They run the commands that replace them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A chat in the terminal: what was said, what a person types, and who answers (an engine of its own, or a server)."""
+"""A chat in the terminal: the conversation, the input line, and the model that answers (own engine or server)."""

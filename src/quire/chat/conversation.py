@@ -1,4 +1,4 @@
-"""What a chat has come to: its turns, its system prompt, and the parameters that were set for its answers."""
+"""The state of a chat: its turns, its system prompt, and the parameters that were set for its answers."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from quire.sampling_params import SamplingParams
 PARAMETERS = {
     "temperature": "0: always the most likely token; higher: more chance",
     "top_p": "only the most likely tokens that together have this probability",
-    "top_k": "only so many of the most likely tokens; 0: all",
-    "min_p": "only tokens at least this likely, as a part of the likeliest",
+    "top_k": "only this number of the most likely tokens; 0: all",
+    "min_p": "only tokens at least this likely, relative to the likeliest",
     "max_tokens": "length of an answer; else up to the context's end",
-    "min_tokens": "an answer does not end before",
-    "seed": "of the chance: the same seed, the same answer",
+    "min_tokens": "an answer has at least this length",
+    "seed": "of the random choice: the same seed, the same answer",
     "stop": "a text that ends an answer, or a JSON list of them",
     "presence_penalty": "against tokens that the answer has",
     "frequency_penalty": "against tokens, by how often the answer has them",
     "repetition_penalty": "against tokens that question or answer have; 1: none",
 }
 SYSTEM = "system"
-DEFAULT = "default"  # takes back what was set
+DEFAULT = "default"  # the value that removes a setting
 
 
 class Conversation:
-    """Turns alternate: a question is kept only with its answer, or the part of it that came."""
+    """Turns alternate: a question is kept only together with its answer, or with the part of it that came."""
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
@@ -44,9 +44,9 @@ class Conversation:
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def set(self, name: str, text: str) -> None:
-        """Set a parameter, or the system prompt, as somebody wrote it; `default` takes it back.
+        """Set a parameter or the system prompt from text; `default` removes the setting.
 
-        Raises InvalidRequestError, and everything stays as it was.
+        It raises InvalidRequestError and then changes nothing.
         """
         if name == SYSTEM:
             self.system = None if text in (DEFAULT, "") else text
@@ -67,7 +67,7 @@ class Conversation:
 
 
 def _value(name: str, text: str) -> Any:
-    """A number, or for `stop` a text or a list of texts; what is neither is for SamplingParams to refuse."""
+    """A number, or for `stop` a text or a list of texts. SamplingParams refuses other values."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

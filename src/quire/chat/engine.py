@@ -1,4 +1,4 @@
-"""A model of this command's own: an engine process beside it, without a server and without a port."""
+"""The command's own model: an engine process beside it, without a server and without a port."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 
 class EngineModel:
-    """`with EngineModel(...) as model`: ready when entered; at the end the engine has ended too.
+    """`with EngineModel(...) as model`: the engine is ready inside the block, and it has ended after it.
 
-    The front end's event loop has a thread, so that the main one can wait for what a person types and take Ctrl-C.
+    The front end's event loop has its own thread: the main thread waits for input and takes Ctrl-C.
 
     Args:
-        interpreter: becomes the engine; it is the caller's to end.
-        progress: hears of the start.
+        interpreter: becomes the engine; the caller ends it.
+        progress: is told about the start.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EngineModel:
         try:
             self._wait_for(self._start())
         except BaseException:
-            self._interpreter.kill()  # while it loads it hears of nothing
+            self._interpreter.kill()  # it takes no message while it loads
             self._close()
             raise
         return self
@@ -75,14 +75,14 @@ class EngineModel:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """The model's own over Quire's."""
+        """The model's own defaults, and Quire's for the rest."""
         params = self._params({})
         return {name: getattr(params, name) for name in PARAMETERS}
 
     def answer(
         self, messages: Sequence[Mapping[str, str]], parameters: Mapping[str, Any]
     ) -> Generator[Piece, None, None]:
-        """As ChatModel says; an engine that has failed and is starting again is waited for."""
+        """See ChatModel. It waits for an engine that failed and starts again."""
         pieces: SimpleQueue[Piece | None] = SimpleQueue()
         generation = self._generate(messages, self._params(parameters), pieces)
         future = asyncio.run_coroutine_threadsafe(generation, self._loop)
@@ -95,7 +95,7 @@ class EngineModel:
             future.cancel()
 
     def _params(self, given: Mapping[str, Any]) -> SamplingParams:
-        """Over the model's defaults; an answer may be as long as the context, as in the chat API."""
+        """`given` over the model's defaults. An answer may fill the context, as in the chat API."""
         fields = {"max_tokens": None, **self._parts.input_processor.defaults, **given}
         return SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
 
@@ -113,12 +113,12 @@ class EngineModel:
     async def _generate(
         self, messages: Sequence[Mapping[str, str]], params: SamplingParams, pieces: SimpleQueue[Piece | None]
     ) -> None:
-        assert self._engine is not None, "answers are asked of a model that was not entered"
+        assert self._engine is not None, "the model was not entered"
         await self._engine.wait_ready(envs.ENGINE_READY_TIMEOUT_S.get())
         prompt = await self._renderer.render(
             Render([dict(message) for message in messages], kwargs=self._template_kwargs)
         )
-        # The template has written the special tokens. What room the context leaves bounds max_tokens.
+        # The template has written the special tokens. The room in the context bounds max_tokens.
         stream = self._engine.generate(
             prompt, params, str(next(self._numbers)), add_special_tokens=False, clamp_max_tokens=True
         )
@@ -127,13 +127,13 @@ class EngineModel:
                 pieces.put(Piece(completion.text, completion.finish_reason))
 
     async def _stop(self) -> None:
-        """Runs after what an interrupted `_start` was doing."""
+        """It also runs after an interrupted `_start`."""
         if self._engine is not None and self._process is not None:
             await self._engine.shutdown()
             self._process.stop()
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, from the event loop's thread. Leaving by Ctrl-C cancels it."""
+        """Run `work` in the event loop's thread and return its result. Ctrl-C cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -156,7 +156,7 @@ def _renderer(parts: FrontEndParts, template: str | None) -> RenderPool:
         )
     if template is None and not parts.tokenizer.chat_templates:
         raise ConfigError(
-            "The model has no chat template: it continues texts, and answers nobody",
+            "The model has no chat template, so it can only continue texts",
             value=parts.model_name,
             fix="Take its variant for chats (-Instruct, -it), or give a template with --chat-template FILE",
             param="chat_template",

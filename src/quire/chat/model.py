@@ -1,4 +1,4 @@
-"""Whoever answers a chat."""
+"""The contract of a model that answers a chat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Piece(NamedTuple):
-    """The next part of an answer; the last one says why the answer ends there, as OpenAI's API does."""
+    """The next part of an answer. The last one has a finish reason, as in OpenAI's API."""
 
     text: str
     finish_reason: str | None = None
@@ -21,18 +21,18 @@ class ChatModel(Protocol):
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """The values of parameters that nobody has set, as far as they are known."""
+        """Values of the parameters that were not set, as far as they are known."""
         ...
 
     def answer(
         self, messages: Sequence[Mapping[str, str]], parameters: Mapping[str, Any]
     ) -> Generator[Piece, None, None]:
-        """The pieces of an answer as they come. Closing it stops the model.
+        """The pieces of an answer as they come. Closing the generator stops the model.
 
         Args:
-            messages: `{"role", "content"}`, the last one to be answered.
+            messages: `{"role", "content"}`; the model answers the last one.
             parameters: SamplingParams fields.
         Raises:
-            QuireError: there is no answer, or no more of it.
+            QuireError: the model gives no answer, or stops in the middle of it.
         """
         ...

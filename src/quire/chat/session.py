@@ -1,4 +1,4 @@
-"""A chat with one model: questions and answers on standard output, and the commands that begin with a slash."""
+"""A chat with one model: answers go to standard output, and commands begin with a slash."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from quire.screen.terminal import without_controls, write_answer
 LEAVE = "Ctrl-D leaves."
 HELP = f"""\
   /set              shows the parameters of the answers
-  /set NAME VALUE   sets one; VALUE {DEFAULT} takes it back
+  /set NAME VALUE   sets one; VALUE {DEFAULT} removes the setting
   /set {SYSTEM} TEXT  says how the model should answer
   /clear            forgets the conversation
-  /bye              leaves, as Ctrl-D does
+  /bye              leaves, like Ctrl-D
 
 Ctrl-C stops an answer. Several lines are one message between {QUOTES} and {QUOTES}, or
 with a backslash at the end of each but the last."""
@@ -38,9 +38,9 @@ class Session:
         }
 
     def ask(self, question: str) -> None:
-        """Print the answer as it comes. What came of it belongs to the conversation, however it ended.
+        """Print the answer as it comes. The conversation keeps it, even if only a part came.
 
-        Raises QuireError and KeyboardInterrupt when the answer is over.
+        It raises QuireError and KeyboardInterrupt after the printed part is kept.
         """
         answer, reason = "", None
         try:
@@ -60,7 +60,7 @@ class Session:
             logs.say("the answer is cut off: it has reached max_tokens or the end of the context")
 
     def talk(self, read_line: ReadLine) -> None:
-        """Answer what is typed until its end, or /bye."""
+        """Answer each message until the input ends or /bye is typed."""
         _print(f"{self._model.name}: /help lists the commands. {LEAVE}")
         while (typed := self._next(read_line)) is not None:
             try:
@@ -82,7 +82,7 @@ class Session:
                 _complain(error.message)
 
     def _next(self, read_line: ReadLine) -> Typed | None:
-        """What is typed next; None at the end."""
+        """The next message or command; None at the end of the input."""
         while True:
             try:
                 return read_typed(read_line)

@@ -1,4 +1,4 @@
-"""What a person types: lines with editing and history, several lines as one message, and what is a command."""
+"""Input from a person: lines with editing and history, messages of several lines, and commands."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Typed:
 
 
 def read_typed(read_line: ReadLine) -> Typed:
-    """What is typed next: a line, lines between three quotes, or lines that a backslash at their ends joins.
+    """The next input: a line, lines between three quotes, or lines that end with a backslash and the line after them.
 
-    The argument of a command may stand between three quotes too, as in `/set system`.
+    The argument of a command may stand between three quotes too, for example after `/set system`.
 
     Args:
-        read_line: shows its argument before the line. What it raises (EOFError, KeyboardInterrupt) ends the message.
+        read_line: shows its argument before the line. Its exceptions (EOFError, KeyboardInterrupt) end the message.
     """
     line = read_line(PROMPT)
     is_command = line.startswith("/")
@@ -51,7 +51,7 @@ def read_typed(read_line: ReadLine) -> Typed:
 
 
 def line_reader() -> ReadLine:
-    """`input`, where Python has readline with its keys and the lines of earlier chats."""
+    """`input`. If Python has readline, it has its keys and the lines of earlier chats."""
     try:
         import readline
     except ImportError:
@@ -61,7 +61,7 @@ def line_reader() -> ReadLine:
     readline.set_history_length(MAX_HISTORY_LINES)
     path = _history_file()
     if path is not None:
-        with suppress(OSError):  # libedit's own form of the file, or none yet
+        with suppress(OSError):  # there may be no file yet, or a file in the form of libedit
             readline.read_history_file(path)
     last = ""
 
@@ -80,7 +80,7 @@ def line_reader() -> ReadLine:
 
 
 def _history_file() -> Path | None:
-    """A file that only its owner can read; None where there is no place for it."""
+    """A file that only its owner can read; None if no place for it can be found."""
     try:
         path = Path(envs.XDG_STATE_HOME.get() or Path.home() / ".local" / "state") / "quire" / "chat_history"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

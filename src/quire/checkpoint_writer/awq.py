@@ -1,6 +1,6 @@
-"""AWQ (Lin et al., arXiv 2306.00978): in-features with large inputs are scaled up before rounding, and lose less.
+"""AWQ (Lin et al., arXiv 2306.00978): in-features with large inputs are scaled up before rounding and lose less.
 
-The inverse factors go into what makes the inputs: the norm before, or the rows of the linear layer before.
+The inverse factors go into the part that makes the inputs: the norm before, or the rows of the linear layer before.
 Dimensions: N out-features, K in-features.
 """
 
@@ -15,12 +15,12 @@ from quire.checkpoint_writer.rounding import as_grouped, choose_grid, in_groups
 from quire.kernels.grouped_weight import GroupedWeight
 
 BITS = 4
-NUM_EXPONENTS = 20  # of the search: factors are |x|^(i / 20), from none (equation 5 of the paper)
+NUM_EXPONENTS = 20  # the search tries the factors |x|^(i / 20) for i from 0 to 19 (equation 5 of the paper)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What calibration has seen of a linear layer's inputs X, T x K."""
+    """Sums that calibration took over a linear layer's inputs X, T x K."""
 
     gram_KK: Tensor  # X^T X, float32
     magnitude_K: Tensor  # mean of |X|, float32
@@ -30,8 +30,8 @@ def search_factors(weight_NK: Tensor, inputs: Inputs, group_size: int, repeat: t
     """Factors of the in-features, float32 [K], that make the output of the rounded weight the least wrong.
 
     Args:
-        repeat: (times, width): each block of `width` in-features comes that often in a row, as heads of v do for the
-            query heads that share it; they get the same factors.
+        repeat: (times, width): each block of `width` in-features comes `times` times in a row, and all copies get the
+            same factors. So it is with the heads of v: several query heads share one.
     """
     weight_NK = weight_NK.float()
     magnitude_K = inputs.magnitude_K
@@ -56,13 +56,11 @@ def output_error(delta_NK: Tensor, gram_KK: Tensor) -> float:
     return ((delta_NK @ gram_KK) * delta_NK).sum().item()
 
 
-def round_clipped(
-    weight_NK: Tensor, gram_K: Tensor, group_size: int, scale_dtype: torch.dtype = torch.float16
-) -> GroupedWeight:
-    """Round with zero points, each group in the range that is best for the squared inputs `gram_K` (diagonal)."""
+def round_clipped(weight_NK: Tensor, gram_K: Tensor, group_size: int) -> GroupedWeight:
+    """Round with zero points. The squared inputs `gram_K` (a diagonal) choose the best range of each group."""
     groups_NGS = in_groups(weight_NK.float(), group_size)
     grid = choose_grid(
-        groups_NGS, BITS, symmetric=False, scale_dtype=scale_dtype, importance=gram_K.view(-1, group_size)
+        groups_NGS, BITS, symmetric=False, scale_dtype=torch.float16, importance=gram_K.view(-1, group_size)
     )
     return as_grouped(grid.codes(groups_NGS).flatten(1), grid.scales, grid.zeros, BITS, group_size, symmetric=False)
 

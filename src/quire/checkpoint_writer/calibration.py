@@ -1,4 +1,4 @@
-"""Calibration text: windows of token ids from a file, or written by the model itself."""
+"""Calibration text: windows of token ids from a file, or from the model's own writing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Windows = list[list[int]]
 
 
 def from_file(path: str, tokenizer: Tokenizer, num_windows: int, num_tokens: int) -> Windows:
-    """Windows spread evenly over a UTF-8 file, each of them `num_tokens` long. Raises ConfigError."""
+    """Windows of `num_tokens` tokens, spread evenly over a UTF-8 file. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -38,9 +38,9 @@ def from_file(path: str, tokenizer: Tokenizer, num_windows: int, num_tokens: int
 def generated(
     folder: Path, num_windows: int, num_tokens: int, seed: int, *, num_threads: int | None, use_tqdm: bool
 ) -> Windows:
-    """Texts the model writes at temperature 1: what it was trained on, by its own lights (as LLM-QAT, 2305.17888).
+    """Texts that the model writes at temperature 1: they resemble its training data (LLM-QAT, arXiv 2305.17888).
 
-    Each begins with the token that begins texts, or, for a model without one, with a random token.
+    Each text begins with the model's token for the begin of a text, or with a random token if it has none.
     """
     from quire.entry.llm import LLM
     from quire.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""What `quire quantize --to` takes. No torch."""
+"""The formats of `quire quantize --to`. No torch."""
 
 FORMATS = {
     "int4": "compressed-tensors, 4 bits in groups, rounded to the nearest; activations stay as they are",

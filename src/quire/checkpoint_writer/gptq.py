@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one by one, and those not yet rounded take up the error.
+"""GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one by one; the remaining columns take up the error.
 
 The update follows from the second derivative of the layer's squared output error, 2 X^T X, over calibration inputs X.
 Dimensions: N out-features, K in-features, G groups along K, B columns of a block.
@@ -12,27 +12,20 @@ from torch import Tensor
 from quire.checkpoint_writer.rounding import Grid, as_grouped, choose_grid, in_groups
 from quire.kernels.grouped_weight import GroupedWeight
 
-BLOCK = 128  # columns whose updates reach the others at once (section 3.3)
-DAMPING = 0.01  # of the mean of the diagonal, added to it (section 3.3)
+BITS = 4
+BLOCK = 128  # the updates of this number of columns reach the other columns together (section 3.3)
+DAMPING = 0.01  # this share of the diagonal's mean is added to the diagonal (section 3.3)
 MAX_DAMPING = 10.0
 
 
-def gptq(
-    weight_NK: Tensor,
-    gram_KK: Tensor,
-    group_size: int,
-    *,
-    bits: int = 4,
-    act_order: bool = False,
-    scale_dtype: torch.dtype = torch.float16,
-) -> GroupedWeight:
-    """A symmetric weight of 4 bits whose output differs as little as possible on the inputs behind `gram_KK`.
+def gptq(weight_NK: Tensor, gram_KK: Tensor, group_size: int, *, act_order: bool = False) -> GroupedWeight:
+    """A symmetric weight of 4 bits with the smallest change of the output on the inputs behind `gram_KK`.
 
     Args:
         gram_KK: X^T X over the calibration inputs, float32.
-        act_order: round columns with large inputs first. Groups are those of the columns as they lie, with grids chosen
-            beforehand ("static groups"), so that a reader sees nothing of the order; without it a group's grid is
-            chosen when its first column is reached.
+        act_order: round columns with large inputs first. Groups stay in the order of storage, and all grids are chosen
+            first ("static groups"), so a reader of the format does not see the order. Without act_order a group's
+            grid is chosen when its first column is reached.
     """
     K = weight_NK.shape[1]
     weight_NK, gram_KK = weight_NK.float().clone(), gram_KK.clone()
@@ -43,7 +36,7 @@ def gptq(
 
     def grid_of(group: int, weight_NS: Tensor) -> Grid:
         importance_S = importance_K[group * group_size : (group + 1) * group_size]
-        return choose_grid(weight_NS, bits, symmetric=True, scale_dtype=scale_dtype, importance=importance_S)
+        return choose_grid(weight_NS, BITS, symmetric=True, scale_dtype=torch.float16, importance=importance_S)
 
     grids: list[Grid] = []
     order_K = torch.arange(K)
@@ -59,7 +52,7 @@ def gptq(
         for k in range(begin, end):
             group = int(order_K[k]) // group_size
             if group == len(grids):
-                # of the weights as the columns before have changed them; they may lie beyond this block
+                # The grid is chosen for the weights that the columns before have changed; some are beyond this block.
                 pending = errors_NB[:, : k - begin] @ factor_KK[begin:k, end : k + group_size]
                 columns = weight_NK[:, k : k + group_size].clone()
                 if pending.shape[1]:
@@ -73,11 +66,11 @@ def gptq(
             errors_NB[:, k - begin] = error_N1[:, 0]
         weight_NK[:, end:] -= errors_NB @ factor_KK[begin:end, end:]
     scales_NG, zeros_NG = (torch.stack([getattr(g, name) for g in grids], 1) for name in ("scales", "zeros"))
-    return as_grouped(codes_NK, scales_NG, zeros_NG, bits, group_size, symmetric=True)
+    return as_grouped(codes_NK, scales_NG, zeros_NG, BITS, group_size, symmetric=True)
 
 
 def _inverse_factor(gram_KK: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped matrix: its rows are the updates (algorithm 1)."""
+    """The upper Cholesky factor of the damped matrix's inverse. Its rows are the updates (algorithm 1)."""
     damping, mean = DAMPING, gram_KK.diagonal().mean()
     while True:
         damped_KK = gram_KK.clone()

@@ -1,4 +1,4 @@
-"""Runs a model one layer at a time over calibration text: memory for a single layer, and for the residual stream.
+"""Runs a model one layer at a time over calibration text. Memory holds a single layer and the residual stream.
 
 Dimensions: T tokens of a window, D hidden, K in-features.
 """
@@ -27,14 +27,16 @@ from quire.worker.input_batch import InputBatch
 BLOCK_SIZE = 32
 EMBEDDING = "model.embed_tokens.weight"
 
-Advance = Callable[[int], None]  # so many windows are done
+Advance = Callable[[int], None]  # the argument: windows that were done since the last call
 
 
 @dataclass(frozen=True)
 class LayerLinear:
-    """A linear layer inside a decoder layer, whose outputs may be those of several tensors.
+    """A linear layer inside a decoder layer. Several tensors may be fused into it.
 
-    names as `self_attn.q_proj`, rows of each, and the in-features.
+    Attributes:
+        names: of the tensors, for example `self_attn.q_proj`.
+        sizes: rows of each tensor.
     """
 
     names: tuple[str, ...]
@@ -46,7 +48,7 @@ class Layerwise:
     """A native model without weights, and the calibration windows.
 
     Args:
-        num_tokens: of every window.
+        num_tokens: the length of every window.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> None:
@@ -65,7 +67,7 @@ class Layerwise:
         return [_described(prefix, part) for prefix, part in self.names.layer_parts(layer) if isinstance(part, Linear)]
 
     def norms(self, layer: int) -> dict[str, float]:
-        """Names of a layer's norms, as `input_layernorm`, and what is added to their weights."""
+        """Names of a layer's norms, for example `input_layernorm`, and the number that is added to their weights."""
         parts = self.names.layer_parts(layer)
         return {prefix.removesuffix("."): part.offset for prefix, part in parts if isinstance(part, RMSNorm)}
 
@@ -80,7 +82,7 @@ class Layerwise:
     def observe(
         self, layer: int, weights: Mapping[str, Tensor], residuals: list[Tensor], advance: Advance
     ) -> dict[str, Inputs]:
-        """What the linear layers of a layer get to see, by the first of their names. Changes nothing."""
+        """Sums over the inputs of the layer's linear layers, by the first of their names. It changes nothing."""
         model = self._model()
         model.load_some((f"model.layers.{layer}.{name}", tensor) for name, tensor in weights.items())
         statistics = {}
@@ -93,7 +95,7 @@ class Layerwise:
 
     @torch.inference_mode()
     def run(self, layer: int, weights: Mapping[str, Tensor], residuals: list[Tensor], advance: Advance) -> None:
-        """Takes the residual streams through a layer, in place."""
+        """Take the residual streams through a layer, in place."""
         model = self._model()
         model.load_some((f"model.layers.{layer}.{name}", tensor) for name, tensor in weights.items())
         self._run(model, layer, residuals, advance)
@@ -105,7 +107,7 @@ class Layerwise:
             advance(1)
 
     def _batch(self) -> ForwardBatch:
-        """One window, all of it; every layer has the same cache, because only one runs."""
+        """One whole window. Every layer has the same cache, because only one layer runs."""
         config, num_tokens = self.config, self.num_tokens
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         one_layer = KvGroup(kv_groups(config)[0].spec, (0,), 1)
@@ -125,7 +127,7 @@ def _described(prefix: str, part: Linear) -> LayerLinear:
 
 
 class _Watcher:
-    """Adds up what AWQ and GPTQ want to know of inputs."""
+    """Adds up the statistics of inputs that AWQ and GPTQ need."""
 
     def __init__(self, in_features: int) -> None:
         self._gram_KK = torch.zeros(in_features, in_features)

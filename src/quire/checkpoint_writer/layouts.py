@@ -1,4 +1,4 @@
-"""What config.json says of each format, and the FP8 tensors; integer ones are in quantization/, beside their readers.
+"""Each format's text in config.json, and the FP8 tensors. Integer tensors are in quantization/, with their readers.
 
 Dimensions: N out-features, K in-features.
 """
@@ -24,7 +24,7 @@ def fp8(weight_NK: Tensor, dtype: torch.dtype) -> Tensors:
 
 
 def awq_description(group_size: int) -> dict[str, Any]:
-    """`quantization_config` of config.json, and so below."""
+    """The `quantization_config` of config.json; the next two functions make it for other formats."""
     return {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group_size, "zero_point": True,
             "modules_to_not_convert": None}  # fmt: skip
 
@@ -38,7 +38,7 @@ def gptq_description(group_size: int, act_order: bool, damping: float) -> dict[s
 def compressed_tensors_description(
     layout: str, weights: dict[str, Any], input_activations: dict[str, Any] | None, ignore: list[str]
 ) -> dict[str, Any]:
-    """Args: layout is pack-quantized, int-quantized or float-quantized; ignore names linear layers left as they are."""
+    """`layout`: pack-quantized, int-quantized or float-quantized. `ignore`: linear layers that are not quantized."""
     weights = {
         "symmetric": True,
         "dynamic": False,
@@ -52,6 +52,6 @@ def compressed_tensors_description(
             "config_groups": {"group_0": group}, "ignore": ignore, "kv_cache_scheme": None}  # fmt: skip
 
 
-# Activations of W8A8 formats: each row by itself, while the model runs.
+# Activations of W8A8 formats: each row has its own scale, which is computed while the model runs.
 ROWS_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 ROWS_FP8 = ROWS_INT8 | {"type": "float"}

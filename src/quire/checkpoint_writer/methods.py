@@ -1,6 +1,6 @@
-"""What each format makes of the weights of one layer: the tensors to write, and the values they stand for.
+"""Each format's conversion of one layer's weights: the tensors to write, and the values that they stand for.
 
-Names of tensors are those inside the layer, as `self_attn.q_proj.weight`.
+Tensors have their names inside the layer, for example `self_attn.q_proj.weight`.
 Dimensions: N out-features, K in-features.
 """
 
@@ -33,10 +33,10 @@ class Layer:
 
     Attributes:
         weights: by name.
-        linears: those that are quantized.
-        norms: names of norms, and what is added to their weights.
-        inputs: of each linear layer, by the first of its names; empty for formats that need no calibration.
-        head_dim: of attention's values; 0: there is none.
+        linears: the linear layers to quantize.
+        norms: names of norms, and the number that is added to their weights.
+        inputs: statistics of each linear layer, by the first of its names; empty if the format needs no calibration.
+        head_dim: of attention's values; 0: the layer has no attention.
     """
 
     weights: Weights
@@ -48,14 +48,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """Tensors to write, and the weights in floating point that a run of the layer sees."""
+    """Tensors to write, and the floating-point weights for a run of the layer."""
 
     written: Weights
     values: Weights
 
 
 class Method(Protocol):
-    """A format and the way to it. `needs` is what out- and in-features must be multiples of."""
+    """A format and the way to it. Out- and in-features must be multiples of the two numbers in `needs`."""
 
     @property
     def needs_calibration(self) -> bool: ...
@@ -75,7 +75,7 @@ def _converted(
     linears: list[LayerLinear],
     convert: Callable[[LayerLinear, Tensor], tuple[layouts.Tensors, Tensor]],
 ) -> QuantizedLayer:
-    """`convert` gives tensors to write and values for each weight [N, K] of the linear layers; the rest stays."""
+    """Convert each weight [N, K] of the linear layers to tensors to write and values; the other weights stay."""
     written, values = dict(weights), dict(weights)
     for linear in linears:
         for name in linear.names:
@@ -88,7 +88,7 @@ def _converted(
 
 @dataclass(frozen=True)
 class RoundToNearest:
-    """Each element by itself; no calibration. `convert` gives tensors to write and values for a weight [N, K]."""
+    """Each element by itself, without calibration. `convert` turns a weight [N, K] into tensors to write and values."""
 
     convert: Callable[[Tensor], tuple[layouts.Tensors, Tensor]]
     describe: Callable[[list[str]], dict[str, Any]]
@@ -146,7 +146,7 @@ class AWQ:
         return _converted(scaled, layer.linears, convert)
 
     def _scale(self, layer: Layer, linear: LayerLinear, scaled: Weights) -> Tensor:
-        """Scale the in-features of one linear layer in `scaled`, and what makes them by the inverse -> the factors."""
+        """Scale one linear layer's in-features in `scaled`, and their source by the inverse -> the factors."""
         source = _source_of(layer, linear)
         inputs = layer.inputs[linear.names[0]]
         if source is None:
@@ -165,14 +165,14 @@ class AWQ:
 
 @dataclass(frozen=True)
 class _Source:
-    """What makes the inputs of a linear layer. `divide` changes it and answers with the factors that it took."""
+    """The part that makes the inputs of a linear layer. `divide` changes it and returns the factors that it used."""
 
     divide: Callable[[Weights, Tensor], Tensor]
     repeat: tuple[int, int] | None = None
 
 
 def _source_of(layer: Layer, linear: LayerLinear) -> _Source | None:
-    """Where the inverse factors can go; None: nowhere, as the residual stream itself is the input."""
+    """The part that can take the inverse factors; None: there is none, because the residual stream is the input."""
     module, _, first = linear.names[0].rpartition(".")
     if first in ("o_proj", "down_proj"):
         return _rows_before(layer, module, first)
@@ -187,14 +187,14 @@ def _source_of(layer: Layer, linear: LayerLinear) -> _Source | None:
         old_K = weights[f"{norm}.weight"]
         new_K = ((old_K.float() + offset) / factors_K - offset).to(old_K.dtype)
         weights[f"{norm}.weight"] = new_K
-        taken_K = (old_K.float() + offset) / (new_K.float() + offset)  # rounding of the norm included
+        taken_K = (old_K.float() + offset) / (new_K.float() + offset)  # these include the rounding of the norm
         return torch.where(taken_K.isfinite() & (taken_K > 0), taken_K, torch.ones_like(taken_K))
 
     return _Source(divide)
 
 
 def _rows_before(layer: Layer, module: str, first: str) -> _Source:
-    """v_proj's rows make o_proj's inputs, up_proj's those of down_proj; both are the last rows of a fused weight."""
+    """v_proj makes the inputs of o_proj, and up_proj those of down_proj: both are the last rows of a fused weight."""
     inner = next(linear.in_features for linear in layer.linears if linear.names[0] == f"{module}.{first}")
     before = next(linear for linear in layer.linears if linear.names[0].startswith(f"{module}.") and first not in
                   linear.names[0])  # fmt: skip
@@ -202,7 +202,7 @@ def _rows_before(layer: Layer, module: str, first: str) -> _Source:
     if first == "down_proj":
         num_rows, times = inner, 1
     else:
-        # all of q, and k and v of equal width
+        # The weight holds all of q, then k and v; k and v have the same width.
         num_rows = (sum(before.sizes) - inner) // 2
         times = inner // num_rows
 
@@ -218,7 +218,7 @@ def _rows_before(layer: Layer, module: str, first: str) -> _Source:
 
 
 def method(to: str, group_size: int, act_order: bool, dtype: torch.dtype) -> Method:
-    """A method by its name, a key of FORMATS. `dtype`: of scales where the format has the model's."""
+    """The method with this name, a key of FORMATS. `dtype`: of scales, in formats that store them in the model's."""
     if to == "gptq":
         return GPTQ(group_size, act_order)
     if to == "awq":

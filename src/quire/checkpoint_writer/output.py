@@ -1,4 +1,4 @@
-"""The folder a checkpoint is written to: what is finished stays, and only a complete one looks like a model."""
+"""The folder of a new checkpoint: finished shards stay, and only a complete folder looks like a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.loader.safetensors_writer import PARTIAL, write_tensors, write_whole
 
 STATE_NAME = "quantize-state.json"
 CONFIG_NAME = "config.json"
-# Files of a model that a quantized one has too; a description of other weights is none of them.
+# A quantized model has these files of the original too, but not the index of the original's weights.
 _COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _COPIED_NAMES = ("LICENSE", "NOTICE")
 _NOT_COPIED = (CONFIG_NAME, STATE_NAME)
@@ -25,10 +25,10 @@ _INDEX_SUFFIX = ".index.json"
 
 
 class Output:
-    """One folder, which holds `num_shards` weight files when it is complete.
+    """One folder. It holds `num_shards` weight files when it is complete.
 
-    While it is not, `quantize-state.json` says what is being made and how far that is, and beside it lies the residual
-    stream of the calibration text. Files get their names when they are whole, the index and config.json come last.
+    Before that, it holds the residual stream of the calibration text, and `quantize-state.json` with the settings and
+    the progress. Files get their names when they are whole; the index and config.json come last.
     """
 
     def __init__(self, folder: Path, num_shards: int, settings: Mapping[str, Any]) -> None:
@@ -65,12 +65,12 @@ class Output:
         return int(state["num_finished"])
 
     def begin(self) -> None:
-        """Make the folder, known as one that is being written."""
+        """Make the folder, with a state file that says that it is unfinished."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_state(0)
 
     def finish_shard(self, index: int, tensors: Mapping[str, Tensor], residuals: list[Tensor]) -> None:
-        """Write shard `index`, and the residual stream behind it. A later run starts after it."""
+        """Write shard `index` and the residual stream after it. A later run continues there."""
         write_tensors(self._shard(index), tensors)
         if residuals:
             write_tensors(self._residuals(index + 1), {str(i): residual for i, residual in enumerate(residuals)})
@@ -78,13 +78,13 @@ class Output:
         self._residuals(index).unlink(missing_ok=True)
 
     def residuals(self, num_finished: int) -> list[Tensor]:
-        """The residual stream behind so many shards."""
+        """The residual stream after this number of shards."""
         path = self._residuals(num_finished)
         stored = {name: tensor.clone() for name, tensor in Checkpoint(self.folder, {path: read_header(path)}).tensors()}
         return [stored[str(i)] for i in range(len(stored))]
 
     def complete(self, source: Path, config: Mapping[str, Any]) -> None:
-        """Copy what belongs to the model beside its weights, and make the folder a model."""
+        """Copy the model's other files, then write the index and config.json, which make the folder a model."""
         for path in sorted(source.iterdir()):
             is_wanted = path.suffix in _COPIED_SUFFIXES or path.name in _COPIED_NAMES
             is_replaced = path.name in _NOT_COPIED or path.name.endswith(_INDEX_SUFFIX)
@@ -106,7 +106,7 @@ class Output:
         return any(path.suffix != PARTIAL for path in self.folder.iterdir())
 
     def num_bytes(self) -> int:
-        """Of the weights."""
+        """The bytes of the weights."""
         return open_checkpoint(self.folder).num_bytes
 
     def _write_state(self, num_finished: int) -> None:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from quire.kernels.grouped_weight import GroupedWeight
 
-# The range of a group is shrunk to one of these shares of what holds every element: large elements are cut, and all
-# others get finer steps. Below 0.7 nothing is won for weights that are bell-shaped.
+# The full range of a group holds every element. It may shrink to one of these shares: large elements are cut, and the
+# others get finer steps. Shares below 0.7 gain nothing for bell-shaped weights.
 SHRUNK_RANGES = torch.linspace(1.0, 0.7, 13).tolist()
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that codes stand for: scale * (code - zero), for rows and, if there are any, their groups.
+    """The values that codes stand for: scale * (code - zero), for each row, or for each group of a row.
 
-    scales float32, zeros float32 with whole numbers in [0, 2^bits); equal shapes, one dimension less than the weights.
+    scales and zeros are float32; zeros are whole numbers in [0, 2^bits). Both lack the weights' last dimension.
     """
 
     scales: Tensor
@@ -34,7 +34,7 @@ class Grid:
         return codes.clamp_(0, 2**self.bits - 1)
 
     def values(self, codes: Tensor) -> Tensor:
-        """What codes [..., S] stand for."""
+        """The values of codes [..., S]."""
         return (codes - self.zeros[..., None]) * self.scales[..., None]
 
     def nearest(self, weight: Tensor) -> Tensor:
@@ -50,12 +50,12 @@ def choose_grid(
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
 ) -> Grid:
-    """The grid of every group of weights [..., S]; scales are rounded to the dtype they will be stored in.
+    """The grid of every group of weights [..., S]. Scales are rounded to the dtype in which they will be stored.
 
     Args:
         symmetric: the zero point is 2^(bits - 1); else it is chosen for the range of the group.
-        importance: weights of the squared errors, broadcast over [..., S], for the best of SHRUNK_RANGES; None: the
-            range that holds every element.
+        importance: weights of the squared errors, broadcast over [..., S]. They choose the best of SHRUNK_RANGES;
+            None: take the range that holds every element.
     """
     high, low = weight.amax(-1).clamp_min(0), weight.amin(-1).clamp_max(0)
     if importance is None:
@@ -83,7 +83,7 @@ def _grid(low: Tensor, high: Tensor, bits: int, symmetric: bool, scale_dtype: to
     else:
         scales = (high - low) / top
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))  # a group of zeros
-    # below the smallest number of the dtype a scale would round to 0
+    # A scale below the smallest number of the dtype would round to 0.
     scales = scales.clamp_min(torch.finfo(scale_dtype).tiny).to(scale_dtype).float()
     if not symmetric:
         zeros = torch.round(-low / scales).clamp_(0, top)
@@ -93,7 +93,7 @@ def _grid(low: Tensor, high: Tensor, bits: int, symmetric: bool, scale_dtype: to
 def round_to_nearest(
     weight_NK: Tensor, bits: int, group_size: int, *, symmetric: bool, scale_dtype: torch.dtype
 ) -> GroupedWeight:
-    """Every element by itself, in the range that holds its whole group."""
+    """Round every element by itself, in the range that holds its whole group."""
     groups_NGS = in_groups(weight_NK.float(), group_size)
     grid = choose_grid(groups_NGS, bits, symmetric=symmetric, scale_dtype=scale_dtype)
     return as_grouped(grid.codes(groups_NGS).flatten(1), grid.scales, grid.zeros, bits, group_size, symmetric)

@@ -1,4 +1,4 @@
-"""The whole of `quire quantize`: from a folder in floating point to one in a standard format, a layer at a time."""
+"""`quire quantize`: a model folder in floating point becomes one in a standard format, layer by layer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from quire.model_config import DTYPE_BYTES, ModelConfig
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
-Say = Callable[[str], None]  # what is being done, for people
-Tick = Callable[[int, int], None]  # so many more shards are finished, of so many
+Say = Callable[[str], None]  # tells people what is being done
+Tick = Callable[[int, int], None]  # newly finished shards, all shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user wants. `model` None: the demo model; `calibration` None: the model writes its own text."""
+    """The user's choices. `model` None: the demo model; `calibration` None: the model writes its own text."""
 
     model: str | None
     to: str
@@ -119,10 +119,10 @@ class Source:
 
     def __init__(self, checkpoint: Checkpoint, layerwise: Layerwise) -> None:
         self._checkpoint = checkpoint
-        self._names: dict[int, dict[str, str]] = {}  # of a layer: checkpoint name -> name inside the layer
+        self._names: dict[int, dict[str, str]] = {}  # layer -> checkpoint name -> name inside the layer
         self._others: list[str] = []
         self._embedding = ""
-        self.prefixes: dict[int, str] = {}  # of the checkpoint's names of a layer
+        self.prefixes: dict[int, str] = {}  # layer -> prefix of its names in the checkpoint
         for name in checkpoint.names:
             own = layerwise.names.own_name(name)
             if own is not None and (match := _LAYER.fullmatch(own)):
@@ -144,7 +144,7 @@ class Source:
         return tensor
 
     def others(self) -> Weights:
-        """What belongs to no layer: embeddings, the last norm, the output projection, parts that are not used."""
+        """Tensors outside the layers: embeddings, the last norm, the output projection, unused parts."""
         return dict(self._checkpoint.some(self._others))
 
     def ignored(self) -> list[str]:
@@ -175,7 +175,7 @@ def _check_sizes(linear: LayerLinear, chosen: Method) -> None:
 
 
 def _settings(options: Options, checkpoint: Checkpoint, chosen: Method) -> dict[str, Any]:
-    """What must be the same for a run to be continued."""
+    """The settings that must be equal before an interrupted run can continue."""
     settings = asdict(options)
     del settings["out"], settings["num_threads"]
     headers = repr([(path.name, entries) for path, entries in checkpoint.files.items()])

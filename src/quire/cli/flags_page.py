@@ -12,6 +12,7 @@ from quire import envs
 from quire.compat.commands import ABSENT_COMMANDS
 from quire.compat.environment import NOT_READ, REFUSED
 from quire.compat.foreign import Foreign
+from quire.compat.speculation import OTHER_SPELLINGS, SPECULATION_KEYS
 from quire.compat.table import FOREIGN, SHORT_FLAGS, as_flag
 from quire.compat.values import FOREIGN_VALUES
 from quire.config import EngineConfig, ServerConfig
@@ -72,6 +73,8 @@ def _lines() -> Iterator[str]:
                 yield from ("", *textwrap.wrap(f"{len(flags)} flags ({why}): {', '.join(flags)}.", 120, **_WHOLE_WORDS))
     yield from ("", "### Values of settings that exist here", "")
     yield from _table(("flag", "values", "why", "instead"), _values())
+    yield from ("", "### Keys of --speculative-config", "")
+    yield from _table(("keys", "answer"), _speculation_keys())
     yield from ("", "### Environment variables", "")
     yield from _table(("variable", "answer"), _foreign_environment())
     yield from ("", "### Commands", "")
@@ -123,6 +126,16 @@ def _values() -> Iterator[tuple[str, ...]]:
     for name, entries in FOREIGN_VALUES.items():
         for entry in entries:
             yield f"`{as_flag(name)}`", ", ".join(f"`{value}`" for value in entry.values), entry.text, entry.instead
+
+
+def _speculation_keys() -> Iterator[tuple[str, str]]:
+    rows: dict[str, list[str]] = {}
+    for entry in SPECULATION_KEYS.values():
+        instead = f"; {_lowered(entry.instead)}" if entry.instead else ""
+        answer = f"refused: {entry.text}{instead}" if entry.kind == "refused" else f"no effect: {entry.text}"
+        rows.setdefault(answer, []).append(f"`{entry.name}`")
+    yield from ((", ".join(names), answer) for answer, names in rows.items())
+    yield from ((f"`{name}`", f"becomes `{key}`") for name, key in OTHER_SPELLINGS.items())
 
 
 def _foreign_environment() -> Iterator[tuple[str, ...]]:

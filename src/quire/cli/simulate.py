@@ -40,6 +40,12 @@ def add_parser(subparsers: Any) -> None:
 def run(parser: Parser, args: argparse.Namespace) -> int:
     """Exit code 0, or 1 if no request was answered."""
     config, _ = read_settings(parser, args)
+    if config.speculative_config is not None:
+        raise ConfigError(
+            "Drafts are not simulated: nothing says which of them would hold",
+            fix="Leave --speculative-config out",
+            param="speculative_config",
+        )
     workload, traffic, options = _workload(args, config.seed or 0), from_args(Traffic, args), from_args(Report, args)
     from quire.entry.launch import find_model, read_tokenizer
     from quire.kernels import extension

@@ -7,7 +7,6 @@ from quire.compat.foreign import Foreign, accepted, refused, translated
 NO_CODE = "no code is loaded by name"
 ONE_DEVICE = "there is one device"
 PARALLEL = "one device serves the model in this version"
-SPECULATION = "speculative decoding is not in this version"
 LORA = "LoRA adapters are not in this version"
 POOLING = "models here generate text; embedding, scoring and classification are not in this version"
 TEXT_ONLY = "models here read text only"
@@ -213,10 +212,6 @@ OBSERVATION: tuple[Foreign, ...] = (
     *accepted("traces are not exported in this version", lists="collect_detailed_traces"),
     *accepted("no metric is hidden", values="show_hidden_metrics_for_version"),
     *accepted("the buckets are fixed, and begin below 10 ms", values="custom_histogram_buckets"),
-    *accepted(
-        "this version has no such metrics",
-        switches="per_request_spec_decode_metrics",
-    ),
     *accepted("these metrics are always there", switches="enable_mfu_metrics"),
     *accepted("steps are counted in /metrics, not logged one by one", switches="enable_logging_iteration_details"),
     *accepted("there is one engine", switches="aggregate_engine_logging"),
@@ -249,7 +244,6 @@ SCHEDULER: tuple[Foreign, ...] = (
 )
 
 WHOLE_CONFIGS: tuple[Foreign, ...] = (
-    *refused(SPECULATION, values="speculative_config spec_method spec_model spec_tokens"),
     *refused("output is not watermarked in this version", values="watermark_config"),
     *refused("diffusion models are not in this version", values="diffusion_config"),
     *refused(TRANSFER, values="kv_transfer_config ec_transfer_config ec_manager_config"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.compat.engine_flags import KERNELS, LORA, NO_GRAPHS, ONE_DEVICE, POOLING, SPECULATION, TEXT_ONLY
+from quire.compat.engine_flags import KERNELS, LORA, NO_GRAPHS, ONE_DEVICE, POOLING, TEXT_ONLY
 from quire.compat.foreign import Foreign, accepted, refused, translated
 from quire.errors import ConfigError
 
 
-def _spec_config(name: str) -> str:
-    return f"{SPECULATION}; vLLM's present flag is {name}"
+def _key_of_speculation(name: str, key: str) -> Foreign:
+    return translated(name, "speculation has one setting", lambda value: {"speculative_config": {key: value}})
 
 
 def _rope_parameters(value: Any) -> dict[str, Any]:
@@ -23,19 +23,27 @@ def _rope_parameters(value: Any) -> dict[str, Any]:
 
 OLD_FLAGS: tuple[Foreign, ...] = (
     # Speculative decoding before --speculative-config.
-    *refused(_spec_config("--spec-model"), values="speculative_model"),
-    *refused(_spec_config("--spec-tokens"), values="num_speculative_tokens"),
+    _key_of_speculation("speculative_model", "model"),
+    _key_of_speculation("num_speculative_tokens", "num_speculative_tokens"),
+    _key_of_speculation("speculative_model_quantization", "quantization"),
+    _key_of_speculation("speculative_draft_tensor_parallel_size", "draft_tensor_parallel_size"),
+    _key_of_speculation("speculative_max_model_len", "max_model_len"),
+    _key_of_speculation("speculative_disable_by_batch_size", "disable_by_batch_size"),
+    _key_of_speculation("ngram_prompt_lookup_max", "prompt_lookup_max"),
+    _key_of_speculation("ngram_prompt_lookup_min", "prompt_lookup_min"),
+    *accepted("drafts are verified in the one way there is", values="speculative_disable_mqa_scorer"),
+    *accepted("room for drafts is made where there are drafts", values="num_lookahead_slots", off=(0,)),
     *accepted(
-        f"{SPECULATION}, and without a draft model it means nothing",
-        values="""
-            speculative_model_quantization speculative_draft_tensor_parallel_size speculative_max_model_len
-            speculative_disable_by_batch_size speculative_disable_mqa_scorer ngram_prompt_lookup_max
-            ngram_prompt_lookup_min spec_decoding_acceptance_method
-            typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha
-            num_lookahead_slots
-        """,
-        switches="disable_logprobs_during_spec_decoding",
-        off=(0, False),
+        "logprobs are always those of the model", switches="disable_logprobs_during_spec_decoding", off=(True, False)
+    ),
+    *refused(
+        "a draft holds only if the model samples it, so that no token changes",
+        values="spec_decoding_acceptance_method",
+        off=("rejection_sampler",),
+    ),
+    *refused(
+        "it belongs to typical acceptance, which changes the tokens",
+        values="typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha",
     ),
     # Memory.
     *accepted(
@@ -130,7 +138,8 @@ OLD_FLAGS: tuple[Foreign, ...] = (
 # Names that guides made up.
 INVENTED_FLAGS: tuple[Foreign, ...] = (
     *refused(
-        f"no version of vLLM had it; {_spec_config('--spec-tokens')}",
+        "no version of vLLM had it; the number of drafts is --spec-tokens",
+        "Use --spec-tokens, with --spec-method or --spec-model",
         off=(0,),
         values="num_speculative_decoder_samples",
     ),

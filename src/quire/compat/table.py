@@ -37,7 +37,6 @@ SHORT_FLAGS: dict[str, tuple[str, ...]] = {
     "data_parallel_external_lb": ("-dpe",),
     "data_parallel_multi_port_external_lb": ("-dpm",),
     "enable_expert_parallel": ("-ep",),
-    "speculative_config": ("-sc",),
     "diffusion_config": ("-dc",),
     "compilation_config": ("-cc",),
     "attention_config": ("-ac",),
@@ -51,22 +50,25 @@ def as_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def settle(given: Mapping[str, Any], spell: Callable[[str], str] = str) -> dict[str, Any]:
+def settle(
+    given: Mapping[str, Any], spell: Callable[[str], str] = str, foreign: Mapping[str, Foreign] = FOREIGN
+) -> dict[str, Any]:
     """The settings without the foreign names, and with what those translate to.
 
     Args:
         given: settings by name, foreign ones among them.
         spell: how messages spell a name: `as_flag` on the command line.
+        foreign: the foreign names: of flags, or of keys.
 
     Raises:
         ConfigError: a name is refused, or translates to a setting that is given too.
     """
-    asked = {name: given[name] for name in given.keys() & FOREIGN.keys()}
-    asked = {name: value for name, value in sorted(asked.items()) if not FOREIGN[name].asks_for_nothing(value)}
-    _check_refused(asked, spell)
-    settled = {name: value for name, value in given.items() if name not in FOREIGN}
+    asked = {name: given[name] for name in given.keys() & foreign.keys()}
+    asked = {name: value for name, value in sorted(asked.items()) if not foreign[name].asks_for_nothing(value)}
+    _check_refused(asked, spell, foreign)
+    settled = {name: value for name, value in given.items() if name not in foreign}
     for name, value in asked.items():
-        entry = FOREIGN[name]
+        entry = foreign[name]
         becomes = entry.translation(value)
         if not becomes:
             logger.warning("%s has no effect: %s", spell(name), entry.text)
@@ -76,10 +78,10 @@ def settle(given: Mapping[str, Any], spell: Callable[[str], str] = str) -> dict[
     return settled
 
 
-def _check_refused(asked: Mapping[str, Any], spell: Callable[[str], str]) -> None:
-    refused = [name for name in asked if FOREIGN[name].kind == "refused"]
+def _check_refused(asked: Mapping[str, Any], spell: Callable[[str], str], foreign: Mapping[str, Foreign]) -> None:
+    refused = [name for name in asked if foreign[name].kind == "refused"]
     if refused:
-        error = FOREIGN[refused[0]].refusal(spell(refused[0]), asked[refused[0]])
+        error = foreign[refused[0]].refusal(spell(refused[0]), asked[refused[0]])
         if others := ", ".join(spell(name) for name in refused[1:]):
             error = ConfigError(
                 error.what,
@@ -93,7 +95,7 @@ def _check_refused(asked: Mapping[str, Any], spell: Callable[[str], str]) -> Non
 
 def joined(old: Any, new: Any, source: str, target: str) -> Any:
     """What a setting becomes that has a value and is translated to as well. Raises ConfigError if the two differ."""
-    if isinstance(old, dict) and isinstance(new, dict) and not old.keys() & new.keys():
+    if isinstance(old, dict) and isinstance(new, dict) and all(old[key] == new[key] for key in old.keys() & new.keys()):
         return {**old, **new}
     if old is not None and old != new:
         raise ConfigError(f"{source} and {target} say different things", value=[new, old], fix=f"Leave {source} out")

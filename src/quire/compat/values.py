@@ -21,9 +21,17 @@ class ForeignValues:
 SAME_VALUES: dict[str, dict[str, str]] = {
     "load_format": {"hf": "auto"},
     "quantization": {"fp8_per_channel": "fp8"},  # a scale per output channel
+    "spec_method": {"[ngram]": "ngram", "ngram_gpu": "ngram", "mimo_mtp": "mtp"},
 }
 
 _QUANTIZE_ON_LOAD = "Name the same model in bfloat16, float16 or float32, with --quantization int8, int4 or fp8"
+
+_OTHER_MTP = """
+    deepseek_mtp dots3_note_mtp mimo_v2_mtp glm4_moe_mtp glm4_moe_lite_mtp glm_ocr_mtp ernie_mtp nemotron_h_mtp
+    exaone_moe_mtp exaone4_5_mtp qwen3_next_mtp qwen4_exp_mtp qwen3_5_mtp longcat_flash_mtp bailing_hybrid_v3_mtp
+    bailing_hybrid_mtp minimax_m3_mtp kimi_k3_mtp pangu_ultra_moe_mtp step3p5_mtp hy_v3_mtp hy_v4_mtp gemma4_mtp
+    inkling_mtp glm5_next_mtp
+"""
 
 FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
     "kv_cache_dtype": (
@@ -106,6 +114,37 @@ FOREIGN_VALUES: dict[str, tuple[ForeignValues, ...]] = {
             ),
             "there are FlashInfer and our own kernels",
             "Leave it out, or use FLASHINFER, TRITON_ATTN or CPU_ATTN",
+        ),
+    ),
+    "spec_method": (
+        ForeignValues(
+            ("eagle",),
+            "EAGLE's first heads are not in this version, and this is the name of no EAGLE-3 checkpoint",
+            "Name an EAGLE-3 checkpoint of the model, with method eagle3",
+        ),
+        ForeignValues(
+            ("medusa",),
+            "Medusa's heads draft trees, and drafts are chains here",
+            "Use an EAGLE-3 head or a draft model",
+        ),
+        ForeignValues(
+            ("mlp_speculator",), "MLP speculators are not in this version", "Use an EAGLE-3 head or a draft model"
+        ),
+        ForeignValues(
+            ("dflash", "dspark"),
+            "a drafter of whole blocks, whose attention is not causal, is not in this version",
+            "Use an EAGLE-3 head or a draft model",
+        ),
+        ForeignValues(("lookahead",), "lookahead decoding is not in this version", "Use ngram or suffix"),
+        ForeignValues(("custom_class",), "no code is loaded by name", "Use one of the methods there are"),
+        ForeignValues(
+            ("extract_hidden_states",), "hidden states are not handed out", "Use one of the methods there are"
+        ),
+        ForeignValues(
+            tuple(_OTHER_MTP.split()),
+            "of the layers for multi-token prediction only MiMo's are built: the others have experts or latent "
+            "attention, or belong to models that are not in this version",
+            "Use ngram, suffix or a draft model",
         ),
     ),
     "model_impl": (ForeignValues(("terratorch",), "models here generate text only", "Leave it out"),),

@@ -1,1 +1,1 @@
-"""How long a step takes: counted work, and constants measured by the engine itself. No torch."""
+"""The time of a step: counted work times constants that the engine measures itself. No torch."""

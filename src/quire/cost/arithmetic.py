@@ -1,6 +1,6 @@
-"""What a step reads and computes, counted from its rows and the model's sizes. No torch.
+"""The bytes that a step reads and the operations that it computes, from its rows and the model's sizes. No torch.
 
-The one place that counts: predictions, plans, metrics and the hardware limit of benchmarks ask here.
+Nothing else counts them: predictions, plans, metrics and the hardware limit of benchmarks ask here.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from quire.model_config import ModelConfig
 
 
 class Load(NamedTuple):
-    """The rows of a step, as far as they cost time. Tuples have an entry per LayerKind."""
+    """The properties of a step's rows that cost time. Tuples have an entry per LayerKind."""
 
     num_tokens: int
     num_rows: int
     num_logits: int  # rows of logits
-    kv_tokens: tuple[int, ...]  # tokens whose keys and values are read, summed over the rows
-    pairs: tuple[int, ...]  # of a new token and one that it sees
+    kv_tokens: tuple[int, ...]  # the sum over the rows of the tokens that are read from the KV cache
+    pairs: tuple[int, ...]  # pairs of a new token and a token that it sees
 
 
 class Demand(NamedTuple):
-    """What a step moves and computes. A multiplication and an addition are two operations."""
+    """The bytes and operations of a step. A multiplication and an addition are two operations."""
 
-    weight_bytes: float  # all that the step reads
-    kv_bytes: float  # read
+    weight_bytes: float  # all weights that the step reads
+    kv_bytes: float  # keys and values that the step reads
     written_bytes: float  # keys and values of the new tokens
     linear_flops: float  # of products with weights in floating point
     linear_int8_ops: float  # of products with weights in integers
@@ -40,19 +40,18 @@ class Demand(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """All operations, whatever the numbers are."""
+        """Operations on numbers of every type."""
         return self.linear_flops + self.linear_int8_ops + self.attention_flops
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers whose tokens see the same.
+    """Layers in which a token sees the same tokens. Sizes are sums over these layers.
 
     Attributes:
-        window: tokens, of the kinds `window` and `chunked`.
-        token_bytes: of the keys and values of a token in all of these layers.
-        state_bytes: of the states of a sequence in all of them.
-        flops_per_pair: over all of them.
+        window: tokens, for the kinds `window` and `chunked`.
+        token_bytes: keys and values of a token.
+        state_bytes: states of a sequence.
     """
 
     kind: KvKind
@@ -62,8 +61,7 @@ class LayerKind:
     flops_per_pair: int
 
     def seen(self, ends: Sequence[int]) -> int:
-        """Tokens that the last token of each sequence sees, itself among them: a sum over sequences of these
-        lengths."""
+        """Tokens that the last token of a sequence sees, with itself: the sum over sequences of these lengths."""
         if self.kind == "state":
             return 0
         window = self.window
@@ -74,7 +72,7 @@ class LayerKind:
         return sum([window if end > window else end for end in ends])
 
     def span(self, start: int, count: int) -> int:
-        """Tokens that `count` tokens behind the first `start` ones see together."""
+        """Tokens that are seen by at least one of `count` tokens after the first `start` tokens."""
         if self.kind == "state":
             return 0
         if self.kind == "window":
@@ -82,7 +80,7 @@ class LayerKind:
         return start + count - (start // self.window * self.window if self.kind == "chunked" else 0)
 
     def area(self, start: int, count: int) -> int:
-        """Pairs of `count` tokens behind the first `start` ones, and what each of them sees."""
+        """Pairs of a token and a token that it sees, for `count` tokens after the first `start` tokens."""
         if self.kind == "state":
             return 0
         return self._pairs_up_to(start + count) - self._pairs_up_to(start)
@@ -106,12 +104,12 @@ class StepArithmetic:
 
     Args:
         dtype: of activations, a key of DTYPE_BYTES.
-        quantization: of the weights, as ModelConfig.weight_bytes takes it.
-        kv_cache_dtype: as the setting of that name.
+        quantization: of the weights, in the words of ModelConfig.weight_bytes.
+        kv_cache_dtype: the setting with this name.
 
     Attributes:
         num_layers: of the model.
-        is_fp8: most weights of the blocks are held, and multiplied, in FP8.
+        is_fp8: most weights of the blocks are held and multiplied in FP8.
         is_integer: most of them are multiplied in integers, on a CPU.
     """
 
@@ -139,7 +137,7 @@ class StepArithmetic:
         self._int8_output = 2 * _num_held(model, [output], quantization)[GroupedFormat]
 
     def load(self, starts: Sequence[int], counts: Sequence[int], num_logits: int) -> Load:
-        """Of rows with `counts` new tokens each, at least one, behind `starts` tokens that are computed."""
+        """The load of rows that have `counts` new tokens each, at least one, after `starts` computed tokens."""
         num_tokens = sum(counts)
         ends = list(map(add, starts, counts))
         longer: list[tuple[int, int]] = []
@@ -151,7 +149,7 @@ class StepArithmetic:
                 num_more -= counts[row] - 1
         kv_tokens, pairs = [], []
         for kind in self.kinds:
-            # As if every row had one token; what the longer rows see beside that is added.
+            # First every row counts as if it had one token. Then the longer rows are counted anew.
             seen = kind.seen(ends)
             own = kind.seen([start + count for start, count in longer]) if longer else 0
             kv_tokens.append(seen - own + sum(kind.span(*each) for each in longer))
@@ -167,7 +165,7 @@ class StepArithmetic:
         return Load(load.num_tokens + count, load.num_rows + 1, load.num_logits + num_logits, kv_tokens, pairs)
 
     def demand(self, load: Load) -> Demand:
-        """Every step reads the weights once, and those of the output where it has logits."""
+        """Every step reads the weights once. It reads the output's weights only if it has logits."""
         kv_bytes = written = attention = 0
         for kind, kv_tokens, pairs in zip(self.kinds, load.kv_tokens, load.pairs, strict=True):
             state = kind.state_bytes * load.num_rows
@@ -182,7 +180,7 @@ class StepArithmetic:
 
 
 def _num_held(model: ModelConfig, linears: Iterable[LinearShape], quantization: str | None) -> Counter[type]:
-    """Weights by the kind of format that they are held and multiplied in: GroupedFormat are integers."""
+    """The number of weights by the type of the format that holds them. GroupedFormat means integers."""
     counts: Counter[type] = Counter()
     for linear in linears:
         for part in model.stored(linear, quantization):

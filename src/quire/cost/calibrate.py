@@ -1,8 +1,8 @@
-"""Constants of step times from measured steps: which steps are worth measuring, and the fit to them.
+"""Constants of step times from measured steps: the choice of steps to measure, and the fit to them.
 
-The fit is a maximum a posteriori one in the logarithms of the constants, by Gauss-Newton steps: with few steps the
-constants stay near what the machine's ceilings say, with many they follow the steps. Errors count by Cauchy's loss
-(Barron 2019, arXiv:1701.03077, alpha = 0): one step that was held up does not bend the rest, however far off it is.
+The fit is a maximum a posteriori fit in the logarithms of the constants, by Gauss-Newton steps. With few measured
+steps the constants stay near the machine's ceilings; with many they follow the steps. Errors count by Cauchy's loss
+(Barron 2019, arXiv:1701.03077, alpha = 0), so one delayed step does not bend the rest, even if it is far off.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from quire.cost.step_time import MIN_SPREAD, Constants, step_seconds
 
 Rows = list[tuple[int, int]]  # (tokens before, new tokens) of each sequence of a step
 
-STEP_NOISE = 0.03  # of one measured step: what makes a step count in the fit
+STEP_NOISE = 0.03  # relative, of one measured step: the unit of errors in the fit
 WILD_NOISES = 3.0  # errors beyond this many noises count less and less
 PRIOR_WIDTH = 1.5  # standard deviation of the logarithm of a constant: a factor of 4.5
 OVERLAP_WIDTH = 0.5
 GAUSS_NEWTON_STEPS = 100
 MOST_DAMPING = 1e8  # nothing near is better
-FEW_STEPS = 4  # with so many measured steps or fewer the interval is wide
+FEW_STEPS = 4  # with this number of measured steps or fewer the interval is wide
 FEW_STEPS_SPREAD = 0.5
 SHORT_CONTEXT = 16
 LONG_CONTEXT = 2048
-CACHE_BYTES = 256 << 20  # of the KV cache that measured steps touch at most
+CACHE_BYTES = 256 << 20  # measured steps touch at most this part of the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Constants, and the ratio, less 1, that nine of ten of the measured steps lie within."""
+    """Constants, and a spread: nine of ten measured steps lie within the ratio 1 + spread of the fit."""
 
     constants: Constants
     spread: float
@@ -50,13 +50,13 @@ class Fit:
 def points(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_tokens: int, block_size: int
 ) -> Iterator[Rows]:
-    """The steps to measure: decodes of several sizes and prompts, short ones first, then both behind a long context.
+    """The steps to measure: first short decodes of several sizes and short prompts, then both after a long context.
 
-    Behind a context, decodes say what it costs to read keys and values, and prompts what products with them cost. The
-    first of these prompts is short, so that it is not too long to be measured on a slow machine.
+    After a context, decodes show the cost of reading keys and values, and prompts show the cost of products with them.
+    The first of these prompts is short, so that a slow machine can measure it too.
 
     Args:
-        num_tokens: of KV cache that the rows of a step may have together, in blocks of their own.
+        num_tokens: KV cache that the rows of a step may have together. Every row has its own blocks.
     """
 
     def decodes(num_rows: int, length: int) -> Rows:
@@ -101,7 +101,7 @@ def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
         return np.log([step_seconds(step.demand, constants) for step in steps]) - measured
 
     def errors(logs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Their squares add up to what is minimized."""
+        """The fit minimizes the sum of their squares."""
         size = log_errors(logs) / STEP_NOISE
         return np.concatenate([WILD_NOISES * np.sqrt(np.log1p((size / WILD_NOISES) ** 2)), (logs - start) / widths])
 

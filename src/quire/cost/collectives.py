@@ -1,10 +1,10 @@
-"""How long devices that share a model need to add up their results. No torch."""
+"""The time in which devices that share a model add up their results. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Assumed, of one sum over the devices: what launches and waits take, however little is sent.
+# Assumed for one sum over the devices: launches and waits take this time even if little is sent.
 LATENCY_SECONDS = 20e-6
 
 
@@ -15,7 +15,7 @@ class AllReduces:
     Attributes:
         degree: devices.
         count: sums per step.
-        row_bytes: of one token in one of them.
+        row_bytes: of one token in one sum.
         link_bandwidth: bytes per second from one device to the next, in one direction.
     """
 
@@ -25,7 +25,7 @@ class AllReduces:
     link_bandwidth: float
 
     def seconds(self, num_tokens: float) -> float:
-        """In a step of so many tokens."""
+        """The time of all sums in a step of `num_tokens` tokens."""
         if self.degree == 1:
             return 0.0
         sent = 2 * (self.degree - 1) / self.degree * num_tokens * self.row_bytes

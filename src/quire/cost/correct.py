@@ -1,33 +1,33 @@
-"""Running steps correct the predictions, slowly: by size, a factor that follows measured over predicted."""
+"""Running steps correct the predictions slowly. Each size of step has a factor that follows measured / predicted."""
 
 from __future__ import annotations
 
 import math
 
-NEWEST_WEIGHT = 1 / 16  # of a step in the factor of its size
-PRIOR_STEPS = 4  # that the calibration counts for: the first step of a size has a weight of 1/4, the next one 1/5
-FORGOTTEN_SHARE = 1 / 256  # by which each step moves the other sizes towards its own factor
-MAX_RATIO = 20.0  # a step that was held up by something else moves no factor further
-SPREAD_QUANTILE = 1.65  # standard deviations on both sides that nine of ten lie within
+NEWEST_WEIGHT = 1 / 16  # the weight of a step in the factor of its size
+PRIOR_STEPS = 4  # the calibration counts as 4 steps: the first step of a size has a weight of 1/4, the next one 1/5
+FORGOTTEN_SHARE = 1 / 256  # each step moves the factors of the other sizes by this share towards its own
+MAX_RATIO = 20.0  # a delayed step moves no factor further
+SPREAD_QUANTILE = 1.65  # nine of ten values lie within this number of standard deviations on both sides
 
 
 class Correction:
-    """Factors by size of steps, a size being the tokens between two powers of two.
+    """Factors by the size of a step: steps between two powers of two in tokens have one size.
 
-    A size without steps has the factor of the nearest size that has some.
+    A size without steps has the factor of the nearest size with steps.
 
     Attributes:
-        spread: of predictions now: the ratio that nine of ten lie within, less 1.
+        spread: nine of ten steps now lie within the ratio 1 + spread of their prediction.
     """
 
     def __init__(self, spread: float) -> None:
         self._logs: dict[int, tuple[float, int]] = {}  # bit length of the tokens -> mean log of the factor, steps
-        self._factors: dict[int, float] = {}  # of every size that was asked for
+        self._factors: dict[int, float] = {}  # size -> factor, for every size that was asked for
         self._variance = (math.log1p(spread) / SPREAD_QUANTILE) ** 2
         self.spread = spread
 
     def factor(self, num_tokens: int) -> float:
-        """What to multiply a prediction for a step of so many tokens with."""
+        """The factor of a prediction for a step of `num_tokens` tokens."""
         size = num_tokens.bit_length()
         if (known := self._factors.get(size)) is None:
             nearest = min(self._logs, key=lambda other: abs(other - size), default=None)
@@ -35,7 +35,7 @@ class Correction:
         return known
 
     def add(self, num_tokens: int, predicted: float, measured: float) -> None:
-        """A step took `measured` seconds; `predicted` is with the factor that was there before."""
+        """A step took `measured` seconds. `predicted` includes the factor before this call."""
         if predicted <= 0 or measured <= 0:
             return
         size = num_tokens.bit_length()
@@ -43,7 +43,7 @@ class Correction:
         before, count = self._logs.get(size, (math.log(self.factor(num_tokens)), 0))
         weight = max(1 / (count + PRIOR_STEPS), NEWEST_WEIGHT)
         self._logs[size] = before + weight * error, count + 1
-        # A scheduler may shun sizes that it believes to be slow: those are believed less and less.
+        # A scheduler may avoid sizes that it believes to be slow: this belief fades.
         for other, (log, steps) in self._logs.items():
             if other != size:
                 self._logs[other] = log + FORGOTTEN_SHARE * (self._logs[size][0] - log), steps

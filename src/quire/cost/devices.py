@@ -1,4 +1,4 @@
-"""What devices can do at most: bytes and operations per second, memory, links. Facts with sources, nothing measured."""
+"""The limits of devices: bytes and operations per second, memory, links. Facts with sources; nothing is measured."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ class Ceilings:
 
 # Multiplications and additions per core and cycle with the widest instructions that the kernels use, times a clock of
 # 3 GHz: bfloat16 dot products of AVX-512 (2 x 16 lanes x 2 x 2), float32 FMA of AVX2 (2 x 8 lanes x 2), a tile product
-# of AMX (16 x 16 x 32 in 16 cycles). Intel's and AMD's optimization manuals. A start measures what is reached.
+# of AMX (16 x 16 x 32 in 16 cycles). The numbers are from Intel's and AMD's optimization manuals. A start measures what
+# the machine really reaches.
 _FLOPS_PER_CORE = {"avx512_bf16": 384e9, "amx": 3072e9, "avx512": 192e9, "avx2": 96e9}
 _LEAST_FLOPS_PER_CORE = 24e9  # of plain torch
-# Of a core of a server's processor that shares eight to twelve channels of DDR5 with the others.
+# One core of a server's processor: all its cores share eight to twelve channels of DDR5.
 _BANDWIDTH_PER_CORE = 10e9
 
 
 def cpu_ceilings(isa: str, num_cores: int) -> Ceilings:
-    """Of some cores.
+    """The ceilings of some cores.
 
     Args:
-        isa: what the CPU kernels chose, or `torch`.
+        isa: the instruction set that the CPU kernels chose, or `torch`.
     """
     return Ceilings(num_cores * _BANDWIDTH_PER_CORE, num_cores * _FLOPS_PER_CORE.get(isa, _LEAST_FLOPS_PER_CORE))
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU by its vendor's data sheet. Operations per second are those of dense matrices; 0: it has none of the kind.
+    """A GPU by its vendor's data sheet. Operations per second are for dense matrices; 0: the GPU has no such operation.
 
     Attributes:
-        name: as `--hardware` takes it.
-        cuda_name: as CUDA reports it.
-        memory_bytes: as CUDA reports them, in messages of users about a lack of memory: less than the data sheet's.
+        name: for `--hardware`.
+        cuda_name: the name that CUDA reports.
+        memory_bytes: the number in CUDA's messages about a lack of memory. It is less than the data sheet's.
         read_bandwidth: bytes per second.
         bf16_flops: with sums in float32.
         capability: 90 is sm_90.
         link_bandwidth: bytes per second to the other GPUs of a machine, in one direction.
-        aws: the family of Amazon's instances that have it; empty: none.
+        aws: the family of Amazon's instances with this GPU; empty: none.
         source: of the numbers.
     """
 
@@ -65,7 +66,7 @@ class Gpu:
     source: str
 
     def ceilings(self, is_fp8: bool) -> Ceilings:
-        """For weights in FP8 or others. Integers are turned into the model's dtype before they are multiplied."""
+        """The ceilings for weights in FP8 or others. Integers become the model's dtype before a multiplication."""
         return Ceilings(self.read_bandwidth, self.fp8_flops if is_fp8 and self.fp8_flops else self.bf16_flops)
 
 
@@ -93,7 +94,7 @@ def _gpu(
     return Gpu(name, cuda_name, int(gib * GIB), 1e9 * gb_per_second, bf16, fp8, int8, capability, link, aws, source)
 
 
-# Data sheets that give rates with sparsity only are halved.
+# Some data sheets give only rates with sparsity: these are halved.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -124,7 +125,7 @@ GPUS: dict[str, Gpu] = {
         _gpu("b200", "NVIDIA B200", 178.35, 7700, (2250, 4500, 4500), 100, 900e9, _DATA_CENTER + "hgx/", "p6-b200"),
     )
 }  # fmt: skip
-# What guides name and this version does not run on, and why.
+# Hardware of common guides that this version does not run on, and why.
 NOT_RUN_ON = {
     "mi300": "it is a GPU of AMD, and the kernels are built for CUDA",
     "mi300x": "it is a GPU of AMD, and the kernels are built for CUDA",
@@ -139,25 +140,25 @@ _SHORT_NAMES = {
 
 
 def runnable_names() -> list[str]:
-    """Names of the table that kernels run on: those with bfloat16 in tensor cores."""
+    """Names of the GPUs in the table that kernels run on. They have bfloat16 in tensor cores."""
     return [gpu.name for gpu in GPUS.values() if gpu.bf16_flops]
 
 
 def gpu_named(cuda_name: str) -> Gpu | None:
-    """A GPU of the table, as CUDA names it."""
+    """The GPU of the table with this CUDA name."""
     return next((gpu for gpu in GPUS.values() if gpu.cuda_name == cuda_name), None)
 
 
 def cuda_ceilings(cuda_name: str, is_fp8: bool) -> Ceilings:
-    """Of a GPU as CUDA names it; one that the table lacks is taken for the slowest that Quire runs on."""
+    """The ceilings of a GPU by its CUDA name. A GPU that the table lacks counts as the slowest that Quire runs on."""
     slowest = min((gpu for gpu in GPUS.values() if gpu.bf16_flops), key=lambda gpu: gpu.read_bandwidth)
     return (gpu_named(cuda_name) or slowest).ceilings(is_fp8)
 
 
 def find_gpu(wanted: str) -> Gpu:
-    """A GPU by its name, by a usual spelling of it, or by the family of Amazon's instances that have it.
+    """A GPU by its name, by a usual spelling of it, or by a family of Amazon's instances.
 
-    Raises ConfigError for one that is not in the table, with the nearest name, and for one that nothing runs on.
+    Raises ConfigError, with the nearest name, if the table lacks it or Quire does not run on it.
     """
     known = {_plain(name): gpu for name, gpu in GPUS.items()}
     known |= {_plain(gpu.aws): gpu for gpu in GPUS.values() if gpu.aws}

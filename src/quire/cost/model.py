@@ -1,4 +1,4 @@
-"""The cost model of one engine: what everybody asks that needs to know how long a step takes."""
+"""The cost model of one engine. It answers every question about the time of a step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class CostModel:
         self.calibrate(fit)
 
     def calibrate(self, fit: Fit) -> None:
-        """Take other constants. What running steps have taught is forgotten."""
+        """Take other constants and forget the corrections from running steps."""
         self.fit = fit
         self._correction = Correction(fit.spread)
 
     @property
     def spread(self) -> float:
-        """Nine of ten steps take at most this share more than predicted, or less, in ratios."""
+        """Nine of ten steps lie within the ratio 1 + spread of their prediction."""
         return self._correction.spread
 
     def predict(self, load: Load) -> StepTime:
@@ -42,27 +42,27 @@ class CostModel:
         self._correction.add(load.num_tokens, predicted_seconds, seconds)
 
     def margin(self, attainment: float) -> float:
-        """What to multiply a prediction with so that this share of the steps takes no longer."""
+        """The factor of a prediction after which this share of the steps takes no longer."""
         return math.pow(1 + max(self.spread, MIN_SPREAD), _quantile(attainment) / SPREAD_QUANTILE)
 
     def room_within(self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int]) -> StepRoom:
-        """What so many seconds leave for prompts beside the rows of a step.
+        """The room for prompts beside the rows of a step that takes `seconds`.
 
         Args:
-            attainment: share of such steps that take no longer.
+            attainment: the share of such steps that must take no longer.
             starts, counts: computed and new tokens of each row.
         """
         return StepRoom(self, self.arithmetic.load(starts, counts, len(counts)), seconds / self.margin(attainment))
 
 
 class StepRoom:
-    """What is left of the time of a step that is being filled."""
+    """The remaining time of a step that is being filled."""
 
     def __init__(self, cost: CostModel, load: Load, seconds: float) -> None:
         self._cost, self._load, self._seconds = cost, load, seconds
 
     def fitting(self, start: int, most: int) -> int:
-        """How many of `most` tokens of a prompt, behind its first `start` ones, the time allows."""
+        """The number of a prompt's tokens, after its first `start` and at most `most`, that the time allows."""
 
         def needed(count: int) -> float:
             return self._cost.predict(self._with_prompt(start, count)).seconds
@@ -70,7 +70,7 @@ class StepRoom:
         return most if needed(most) <= self._seconds else bisect_right(range(1, most + 1), self._seconds, key=needed)
 
     def take(self, start: int, count: int) -> None:
-        """So many tokens of a prompt are in the step."""
+        """Put `count` tokens of a prompt into the step."""
         self._load = self._with_prompt(start, count)
 
     def _with_prompt(self, start: int, count: int) -> Load:
@@ -79,5 +79,5 @@ class StepRoom:
 
 @cache
 def _quantile(share: float) -> float:
-    """Standard deviations that this share of a normal distribution lies below."""
+    """The number of standard deviations below which this share of a normal distribution lies."""
     return NormalDist().inv_cdf(share)

@@ -1,9 +1,9 @@
-"""How long a step takes: its demand times a few constants of one machine, one build and one model in one form.
+"""The time of a step: its demand times a few constants of one machine, one build and one model in one form.
 
     t = host + logits * row + ((weights * w)^p + (operations * c)^p)^(1/p) + uncached(kv_bytes) * k + attention * a
 
-Weights are read while products are computed, more or less: `overlap` p says how far the shorter of both hides behind
-the longer one (p = 1: not at all). It is the roofline (Williams et al. 2009) with a round knee. Keys and values that
+Weights are read while products are computed. `overlap` p says how far the shorter part hides behind the longer one
+(p = 1: not at all). This is the roofline (Williams et al. 2009) with a round knee. Keys and values that the processor's
 caches keep from step to step are read faster.
 """
 
@@ -17,27 +17,27 @@ from quire.cost.arithmetic import Demand
 
 Bound = Literal["memory", "arithmetic", "attention", "host", "links"]
 
-# A byte of keys and values costs this share where all of them fit into a cache of this size with room to spare. Taken
-# from tests/cost/recorded: 15 GB/s for 4 MB, 8 GB/s for 33 MB, 6 GB/s for 134 MB with two cores.
+# A byte of keys and values costs only this share if all of them are much smaller than a cache of this size. Source:
+# tests/cost/recorded, with two cores: 15 GB/s for 4 MB, 8 GB/s for 33 MB, 6 GB/s for 134 MB.
 CACHED_SHARE, CACHED_BYTES = 0.4, 16e6
-MIN_SPREAD = 0.03  # of an interval, either way: no machine repeats a step more exactly
+MIN_SPREAD = 0.03  # no machine repeats a step more exactly
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What the machine needs for a unit of each demand, in seconds."""
+    """The machine's seconds for a unit of each demand."""
 
     per_step: float
-    per_logit_row: float  # sampling, and what the host does for a row
+    per_logit_row: float  # sampling, and the host's work for a row
     per_weight_byte: float
     per_operation: float  # of products with weights
     per_kv_byte: float
     per_attention_flop: float
-    overlap: float  # at least 1; no seconds
+    overlap: float  # at least 1; not in seconds
 
 
 def prior(read_bandwidth: float, flops: float) -> Constants:
-    """What to expect before a step was measured.
+    """The expected constants before any step was measured.
 
     Args:
         read_bandwidth: bytes per second.
@@ -73,8 +73,8 @@ def step_time(demand: Demand, constants: Constants, spread: float, factor: float
     """The time of a step with its interval.
 
     Args:
-        spread: 0.1: from a tenth less to a tenth more, in ratios.
-        factor: by which it is known to differ from what the constants say.
+        spread: the interval is from seconds / (1 + spread) to seconds * (1 + spread).
+        factor: a known correction of the constants' answer.
     """
     host, linear_bytes, linear_ops, kv, attention = _parts(demand, constants)
     seconds = factor * (host + _overlapped(linear_bytes, linear_ops, constants.overlap) + kv + attention)
@@ -98,7 +98,7 @@ def _parts(demand: Demand, constants: Constants) -> tuple[float, float, float, f
 
 
 def _uncached(kv_bytes: float) -> float:
-    """The bytes that cost as much outside of caches."""
+    """The number of uncached bytes that would cost the same."""
     return kv_bytes * (kv_bytes + CACHED_SHARE * CACHED_BYTES) / (kv_bytes + CACHED_BYTES)
 
 

@@ -1,7 +1,7 @@
 """Calibrations kept for the next start: one small file per machine, build, model and form.
 
-A file is believed only if it is this user's, nobody else can write to it or its folder, and its key and every number
-are what they have to be. Anything else is measured again.
+A file is used only if this user owns it, nobody else can write to it or its folder, and its key and all its numbers
+are valid. Otherwise the engine measures again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class CalibrationFile:
     """The file of one model on one machine.
 
     Args:
-        folder: where calibrations are kept; None: there is no place for them.
-        key: what a calibration depends on; JSON.
+        folder: of all calibrations; None: they are not kept.
+        key: everything that a calibration depends on; JSON.
     """
 
     def __init__(self, folder: Path | None, key: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class CalibrationFile:
         self.path = folder and folder / f"{digest(json.dumps(self._key, sort_keys=True))[:32]}.json"
 
     def read(self) -> Fit | None:
-        """What was written for this key; None if there is nothing to be believed."""
+        """The fit that was written for this key; None if there is no valid one."""
         if self.path is None:
             return None
         try:
@@ -62,7 +62,7 @@ class CalibrationFile:
             return None
 
     def write(self, fit: Fit) -> None:
-        """Keep a calibration. What goes wrong is logged: the next start measures again."""
+        """Keep a calibration. A failure is only logged: the next start measures again."""
         if self.path is None:
             return
         text = json.dumps({"key": self._key, "constants": asdict(fit.constants), "spread": fit.spread}, indent=1)

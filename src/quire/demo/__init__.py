@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-DEMO_MODEL_NAME = "quire-demo"  # by which it is served
+DEMO_MODEL_NAME = "quire-demo"  # the served name
 
 
 def path(name: Literal["target", "draft"] = "target") -> Path:
-    """The checkpoint folder of the demo model, or of the smaller one with the same tokenizer that drafts for it."""
+    """The checkpoint folder of the demo model, or of its smaller draft model with the same tokenizer."""
     return Path(__file__).parent / name

@@ -25,7 +25,7 @@ MODULES = """
     tracemalloc unicodedata webbrowser xml.etree.ElementTree
 """.split()  # noqa: SIM905
 
-# Types whose methods are entries, as `str.split`, and modules whose classes' methods are, as `pathlib.Path.exists`.
+# Methods of these types (`str.split`) and of classes in these modules (`pathlib.Path.exists`) are entries.
 BUILTIN_TYPES = (
     str, list, dict, set, frozenset, tuple, int, float, complex, bytes, bytearray, memoryview, range, slice, object,
     type,
@@ -133,7 +133,7 @@ HOW_TO = {
     "chain iterables": "itertools.chain",
 }
 
-# What the model says to everything that is not about the standard library, and examples of such input.
+# The model's answer to input that is not about the standard library, and examples of such input.
 FALLBACK = (
     "I am a small demo model and I only know Python's standard library. Ask me, for example: What does os.path.join do?"
 )
@@ -166,14 +166,14 @@ class Entry:
 
     @property
     def answer(self) -> str:
-        """What the model is taught to say about it."""
+        """The answer that the model learns."""
         return f"`{self.name}{self.signature}`: {self.summary}"
 
 
 def entries() -> list[Entry]:
     """All entries of the running interpreter, in a fixed order. Other Python versions have other docstrings.
 
-    Libraries that patch the standard library (torch and transformers do) change them too: `clean_entries` avoids that.
+    Libraries that patch the standard library (for example torch and transformers) change entries; see `clean_entries`.
     """
     found: dict[str, Entry] = {}
 
@@ -210,7 +210,7 @@ def entries() -> list[Entry]:
 
 
 def clean_entries() -> list[Entry]:
-    """The entries of a fresh interpreter of this version, in which no other library is loaded."""
+    """The entries of a fresh interpreter of this version without other libraries."""
     listing = subprocess.run([sys.executable, "-m", __name__], capture_output=True, check=True, text=True).stdout
     return [Entry(**fields) for fields in json.loads(listing)]
 
@@ -261,7 +261,7 @@ def _public_methods(owner: type) -> list[tuple[str, Any]]:
 
 
 def _summary(doc: str) -> str:
-    """The first paragraph on one line; a long one is cut after its first sentence or at SUMMARY_WORDS."""
+    """The first paragraph on one line. A long paragraph is cut after its first sentence or at SUMMARY_WORDS."""
     paragraph = re.split(r"\n\s*\n", inspect.cleandoc(doc).lstrip(), maxsplit=1)[0]
     text = re.sub(r"\s+", " ", paragraph).strip()
     words = text.split(" ")
@@ -280,7 +280,7 @@ def _signature(function: Any) -> str:
 
 
 def _is_only_a_signature(summary: str) -> bool:
-    """Docstrings of C functions that begin with their signature say nothing in their first paragraph."""
+    """Whether the first paragraph says nothing, because it is the signature of a C function."""
     return re.match(r"^[\w.]+\(\S*.*\)( ->.*)?$", summary) is not None
 
 

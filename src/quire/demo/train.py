@@ -1,4 +1,4 @@
-"""Trains the demo model or its draft from scratch: `python -m quire.demo.train --help`. Needs transformers.
+"""Trains the demo model or its draft from scratch: `python -m quire.demo.train --help`. It needs transformers.
 
 The bundled weights were made with CPython 3.11 on two cores:
     target   2,600 steps at 2e-3, then --start-from that model with 420 steps at 7e-4 (how-to questions and the fallback
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak, reached after the warm-up")
     parser.add_argument("--start-from", type=Path, help="model folder to continue from")
     parser.add_argument(
-        "--tokenizer", type=Path, help="model folder whose tokenizer to use: a draft needs its target's"
+        "--tokenizer", type=Path, help="model folder with the tokenizer: a draft needs the tokenizer of its target"
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -207,7 +207,7 @@ def save(model: Any, tokenizer: Any, output: Path) -> None:
 
 @torch.inference_mode()
 def count_exact_answers(model: Any, tokenizer: Any, all_entries: list[Entry], num_questions: int) -> int:
-    """How many greedy answers are word for word the data's."""
+    """The number of greedy answers that equal the data word for word."""
     model.eval()
     exact = 0
     for question, entry in questions(all_entries, num_questions):

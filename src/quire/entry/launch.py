@@ -24,7 +24,7 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.frontend.chat_template import check_template_kwargs
 from quire.frontend.client import ProcessClient
 from quire.frontend.input_processor import InputProcessor, ModelLimits, sampling_defaults
-from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.output_processor import OutputProcessor, draft_metrics
 from quire.frontend.replica import Replica
 from quire.frontend.stats import EngineMetrics
 from quire.frontend.supervisor import RecoveryLimits
@@ -265,7 +265,7 @@ def start_async_engine(
         recovery: when the process counts as failed, and how often it is started again.
     """
     handle = EngineProcessHandle(config, parts.model_folder, interpreter)
-    outputs = OutputProcessor(parts.tokenizer, metrics)
+    outputs = OutputProcessor(parts.tokenizer, metrics, new_draft_metrics=draft_metrics(config))
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
     replica = Replica(handle.launch(), outputs, starter=handle, recovery=recovery)
     return AsyncEngine([replica], parts.input_processor), handle

@@ -17,7 +17,7 @@ from quire.frontend.beam_search import BeamSearch
 from quire.frontend.blocking_renderer import BlockingRenderer
 from quire.frontend.chat_messages import plain
 from quire.frontend.input_processor import InputProcessor, ProcessedRequest
-from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.output_processor import OutputProcessor, draft_metrics
 from quire.frontend.prompts import PromptType, split_prompts
 from quire.frontend.render_process import Render
 from quire.frontend.tokenizer import Tokenizer
@@ -70,7 +70,9 @@ class LLM:
         self._inputs: InputProcessor = parts.input_processor.with_max_model_len(self.resolved.model.max_model_len)
         self._metrics = engine_metrics(self.config, engine) if kwargs.get("disable_log_stats") is False else None
         own_metrics = None if self._metrics is None else self._metrics.engines[0]
-        self._runner = OfflineRunner(self._core, OutputProcessor(self._tokenizer, own_metrics))
+        new_drafts = draft_metrics(self.config)
+        outputs = OutputProcessor(self._tokenizer, own_metrics, new_draft_metrics=new_drafts)
+        self._runner = OfflineRunner(self._core, outputs)
         self._counter = itertools.count()
         self._enqueued: list[str] = []
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, max_draft
 from quire.demo import DEMO_MODEL_NAME
 from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine
@@ -32,7 +32,11 @@ def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMet
 
     name = config.served_model_name[0] if config.served_model_name else config.model or DEMO_MODEL_NAME
     metrics = PrometheusMetrics(
-        name, engine.resolved.model.max_model_len, model=engine.model_config, kv_blocks=config.kv_cache_metrics
+        name,
+        engine.resolved.model.max_model_len,
+        model=engine.model_config,
+        kv_blocks=config.kv_cache_metrics,
+        max_draft=max_draft(config),
     )
     metrics.engines[0].on_ready(engine.ready_message())
     return metrics

@@ -14,7 +14,7 @@ from types import FrameType
 import uvloop
 
 from quire import envs, logs
-from quire.config import EngineConfig, ServerConfig
+from quire.config import EngineConfig, ServerConfig, max_draft
 from quire.demo import DEMO_MODEL_NAME
 from quire.entry import systemd
 from quire.entry.interrupt import end_at_once, interrupts_between_steps
@@ -84,7 +84,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
             response_role=server_config.response_role,
             returns_tokens_as_token_ids=server_config.return_tokens_as_token_ids,
             forces_usage=server_config.enable_force_include_usage,
-            reports_metrics=server_config.enable_per_request_metrics,
+            reports_metrics=server_config.enable_per_request_metrics
+            or engine_config.per_request_spec_decode_metrics != "none",
             max_tokens_cap=_max_tokens_cap(engine_config, parts),
             has_priorities=engine_config.scheduling_policy == "priority",
             owns_engine=False,
@@ -192,6 +193,7 @@ class ServingProcess:
             model=parts.model_config,
             legacy_names=server_config.legacy_metric_names,
             kv_blocks=engine_config.kv_cache_metrics,
+            max_draft=max_draft(engine_config),
         )
         self._refreshes_tls = server_config.enable_ssl_refresh
         self._needs_key = bool(settings.api_keys)

@@ -1,4 +1,4 @@
-"""One file per family of models: what config.json leaves out, and what its layers are made of. No torch."""
+"""One file per family of models: facts that config.json leaves out, and the parts of its layers. No torch."""
 
 from quire.families import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from quire.hf_config.family import Family

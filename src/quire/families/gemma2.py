@@ -25,7 +25,7 @@ def _every_other(fields: Fields, layer: int) -> bool:
 
 
 def gguf_form(architecture: str, layers_of_the_largest: int) -> GgufForm:
-    """The largest of each generation scales its scores by the width of a head, the others by head_dim."""
+    """The largest model of each generation scales its scores by hidden size / heads, the others by head_dim."""
 
     def fields(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
         is_largest = sizes.get("num_hidden_layers") == layers_of_the_largest

@@ -1,4 +1,4 @@
-"""Gemma 3 text: Gemma 2's layers with q and k norms, and a rope of its own for the layers with a window."""
+"""Gemma 3 text: Gemma 2's layers with q and k norms. The layers with a window have their own rope."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _all_but_every_nth(fields: Fields, layer: int) -> bool:
 
 FAMILY = Family(
     model_type="gemma3_text",
-    # The second has a vision tower; we run its text part, whose config is nested and leaves out more than others.
+    # The second has a vision tower. We run its text part; its config is nested and leaves out more fields.
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     defaults={
         **DEFAULTS,
@@ -30,7 +30,7 @@ FAMILY = Family(
     norm_offset=1.0,
     reads=(*READS, "rope_local_base_freq"),
     scales_embeddings=True,
-    # The checkpoints with a vision tower nest the text model, in the order of transformers 4 or of 5.
+    # The checkpoints with a vision tower nest the text model, in the way of transformers 4 or of 5.
     renamed_prefixes=(
         ("language_model.model.", "model."),
         ("language_model.lm_head.", "lm_head."),

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3 and everything that uses its config: the decoder as it is. In GGUF files, Mistral's models too."""
+"""Llama 1 to 3.3 and models with its config: the plain decoder. GGUF files of Mistral's models say llama too."""
 
 from quire.hf_config.family import Family, GgufForm
 

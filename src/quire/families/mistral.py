@@ -1,4 +1,4 @@
-"""Mistral 7B, Nemo and Small: Llama with a sliding window where the config sets one."""
+"""Mistral 7B, Nemo and Small: Llama with a sliding window if the config sets one."""
 
 from quire.hf_config.family import Family, always
 

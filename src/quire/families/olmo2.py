@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP instead of before them, and q and k normalised over all heads at once."""
+"""OLMo 2: norms after attention and MLP instead of before them; the norms of q and k cover all heads at once."""
 
 from quire.hf_config.family import POST_NORM, Family, GgufForm
 

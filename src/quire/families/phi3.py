@@ -10,7 +10,7 @@ from quire.hf_config.gguf_metadata import GgufMetadata
 
 
 def _gguf_fields(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
-    return {}  # the file's window is read
+    return {}  # the file's own window is enough
 
 
 FAMILY = Family(

@@ -7,7 +7,7 @@ from quire.hf_config.fields import Fields
 
 
 def _has_rope(fields: Fields, layer: int) -> bool:
-    """`no_rope_layers` holds 1 where a layer does use rope."""
+    """`no_rope_layers` holds 1 for a layer that uses rope."""
     flags = fields.sequence("no_rope_layers", int, fields.integer("num_hidden_layers"))
     return (layer + 1) % fields.integer("no_rope_layer_interval") != 0 if flags is None else bool(flags[layer])
 

@@ -1,4 +1,4 @@
-"""What `--kv-cache-dtype` makes of a row of the KV cache: bytes as planning and allocation count them."""
+"""The formats of `--kv-cache-dtype`: the bytes of a KV cache row. Planning and allocation both count with them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KvFormat:
-    """How a key or a value of one token and KV head is stored.
+    """The stored form of a key or a value of one token and KV head.
 
     Args:
-        name: as vLLM spells it.
+        name: in vLLM's spelling.
         torch_dtype: name of the elements' type in torch.
         element_bytes: of one of its head_dim elements.
-        scale_bytes: of the scale beside them; 0: they have none.
+        scale_bytes: of the scale beside the elements; 0: they have no scale.
     """
 
     name: str
@@ -41,5 +41,5 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2",
 
 
 def kv_format(kv_cache_dtype: str, dtype: str) -> KvFormat:
-    """The format of a value of the setting, for a model that runs in `dtype`."""
+    """The format that the setting `kv_cache_dtype` names, for a model that runs in `dtype`."""
     return KV_FORMATS[{"auto": dtype, "fp8": "fp8_e4m3"}.get(kv_cache_dtype, kv_cache_dtype)]

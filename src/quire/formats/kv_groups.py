@@ -1,4 +1,4 @@
-"""Which layers keep keys and values in the same way, and how their blocks lie in pages of one size. No torch.
+"""Groups of layers that keep keys and values in the same way, and their blocks in pages of one size. No torch.
 
 A page holds a block of tokens of some layers of one group. All groups take pages from one pool.
 """
@@ -13,17 +13,17 @@ from quire.formats.kv_format import KvFormat
 from quire.layer_spec import KvSpec
 from quire.model_config import ModelConfig
 
-MAX_PADDING = 0.04  # of the pages of a group, where its layers do not fill the last table
-_MOST_TOKENS = 1 << 24  # of one request: attention counts positions in float32
+MAX_PADDING = 0.04  # a group's layers may leave this share of its pages unused in the last table
+_MOST_TOKENS = 1 << 24  # the limit of one request: attention counts positions in float32
 
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers of one spec. A block of tokens of all of them is a page in each of `num_tables` block tables.
+    """Layers with one spec. A block of tokens takes a page in each of the group's `num_tables` block tables.
 
     Attributes:
-        layers: of those of the model that keep something, in order.
-        layers_per_page: the layers of a page lie one behind the other.
+        layers: numbers of the layers, in order. Only layers that keep keys, values or states are numbered.
+        layers_per_page: a page holds these layers one after the other.
     """
 
     spec: KvSpec
@@ -45,33 +45,33 @@ class KvGroup:
             yield self.layers[first : first + self.layers_per_page]
 
     def first_needed(self, position: int) -> int:
-        """The first position whose keys and values the token at `position` or a later one reads."""
+        """The first position that the token at `position` reads. Later tokens read no earlier position."""
         if self.spec.kind == "window":
             return max(position - self.spec.window + 1, 0)
         return position // self.spec.window * self.spec.window if self.spec.kind == "chunked" else 0
 
     def most_blocks(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
-        """Blocks that a request of `num_tokens` tokens holds at most.
+        """The most blocks that a request of `num_tokens` tokens holds.
 
         Args:
-            step_tokens: most tokens of one request in all steps in flight. Their results are not here.
+            step_tokens: the most tokens of one request in all steps in flight, before their results are known.
         """
         if self.spec.kind == "state":
-            return 1  # whatever its length
+            return 1  # for any length
         num_blocks = -(-num_tokens // block_size)
         if self.keeps_all:
             return num_blocks
-        # so many positions in a row lie in one block more than they fill, wherever they begin
+        # A run of positions may begin inside a block, so it can touch one block more than it fills.
         return min(num_blocks, -(-(self.spec.window - 1 + step_tokens - 1) // block_size) + 1)
 
 
-ONE_LAYER = KvGroup(KvSpec(kind="full", num_kv_heads=1, head_dim_k=1, head_dim_v=1), (0,), 1)  # what tables need
+ONE_LAYER = KvGroup(KvSpec(kind="full", num_kv_heads=1, head_dim_k=1, head_dim_v=1), (0,), 1)  # enough for tables
 
 
 def kv_groups(model: ModelConfig) -> tuple[KvGroup, ...]:
-    """The groups of a model's layers, in the order in which the layers come.
+    """The groups of a model's layers, in the order of the layers.
 
-    A model that transformers' modelling code runs has one group: only that code knows what its layers see.
+    A model that runs through transformers has one group: only transformers' code knows which tokens its layers see.
     """
     layers_of: dict[KvSpec, list[int]] = {}
     for index, spec in enumerate(model.kv_specs()):
@@ -82,7 +82,7 @@ def kv_groups(model: ModelConfig) -> tuple[KvGroup, ...]:
 
 
 def _layers_per_page(counts: Sequence[int]) -> int:
-    """The most with which no group pads its pages by more than MAX_PADDING: few tables are cheap."""
+    """The largest number with which no group pads its pages by more than MAX_PADDING: few tables are cheap."""
 
     def padding(count: int, per_page: int) -> float:
         return -(-count // per_page) * per_page / count - 1
@@ -97,14 +97,14 @@ def num_tables(groups: Sequence[KvGroup]) -> int:
 
 
 def table_of_layer(groups: Sequence[KvGroup]) -> list[int]:
-    """By layer that keeps something, the number of its block table."""
+    """The number of the block table of each layer that keeps keys, values or states."""
     tables = (layers for group in groups for layers in group.tables())
     found = {layer: table for table, layers in enumerate(tables) for layer in layers}
     return [found[layer] for layer in range(len(found))]
 
 
 def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int) -> int:
-    """Bytes of a page: a block of tokens of the layers of one table, or the state of a sequence in these."""
+    """Bytes of a page: it holds a block of tokens, or the state of a sequence, for the layers of one table."""
 
     def of_layer(spec: KvSpec) -> int:
         return spec.state_bytes or block_size * spec.bytes_per_token(kv)
@@ -113,16 +113,16 @@ def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int) -> int:
 
 
 def pages_for(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_tokens: int) -> int:
-    """Pages that one request of `num_tokens` tokens holds at most.
+    """The most pages that one request of `num_tokens` tokens holds.
 
     Args:
-        step_tokens: most of its tokens in all steps in flight; while it decodes, the number of these steps.
+        step_tokens: the most of its tokens in all steps in flight. While it decodes, each step has one token.
     """
     return sum(group.num_tables * group.most_blocks(num_tokens, block_size, step_tokens) for group in groups)
 
 
 def longest_request(groups: Sequence[KvGroup], num_pages: int, block_size: int, step_tokens: int) -> int:
-    """Tokens of the longest request that so many pages hold."""
+    """Tokens of the longest request that fits into `num_pages` pages."""
 
     def needed(num_blocks: int) -> int:
         return pages_for(groups, num_blocks * block_size, block_size, step_tokens)
@@ -131,9 +131,9 @@ def longest_request(groups: Sequence[KvGroup], num_pages: int, block_size: int, 
 
 
 def pages_alone(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_tokens: int) -> list[int]:
-    """Block ids, as NewRow has them, of a request that has the first `pages_for` pages for itself.
+    """Block ids in NewRow's form for a request that has the first `pages_for` pages for itself.
 
-    A group that keeps less than all uses its pages in turn.
+    A group that does not keep all tokens uses its pages in turn.
     """
     ids: list[int] = []
     num_blocks = -(-num_tokens // block_size)

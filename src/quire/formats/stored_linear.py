@@ -1,6 +1,6 @@
-"""How each linear layer of a model is stored: in the checkpoint and, once loaded, in memory. No torch.
+"""The stored form of each linear layer, in the checkpoint and in memory. No torch.
 
-One answer for planning, for loading and for `quire explain`.
+Planning, loading and `quire explain` use the same answer.
 Dimensions: N out-features, K in-features.
 """
 
@@ -23,9 +23,9 @@ class StoredLinear:
     """A layer, or a shard of one.
 
     Attributes:
-        source: its tensors in the checkpoint; None: one weight in floating point.
-        held: its weight in memory; None: in the model's dtype.
-        reason: why it is so.
+        source: the format of its tensors in the checkpoint; None: one weight in floating point.
+        held: the format of its weight in memory; None: the model's dtype.
+        reason: explains the choice.
     """
 
     shape: LinearShape
@@ -34,7 +34,7 @@ class StoredLinear:
     reason: str
 
     def num_bytes(self, dtype: str, *, is_packed: bool = True) -> int:
-        """Of the weight in memory, for a model in `dtype`. `is_packed`: by the compiled kernels, which pad it."""
+        """Bytes of the weight in memory, for a model in `dtype`. `is_packed`: the compiled kernels pack and pad it."""
         N, K = self.shape.out_features, self.shape.in_features
         if self.held is None:
             return float_bytes(N, K, dtype, is_packed=is_packed)
@@ -44,10 +44,10 @@ class StoredLinear:
 
 
 def stored_from(shape: LinearShape, checkpoint: QuantizedCheckpoint | GgufWeights) -> tuple[StoredLinear, ...]:
-    """A layer of a quantized checkpoint: one, or its shards each for itself where they cannot be fused.
+    """A layer of a quantized checkpoint: fused into one, or one entry per shard if they cannot be fused.
 
-    They cannot if their formats differ, or if each brings its own order of the in-features.
-    Raises ModelConfigError for a layer whose sizes the format does not allow.
+    Shards cannot be fused if their formats differ, or if each has its own order of the in-features.
+    Raises ModelConfigError if the format does not allow the sizes of the layer.
     """
     if isinstance(checkpoint, GgufWeights):
         return _stored_from_gguf(shape, checkpoint)
@@ -76,7 +76,7 @@ def _stored(shape: LinearShape, checkpoint: QuantizedCheckpoint) -> StoredLinear
 
 
 def _stored_from_gguf(shape: LinearShape, weights: GgufWeights) -> tuple[StoredLinear, ...]:
-    """Shards of one type that lie side by side are fused: files give v, often, a better type than q and k."""
+    """Fuse neighbouring shards that have one type. Many files store v in a better type than q and k."""
     parts = []
     for tensor_type, shards in groupby(shape.shards, key=lambda shard: weights.type_of(shape.prefix + shard[0])):
         is_float = tensor_type is None or tensor_type.name in FLOAT_TYPES
@@ -99,7 +99,7 @@ def _stored_from_gguf(shape: LinearShape, weights: GgufWeights) -> tuple[StoredL
 
 
 def held_form(source: LayerFormat, K: int) -> WeightFormat:
-    """The form in memory of a weight with K in-features that a checkpoint stores quantized."""
+    """The form in memory of a quantized weight of a checkpoint, with K in-features."""
     if source.layout == "fp8":
         columns = K if source.block is None else source.block[1]
         return Fp8Format(columns if columns < K else None)
@@ -114,7 +114,7 @@ def held_form(source: LayerFormat, K: int) -> WeightFormat:
 
 
 def _packs_rows(source: LayerFormat) -> bool:
-    """Whether words of the checkpoint hold numbers of several out-features."""
+    """Whether a word of the checkpoint holds numbers of several out-features."""
     return source.layout in ("awq", "gptq") or (source.layout == "packed" and source.has_zeros)
 
 
@@ -139,11 +139,11 @@ def _check_sizes(source: LayerFormat, name: str, N: int, K: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one of several devices holds of a layer.
+    """The part of a layer that one of several devices holds.
 
     Attributes:
-        stored: a layer of the piece's sizes, in the same form.
-        ranges: of the whole weight's rows, or of its columns where it is cut by columns.
+        stored: a layer with the sizes of the piece, in the same form.
+        ranges: rows of the whole weight, or columns if the layer is cut by columns.
     """
 
     stored: StoredLinear
@@ -151,9 +151,9 @@ class Piece:
 
 
 def legal_cuts(stored: StoredLinear, num_parts: int) -> tuple[Piece, ...]:
-    """The pieces of a layer for several devices, all of one size: as its shape may be cut, and its form allows.
+    """The pieces of a layer for several devices, all of one size. Its shape and its stored form say how to cut it.
 
-    Raises ModelConfigError where they would not be whole heads, or not whole groups, blocks or words of the form.
+    Raises ModelConfigError if the pieces would not have whole heads, or whole groups, blocks or words of the form.
     """
     shape, cut = stored.shape, stored.shape.cut
     if num_parts == 1 or cut.by in ("none", "experts"):
@@ -188,7 +188,7 @@ def _piece(
 
 
 def _ranges(stored: StoredLinear, size: int, num_parts: int, form_unit: int, start: int = 0) -> list[range]:
-    """Equal ranges of whole units, one per part; the same one for several parts where units may repeat."""
+    """Equal ranges of whole units, one per part. Several parts may have the same range if units may repeat."""
     cut = stored.shape.cut
     num_units = size // cut.unit
     num_ranges = num_units if cut.may_repeat and num_units < num_parts and not num_parts % num_units else num_parts
@@ -202,7 +202,7 @@ def _ranges(stored: StoredLinear, size: int, num_parts: int, form_unit: int, sta
 
 
 def _column_unit(stored: StoredLinear) -> int:
-    """In-features that the forms in the checkpoint and in memory keep together."""
+    """The number of in-features that the forms in the checkpoint and in memory keep together."""
     units, source, held = [1], stored.source, stored.held
     if isinstance(source, TensorType):
         units.append(source.block_size)
@@ -214,7 +214,7 @@ def _column_unit(stored: StoredLinear) -> int:
 
 
 def _row_unit(stored: StoredLinear) -> int:
-    """Out-features that the form in the checkpoint keeps together. In memory a part has panels of its own."""
+    """The number of out-features that the checkpoint's form keeps together. In memory each part has its own panels."""
     source = stored.source
     if not isinstance(source, LayerFormat):
         return 1

@@ -1,4 +1,4 @@
-"""How many bytes a weight takes in each format: the arithmetic that planning and loading share.
+"""The bytes of a weight in each format. Planning and loading share this arithmetic.
 
 Dimensions: N out-features, K in-features.
 """
@@ -9,29 +9,29 @@ from dataclasses import dataclass
 
 from quire.errors import ModelConfigError
 
-PANEL_WIDTH = 64  # columns that are packed together: kPanelWidth of csrc/include/quire/kernels/grouped_layout.h
+PANEL_WIDTH = 64  # columns of a packed panel: kPanelWidth of csrc/include/quire/kernels/grouped_layout.h
 ROW_UNIT = 64  # a row of codes in an AMX tile
 K_UNIT = 32  # columns of a step in bfloat16 and FP8: kBf16KUnit of csrc/include/quire/kernels/gemm.h
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-MAX_GROUP_SIZE = 65_536  # integer sums of more products of 8 bits could overflow 32 bits
-MAX_SUPER_ELEMENTS = 256  # of a super-group: kMaxSuperElements of csrc/include/quire/kernels/grouped_layout.h
+MAX_GROUP_SIZE = 65_536  # a sum of more 8-bit products could overflow 32 bits
+MAX_SUPER_ELEMENTS = 256  # in a super-group: kMaxSuperElements of csrc/include/quire/kernels/grouped_layout.h
 
 _NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 
 
 def plane_bits(bits: int) -> tuple[int, int]:
-    """Low and high bits of a code, which lie in planes of their own: struct CodePlanes of grouped_layout.h."""
+    """Low and high bits of a code. Each part has its own plane: struct CodePlanes of grouped_layout.h."""
     low_bits = 8 if bits == 8 else 4 if bits >= 4 else 2
     return low_bits, bits - low_bits
 
 
 def packs_floats(isa: str) -> bool:
-    """Whether weights in floating point, FP8 among them, are packed: the CPU kernels of an instruction set do it."""
+    """Whether weights in floating point, with FP8, are packed: only compiled CPU kernels do this."""
     return isa != "torch" and not isa.startswith("sm_")
 
 
 def float_bytes(N: int, K: int, dtype: str, *, is_packed: bool) -> int:
-    """Bytes of a weight [N, K] in `dtype`, a key of DTYPE_BYTES: in panels of the compiled kernels, or as it is."""
+    """Bytes of a weight [N, K] in `dtype`, a key of DTYPE_BYTES, in panels of the compiled kernels or unpacked."""
     if is_packed:
         N = -(-N // PANEL_WIDTH) * PANEL_WIDTH
         K = -(-K // K_UNIT) * K_UNIT if dtype == "bfloat16" else K
@@ -45,10 +45,10 @@ class GroupedFormat:
     Args:
         bits: of a code: 2 to 6 or 8.
         group_size: elements that share a scale; None: the whole row.
-        scales: how a scale is stored: "float32", "float16", or "int8", a factor of one float16 per super-group.
-        offsets: "uint8": zeros; "float32", "float16" or, beside factors, "int8" (factors): minima; None: neither.
+        scales: the type of a stored scale: "float32", "float16", or "int8" (a factor of a super-group's float16).
+        offsets: "uint8": zeros; "float32" or "float16": minima; "int8": minima as factors, with "int8" scales; None.
         super_size: groups per super-group.
-        is_ordered: the order of the columns (act-order) is kept, as int32.
+        is_ordered: the weight keeps the order of its columns (act-order), as int32.
     """
 
     bits: int
@@ -73,7 +73,7 @@ class GroupedFormat:
         return self.group_size or -(-K // ROW_UNIT) * ROW_UNIT
 
     def num_bytes(self, N: int, K: int) -> int:
-        """Bytes of a packed weight [N, K], padding and numbers of groups included."""
+        """Bytes of a packed weight [N, K], with padding and the numbers of groups."""
         group_size = self.group_size_of(K)
         num_groups = -(-K // group_size)
         num_supers = -(-num_groups // self.super_size)
@@ -84,13 +84,13 @@ class GroupedFormat:
         return num_rows * (num_groups * group_bytes + num_supers * super_bytes + code_bytes) + 4 * K * self.is_ordered
 
     def padded(self, K: int) -> int:
-        """K in-features rounded up to those whose codes are packed: whole groups, and whole bytes in every plane."""
+        """K rounded up to the in-features that are packed: whole groups, and whole bytes in every plane."""
         group_size, (low_bits, high_bits) = self.group_size_of(K), plane_bits(self.bits)
         unit = 4 * (8 // (high_bits or low_bits))  # quads of 4 that share their last bytes
         return -(-(-(-K // group_size) * group_size) // unit) * unit
 
 
-# GGUF's quantized types, as they are held: codes in the bits of the file.
+# The forms in memory of GGUF's quantized types. Codes keep the bits of the file.
 GGUF: dict[str, GroupedFormat] = {
     "Q4_0": GroupedFormat(4, 32, "float16"),
     "Q4_1": GroupedFormat(4, 32, "float16", "float16"),
@@ -120,7 +120,7 @@ class Fp8Format:
         return self.group_size or -(-K // K_UNIT) * K_UNIT
 
     def num_bytes(self, N: int, K: int, *, is_packed: bool = True) -> int:
-        """Bytes of a weight [N, K], scales included: packed by the compiled kernels, with padding, or as it is."""
+        """Bytes of a weight [N, K] with its scales. `is_packed`: the compiled kernels pack and pad it."""
         num_groups = -(-K // self.group_size_of(K))
         if is_packed:
             N, K = -(-N // PANEL_WIDTH) * PANEL_WIDTH, -(-K // K_UNIT) * K_UNIT
@@ -132,10 +132,10 @@ WeightFormat = GroupedFormat | Fp8Format
 
 @dataclass(frozen=True)
 class OnLoadFormat:
-    """What `--quantization` makes of a checkpoint in floating point while it loads."""
+    """The form that `--quantization` gives to a floating-point checkpoint while it loads."""
 
     linear: WeightFormat  # of the layers
-    output: WeightFormat  # of the output projection, and of embeddings tied to it
+    output: WeightFormat  # of the output projection and of tied embeddings
     description: str
 
 

@@ -1,1 +1,1 @@
-"""The API process without HTTP: prompts to engine requests, engine messages to text. Never imports torch."""
+"""The API process without HTTP: prompts become engine requests, and engine messages become text. No torch."""

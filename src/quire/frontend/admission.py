@@ -1,22 +1,22 @@
-"""The door: who would wait too long is refused, before tokenization where that is known, and told when to retry.
+"""Admission: a request that would wait too long is refused, if possible before tokenization, with a time to retry.
 
-Two things are too long: a queue that is full, and a predicted time to first token that misses its target
-(--slo-ttft). The prediction, in seconds: what the step that runs takes; then what there is to wait for, which is the
-longer of two; then the request's own prompt.
+There are two reasons: the queue is full, or the predicted time to first token misses its target (--slo-ttft). The
+prediction in seconds is the sum of three times: the step that runs, the wait, and the request's own prompt. The wait is
+the longer one of two:
 
-- Prompts before it: the tokens sent and not computed yet, times what a token takes (Pace, from the cost model), over
-  the share of the steps' time that prompts get beside answers.
-- A place in the batch, once max_num_seqs requests run: of R running ones one ends every O / R steps, O being the tokens
-  sampled lately for each answer that ended.
+- The prompts before it: their tokens that are sent but not computed, times the time of a token (Pace, from the cost
+  model), over the share of the steps' time that prompts get beside answers.
+- A place in the batch, if max_num_seqs requests run. With R running requests, one ends every O / R steps. O is the
+  number of tokens that were recently sampled per ended answer.
 
-What prompts find in the prefix cache takes no time: as large a share as lately. Where requests waited longer than
-predicted, predictions are multiplied by a factor that the share --slo-attainment of them stays within; it moves with
+Tokens in the prefix cache take no time; their share is the recent one. If requests waited longer than predicted,
+predictions are multiplied by a factor. The share --slo-attainment of requests stays within this factor. It moves with
 every request whose prediction was not far below the target.
 
-Refusing costs the engine its cores where clients ask again at once. So it has a pace: up to FREE_REFUSALS at once,
-then REFUSALS_PER_SECOND, each of them told when its turn comes. Turns come together, every REFUSAL_TURN_SECONDS: this
-process takes a core from the engine once for all of them. Nobody waits longer than MAX_REFUSAL_DELAY_SECONDS: where
-more clients ask than are told in that time, the pace is exceeded.
+Clients that ask again at once would take the engine's cores by refusals alone. So refusals have a pace: up to
+FREE_REFUSALS at once, then REFUSALS_PER_SECOND. Each is sent in its turn. Turns come together every
+REFUSAL_TURN_SECONDS, so that this process takes a core from the engine once for all of them. No client waits longer
+than MAX_REFUSAL_DELAY_SECONDS: if too many clients ask, refusals are faster than their pace.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from quire.option import shown_duration
 from quire.schedule import StepRecord
 
 ANSWERS_REMEMBERED = 64
-FIRST_ANSWER_TOKENS = 128  # as if one answer of this length had ended before the start
-RECENT_WEIGHT = 1 / 16  # of a step among those that count
+FIRST_ANSWER_TOKENS = 128  # the start counts as one ended answer of this length
+RECENT_WEIGHT = 1 / 16  # the weight of the newest step
 MAX_RETRY_SECONDS = 600
-# The factor of predictions: before any request was seen, how far one moves it (in logarithms), and its bounds.
+# The factor of predictions: its first value, its change by one request (in logarithms), and its bounds.
 FIRST_FACTOR = 1.3
 FACTOR_STEP = 0.1
 FACTOR_BOUNDS = 0.5, 4.0
 NEAR_TARGET = 0.25  # predictions below this share of the target do not move it
-MIN_SHARE = 0.02  # of a step for prompts, however long answers take
+MIN_SHARE = 0.02  # of a step for prompts, even if answers take long
 # benchmarks/results/epyc-zen3-2core/overload_users_2026-11-22.md
 REFUSALS_PER_SECOND = 100
 FREE_REFUSALS = 100
@@ -48,7 +48,7 @@ MAX_REFUSAL_DELAY_SECONDS = 10.0
 
 
 class _Sent(NamedTuple):
-    """A prompt without a first token: tokens that are not expected in the prefix cache, and what they take."""
+    """A prompt without a first token: its tokens that are probably not cached, and their time."""
 
     num_tokens: float
     seconds: float
@@ -56,11 +56,11 @@ class _Sent(NamedTuple):
 
 
 class Admission:
-    """What an engine last said of its queue and its steps, what was sent to it since, and how long answers were lately.
+    """The engine's last report of its queue and steps, the requests sent since then, and recent lengths of answers.
 
     Attributes:
-        limits: those of the engine, by the names of SetLimits.
-        targets: what they say of times.
+        limits: of the engine, by the names of SetLimits.
+        targets: the targets of times among the limits.
     """
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class Admission:
         self._num_places = 1
         self._step_seconds = self._usual_step_seconds = self._answer_seconds = 0.0
         self._cache_queries = self._cache_hits = 0.0
-        self._sampled_tokens, self._num_ended = float(FIRST_ANSWER_TOKENS), 1.0  # lately
+        self._sampled_tokens, self._num_ended = float(FIRST_ANSWER_TOKENS), 1.0  # recent ones
         self._prompts: dict[str, _Sent] = {}
-        self._prompt_tokens = self._prompt_seconds = self._computed_tokens = 0.0  # of all of them
+        self._prompt_tokens = self._prompt_seconds = self._computed_tokens = 0.0  # sums over the prompts
         self._factor = FIRST_FACTOR
 
     def on_ready(self, ready: EngineReady) -> None:
-        """What the engine resolved."""
+        """The engine is ready: take its settings."""
         settings = {name: ready.resolved.get(name) for name in SetLimits.__struct_fields__}
         self.limits = {name: found.get("value") for name, found in settings.items() if isinstance(found, dict)}
         self.limits |= {
@@ -103,7 +103,7 @@ class Admission:
         self._num_waiting, self._num_running, self._num_sent = record.num_waiting, record.num_running, 0
         self._sampled_tokens += record.num_sampled_tokens
         self._computed_tokens = min(self._computed_tokens + record.num_prefill_tokens, self._prompt_tokens)
-        # Those that no prompt kept from being admitted wait for blocks, or for an answer's end.
+        # If the step computed no prompt, waiting requests wait for blocks or for the end of an answer.
         is_full = record.num_waiting > record.num_deferred and not record.num_prefill_tokens
         self._num_places = record.num_running if is_full else int(self.limits.get("max_num_seqs") or 1)
         pace, seconds = self._pace, record.predicted_seconds or record.step_seconds
@@ -118,7 +118,7 @@ class Admission:
             self._cache_hits += record.prefix_cache_hits - RECENT_WEIGHT * self._cache_hits
 
     def on_sent(self, request_id: str, num_prompt_tokens: int, count: int) -> None:
-        """`count` continuations of one prompt are on their way to the engine: they wait there until its next step."""
+        """`count` continuations of one prompt were sent to the engine. They wait there until its next step."""
         self._num_sent += count
         num_tokens = self._num_new(num_prompt_tokens)
         sent = _Sent(num_tokens, self._pace.prompt_seconds(num_tokens), self._predicted_ttft(num_prompt_tokens))
@@ -127,7 +127,7 @@ class Admission:
         self._prompt_seconds += sent.seconds
 
     def on_first_token(self, request_id: str, seconds: float) -> None:
-        """A request got its first token, so long after its arrival."""
+        """A request got its first token `seconds` after its arrival."""
         sent, target = self._prompts.get(request_id), self.targets.ttft
         if sent is not None and target and self._factor * sent.predicted_ttft > NEAR_TARGET * target:
             is_late = seconds > self._factor * sent.predicted_ttft
@@ -139,22 +139,22 @@ class Admission:
         self.on_left(request_id)
 
     def on_left(self, request_id: str) -> None:
-        """A request has ended or needs no first token any more; unknown ids are ignored."""
+        """A request has ended or has its first token; unknown ids are ignored."""
         if (sent := self._prompts.pop(request_id, None)) is None:
             return
         self._prompt_tokens -= sent.num_tokens
         self._prompt_seconds -= sent.seconds
-        if not self._prompts:  # the sums of nothing, without rounding
+        if not self._prompts:  # empty sums, without rounding errors
             self._prompt_tokens = self._prompt_seconds = 0.0
         self._computed_tokens = min(self._computed_tokens, self._prompt_tokens)
 
     def on_answers(self, num_ended: int) -> None:
-        """So many continuations ended in a step."""
+        """`num_ended` continuations ended in a step."""
         rest = (1 - 1 / ANSWERS_REMEMBERED) ** num_ended
         self._sampled_tokens, self._num_ended = rest * self._sampled_tokens, rest * self._num_ended + num_ended
 
     def on_idle(self) -> None:
-        """No request is left; no step will say so."""
+        """Reset the predictions: no request is left, and no further step will do it."""
         self._num_waiting = self._num_running = self._num_sent = 0
         self._step_seconds = self._answer_seconds = 0.0
         self._prompts.clear()
@@ -165,24 +165,24 @@ class Admission:
         return self._num_waiting + self._num_sent
 
     def predicted_ttft(self, num_prompt_tokens: int) -> float:
-        """Seconds until a request that came now would have its first token; the module says how."""
+        """Seconds from now to the first token of a new request: see the module's text."""
         return self._factor * self._predicted_ttft(num_prompt_tokens)
 
     @property
     def retry_after_seconds(self) -> int:
-        """The predicted wait of a newcomer as whole seconds for a Retry-After header: at least 1."""
+        """The predicted wait of a new request in whole seconds, at least 1, for a Retry-After header."""
         return _whole(self.predicted_ttft(1))
 
     def check(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> None:
-        """Refuse a request as far as is known here; the engine checks its queue again.
+        """Refuse a request by the front end's knowledge; the engine checks its queue again.
 
         Args:
-            num_prompt_tokens: 1 before it is known.
-            waited: seconds since it arrived.
+            num_prompt_tokens: 1 if it is not known yet.
+            waited: seconds since the arrival.
 
         Raises:
-            QueueFullError: the queue is full. TargetMissedError: its first token would come too late. Without any other
-            request it is taken: no later moment is better.
+            QueueFullError: the queue is full. TargetMissedError: the first token would come too late. A request is
+            accepted if there is no other, because no later moment is better.
         """
         limit, target = self.limits.get("max_num_queued_reqs"), self.targets.ttft
         if limit and self.num_waiting >= limit:
@@ -199,7 +199,7 @@ class Admission:
             raise _late(predicted, target)
 
     def _num_new(self, num_prompt_tokens: int) -> float:
-        """Tokens of a prompt that have to be computed: as many of them are cached as lately."""
+        """Tokens of a prompt that must be computed, if the share of cached tokens is the recent one."""
         hit_rate = self._cache_hits / self._cache_queries if self._cache_queries else 0.0
         return num_prompt_tokens * (1 - hit_rate)
 
@@ -211,7 +211,7 @@ class Admission:
 
     def _prompt_share(self) -> float:
         """The share of a step's time that prompts get beside answers."""
-        # Prompts that are there now are answers by then.
+        # Prompts that wait now are answers by then.
         answers = max(self._answer_seconds, self._pace.usual_step if self._prompts else 0.0)
         if not answers:
             return 1.0
@@ -224,7 +224,7 @@ class Admission:
         return max(prompts / (prompts + answers), MIN_SHARE) if prompts > 0 else MIN_SHARE
 
     def _place_seconds(self) -> float:
-        """Until there is a place in the batch."""
+        """Seconds until there is a place in the batch."""
         position = self.num_waiting + 1 - max(self._num_places - self._num_running, 0)
         mean = self._sampled_tokens / self._num_ended
         return max(position, 0) * mean * self._usual_step_seconds / max(self._num_running, 1)
@@ -242,18 +242,18 @@ def _late(predicted: float, target: float) -> TargetMissedError:
 
 
 def _whole(seconds: float) -> int:
-    """For a Retry-After header."""
+    """Seconds for a Retry-After header."""
     return min(max(math.ceil(seconds), 1), MAX_RETRY_SECONDS)
 
 
 class Refusals:
-    """The pace of refusals, of all engines together: it is this process that refuses."""
+    """The pace of refusals. All engines share it, because this process refuses."""
 
     def __init__(self) -> None:
-        self._next = 0.0  # the time of the first refusal that is not free, as if none had been
+        self._next = 0.0  # the turn of the next refusal, or an earlier time if it is free
 
     def delay(self, now: float) -> float:
-        """Seconds until the turn of a refusal at `now`, in monotonic seconds; counts it."""
+        """Count a refusal at `now` (monotonic seconds) -> seconds until its turn."""
         earliest = now - FREE_REFUSALS / REFUSALS_PER_SECOND
         self._next = max(self._next, earliest) + 1 / REFUSALS_PER_SECOND
         latest = now + MAX_REFUSAL_DELAY_SECONDS - REFUSAL_TURN_SECONDS  # its turn may come that much later

@@ -1,4 +1,4 @@
-"""AsyncEngine: the front end as a server uses it. Every request has a stream, and one of the engines computes it."""
+"""AsyncEngine: the front end of a server. Every request has a stream, and one of the engines computes it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ INLINE_PROMPT_CHARS = 4096  # about 1 ms of tokenization; longer texts are token
 class AsyncEngine:
     """Requests in, streams of outputs out, over one or more engines of the same model and settings.
 
-    The first start is one of all replicas: it ends when the last is ready, and one that cannot start ends them all.
-    From then on requests are taken while any replica is ready. A replica whose engine fails starts the next one by
-    itself and keeps its requests. One that gives up leaves its work to the others; the last one is the end.
+    The first start ends when all replicas are ready. If one cannot start, all end. After it, requests are taken while
+    any replica is ready. If an engine fails, its replica starts the next one and keeps its requests. A replica that
+    gives up leaves its work to the others; without any replica the server ends.
 
     Args:
-        replicas: one or more, by their index; owned from now on.
-        input_processor: replaced by one with the engines' context length once that is known.
-        clock: monotonic seconds; the replicas' too.
+        replicas: one or more, by their index; AsyncEngine owns them.
+        input_processor: it is replaced when the engines' context length is known.
+        clock: monotonic seconds, the same as the replicas'.
     """
 
     def __init__(
@@ -43,22 +43,22 @@ class AsyncEngine:
     ) -> None:
         self.replicas = list(replicas)
         self.input_processor = input_processor
-        self.on_progress: Callable[[EngineProgress], None] | None = None  # hears every report of a start
-        self.error: QuireError | None = None  # why no engine is left
+        self.on_progress: Callable[[EngineProgress], None] | None = None  # gets every report of a start
+        self.error: QuireError | None = None  # the reason why no engine is left
         self.refusals = Refusals()
         self._clock = clock
         self._settled = asyncio.Event()  # ready or dead
 
     def start(self) -> None:
-        """Begin to receive. Needs a running event loop; once."""
+        """Begin to receive. It needs a running event loop and is called once."""
         for replica in self.replicas:
             replica.start(self._on_change, self._on_progress)
 
     async def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        """Wait until requests are taken. An engine may fail between its answer and the end of this: then the next one.
+        """Wait until requests are taken. If an engine fails before this returns, it waits for the next one.
 
         Raises:
-            QuireError: why it could not start. NotReadyError: not within `timeout` seconds.
+            QuireError: the engine could not start. NotReadyError: it was not ready within `timeout` seconds.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -72,7 +72,7 @@ class AsyncEngine:
 
     @property
     def ready(self) -> EngineReady | None:
-        """What the first replica that takes requests says of its engine; None: no request is taken."""
+        """The engine's facts from the first replica that takes requests; None: no replica does."""
         if self.error is not None or not self._has_started:
             return None
         return next((replica.facts for replica in self.replicas if replica.is_ready), None)
@@ -84,25 +84,25 @@ class AsyncEngine:
 
     @property
     def is_ready(self) -> bool:
-        """Requests are taken: real tokens have been produced, and an engine lives."""
+        """Requests are taken: each engine has produced a token, and at least one is alive."""
         return self.ready is not None
 
     @property
     def is_healthy(self) -> bool:
-        """Requests are taken, and there is a replica whose engine gives signs of life and ends its steps in time.
+        """Requests are taken, and the engine of at least one replica sends beats and ends its steps in time.
 
-        Another one that does not is replaced: that must not cost the requests of those that are well.
+        An engine that does not is replaced. This must not cost the requests of the healthy ones.
         """
         return self.is_ready and any(replica.is_healthy for replica in self.replicas)
 
     @property
     def is_restarting(self) -> bool:
-        """Every replica's engine has failed, and none of the next ones is ready yet."""
+        """Every replica's engine has failed, and no new one is ready yet."""
         return self.error is None and self._has_started and not self.is_ready
 
     @property
     def progress(self) -> EngineProgress | None:
-        """Of the first replica that starts; None: none does, or requests are taken."""
+        """The progress of the first replica that starts; None: no replica starts, or requests are taken."""
         reports = (replica.progress for replica in self.replicas if replica.progress is not None)
         return None if self.is_ready else next(reports, None)
 
@@ -112,7 +112,7 @@ class AsyncEngine:
         return sum(replica.num_unfinished for replica in self.replicas)
 
     def timeline(self, request_id: str) -> RequestTimeline | None:
-        """Of a recent request; None: it is not known any more."""
+        """The timeline of a recent request; None: it is unknown or forgotten."""
         timelines = (replica.output_processor.timelines.get(request_id) for replica in self.replicas)
         return next((timeline for timeline in timelines if timeline is not None), None)
 
@@ -123,11 +123,11 @@ class AsyncEngine:
         request_id: str,
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
-        """Check, tokenize and send one request. Whoever gets the stream must iterate it to its end or close it.
+        """Check, tokenize and send one request. The caller must iterate the stream to its end or close it.
 
         Raises:
             InvalidRequestError, ContextLengthError: the request is refused. QueueFullError: the engine's queue is full.
-            NotReadyError, EngineDeadError: as it says.
+            NotReadyError, EngineDeadError: there is no engine yet, or no longer.
         """
         self._pick().check_room()
         arrival_time = self._clock()
@@ -148,7 +148,7 @@ class AsyncEngine:
         return replica.add(processed)
 
     def _pick(self) -> Replica:
-        """The replica for a new request: of those that are ready, the one with the fewest unfinished requests.
+        """The replica for a new request: the ready one with the fewest unfinished requests.
 
         Raises NotReadyError, EngineDeadError.
         """
@@ -163,7 +163,7 @@ class AsyncEngine:
         request_id: str,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
-        """`add_request` and its stream as one generator: errors come at its first step, leaving it aborts."""
+        """`add_request` and its stream as one generator. Errors come at its first step; leaving it aborts."""
         stream = await self.add_request(prompt, sampling_params, request_id, **options)
         async with stream:
             async for output in stream:
@@ -198,7 +198,7 @@ class AsyncEngine:
             raise NotReadyError(f"The engine is starting{again}{phase}", fix="Retry in a few seconds")
 
     def check_room(self) -> None:
-        """Refuse at the door, before a request costs anything. Raises QueueFullError."""
+        """Refuse early, before a request costs anything. Raises QueueFullError."""
         if self.is_ready:
             self._pick().check_room()
 
@@ -207,11 +207,11 @@ class AsyncEngine:
             self.on_progress(progress)
 
     def _on_change(self) -> None:
-        """A replica became ready, lost its engine, or is gone."""
+        """A replica became ready, lost its engine, or gave up."""
         errors = [replica.error for replica in self.replicas if replica.error is not None]
         if self.error is None and errors and (len(errors) == len(self.replicas) or not self._has_started):
             self.error = errors[0]
-            for replica in self.replicas:  # those that wait for the one that could not start
+            for replica in self.replicas:  # the others wait for the replica that could not start
                 if replica.error is None:
                     replica.close(self.error, "error")
         if self.is_ready:
@@ -231,13 +231,13 @@ class AsyncEngine:
         self._settled.set()
 
     async def shutdown(self) -> None:
-        """`close`, and wait until nothing is received any more."""
+        """`close`, and wait until receiving has stopped."""
         self.close()
         for replica in self.replicas:
             await replica.wait_closed()
 
 
 def _is_long(prompt: PromptType) -> bool:
-    """Of text, or of token ids, each of which is checked."""
+    """Whether a prompt is long: a text, or token ids, because each id is checked."""
     given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, dict) else prompt
     return isinstance(given, (str, list, tuple)) and len(given) > INLINE_PROMPT_CHARS

@@ -1,6 +1,6 @@
-"""Beam search as a state machine over token ids: ask which sequences to extend, take their next-token logprobs, repeat.
+"""Beam search as a state machine over token ids: it names sequences to extend and takes their next-token logprobs.
 
-The engine sees ordinary one-token requests; the prefix cache keeps each beam's KV.
+The engine sees ordinary one-token requests, and the prefix cache keeps each beam's KV.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from quire.sampling_params import BeamSearchParams, SamplingParams
 
 
 class BeamSearch:
-    """One prompt. Call `pending`, extend each by one token, hand the logprobs to `advance`, until `pending` is empty.
+    """One prompt. Call `pending`, extend each by one token, give the logprobs to `advance`, until `pending` is empty.
 
-    As in vLLM, a sequence is ranked by its cumulative logprob / length ** length_penalty, its length without the EOS
-    that ended it.
+    As in vLLM, sequences are ranked by cumulative logprob / length ** length_penalty. The length does not count EOS.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int], params: BeamSearchParams, eos_token_ids: Iterable[int]) -> None:
@@ -26,7 +25,7 @@ class BeamSearch:
         self._finished: list[BeamSearchSequence] = []
 
     def step_params(self) -> SamplingParams:
-        """For the one-token request that extends a beam: twice the width covers every beam ending at once."""
+        """Parameters of the one-token request that extends a beam. Twice the width is enough if every beam ends."""
         return SamplingParams(
             temperature=self._params.temperature,
             max_tokens=1,
@@ -43,7 +42,7 @@ class BeamSearch:
         return [beam.tokens for beam in self._beams]
 
     def advance(self, logprobs: Sequence[PositionLogprobs]) -> None:
-        """Next-token logprobs of each pending sequence, in its order."""
+        """Take the next-token logprobs of each pending sequence, in its order."""
         candidates: list[BeamSearchSequence] = []
         for beam, choices in zip(self._beams, logprobs, strict=True):
             for token_id, choice in choices.items():

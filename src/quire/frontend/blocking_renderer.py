@@ -1,4 +1,4 @@
-"""RenderPool for programs without an event loop, and for those whose loop must not be waited in: LLM.chat()."""
+"""RenderPool for programs without an event loop, or with a loop that must not wait: LLM.chat()."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from quire.frontend.render_process import Render
 
 
 class BlockingRenderer:
-    """A RenderPool with an event loop of its own in a thread. Its processes end with this object.
+    """A RenderPool with its own event loop in a thread. Its processes end with this object.
 
-    Args and errors as RenderPool's.
+    Arguments and errors: see RenderPool.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -25,7 +25,7 @@ class BlockingRenderer:
         self.close = weakref.finalize(self, _close, self._pool, self._loop)
 
     def render(self, asked: Sequence[Render]) -> list[str]:
-        """The prompts' texts. Raises the first one's error, as RenderPool.render."""
+        """The prompts' texts. Raises the first error: see RenderPool.render."""
 
         async def render_all() -> list[str]:
             turns = asyncio.Semaphore(MAX_PROCESSES)

@@ -1,4 +1,4 @@
-"""Chat messages as templates expect them: plain JSON, content as a string or as text parts, parsed tool arguments."""
+"""Chat messages in the form of templates: plain JSON, content as a string or text parts, parsed tool arguments."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quire.errors import InvalidRequestError, UnsupportedFieldError
 
 MAX_DEPTH = 64  # of nested JSON in messages, tools and template arguments
 TEXT_PART_TYPES = ("text", "input_text", "output_text")
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the same thing; templates read different ones
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read different ones
 
 
 def plain(value: Any, param: str, depth: int = 0) -> Any:
-    """A copy made of JSON types only: a template must not reach the methods of anything else.
+    """A copy with JSON types only, because a template must not reach methods of other types.
 
     Raises:
-        InvalidRequestError: another type, a non-finite number, or nested deeper than MAX_DEPTH.
+        InvalidRequestError: another type, a non-finite number, or more than MAX_DEPTH levels.
     """
     if depth > MAX_DEPTH:
         raise InvalidRequestError(f"{param} is nested too deeply", expected=f"at most {MAX_DEPTH} levels", param=param)
@@ -56,13 +56,13 @@ def normalise_messages(
     """A fresh list of messages that any template can read.
 
     Args:
-        messages: `{"role": ..., "content": ...}` and whatever else the template knows. Content is a string, a list of
-            text parts, or, for an assistant message, None or missing, which becomes "".
+        messages: `{"role": ..., "content": ...}` and other keys for the template. Content is a string or a list of text
+            parts. In an assistant message it may be None or missing and becomes "".
         content_as_parts: the template reads lists of parts; otherwise parts are joined by newlines.
-        keep_strings: with `content_as_parts`, leave strings as they are.
+        keep_strings: with `content_as_parts`, do not turn strings into parts.
 
     Raises:
-        InvalidRequestError: not messages; `param` is the path. UnsupportedFieldError: a part that is not text.
+        InvalidRequestError: malformed messages; `param` is the path. UnsupportedFieldError: a part is not text.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(
@@ -136,7 +136,7 @@ def _part_text(part: Any, param: str) -> str:
 
 
 def _normalise_tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
-    """Arguments as objects: clients send them as a JSON string, templates write them with tojson."""
+    """Tool calls with arguments as objects: clients send a JSON string, and templates write it with tojson."""
     if not isinstance(calls, list):
         raise InvalidRequestError(f"{param} is not a list", param=param)
     for index, call in enumerate(calls):

@@ -1,7 +1,7 @@
-"""Renders a model's chat template: Jinja in a sandbox with Hugging Face's extensions and bounds on steps, time, output.
+"""Renders a model's chat template: Jinja in a sandbox, with Hugging Face's extensions and bounds on steps and output.
 
-Templates come with models and messages from strangers, so a template sees JSON data only, cannot change it, and cannot
-run forever. Same text as transformers' `apply_chat_template`.
+Templates come with models, and messages come from unknown clients. So a template sees only JSON data, cannot change it,
+and cannot run forever. The text is the same as from transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quire.errors import ConfigError, InvalidRequestError
 from quire.frontend.chat_messages import normalise_messages, plain
 
-MAX_STEPS = 1_000_000  # loop rounds of one rendering: 4096 messages, read 100 times over, are 410 thousand
+MAX_STEPS = 1_000_000  # loop rounds of one rendering: 4096 messages that are read 100 times are 410 thousand
 MAX_SECONDS = 5.0  # of processor time
-MAX_OUTPUT_CHARS = 16 * 2**20  # a body of the largest size accepted
+MAX_OUTPUT_CHARS = 16 * 2**20  # the largest accepted body
 MAX_POWER_OPERAND = 1024  # 1024 ** 1024 is a number of 3 thousand digits
 STEPS_PER_CLOCK = 1024
 BUDGET_NAME = "__quire_budget"
 
-# Set by arguments of their own, or part of the sandbox: not to be replaced through chat_template_kwargs.
+# chat_template_kwargs cannot replace these names: they have their own arguments or belong to the sandbox.
 RESERVED_KWARGS = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -44,7 +44,7 @@ RESERVED_KWARGS = frozenset(
 
 
 class _Budget:
-    """What one rendering may still spend."""
+    """The remaining steps and time of one rendering."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -60,7 +60,7 @@ class _Budget:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here it only renders its body."""
+    """`{% generation %}` marks the assistant's text for training. Here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's interface)
 
@@ -70,7 +70,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace()` without underscore names, which could shadow Python internals."""
+    """`namespace()` without underscore names, because these could hide Python internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no named parameters: templates use every name as a key
         jinja2.utils.Namespace.__init__(*args, **kwargs)
@@ -88,7 +88,7 @@ def _check_namespace_name(name: Any) -> None:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Hugging Face's environment; every round of a loop and every macro call spends from the rendering's budget."""
+    """Hugging Face's environment. Every round of a loop and every macro call uses up some of the rendering's budget."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -98,7 +98,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["namespace"] = _Namespace
-        self.globals["dict"] = _new_dict  # not the type, whose methods would change what is immutable
+        self.globals["dict"] = _new_dict  # not the type, because its methods could change immutable values
         del self.globals["lipsum"]
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
@@ -110,7 +110,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super()._generate(source, *args, **kwargs)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuses products and powers that would fill the memory."""
+        """Refuse products and powers that would fill the memory."""
         if operator == "**" and (abs(left) > MAX_POWER_OPERAND or abs(right) > MAX_POWER_OPERAND):
             raise jinja2.exceptions.SecurityError("a power too large")
         lengths = [len(side) for side in (left, right) if hasattr(side, "__len__")]
@@ -123,7 +123,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter escapes HTML characters; templates mean plain JSON."""
+    """Plain JSON, as templates expect it. Jinja's own filter escapes HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -145,7 +145,7 @@ class ChatTemplate:
     Args:
         source: Jinja source.
         special_tokens: name -> token (`bos_token`, ...): variables of the template.
-        name: where it comes from, for error messages.
+        name: its source, for error messages.
     Raises:
         ConfigError: the source is not a Jinja template.
     """
@@ -188,7 +188,7 @@ class ChatTemplate:
             kwargs: further variables (`enable_thinking`, ...): chat_template_kwargs.
 
         Raises:
-            InvalidRequestError: malformed messages, a reserved argument, or the template's own refusal, in its words.
+            InvalidRequestError: malformed messages, a reserved argument, or the template's own refusal.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
@@ -224,7 +224,7 @@ class ChatTemplate:
                 fix="Change the messages as it says",
                 param="messages",
             ) from error
-        except Exception as error:  # a template is a foreign program: whatever it raises is about this request only
+        except Exception as error:  # a template is a foreign program: its errors concern only this request
             raise InvalidRequestError(
                 f"The chat template failed on these messages: {type(error).__name__}: {error}",
                 fix="Check roles, order and content of the messages",
@@ -234,7 +234,7 @@ class ChatTemplate:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], param: str = "chat_template_kwargs") -> dict[str, Any]:
-    """A copy of the variables for a template. Raises InvalidRequestError for what it may not be given."""
+    """A copy of the variables for a template. Raises InvalidRequestError for a forbidden name or value."""
     if not isinstance(kwargs, Mapping):
         raise InvalidRequestError(f"{param} is not an object", param=param)
     for name in kwargs:
@@ -245,7 +245,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any], param: str = "chat_template
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
-    """Does the template walk through `message.content`, or a variable set to it, as a list?"""
+    """Whether the template loops over `message.content`, or over a variable with its value."""
     names = {
         node.target.name
         for node in tree.find_all(nodes.Assign)
@@ -266,9 +266,9 @@ def _is_content(node: nodes.Node, names: frozenset[str]) -> bool:
 
 
 def _tag_final_text(chat: list[dict[str, Any]]) -> tuple[str, str]:
-    """Append a tag nobody can guess to the last message's text. Returns the tag and the text without it.
+    """Append a tag that nobody can guess to the last message's text -> the tag, and the text without it.
 
-    The tag ends in a space: if the template trims the message, the space is gone, and the text's own must go as well.
+    The tag ends with a space. If the template trims the message, this space is gone, and the text's own must go too.
     """
     tag = f"quire-continue-{secrets.token_hex(16)} "
     final = chat[-1]
@@ -296,13 +296,14 @@ def _cut_at_tag(rendered: str, tag: str, unfinished: str) -> str:
 
 
 class ChatRenderer:
-    """Chooses among a model's templates: "tool_use" if there are tools and it exists, else "default".
+    """Chooses one of a model's templates: "tool_use" if there are tools and it exists, else "default".
 
     Args:
         templates: name -> Jinja source.
-        override: a template to use instead of all of these, or the name of one of them.
-        name: what error messages call the model's tokenizer.
-        content_as_parts: what the templates are given as content, lists of parts or strings; None: what they read.
+        override: a template that replaces all of these, or the name of one of them.
+        name: the model's tokenizer, for error messages.
+        content_as_parts: give content to the templates as lists of parts (True) or strings (False); None: the form that
+            each template reads.
     """
 
     def __init__(
@@ -328,7 +329,7 @@ class ChatRenderer:
                 template.content_as_parts = content_as_parts
 
     def choose(self, has_tools: bool = False) -> ChatTemplate:
-        """Raises ConfigError if the model has no chat template."""
+        """The template to use. Raises ConfigError if the model has none."""
         template = (self.templates.get("tool_use") if has_tools else None) or self.templates.get("default")
         if template is None:
             names = ", ".join(sorted(self.templates))
@@ -342,5 +343,5 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> str:
-        """The prompt's text; arguments as ChatTemplate.render."""
+        """The prompt's text. Arguments: see ChatTemplate.render."""
         return self.choose(bool(tools)).render(messages, tools=tools, **options)

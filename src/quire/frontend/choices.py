@@ -1,4 +1,4 @@
-"""Whether a request always has a token to sample: what allowed_token_ids, bad_words and min_tokens leave together."""
+"""Checks that allowed_token_ids, bad_words and min_tokens together always leave a token to sample."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from quire.sampling_params import SamplingParams, SpelledWords
 
 @dataclass(slots=True)
 class _Ending:
-    """An end of an output, as a node of a tree of token ids read backwards."""
+    """An end of an output: a node in a tree of token ids that are read backwards."""
 
-    excluded: set[int] = field(default_factory=set)  # tokens that complete a bad word after it
+    excluded: set[int] = field(default_factory=set)  # tokens that complete a bad word after this end
     longer: dict[int, _Ending] = field(default_factory=dict)  # by the token id before it
 
 
 def check_choices(params: SamplingParams, stop_token_ids: Sequence[int], max_tokens: int, vocab_size: int) -> None:
-    """Refuse constraints under which an output can come to a point where no token is left.
+    """Refuse constraints that can leave no token at some point of an output.
 
     Args:
         params: with `bad_words_spelled` or `bad_words_token_ids`.
         stop_token_ids: excluded before min_tokens; after that they end the output.
-        max_tokens: no output is longer.
+        max_tokens: the longest output.
     Raises:
-        InvalidRequestError: naming the constraints.
+        InvalidRequestError: with the names of the constraints.
     """
     sequences = params.bad_words_token_ids or []
     stops, endings = set(stop_token_ids), _endings(params.bad_words_spelled, params.allowed_token_ids)
@@ -39,7 +39,7 @@ def check_choices(params: SamplingParams, stop_token_ids: Sequence[int], max_tok
         for token_id in reversed(sequence[:-1]):
             ending = ending.longer.setdefault(token_id, _Ending())
         ending.excluded.add(sequence[-1])
-    written = allowed - root.excluded - stops  # what an output that goes on can hold
+    written = allowed - root.excluded - stops  # the possible tokens of an output that continues
     for output in ([], *(sequence[:-1] for sequence in sequences)):
         if len(output) >= max_tokens or not written.issuperset(output):
             continue
@@ -48,14 +48,14 @@ def check_choices(params: SamplingParams, stop_token_ids: Sequence[int], max_tok
 
 
 def _endings(words: SpelledWords | None, allowed_token_ids: Sequence[int] | None) -> set[int]:
-    """Allowed tokens that complete a word whose beginning allowed tokens can spell: they count as never allowed.
+    """Tokens that complete a forbidden word after other allowed tokens of it. They count as never allowed.
 
-    Each word is looked at by itself: whether another word, or a stop, is in the way does not count.
+    Each word is checked by itself, even if another word or a stop would come first.
     """
     allowed = None if allowed_token_ids is None else set(allowed_token_ids)
     endings: set[int] = set()
     for word in [] if words is None else words.words:
-        out = {0}  # how many bytes of the word can be out
+        out = {0}  # possible numbers of the word's bytes that are out
         for count, step in [(0, word.anywhere), *enumerate(word.steps)]:
             if count not in out:
                 continue
@@ -67,7 +67,7 @@ def _endings(words: SpelledWords | None, allowed_token_ids: Sequence[int] | None
 
 
 def _excluded_after(output: Sequence[int], ending: _Ending) -> set[int]:
-    """Tokens that complete a bad word after any output that ends with this one."""
+    """Tokens that complete a bad word after every output that ends with `output`."""
     excluded = set(ending.excluded)
     for token_id in reversed(output):
         if token_id not in ending.longer:

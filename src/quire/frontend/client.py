@@ -1,4 +1,4 @@
-"""The boundary to the engine: EngineClient, with a real engine process behind ZeroMQ, or an echo in this process."""
+"""The boundary to the engine: the contract EngineClient, and a real engine process behind ZeroMQ."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from quire.errors import EngineDeadError
 from quire.messages import AddRequest, EngineInput, EngineMessage
 from quire.sampling_params import SpelledWords
 
-WAKE = b"wake"  # no message: from `mark_dead` to a `receive` that waits
-RETRY_SECONDS = 0.005  # between attempts to send while the engine has not connected yet
+WAKE = b"wake"  # no message: `mark_dead` wakes a `receive` that waits
+RETRY_SECONDS = 0.005  # between attempts to send before the engine has connected
 LIFE_CHECK_SECONDS = 0.1
 CLOSE_LINGER_MS = 1000  # for the last messages (shutdown) to leave
 
 
 class EngineClient(Protocol):
-    """Sends messages to an engine and receives its answers, in order. Used by one event loop."""
+    """Sends messages to an engine and receives its answers in order. One event loop uses it."""
 
     @property
     def is_alive(self) -> bool:
-        """False once the engine is known to be gone."""
+        """False if the engine is known to be gone."""
         ...
 
     def send(self, message: EngineInput) -> None:
-        """Queue a message; does not wait. Raises EngineDeadError if the engine is gone."""
+        """Queue a message without waiting. Raises EngineDeadError if the engine is gone."""
         ...
 
     async def receive(self) -> EngineMessage:
-        """The next message; EngineProgress and EngineReady come first. Raises EngineDeadError if none will."""
+        """The next message; EngineProgress and EngineReady come first. Raises EngineDeadError if no message follows."""
         ...
 
     def mark_dead(self, message: str) -> None:
-        """Give the engine up: what it has sent is still received, then receiving and sending raise EngineDeadError.
+        """Give the engine up. Its earlier messages are still received; then receive and send raise EngineDeadError.
 
         Args:
-            message: what happened, fit for the user.
+            message: the event, for the user.
         """
         ...
 
     def close(self) -> None:
-        """Free the connection. What was sent before still leaves, within a second, unless the engine is gone."""
+        """Free the connection. Earlier messages still leave within a second, unless the engine is gone."""
         ...
 
 
@@ -55,10 +55,10 @@ class ProcessClient:
     """An engine in another process: msgpack frames over two Unix sockets, bound here.
 
     Args:
-        input_address: where the engine connects its PULL socket: `ipc://` and a path in a folder of mode 0700.
-        output_address: where it connects its PUSH socket.
-        is_process_alive: asked every LIFE_CHECK_SECONDS while receiving; False counts as `mark_dead`.
-        engine_index: of the engine, which its messages carry.
+        input_address: for the engine's PULL socket: `ipc://` and a path in a folder of mode 0700.
+        output_address: for the engine's PUSH socket.
+        is_process_alive: called every LIFE_CHECK_SECONDS while receiving; False counts as `mark_dead`.
+        engine_index: the index in the engine's messages.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ProcessClient:
         self._output.bind(output_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
-        self._words: tuple[SpelledWords | None, Any] = None, None  # sent last, and how they are encoded
+        self._words: tuple[SpelledWords | None, Any] = None, None  # the last ones that were sent, and their encoding
         self._unsent: deque[bytes] = deque()
         self._retry: asyncio.TimerHandle | None = None
         self._death: str | None = None
@@ -98,7 +98,7 @@ class ProcessClient:
             self._flush()
 
     def _encode(self, message: EngineInput) -> bytes:
-        """The spellings of bad words, which may be long, once for all continuations of a request."""
+        """Encode a message. Spellings of bad words may be long: continuations of a request share their encoding."""
         words = message.sampling_params.bad_words_spelled if isinstance(message, AddRequest) else None
         if isinstance(message, AddRequest) and words is not None:
             if words is not self._words[0]:
@@ -109,7 +109,7 @@ class ProcessClient:
         return self._encoder.encode(message)
 
     def _flush(self) -> None:
-        """Send what is queued. A bound PUSH socket has nowhere to put a message before the engine has connected."""
+        """Send queued messages. A bound PUSH socket cannot take a message before the engine has connected."""
         self._retry = None
         while self._unsent:
             try:
@@ -124,10 +124,10 @@ class ProcessClient:
             self._check_life()
         try:
             frame = await self._output.recv(0 if self._death is None else zmq.NOBLOCK)
-            while frame == WAKE:  # what the engine sent before its end may lie behind it
+            while frame == WAKE:  # messages that the engine sent before its end may follow it
                 frame = await self._output.recv(zmq.NOBLOCK)
             message: EngineMessage = self._decoder.decode(frame)
-        except zmq.ZMQError:  # nothing is left of what was sent before the death, or the connection is closed
+        except zmq.ZMQError:  # no earlier message of a dead engine is left, or the connection is closed
             raise EngineDeadError(self._death or "The connection to the engine is closed") from None
         except msgspec.MsgspecError as error:
             raise EngineDeadError(f"The engine sent a message that cannot be read: {error}") from error

@@ -34,17 +34,17 @@ class _Row:
 
 
 class EchoClient:
-    """Answers every request with its own prompt, over and over, or with fixed tokens, then EOS.
+    """Answers every request with its own prompt, repeated, or with fixed tokens and EOS.
 
-    Honours max_tokens, min_tokens, stop_token_ids, logprobs, aborts and limits (not priorities). A step gives every
+    It obeys max_tokens, min_tokens, stop_token_ids, logprobs, aborts and limits, but not priorities. A step gives every
     running request `tokens_per_step` tokens and takes `step_seconds`.
 
     Args:
-        answer: token ids of every answer, ended by the request's first stop token; None: the prompt, without end.
-        error_of: the error to answer a request with, or None for those to be served.
-        max_num_queued_reqs: waiting requests above this are refused with QueueFullError; None: no limit.
-        is_ready: False holds EngineReady back until `make_ready`.
-        engine_index: which its messages carry.
+        answer: token ids of every answer; the request's first stop token ends it. None: the prompt, without end.
+        error_of: the error for a request; None: the request is served.
+        max_num_queued_reqs: further waiting requests are refused with QueueFullError; None: no limit.
+        is_ready: False: EngineReady comes only with `make_ready`.
+        engine_index: the index in its messages.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class EchoClient:
         self._wake = asyncio.Event()
         self._death: str | None = None
         self._step_id = 0
-        self.is_paused = False  # True: take requests, answer nothing (a stuck engine)
-        self.sent: list[EngineInput] = []  # every message, for tests to look at
+        self.is_paused = False  # True: take requests without answers, like a stuck engine
+        self.sent: list[EngineInput] = []  # every message, for tests
         if is_ready:
             self.make_ready()
 
@@ -86,7 +86,7 @@ class EchoClient:
 
     @property
     def num_requests(self) -> int:
-        """Running and waiting."""
+        """The number of running and waiting requests."""
         return len(self._running) + len(self._waiting)
 
     def make_ready(self) -> None:
@@ -98,7 +98,7 @@ class EchoClient:
         self.push(ready)
 
     def push(self, message: EngineMessage) -> None:
-        """Send a message to the front end as if the engine had."""
+        """Send a message to the front end in the engine's name."""
         message.engine_index = self._engine_index
         self._messages.append(message)
         self._wake.set()
@@ -109,7 +109,7 @@ class EchoClient:
         self._refuse(request_id, error)
 
     def die(self, message: str = "The echo engine was told to die") -> None:
-        """End as an engine process does."""
+        """End like an engine process."""
         self._death = message
         self.push(EngineFailed(message))
 
@@ -248,6 +248,6 @@ class EchoClient:
 
 
 def _logprobs(token_id: int, count: int) -> TokenLogprobs:
-    """The token at rank 1, and the ids after it (below it at the top) as the next likely ones."""
+    """The token at rank 1, and neighbouring ids as the next likely ones."""
     ids = [token_id, *(token_id ^ (index + 1) for index in range(1, max(count, 1)))]
     return TokenLogprobs(ids, [-0.25 * (rank + 1) for rank in range(len(ids))], list(range(1, len(ids) + 1)))

@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file's metadata, as the tokenizers library's object that its tokenizer.json would give.
+"""The tokenizer in a GGUF file's metadata, as an object of the tokenizers library, equal to the tokenizer.json.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Pre-tokenizers have names there (`tokenizer.ggml.pre`);
-what each stands for: the tokenizer.json of the models that llama.cpp's converter gives the name to.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Pre-tokenizers have names there (`tokenizer.ggml.pre`).
+The meaning of a name is the tokenizer.json of the models that llama.cpp's converter gives the name to.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ logger = logs.get_logger(__name__)
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "▁"  # sentencepiece's
-# Of sentencepiece tokens, whose splits are looked up one by one; published vocabularies stay well under these.
+# Limits for sentencepiece tokens, because all their splits are looked up. Published vocabularies stay well under them.
 _MAX_PIECE_CHARS = 1024
 _MAX_SPLIT_CHARS = 1 << 27  # of the halves of all splits together
 _MAX_MERGES = 1 << 21
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# llama.cpp takes the spaces behind these models' control tokens, but for these, as their tokenizer.json does.
+# llama.cpp strips the spaces after control tokens of this architecture, except for these tokens, like tokenizer.json.
 _STRIPPING_ARCHITECTURE, _NOT_STRIPPING = "phi3", frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 _LETTERS_UPPER, _LETTERS_LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -52,12 +52,12 @@ def _o200k(digits: str, contraction: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is cut before merges: by one pattern after the other."""
+    """Cuts text before merges, by one pattern after the other."""
 
     patterns: tuple[str, ...]
     takes_whole_words: bool = False  # a word that is a token is not merged from its bytes
-    adds_bos: bool = False  # unless the file says otherwise
-    is_composed: bool = False  # Unicode's NFC first
+    adds_bos: bool = False  # the default, if the file does not say it
+    is_composed: bool = False  # text is brought to Unicode's NFC first
 
 
 _LLAMA3 = PreTokenizer((_cl100k(r"\p{N}{1,3}"),), takes_whole_words=True, adds_bos=True)
@@ -70,7 +70,7 @@ _DEEPSEEK_CODER = PreTokenizer((_LINE, r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANG
 _DEEPSEEK_LLM = PreTokenizer(
     (_LINE, r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"(?<!\s)\s++$", _HAN_AND_HANGUL, r"\p{N}")
 )
-# What llama.cpp does with files that name none.
+# llama.cpp's pre-tokenizer for files without a name.
 _DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -89,7 +89,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """What a Tokenizer is made of."""
+    """The parts of a Tokenizer."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]  # bos_token, eos_token, ... -> token
@@ -98,7 +98,7 @@ class GgufTokenizer:
 
 
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
-    """The tokenizer of a file. Raises ConfigError if it has none that is read here, WeightsError for a broken file."""
+    """The tokenizer of a file. Raises ConfigError if it has no usable one, and WeightsError for a broken file."""
     metadata = open_gguf(path).metadata
     vocabulary = _Vocabulary(metadata, path.name)
     kind = metadata.get("tokenizer.ggml.model")
@@ -120,7 +120,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
 
 
 class _Vocabulary:
-    """Tokens by id, with their types and scores; checked against each other."""
+    """Tokens by id, with their types and scores, which are checked."""
 
     def __init__(self, metadata: Mapping[str, Any], name: str) -> None:
         self.metadata, self.name = metadata, name
@@ -133,7 +133,7 @@ class _Vocabulary:
         self.ids = {token: index for index, token in enumerate(self.tokens)}
 
     def _numbers(self, key: str, default: float) -> Sequence[float]:
-        """One for each token."""
+        """One number for each token."""
         numbers = self.metadata.get(f"tokenizer.ggml.{key}")
         if numbers is None:
             return [default] * len(self.tokens)
@@ -176,7 +176,7 @@ def _unusable(name: str, why: str) -> ConfigError:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte-level BPE as in GPT-2, and whether its models begin with BOS."""
+    """Byte-level BPE as in GPT-2, and whether prompts begin with BOS by default."""
     name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
     pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
@@ -197,7 +197,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """Sentencepiece's BPE: pieces are merged by their scores, characters that are no piece are spelled in bytes."""
+    """Sentencepiece's BPE: pieces are merged by their scores, and characters without a piece are spelled in bytes."""
     unknown = vocabulary.special_tokens().get("unk_token")
     if unknown is None and _UNKNOWN in vocabulary.kinds:
         unknown = vocabulary.tokens[list(vocabulary.kinds).index(_UNKNOWN)]
@@ -219,7 +219,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every way to make a piece of two others, best score first.
 
-    The order among equals is that of transformers' conversion of sentencepiece models, which most tokenizer.json are.
+    Equal scores are ordered as in transformers' conversion of sentencepiece models, which made most tokenizer.json.
     """
     ids = {
         token: index
@@ -243,7 +243,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, strips: bool) -> None:
-    """Tokens that are found in the text as they are: control tokens (which are skipped in output) and users' own."""
+    """Add tokens that are matched in plain text: control tokens, which output skips, and user-defined ones."""
     added = []
     for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
         if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) and token:

@@ -1,4 +1,4 @@
-"""From a prompt and SamplingParams to engine requests, checked and resolved before the engine sees them."""
+"""Turns a prompt and SamplingParams into engine requests, which are checked and resolved here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GENERATION_FIELDS = {
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What bounds a request: context length in tokens, size of the model's vocabulary, most logprobs (-1: no limit)."""
+    """The limits of a request: context length in tokens, size of the vocabulary, most logprobs (-1: no limit)."""
 
     max_model_len: int
     vocab_size: int
@@ -42,10 +42,10 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRequest:
-    """A checked request: `requests` are its n continuations, the first of them computes the prompt for all.
+    """A checked request. `requests` are its n continuations; the first of them computes the prompt for all.
 
-    The engine's ids of these are never given twice, so that what the engine still says about a request that left is not
-    taken for the next one under the same `request_id`.
+    Their engine ids are never used twice. So late messages about a request that left cannot be mistaken for messages
+    about the next request with the same `request_id`.
     """
 
     request_id: str
@@ -57,14 +57,14 @@ class ProcessedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Cut a prompt to `max_tokens` tokens (-1: to what fits beside max_tokens), keeping its last ones, or its first."""
+    """Cut a prompt to its last or first `max_tokens` tokens. -1: cut it to the room that the answer leaves."""
 
     max_tokens: int
     side: Literal["left", "right"] = "left"  # the side that is cut off
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may bring besides prompt and SamplingParams: see InputProcessor.process."""
+    """Options of a request besides prompt and SamplingParams: see InputProcessor.process."""
 
     priority: int
     cache_salt: str | None
@@ -76,10 +76,10 @@ class RequestOptions(TypedDict, total=False):
 def sampling_defaults(
     generation_config: Mapping[str, Any], override: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """SamplingParams fields that a model's generation_config.json, with `override` over it, sets by default.
+    """Default SamplingParams fields from a model's generation_config.json, with `override` over it.
 
     Raises:
-        ConfigError: a value no request may have.
+        ConfigError: a value that is illegal in a request.
     """
     merged = {**generation_config, **(override or {})}
     defaults = {ours: merged[theirs] for theirs, ours in _GENERATION_FIELDS.items() if merged.get(theirs) is not None}
@@ -98,11 +98,11 @@ class InputProcessor:
     """Checks and resolves requests.
 
     Args:
-        tokenizer: None if prompts and outputs are token ids only.
+        tokenizer: None if prompts and outputs are only token ids.
         limits: the model's and the server's.
         defaults: SamplingParams fields for requests without SamplingParams (`sampling_defaults`).
-        eos_token_ids: what ends an output, besides the tokenizer's own EOS.
-        seed: of the seeds drawn for requests that bring none.
+        eos_token_ids: tokens that end an output, besides the tokenizer's own EOS.
+        seed: of the random seeds for requests without a seed.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class InputProcessor:
         self._numbers = itertools.count()
 
     def with_max_model_len(self, max_model_len: int) -> InputProcessor:
-        """The same for the context length that the engine settled on. Seeds and engine ids go on in one sequence."""
+        """A copy with the engine's final context length. Both share one sequence of seeds and engine ids."""
         other = copy.copy(self)
         other.limits = dataclasses.replace(self.limits, max_model_len=max_model_len)
         return other
 
     def default_params(self) -> SamplingParams:
-        """For requests without SamplingParams: the model's own defaults."""
+        """The model's own defaults, for requests without SamplingParams."""
         return SamplingParams(**self.defaults)
 
     def process(
@@ -145,18 +145,18 @@ class InputProcessor:
         clamp_max_tokens: bool = False,
         truncation: Truncation | None = None,
     ) -> ProcessedRequest:
-        """Check one prompt with its parameters, tokenize it, and make one AddRequest per continuation.
+        """Check a prompt and its parameters, tokenize it, and make one AddRequest per continuation.
 
         Args:
             priority: lower runs first.
             cache_salt: only requests with the same salt share cached prefixes.
             arrival_time: on the monotonic clock; default: now.
-            add_special_tokens: BOS and the like; False for a rendered chat.
-            clamp_max_tokens: shorten max_tokens to what fits instead of refusing it (offline use).
-            truncation: cut the prompt; None refuses one that is too long.
+            add_special_tokens: BOS and others; False for a rendered chat.
+            clamp_max_tokens: lower a max_tokens that does not fit instead of refusing it (offline use).
+            truncation: cut the prompt; None: refuse a long prompt.
 
         Raises:
-            InvalidRequestError: a field is illegal; ContextLengthError: prompt and output do not fit the context.
+            InvalidRequestError: a field is illegal. ContextLengthError: prompt and output do not fit the context.
         """
         params = self.default_params() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -164,7 +164,7 @@ class InputProcessor:
                 f"sampling_params is a {type(params).__name__}", expected="SamplingParams", param="sampling_params"
             )
         params.verify(self.limits.vocab_size, self.limits.max_logprobs)
-        if params.bad_words_spelled is not None:  # not for `verify`: the engine reads what is made here
+        if params.bad_words_spelled is not None:  # `verify` accepts the field, because it is made here for the engine
             raise InvalidRequestError(
                 "bad_words_spelled is made of bad_words here", fix="Use bad_words", param="bad_words_spelled"
             )
@@ -202,7 +202,7 @@ class InputProcessor:
         return ProcessedRequest(request_id, text, ids, own, requests)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt; a text that cannot fit the context is refused before it costs anything."""
+        """Token ids of a prompt. A text that cannot fit the context is refused before tokenization."""
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "This model runs without a tokenizer, so prompts must be token ids",
@@ -228,7 +228,7 @@ class InputProcessor:
             raise InvalidRequestError(
                 "truncate_prompt_tokens is not usable",
                 value=longest,
-                expected="a number of tokens from 1 on, or -1 for as many as fit",
+                expected="a number of tokens from 1 on, or -1 for the largest number that fits",
                 param="truncate_prompt_tokens",
             )
         if longest == -1:
@@ -278,7 +278,7 @@ class InputProcessor:
         return max_tokens
 
     def _resolve_params(self, params: SamplingParams) -> SamplingParams:
-        """A shallow copy with a seed and with bad words as token ids."""
+        """A shallow copy with a seed, and with bad words as token ids."""
         own = copy.copy(params)
         if own.seed is None:
             own.seed = self._seeds.getrandbits(63)
@@ -291,7 +291,7 @@ class InputProcessor:
         return own
 
     def _forbid(self, own: SamplingParams, words: Sequence[str]) -> None:
-        """Words by all their spellings; where tokens have no text of their own, as the tokenizer spells them."""
+        """Forbid words in all spellings, or only in the tokenizer's if a token's text depends on its neighbours."""
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "bad_words needs a tokenizer, and this model runs without one", fix="Use logit_bias", param="bad_words"

@@ -1,4 +1,4 @@
-"""The limits of a running engine that may move: within which bounds, and the record of settings afterwards."""
+"""The limits of a running engine that may move: their bounds, and the record of settings after a move."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from quire.frontend.async_engine import AsyncEngine
 from quire.messages import EngineReady, SetLimits
 from quire.option import ATTAINMENTS, DURATION, check_reachable, parse_duration
 
-LEAST = {"long_prefill_token_threshold": 0, "max_shared_prefill_tokens": 0}  # 0: no such limit; of the others: 1
-MOST = 2**31 - 1  # of limits that no memory was planned for
+LEAST = {  # 0 means no limit. Limits that are not here are at least 1.
+    "long_prefill_token_threshold": 0,
+    "max_shared_prefill_tokens": 0,
+    "spec_tokens": 0,
+}
+MOST = 2**31 - 1  # for limits without planned memory
 TARGETS = ("slo_ttft", "slo_itl")  # durations, or null
 
 
 @dataclass(frozen=True)
 class LiveLimit:
-    """One limit: its value now, and the bounds it may be moved in."""
+    """One limit: its present value and its bounds."""
 
     value: float | None
     minimum: float
-    maximum: float | None  # None: of a duration, which has no bound and may be null
+    maximum: float | None  # None: it is a duration, which has no bound and may be null
 
     @property
     def bounds(self) -> str:
@@ -39,6 +43,8 @@ def live_limits(ready: EngineReady) -> dict[str, LiveLimit]:
     for name in SetLimits.__struct_fields__:
         if name in ready.resolved:
             setting = _record(ready, name)
+            if name == "spec_tokens" and setting["value"] is None:
+                continue  # the server does not speculate
             bounds: tuple[float, float | None] = LEAST.get(name, 1), setting.get("max", MOST)
             if name in TARGETS:
                 bounds = 0.0 if ready.pace is None else ready.pace.fastest_step, None
@@ -49,11 +55,11 @@ def live_limits(ready: EngineReady) -> dict[str, LiveLimit]:
 
 
 def move_limits(engine: AsyncEngine, changes: Mapping[str, Any]) -> None:
-    """Move limits from the next step of every engine on, all or none, and write them into the records of the replicas.
+    """Move all of these limits or none, from the next step of every engine, and update the replicas' records.
 
     Raises:
-        InvalidRequestError: an unknown name, one that cannot move, a value out of its bounds, or limits that contradict
-            each other. NotReadyError, EngineDeadError: there is no engine to move limits of.
+        InvalidRequestError: an unknown name, a limit that cannot move, a value out of its bounds, or limits that
+            contradict each other. NotReadyError, EngineDeadError: there is no engine.
     """
     engine.check_running()
     records = [replica.facts for replica in engine.replicas if replica.facts is not None]
@@ -117,7 +123,7 @@ def _check(name: str, value: Any, limits: Mapping[str, LiveLimit], ready: Engine
 
 
 def _target(name: str, value: Any) -> float | None:
-    """Seconds; None: there is no target."""
+    """A target in seconds; None: there is no target."""
     try:
         return None if value is None else parse_duration(value)
     except ConfigError as error:
@@ -125,7 +131,7 @@ def _target(name: str, value: Any) -> float | None:
 
 
 def _check_together(changes: Mapping[str, Any], limits: Mapping[str, LiveLimit], ready: EngineReady) -> None:
-    """The rules between limits that `resolve` also keeps."""
+    """Check the rules between limits, as `resolve` does."""
 
     def after(name: str) -> Any:
         return changes[name] if name in changes else limits[name].value
@@ -148,7 +154,7 @@ def _check_together(changes: Mapping[str, Any], limits: Mapping[str, LiveLimit],
 
 
 def _moved(setting: Mapping[str, Any], value: float | None) -> dict[str, Any]:
-    """The record of a setting after its move; what it was at the start stays known."""
+    """The record of a setting after its move. It keeps the record of the start."""
     first = setting.get("start") or {key: setting[key] for key in ("value", "source", "detail")}
     detail = f"moved while serving; started as {first['value']} ({first['source']})"
     return {**setting, "value": value, "source": "live", "detail": detail, "start": first}

@@ -1,4 +1,4 @@
-"""Logprobs as vLLM returns them: one dictionary per position, with the text of each token in its place."""
+"""Logprobs in vLLM's form: one dictionary per position, with the text of each token at its place."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quire.schedule import TokenLogprobs
 
 
 class LogprobDecoder:
-    """Follows one token sequence, so that the token that completes a character shows the whole character.
+    """Follows one token sequence. The token that completes a character shows the whole character.
 
-    A token that leaves a character incomplete shows the text before it, which may be "".
+    A token that leaves a character incomplete shows the text before it, or "".
     """
 
     __slots__ = ("_pending", "_tokenizer")
@@ -45,16 +45,16 @@ class LogprobDecoder:
         return result
 
     def _decode(self, tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
-        """Text that the token completes here, and the bytes it leaves incomplete."""
+        """The text that the token completes here, and the bytes that it leaves incomplete."""
         data = self._pending + tokenizer.token_bytes(token_id)
         text, used = codecs.utf_8_decode(data, "replace", False)
         return text, data[used:]
 
 
 class PromptLogprobs(Sequence[PositionLogprobs | None]):
-    """One entry per prompt token; the first is None, since nothing predicts it.
+    """One entry per prompt token. The first is None, because it has no prediction.
 
-    Made while it is iterated, and not kept: those of a long prompt are seconds of work and hundreds of megabytes.
+    Entries are made while it is iterated, and not kept: a long prompt's are seconds of work and hundreds of megabytes.
     """
 
     def __init__(
@@ -77,5 +77,5 @@ class PromptLogprobs(Sequence[PositionLogprobs | None]):
     @overload
     def __getitem__(self, index: slice) -> list[PositionLogprobs | None]: ...
     def __getitem__(self, index: int | slice) -> PositionLogprobs | list[PositionLogprobs | None] | None:
-        """Makes all of them: to look at several, make a list."""
+        """Make all entries and return one or some. Make a list to use several."""
         return list(self)[index]

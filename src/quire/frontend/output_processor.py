@@ -1,14 +1,16 @@
-"""From the engine's deltas to RequestOutputs: text, stop strings, logprobs, and n continuations as one request."""
+"""Turns the engine's deltas into RequestOutputs: text, stop strings, logprobs, n continuations of one request."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from quire import errors
+from quire.config import EngineConfig, max_draft
 from quire.errors import QuireError
 from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.request_state import Continuation, RequestState
@@ -17,7 +19,7 @@ from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.messages import AddRequest, RequestDelta
-from quire.outputs import FinishReason, RequestOutput
+from quire.outputs import FinishReason, RequestOutput, SpecDecodeMetrics
 
 logger = get_logger(__name__)
 
@@ -29,13 +31,20 @@ def error_of(code: str | None, message: str) -> QuireError:
     return _ERRORS.get(code or "", QuireError)(message)
 
 
+def draft_metrics(config: EngineConfig) -> Callable[[], SpecDecodeMetrics] | None:
+    """A function that makes the counts of a request's drafts, if the setting asks for them."""
+    if config.per_request_spec_decode_metrics == "none":
+        return None
+    return partial(SpecDecodeMetrics, max_draft(config), config.per_request_spec_decode_metrics == "detailed")
+
+
 @dataclass(slots=True)
 class ProcessedOutputs:
-    """What some deltas meant: outputs to hand on, engine requests to abort, and the errors of requests that failed."""
+    """The results of some deltas: outputs to hand on, engine requests to abort, and errors of failed requests."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
     abort_ids: list[str] = field(default_factory=list)
-    errors: dict[str, QuireError] = field(default_factory=dict)  # by request_id; its last output says so too
+    errors: dict[str, QuireError] = field(default_factory=dict)  # by request_id; the last output has the error too
     first_tokens: list[tuple[str, float]] = field(default_factory=list)  # request_id, seconds since its arrival
     num_ended: int = 0  # continuations
 
@@ -44,9 +53,10 @@ class OutputProcessor:
     """Follows every request from `add` to its last output.
 
     Args:
-        tokenizer: None if outputs are token ids only.
-        metrics: told about first tokens, tokens and ends.
-        clock: monotonic seconds; the same as the requests' arrival times.
+        tokenizer: None if outputs are only token ids.
+        metrics: gets first tokens, tokens and ends.
+        clock: monotonic seconds, the clock of the requests' arrival times.
+        new_draft_metrics: makes what a request's drafts are counted in; None: they are not counted.
     """
 
     def __init__(
@@ -54,12 +64,14 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
+        new_draft_metrics: Callable[[], SpecDecodeMetrics] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.metrics: EngineMetrics = NoMetrics() if metrics is None else metrics
-        self.targets = Targets()  # that metrics judge by
+        self.targets = Targets()  # for the metrics
         self.timelines = Timelines()  # of recent requests
         self._clock = clock
+        self._new_draft_metrics = new_draft_metrics
         self._requests: dict[str, RequestState] = {}
         self._continuations: dict[str, Continuation] = {}  # by the engine's request id
 
@@ -74,13 +86,15 @@ class OutputProcessor:
     def add(self, processed: ProcessedRequest) -> None:
         """Expect deltas for this request. Its id must not be in use."""
         assert processed.request_id not in self._requests, f"request id {processed.request_id} is in use"
-        request = RequestState(processed, self._tokenizer, self.timelines, self._clock())
+        new_drafts = self._new_draft_metrics if len(processed.requests) == 1 else None
+        drafts = None if new_drafts is None else new_drafts()
+        request = RequestState(processed, self._tokenizer, self.timelines, self._clock(), drafts)
         self._requests[processed.request_id] = request
         self._continuations |= {child.request_id: child for child in request.continuations}
         self.metrics.on_request_arrived(processed)
 
     def process(self, deltas: Iterable[RequestDelta]) -> ProcessedOutputs:
-        """Take in the deltas of one step. Deltas of requests that are not known any more are late, and ignored."""
+        """Process the deltas of one step. Late deltas of forgotten requests are ignored."""
         result = ProcessedOutputs()
         now = self._clock()
         for delta in deltas:
@@ -93,14 +107,14 @@ class OutputProcessor:
                 continue
             try:
                 self._update(child, delta, now, result)
-            except Exception as error:  # ours, and of one request: the others go on
+            except Exception as error:  # a defect of ours that concerns one request: the others continue
                 logger.exception("the output of request %s could not be processed", child.request.request_id)
                 message = f"The output could not be processed ({type(error).__name__})"
                 self._fail(child.request, QuireError(message, fix="The server's log has the details"), now, result)
         return result
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = "abort") -> list[str]:
-        """Forget these requests. Returns the engine's request ids to abort; unknown ids are ignored."""
+        """Forget these requests -> the engine's request ids to abort. Unknown ids are ignored."""
         now = self._clock()
         engine_ids = []
         for request_id in request_ids:
@@ -110,8 +124,10 @@ class OutputProcessor:
         return engine_ids
 
     def lose_engine(self) -> list[str]:
-        """The engine is gone. Ends and returns the requests that cannot be sent to another one: those of which output
-        was handed on, and those sent a second time already."""
+        """The engine is gone. End and return the requests that cannot be retried.
+
+        These are requests with output that was handed on, and requests that were sent a second time already.
+        """
         unsaved = [name for name, request in self._requests.items() if request.was_handed_on or request.is_retry]
         for name in unsaved:
             was_handed_on = self._requests[name].was_handed_on
@@ -120,8 +136,11 @@ class OutputProcessor:
         return unsaved
 
     def send_again(self) -> list[AddRequest]:
-        """What a new engine has to be told of the requests that are left. What the one before answered is forgotten,
-        but for continuations that were complete, and computed again: the same tokens, which do not count twice."""
+        """The messages for a new engine about the remaining requests.
+
+        Answers of the engine before are forgotten, except complete continuations. The new engine computes the same
+        tokens again, and they do not count twice.
+        """
         now = self._clock()
         messages = []
         for request in self._requests.values():
@@ -143,7 +162,7 @@ class OutputProcessor:
         child.take_tokens(delta)
         if child.finish_reason is not None:
             if delta.finish_reason is None:
-                result.abort_ids.append(child.request_id)  # a stop string, which the engine does not know of
+                result.abort_ids.append(child.request_id)  # a stop string; the engine does not know it
             self._end(child, child.finish_reason, now)
             result.num_ended += 1
         output = request.take_output(child)
@@ -153,7 +172,7 @@ class OutputProcessor:
     def _count_tokens(self, child: Continuation, num_tokens: int, now: float) -> None:
         child.num_received += num_tokens
         num_tokens = child.num_received - child.num_counted
-        if num_tokens <= 0:  # computed again, after an engine failure
+        if num_tokens <= 0:  # they are computed again after an engine failure
             return
         child.num_counted += num_tokens
         metrics = child.request.metrics
@@ -174,13 +193,13 @@ class OutputProcessor:
         child.last_token_time = metrics.last_token_time = now
 
     def _fail(self, request: RequestState, error: QuireError, now: float, result: ProcessedOutputs) -> None:
-        """An error of one continuation ends the request with all of them."""
+        """An error of one continuation ends the whole request."""
         result.abort_ids += self._end_all(request, "error", now)
         result.errors[request.request_id] = error
         result.outputs.append(request.failed_output(error.message))
 
     def _end_all(self, request: RequestState, reason: FinishReason, now: float) -> list[str]:
-        """End what still runs. Returns the engine's ids of it."""
+        """End the running continuations -> their engine ids."""
         running = [child for child in request.continuations if child.request_id in self._continuations]
         for child in running:
             self._end(child, reason, now)

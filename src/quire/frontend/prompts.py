@@ -1,4 +1,4 @@
-"""The shapes a prompt may have, as in vLLM: text, token ids, or a dictionary with one of them; and lists of these."""
+"""The shapes of a prompt, as in vLLM: text, token ids, a dictionary with one of them, or a list of these."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MAX_CACHE_SALT_CHARS = 256
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. `cache_salt`: prefix-cache blocks are shared only among requests with the same salt."""
+    """A prompt as text. `cache_salt`: only requests with the same salt share blocks of the prefix cache."""
 
     prompt: str
     cache_salt: NotRequired[str | None]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt` is then only what the output reports as its text."""
+    """A prompt as token ids. `prompt` is only its text in the output."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
@@ -33,10 +33,10 @@ _SHAPES = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids"
 
 
 def split_prompts(prompts: Any) -> list[PromptType]:
-    """One prompt or a list of prompts as a list of prompts; a list of integers is one prompt.
+    """One prompt or a list of prompts as a list of prompts. A list of integers is one prompt.
 
     Raises:
-        InvalidRequestError: an empty list, or something that is neither.
+        InvalidRequestError: an empty list, or another type.
     """
     if isinstance(prompts, (str, Mapping)):
         return [cast("PromptType", prompts)]
@@ -61,10 +61,10 @@ def split_prompts(prompts: Any) -> list[PromptType]:
 
 
 def read_prompt(prompt: PromptType) -> tuple[str | None, list[int] | None, str | None]:
-    """Text, token ids (a new list) and cache salt of one prompt; at least one of the first two is set.
+    """Text, token ids (a new list) and cache salt of one prompt. Text or token ids or both are set.
 
     Raises:
-        InvalidRequestError: neither text nor ids, or of the wrong type. UnsupportedFieldError: images and the like.
+        InvalidRequestError: text and ids are missing or of a wrong type. UnsupportedFieldError: images and other parts.
     """
     if isinstance(prompt, str):
         return prompt, None, None
@@ -104,7 +104,7 @@ def _is_token_id(item: Any) -> bool:
 
 
 def check_cache_salt(salt: Any) -> str | None:
-    """The salt itself. Raises InvalidRequestError if it is no usable string."""
+    """The salt. Raises InvalidRequestError if it is no usable string."""
     if salt is None:
         return None
     if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS or not is_unicode(salt):
@@ -118,7 +118,7 @@ def check_cache_salt(salt: Any) -> str | None:
 
 
 def is_unicode(text: str) -> bool:
-    """False for lone surrogates, which JSON can spell and UTF-8 cannot."""
+    """False for lone surrogates: JSON can contain them, but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Renders chats in a few processes that are killed when they take too long: the event loop never runs a template."""
+"""Renders chats in a few processes that are killed if they take too long. The event loop never runs a template."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from quire.logs import RateLimited, get_logger
 logger = get_logger(__name__)
 _lost_log, _fault_log = RateLimited(logger), RateLimited(logger)
 
-MAX_RENDER_SECONDS = 5.0  # of processor time: a machine with much to do delays a chat and refuses none
-# A process that is waited for and gets no processor time from one look to the next, so often, is stopped or hangs.
+MAX_RENDER_SECONDS = 5.0  # of processor time: a busy machine delays a chat but refuses none
+# A process is stopped or hangs if it gets no processor time during this number of looks.
 LOOK_SECONDS = 1.0
 MAX_STILL_LOOKS = 5
-SEND_SECONDS = 30.0  # for the templates to reach a new process
-# One process renders some thousand chats a second. Another is started only for those that wait behind a slow one.
+SEND_SECONDS = 30.0  # the time in which templates must reach a new process
+# One process renders some thousand chats a second. Another one starts only for chats that wait behind a slow one.
 MAX_PROCESSES = 4
 PATIENCE_SECONDS = 0.1
 _BUFFER_BYTES = 2**20
-# What a template did to end its process, by exit code. Every other end came from outside.
+# A template ended its process, by exit code. All other ends have causes outside.
 _FAULTS = {
     -signal.SIGPROF: "took more processor time than it may have",
     OUT_OF_MEMORY: "needed more memory than it may have",
@@ -41,16 +41,16 @@ class _RenderProcess:
     """One process and the connection to it; it does one rendering at a time."""
 
     def __init__(self, templates: Templates) -> None:
-        """Start it and wait until it has compiled the templates.
+        """Start the process and wait until it has compiled the templates.
 
-        Raises ConfigError if they are not usable, RendererLostError if that is not known.
+        Raises ConfigError if they are not usable, and RendererLostError if the process ended without an answer.
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            # -P: a module of the current folder must not stand in for one of ours or of the standard library.
+            # -P: a module of the current folder must not replace one of ours or of the standard library.
             command = [sys.executable, "-P", "-m", "quire.frontend.render_process"]
             try:
-                # In a group of its own, a Ctrl-C in the terminal does not reach it before it knows to ignore it.
+                # In its own group, a Ctrl-C in the terminal does not reach it before it ignores the signal.
                 self._process = subprocess.Popen(
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0, env=envs.for_children()
                 )
@@ -78,7 +78,7 @@ class _RenderProcess:
         ours.setblocking(False)
 
     def _compile(self, templates: Templates) -> bytes:
-        """Raises OSError if the process ends meanwhile or stands still."""
+        """Send the templates and wait for the answer. Raises OSError if the process ends or stands still."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         self._socket.settimeout(SEND_SECONDS)
@@ -91,7 +91,7 @@ class _RenderProcess:
         return answer
 
     async def exchange(self, frame: bytes) -> bytes:
-        """One message there, one back. Raises EOFError or OSError if the process ends meanwhile or stands still."""
+        """Send one message and receive one. Raises EOFError or OSError if the process ends or stands still."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._socket, limit=_BUFFER_BYTES)
         reader, writer = self._streams
@@ -115,7 +115,7 @@ class _RenderProcess:
             self._look_later()
 
     def _stands_still(self) -> bool:
-        """A look at the process while it is waited for."""
+        """Look once at the process -> whether it has used no processor time for too long."""
         seconds = _cpu_seconds(self._process.pid)
         self._still_looks = self._still_looks + 1 if seconds == self._cpu_seconds else 0
         self._cpu_seconds = seconds
@@ -126,7 +126,7 @@ class _RenderProcess:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End it at once, whatever it does, if it has not ended by itself."""
+        """End the process at once, unless it has ended already."""
         if self._streams is not None:
             self._streams[1].transport.abort()
         else:
@@ -134,12 +134,12 @@ class _RenderProcess:
         self._process.kill()
 
     def wait(self) -> str | None:
-        """Until the system has taken back what it held. What the template did to end it; None: it did nothing."""
+        """Wait for the end of the process -> the template's fault in it; None: the template has none."""
         return _FAULTS.get(self._process.wait())
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Processor time of another process, by clock_getcpuclockid(3)'s clock; where that is none, time that goes on."""
+    """Processor time of another process, by clock_getcpuclockid(3)'s clock, or else the monotonic time."""
     try:
         return time.clock_gettime(~pid << 3 | 2)
     except OSError:
@@ -147,12 +147,12 @@ def _cpu_seconds(pid: int) -> float:
 
 
 class RenderPool:
-    """ChatRenderer behind processes: same arguments, same texts, same errors.
+    """ChatRenderer behind processes, with the same arguments, texts and errors.
 
     Args:
-        max_seconds: of processor time for one rendering; then its process is killed and its request refused.
+        max_seconds: processor time of one rendering. After it the process is killed and the request refused.
     Raises:
-        ConfigError: a template is not valid. RendererLostError: the process that should say so ended.
+        ConfigError: a template is not valid. RendererLostError: the process ended without an answer.
     """
 
     def __init__(
@@ -179,9 +179,9 @@ class RenderPool:
         """The prompt's text.
 
         Raises:
-            InvalidRequestError: as ChatRenderer.render; or it took too much processor time or memory.
+            InvalidRequestError: see ChatRenderer.render; or the template took too much processor time or memory.
             ConfigError: there is no template.
-            RendererLostError: two processes ended or stood still under it, for no reason of its own.
+            RendererLostError: two processes ended or stood still, and the template is not the reason.
         """
         try:
             frame = framed(asked)
@@ -191,7 +191,7 @@ class RenderPool:
                 expected="text, and numbers of 64 bits",
                 param="messages",
             ) from None
-        # A caller that leaves does not stop the rendering: the process would answer the next one with its text.
+        # A caller that leaves does not stop the rendering. Otherwise the next caller would get this chat's text.
         task = asyncio.create_task(self._render(frame))
         self._running.add(task)
         task.add_done_callback(self._on_done)
@@ -200,14 +200,14 @@ class RenderPool:
     def _on_done(self, task: asyncio.Task[str]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # seen: its caller may have left
+            task.exception()  # mark it as seen: its caller may have left
 
     async def _render(self, frame: bytes) -> str:
         try:
             return await self._render_in(await self._free_process(), frame)
         except RendererLostError as error:
             _lost_log.warning("%s A new process renders this chat again", error.message)
-        return await self._render_in(await self._new_process(), frame)  # an idle one may have been stopped as well
+        return await self._render_in(await self._new_process(), frame)  # an idle process may be stopped too
 
     async def _render_in(self, process: _RenderProcess, frame: bytes) -> str:
         try:
@@ -240,7 +240,7 @@ class RenderPool:
             else:
                 if process.is_alive:
                     return process
-                await self._discard(process)  # ended by somebody else while it was idle
+                await self._discard(process)  # somebody ended it while it was idle
         return await self._new_process()
 
     async def _new_process(self) -> _RenderProcess:
@@ -256,12 +256,12 @@ class RenderPool:
             raise RendererLostError("The processes that render chats have been ended")
         process = _RenderProcess(self._templates)
         self._processes.add(process)
-        if self._is_closed:  # meanwhile
+        if self._is_closed:  # `close` ran during the start
             process.kill()
         return process
 
     async def _discard(self, process: _RenderProcess) -> str | None:
-        """End it. What the template did to it, if that ended it."""
+        """End a process -> the template's fault in its end, if any."""
         process.kill()
         fault = await asyncio.to_thread(process.wait)
         self._processes.discard(process)
@@ -269,7 +269,7 @@ class RenderPool:
         return fault
 
     def close(self) -> None:
-        """End all processes; those who wait for them are refused."""
+        """End all processes. Callers that wait get an error."""
         self._is_closed = True
         for process in list(self._processes):
             process.kill()

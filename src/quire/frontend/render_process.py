@@ -1,9 +1,9 @@
-"""A process that renders chat templates and may be killed at any moment, and what goes through its socket.
+"""A process that renders chat templates and may be killed at any moment, and the messages of its socket.
 
-A template comes with a model and its input from strangers. Jinja has operations that no sandbox counts (formatting
-widths, `center`, constants folded while compiling), so it is compiled and run here, where the system bounds processor
-time and memory. The first message is Templates; each further one is a Render. Each is answered with one Answer, or by
-an end that says whose doing it was: SIGPROF is processor time, OUT_OF_MEMORY an exit code.
+A template comes with a model, and its input comes from unknown clients. Jinja has operations that no sandbox counts
+(formatting widths, `center`, constants that are folded while compiling). So templates are compiled and run here, and
+the system bounds processor time and memory. The first message is Templates; each further one is a Render. The process
+answers each with one Answer, or it ends: by SIGPROF after too much processor time, or with exit code OUT_OF_MEMORY.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ import msgspec
 from quire.errors import ConfigError, InvalidRequestError, QuireError, UnsupportedFieldError
 from quire.frontend.chat_template import ChatRenderer
 
-LENGTH = struct.Struct("!I")  # bytes of the message that follows, which is JSON
-# The largest body, decoded and copied, takes a third of it.
-MAX_MEMORY_BYTES = 2**30
-OUT_OF_MEMORY = 3  # the exit code of a process that may not have what a template asks for
+LENGTH = struct.Struct("!I")  # bytes of the JSON message after it
+MAX_MEMORY_BYTES = 2**30  # the largest body, decoded and copied, takes a third of it
+OUT_OF_MEMORY = 3  # exit code of a process that reached its memory limit
 _ERRORS: dict[str, type[QuireError]] = {
     kind.code: kind for kind in (InvalidRequestError, UnsupportedFieldError, ConfigError)
 }
 
 
 class Templates(msgspec.Struct):
-    """The arguments of ChatRenderer, and the processor time that compiling and each rendering may take."""
+    """The arguments of ChatRenderer, and the processor time for compiling and for each rendering."""
 
     templates: dict[str, str]
     special_tokens: dict[str, str]
@@ -43,7 +42,7 @@ class Templates(msgspec.Struct):
 
 
 class Render(msgspec.Struct):
-    """The arguments of ChatRenderer.render, which checks them; any JSON."""
+    """The arguments of ChatRenderer.render: any JSON. ChatRenderer checks them."""
 
     messages: Any
     tools: Any = None
@@ -54,7 +53,7 @@ class Render(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """An error's class, by its code, and its arguments."""
+    """An error: the code of its class, and its arguments."""
 
     code: str
     what: str
@@ -65,14 +64,14 @@ class Failure(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """The text, or why there is none."""
+    """The text or an error."""
 
     text: str = ""
     failure: Failure | None = None
 
 
 def text_of(answer: bytes) -> str:
-    """The text of an encoded Answer. Raises the error it tells of."""
+    """The text of an encoded Answer. Raises its error."""
     decoded = msgspec.json.decode(answer, type=Answer)
     if (failure := decoded.failure) is not None:
         raise _ERRORS[failure.code](
@@ -87,18 +86,18 @@ def _failed(error: QuireError) -> Answer:
 
 
 def send(connection: socket.socket, message: msgspec.Struct) -> None:
-    """One message, with its length before it."""
+    """Send one message with its length before it."""
     connection.sendall(framed(message))
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """A message as it is sent."""
+    """The bytes of a message with its length before it."""
     body = msgspec.json.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """One message's JSON; None at the end of the connection."""
+    """The JSON of one message; None at the end of the connection."""
     head = _receive_bytes(connection, LENGTH.size)
     return None if head is None else _receive_bytes(connection, LENGTH.unpack(head)[0])
 
@@ -114,19 +113,19 @@ def _receive_bytes(connection: socket.socket, count: int) -> bytes | None:
 
 
 def main() -> None:
-    """Serve the socket that is standard input until it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the server, which ends this process when it has drained
+    """Serve the socket on standard input until it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the server, which ends this process when it is done
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    _, limit = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v` of whoever started the server
+    _, limit = resource.getrlimit(resource.RLIMIT_AS)  # the server may have been started under `ulimit -v`
     num_bytes = MAX_MEMORY_BYTES if limit == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, limit)
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     with socket.socket(fileno=0) as connection, suppress(ConnectionError):  # the server may be gone at any moment
         try:
             _serve(connection)
         except MemoryError:
-            os._exit(OUT_OF_MEMORY)  # at once: when the server sees the connection end, it kills the process
+            os._exit(OUT_OF_MEMORY)  # at once, because the server kills the process when the connection ends
 
 
 def _serve(connection: socket.socket) -> None:
@@ -153,7 +152,7 @@ def _serve(connection: socket.socket) -> None:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """SIGPROF ends the process after so much processor time inside, however long the system lets it wait for that."""
+    """SIGPROF ends the process after `seconds` of processor time inside. Waiting for a core does not count."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,4 @@
-"""Replica: one engine of the front end, from its first process to the last, with the requests that it holds."""
+"""Replica: one engine of the front end, from its first process to the last, with its requests."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ MAX_RECORDS = 1024  # of steps, about 1 KB each
 
 
 class Replica:
-    """One engine after another, each taking over from the one that failed. No other replica notices.
+    """A sequence of engines: each replaces the one that failed. Other replicas do not notice it.
 
     Args:
-        client: the connection to the first engine; owned from now on.
-        output_processor: follows the requests of this replica; owned from now on. Its metrics also hear of every step.
-        index: of this replica; what its engines send carries it.
-        starter: starts another engine after one that served has failed; None: there is no other.
-        recovery: when an engine counts as failed.
+        client: the connection to the first engine; the replica owns it.
+        output_processor: follows the requests of this replica, which owns it. Its metrics get every step too.
+        index: of this replica, and in the messages of its engines.
+        starter: starts a new engine after a failure; None: there is only one engine.
+        recovery: the rules for failed engines.
         clock: monotonic seconds.
     """
 
@@ -67,11 +67,11 @@ class Replica:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index, self.output_processor = index, output_processor
-        self.facts: EngineReady | None = None  # of the last engine that was ready, with what was moved since
-        self.is_ready = False  # its engine has produced a real token, and is not known to have failed
-        self.progress: EngineProgress | None = None  # of the start or the start after a failure, until ready
-        self.error: QuireError | None = None  # why there is no engine any more
-        self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)  # of the engines' last steps
+        self.facts: EngineReady | None = None  # of the last engine that was ready, with the limits moved since then
+        self.is_ready = False  # its engine has produced a real token and has not failed
+        self.progress: EngineProgress | None = None  # of a start, until the engine is ready
+        self.error: QuireError | None = None  # the reason why no engine is left
+        self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)  # of the last steps
         self.admission = Admission()
         self._clock = clock
         self._streams: dict[str, RequestStream] = {}
@@ -80,11 +80,11 @@ class Replica:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, on_change: Callable[[], None], on_progress: Callable[[EngineProgress], None]) -> None:
-        """Begin to receive. Needs a running event loop; once.
+        """Begin to receive. It needs a running event loop and is called once.
 
         Args:
-            on_change: is called when the replica has become ready, has lost its engine, and when it is gone.
-            on_progress: hears every report of a start.
+            on_change: called when the replica becomes ready, loses its engine, or gives up.
+            on_progress: gets every report of a start.
         """
         assert self._task is None, "started twice"
         self._on_change, self._on_progress = on_change, on_progress
@@ -92,18 +92,18 @@ class Replica:
 
     @property
     def client(self) -> EngineClient:
-        """The connection to the engine of the moment."""
+        """The connection to the present engine."""
         return self._supervisor.client
 
     @property
     def is_healthy(self) -> bool:
-        """Ready, gives signs of life, and a step has ended in time if there is work."""
+        """The engine is ready, sends beats, and ends its steps in time."""
         verdict = self._supervisor.watch.verdict(self._clock(), has_work=self.num_unfinished > 0)
         return self.is_ready and self.client.is_alive and verdict is None
 
     @property
     def is_restarting(self) -> bool:
-        """An engine has failed, and the next is not ready yet."""
+        """An engine has failed, and the next one is not ready yet."""
         return self.facts is not None and not self.is_ready and self.error is None
 
     @property
@@ -112,7 +112,7 @@ class Replica:
         return self.output_processor.num_unfinished
 
     def check_room(self, num_prompt_tokens: int = 1, waited: float = 0.0) -> None:
-        """Raise QueueFullError for a request that would wait too long as far as is known here: see Admission.check."""
+        """Raise QueueFullError for a request that would wait too long: see Admission.check."""
         if self.num_unfinished == 0:
             self.admission.on_idle()
         try:
@@ -126,21 +126,21 @@ class Replica:
         self.output_processor.metrics.on_rejected("ttft_target" if is_late else "queue_full")
 
     def add(self, processed: ProcessedRequest) -> RequestStream:
-        """Send one request, whose id is not in use. Whoever gets the stream must iterate it to its end or close it."""
+        """Send one request with an unused id. The caller must iterate the stream to its end or close it."""
         if self.num_unfinished == 0:
             self._supervisor.watch.on_step(self._clock())
         self.output_processor.add(processed)
         is_delta = processed.sampling_params.output_kind is RequestOutputKind.DELTA
         stream = RequestStream(processed.request_id, is_delta=is_delta, on_leave=self._on_leave)
         self._streams[processed.request_id] = stream
-        with suppress(EngineDeadError):  # what is received last says so too: then it is sent to the next engine
+        with suppress(EngineDeadError):  # `receive` reports it too, and the next engine gets the request
             for message in processed.requests:
                 self.client.send(message)
             self.admission.on_sent(processed.request_id, len(processed.prompt_token_ids), len(processed.requests))
         return stream
 
     def abort(self, request_id: str) -> None:
-        """End a request. Its reader's stream ends without a further output; an unknown id is ignored."""
+        """End a request. Its stream ends without a further output. An unknown id is ignored."""
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.close()
@@ -155,13 +155,13 @@ class Replica:
             self._send(Abort(engine_ids))
 
     def _send(self, message: EngineInput) -> None:
-        """Send what only an engine that lives has to hear: `receive` reports its death."""
+        """Send a message that a dead engine does not need. `receive` reports the death."""
         if self.error is None:
             with suppress(EngineDeadError):
                 self.client.send(message)
 
     def set_limits(self, limits: SetLimits) -> None:
-        """Move limits of this engine and of those after it. One that is not ready hears of them when it is."""
+        """Move limits of this engine and of later ones. An engine that starts gets them when it is ready."""
         given = {name: getattr(limits, name) for name in limits.__struct_fields__}
         self._moved_limits |= {name: value for name, value in given.items() if value is not None}
         self.admission.on_limits(limits)
@@ -170,19 +170,19 @@ class Replica:
             self._send(limits)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prompts that no running request uses; a new engine has none."""
+        """Forget all cached prompts that no running request uses. A new engine has none."""
         if self.is_ready:
             self._send(Command("reset_prefix_cache"))
 
     async def _supervise(self) -> None:
         try:
             await self._supervisor.run()
-        except Exception as error:  # nobody can be served without this task: everybody must hear of it
+        except Exception as error:  # no request can be served without this task, so all must end
             logger.exception("receiving from the engine failed")
             self.on_gone(EngineDeadError(f"Receiving from the engine failed ({type(error).__name__})"))
 
     def on_message(self, message: EngineMessage) -> None:
-        """For the supervisor: the engine of the moment says something."""
+        """For the supervisor: a message of the present engine."""
         match message:
             case EngineOutputs():
                 self._handle_outputs(message)
@@ -199,7 +199,7 @@ class Replica:
                 self._on_change()
 
     def _restore(self, ready: EngineReady, before: EngineReady) -> None:
-        """Bring a new engine to where the last one was: moved limits, and the requests that it can still answer."""
+        """Give a new engine the state of the last one: moved limits, and the requests that can be retried."""
         moved = self._moved_limits
         ready.resolved |= {name: before.resolved[name] for name in moved if name in before.resolved}
         ready.max_num_seqs = moved.get("max_num_seqs", ready.max_num_seqs)
@@ -211,9 +211,9 @@ class Replica:
         logger.info("the engine is ready again; %d requests are sent to it again", self.num_unfinished)
 
     def on_lost(self, reason: FailureReason) -> None:
-        """For the supervisor: the engine is gone with what it had computed, and the next one is on its way.
+        """For the supervisor: the engine is gone with its results, and the next one starts.
 
-        Requests of which nothing was handed on wait for it, once; the others end now.
+        Requests without output that was handed on wait for it, but only once. The others end now.
         """
         was_ready, self.is_ready = self.is_ready, False
         self.progress = EngineProgress("restart", 0.0, "the engine has failed", engine_index=self.index)
@@ -227,7 +227,7 @@ class Replica:
         self._on_change()
 
     def on_gone(self, error: QuireError) -> None:
-        """For the supervisor: there is no engine any more. All streams end with an error; no request is taken."""
+        """For the supervisor: no engine is left. All streams end with an error, and no request is taken."""
         for _ in self._streams:
             self.output_processor.metrics.on_unsaved("gave_up")
         self._end(error, "error")
@@ -256,7 +256,7 @@ class Replica:
         self._send_abort(result.abort_ids)
 
     def _completed(self, error: QuireError) -> QuireError:
-        """The engine knows only its queue's length; when to come again is known here."""
+        """The error with a time to retry. The engine knows only the length of its queue."""
         if isinstance(error, QueueFullError):
             error.retry_after_seconds = self.admission.retry_after_seconds
             self._count_refusal(error)
@@ -275,8 +275,8 @@ class Replica:
         """Tell the engine to stop, end every stream and free the connection. May be called again.
 
         Args:
-            error: what readers are told.
-            reason: how their requests end.
+            error: the error for readers.
+            reason: the finish reason of their requests.
         """
         self._send(Command("shutdown"))
         self._end(error, reason)
@@ -285,12 +285,12 @@ class Replica:
         self.client.close()
 
     async def wait_closed(self) -> None:
-        """After `close`, wait until nothing is received any more."""
+        """Wait after `close` until receiving has stopped."""
         if self._task is not None:
-            await asyncio.wait((self._task,))  # awaiting the task itself could not be told from being cancelled
+            await asyncio.wait((self._task,))  # `await task` would raise the same error as our own cancellation
 
 
 def as_dead(error: QuireError) -> EngineDeadError:
-    """What a request is told of an engine that is gone: an exception of its own."""
+    """A new exception for a request of an engine that is gone."""
     kind = ShuttingDownError if isinstance(error, ShuttingDownError) else EngineDeadError
     return kind(error.message)

@@ -1,4 +1,4 @@
-"""One request between the engine's deltas and its outputs: its continuations, their text, what is not handed on yet."""
+"""One request between the engine's deltas and its outputs: its continuations, and their text before it is handed on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from quire.frontend.text.pipeline import TextPipeline
 from quire.frontend.timeline import Timelines
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import AddRequest, RequestDelta
-from quire.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestMetrics, RequestOutput
+from quire.outputs import (
+    CompletionOutput,
+    FinishReason,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SpecDecodeMetrics,
+)
 from quire.sampling_params import RequestOutputKind
 
 
 class Continuation:
-    """One of the n continuations: its text pipeline and what is not handed on yet."""
+    """One of the n continuations: its text pipeline, and its output before it is handed on."""
 
     __slots__ = (
         "cumulative_logprob",
@@ -52,8 +59,8 @@ class Continuation:
         self.max_tokens = message.max_tokens
         self.timeline = request.timeline.continuations[index]
         self.is_cumulative = params.output_kind is not RequestOutputKind.DELTA
-        self.num_counted = 0  # tokens that the metrics have heard of
-        self.num_late = 0  # those of them that came later than their target
+        self.num_counted = 0  # tokens that the metrics have counted
+        self.num_late = 0  # counted tokens that missed their target
         self.num_cached_tokens = 0
         self.queued_seconds: float | None = None
         self.first_token_time: float | None = None
@@ -63,7 +70,7 @@ class Continuation:
         self.start_again(message, tokenizer)
 
     def start_again(self, message: AddRequest, tokenizer: Tokenizer | None) -> None:
-        """Forget all output, none of which was handed on: it comes again. What took place took place: times stay."""
+        """Forget all output, which was not handed on and comes again. Times stay."""
         params = self.request.processed.sampling_params
         self.pipeline: TextPipeline | None = None
         if params.detokenize and tokenizer is not None:
@@ -76,17 +83,19 @@ class Continuation:
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        # Without stop strings, text that is only wanted at the end is decoded at the end, in one go.
+        # Without stop strings, text that is needed only at the end is decoded at the end in one call.
         is_deferred = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
         self.deferred_ids: list[int] | None = [] if is_deferred else None
         has_logprobs = params.num_logprobs is not None
         self.logprob_decoder = LogprobDecoder(tokenizer) if has_logprobs else None
         self.cumulative_logprob: float | None = 0.0 if has_logprobs else None
-        self.text = ""  # of everything so far if cumulative, else of what is not handed on
+        self.text = ""  # all text so far if cumulative, else the text that was not handed on yet
         self.token_ids: list[int] = []
         self.logprobs: list[PositionLogprobs] = []
         self.num_tokens = self.num_unsent_tokens = self.num_received = 0
         self.num_preemptions = 0  # by this engine
+        if (drafts := self.request.metrics.spec_decode) is not None:
+            drafts.clear()
 
     def take_tokens(self, delta: RequestDelta) -> None:
         """Add a delta's tokens, up to the one that completes a stop string, their text and their logprobs."""
@@ -106,7 +115,7 @@ class Continuation:
                 self.cumulative_logprob += entry.logprobs[0]
 
     def _take_text(self, pipeline: TextPipeline, token_ids: list[int]) -> int:
-        """Returns how many of the tokens count: all, or those up to a stop string."""
+        """Take the text of the tokens -> the number of tokens that count: all, or the tokens up to a stop string."""
         params = self.request.processed.sampling_params
         ends_with_token = self.finish_reason == "stop" and not params.include_stop_str_in_output
         text_ids = token_ids[:-1] if ends_with_token else token_ids  # the text of EOS or a stop token is left out
@@ -125,7 +134,7 @@ class Continuation:
         return len(token_ids)
 
     def output(self) -> CompletionOutput:
-        """What is to be handed on: everything so far, or only what is new."""
+        """The output to hand on: everything so far, or only the new part."""
         result = CompletionOutput(
             self.index,
             self.text,
@@ -134,6 +143,7 @@ class Continuation:
             None if self.logprob_decoder is None else self.logprobs.copy() if self.is_cumulative else self.logprobs,
             self.finish_reason,
             self.stop_reason,
+            spec_decode_metrics=self.request.metrics.spec_decode,
         )
         self.num_unsent_tokens = 0
         if not self.is_cumulative:
@@ -141,7 +151,7 @@ class Continuation:
         return result
 
     def close_timeline(self, now: float) -> None:
-        """The facts of the end."""
+        """Record the end in the timeline."""
         timeline = self.timeline
         timeline.finish_reason = self.finish_reason
         timeline.finished_seconds = now - self.request.metrics.arrival_time
@@ -190,17 +200,22 @@ class RequestState:
     )
 
     def __init__(
-        self, processed: ProcessedRequest, tokenizer: Tokenizer | None, timelines: Timelines, now: float
+        self,
+        processed: ProcessedRequest,
+        tokenizer: Tokenizer | None,
+        timelines: Timelines,
+        now: float,
+        drafts: SpecDecodeMetrics | None = None,
     ) -> None:
         self.processed, self.tokenizer = processed, tokenizer
         self.kind = processed.sampling_params.output_kind
-        self.metrics = RequestMetrics(arrival_time=processed.requests[0].arrival_time)
+        self.metrics = RequestMetrics(arrival_time=processed.requests[0].arrival_time, spec_decode=drafts)
         self.timeline = timelines.open(
             processed.request_id, self.metrics, len(processed.prompt_token_ids), len(processed.requests), now
         )
-        self.was_handed_on = False  # some output
-        self.is_retry = False  # the engine it is with is its second one
-        self.sent_after = 0.0  # seconds from the arrival to when the engine it is with got it
+        self.was_handed_on = False  # some output was
+        self.is_retry = False  # its present engine is the second one
+        self.sent_after = 0.0  # seconds from the arrival until its present engine got it
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
         self.continuations = [
@@ -218,13 +233,15 @@ class RequestState:
         return max(child.num_tokens for child in self.continuations)
 
     def take_facts(self, child: Continuation, delta: RequestDelta) -> None:
-        """What a delta says about the prompt and the schedule."""
+        """Take a delta's facts about the prompt and the schedule."""
         self.metrics.num_preemptions += delta.num_preemptions - child.num_preemptions
         child.num_preemptions = child.timeline.num_preemptions = delta.num_preemptions
-        if child.first_token_time is None:  # else an engine before this one has had its first token
+        if child.first_token_time is None:  # else an earlier engine has sent its first token
             child.num_cached_tokens = child.timeline.num_cached_tokens = delta.num_cached_tokens
             if child.index == 0:
                 self.num_cached_tokens = delta.num_cached_tokens
+        if delta.drafts is not None and self.metrics.spec_decode is not None:
+            self.metrics.spec_decode.add(*delta.drafts)
         if delta.queued_seconds is not None and child.queued_seconds is None:
             child.queued_seconds = self.sent_after + delta.queued_seconds
             if self.metrics.first_scheduled_time is None:
@@ -235,7 +252,7 @@ class RequestState:
             )
 
     def take_output(self, child: Continuation) -> RequestOutput | None:
-        """The output to hand on after `child` changed, if it is time for one."""
+        """The output to hand on after a change of `child`; None: there is none yet."""
         if self.kind is RequestOutputKind.FINAL_ONLY:
             return self._output(self.continuations) if self.num_running == 0 else None
         if child.finish_reason is None:
@@ -247,7 +264,7 @@ class RequestState:
                 return None
         output = self._output([child])
         if self.kind is RequestOutputKind.DELTA:
-            self.prompt_logprobs = None  # handed on, once
+            self.prompt_logprobs = None  # they are handed on once
         return output
 
     def _output(self, continuations: list[Continuation], error: str | None = None) -> RequestOutput:
@@ -267,5 +284,5 @@ class RequestState:
         )
 
     def failed_output(self, error: str) -> RequestOutput:
-        """The last output of a request that failed: all continuations as far as they came."""
+        """The last output of a failed request: all its continuations, complete or not."""
         return self._output(self.continuations, error)

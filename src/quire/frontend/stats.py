@@ -1,4 +1,4 @@
-"""What the front end counts, and the hooks that a metrics registry implements to hear of it."""
+"""The front end's counts, and the hooks with which a metrics registry gets them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from quire.schedule import StepRecord
 if TYPE_CHECKING:
     from quire.frontend.input_processor import ProcessedRequest
 
-# Why a request that is well-formed was not taken: a closed set, since it becomes a metric's label.
+# The reason to refuse a well-formed request. The set is closed, because it becomes a metric's label.
 RejectionReason = Literal["queue_full", "ttft_target"]
-# Why an engine was replaced: it ended by itself or said so, gave no sign of life, did not end a step, did not start.
+# The reason to replace an engine: it ended or reported a failure, sent no beat, did not end a step, did not start.
 FailureReason = Literal["crash", "silent", "stuck", "start"]
-# Why a request ended with its engine: its output had begun to leave, it was with its second engine, or no other came.
+# The reason why a request ended with its engine: some output was sent, it was the second engine, or no other started.
 UnsavedReason = Literal["streaming", "retried", "gave_up"]
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """For the times of a request, in seconds; 0: none."""
+    """Targets for the times of a request, in seconds; 0: no target."""
 
     ttft: float = 0.0
     itl: float = 0.0
-    attainment: float = 0.99  # share of the times that have to reach them
+    attainment: float = 0.99  # share of the times that must reach the targets
 
     def are_met(self, ttft: float, num_late: int, num_tokens: int) -> bool | None:
-        """Whether a continuation met them; None: there are none.
+        """Whether a continuation met the targets; None: there are no targets.
 
         Args:
-            num_late: of its tokens, how many came later than `itl` after the one before. One may in any case.
+            num_late: the number of its tokens that came later than `itl` after the token before. One is always allowed.
         """
         if not self.ttft and not self.itl:
             return None
@@ -41,7 +41,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """One continuation at its end. Times are durations in seconds as the front end sees them; None: it never got there.
+    """One continuation at its end. Times are seconds, measured by the front end; None: it never got there.
 
     queued + prefill + decode = e2e; inference = prefill + decode; decode starts at the first token.
     """
@@ -51,15 +51,15 @@ class FinishedRequest:
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
-    max_tokens: int  # as resolved
-    max_tokens_param: int | None  # as asked for
+    max_tokens: int  # the resolved value
+    max_tokens_param: int | None  # the request's value
     n: int  # continuations of the same prompt
     e2e_seconds: float
     queued_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None
-    has_met_targets: bool | None = None  # None: there are none, or it did not end by itself
-    longest_num_output_tokens: int | None = None  # of the n continuations, with the last of them to end
+    has_met_targets: bool | None = None  # None: there are no targets, or it did not end by itself
+    longest_num_output_tokens: int | None = None  # of all n continuations; only the last one to end has it
 
     @property
     def inference_seconds(self) -> float | None:
@@ -69,39 +69,39 @@ class FinishedRequest:
 
     @property
     def seconds_per_output_token(self) -> float | None:
-        """Mean over the tokens after the first one."""
+        """The mean over the tokens after the first."""
         if self.decode_seconds is None or self.num_output_tokens < 2:
             return None
         return self.decode_seconds / (self.num_output_tokens - 1)
 
 
 class EngineMetrics(Protocol):
-    """Called on the event loop for every request and step: implementations must be quick and must not raise."""
+    """Called on the event loop for every request and step. Implementations must be fast and must not raise."""
 
     def on_ready(self, ready: EngineReady) -> None:
-        """The engine, the first one or the one after a failure, takes requests."""
+        """The first engine, or a new one after a failure, takes requests."""
         ...
 
     def on_request_arrived(self, request: ProcessedRequest) -> None:
-        """Accepted and sent to the engine."""
+        """A request was accepted and sent to the engine."""
         ...
 
     def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """Of a continuation, since the request's arrival (TTFT).
+        """A continuation has its first tokens, `seconds` after the request's arrival (TTFT).
 
         Args:
-            num_tokens: that came at once.
-            num_prompt_tokens: of the request, with its first continuation's first token; 0 for the other continuations.
-            num_cached_tokens: how many of num_prompt_tokens were cached.
+            num_tokens: tokens that came together.
+            num_prompt_tokens: of the request, for its first continuation with a token; 0 for the other continuations.
+            num_cached_tokens: the cached ones of num_prompt_tokens.
         """
         ...
 
     def on_tokens(self, num_tokens: int, seconds: float) -> None:
-        """Further tokens of a continuation, since its last ones (ITL)."""
+        """A continuation has further tokens, `seconds` after its last ones (ITL)."""
         ...
 
     def on_finished(self, finished: FinishedRequest) -> None:
-        """A continuation ended, by itself, by an error or by the caller (abort)."""
+        """A continuation ended: by itself, by an error or by the caller (abort)."""
         ...
 
     def on_step(self, record: StepRecord) -> None:
@@ -109,15 +109,15 @@ class EngineMetrics(Protocol):
         ...
 
     def on_rejected(self, reason: RejectionReason) -> None:
-        """A request was refused for want of room or readiness, before or after it was sent to the engine."""
+        """A request was refused because there is no room, before or after it was sent to the engine."""
         ...
 
     def on_restart(self, reason: FailureReason) -> None:
-        """The engine failed, the requests that end with it have ended, and it is started again."""
+        """The engine failed, its lost requests have ended, and a new one starts."""
         ...
 
     def on_retry(self) -> None:
-        """A request that was with an engine that failed is sent to the next one."""
+        """A request of a failed engine is sent to the next one."""
         ...
 
     def on_unsaved(self, reason: UnsavedReason) -> None:

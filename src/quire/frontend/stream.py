@@ -1,4 +1,4 @@
-"""One request's outputs on their way to a reader: what is unread is merged, so a slow reader costs bounded memory."""
+"""One request's outputs on the way to a reader. Unread outputs are merged, so a slow reader takes bounded memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quire.outputs import CompletionOutput, RequestOutput
 
 
 class RequestStream:
-    """Async iterator over one request's outputs. Iterate to the end, or close, which frees it in the engine.
+    """Async iterator over one request's outputs. Iterate to the end, or close it to free the request in the engine.
 
-    Used by one reader on the engine's event loop.
+    It has one reader, on the engine's event loop.
     """
 
     __slots__ = ("_error", "_is_delta", "_is_finished", "_on_leave", "_unread", "_waiter", "request_id")
@@ -23,17 +23,17 @@ class RequestStream:
         self._on_leave = on_leave
         self._unread: RequestOutput | None = None
         self._error: QuireError | None = None
-        self._is_finished = False  # nothing more will be put
+        self._is_finished = False  # no further `put` follows
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
-        """Add an output; merged with the one before if that is still unread."""
+        """Add an output, or merge it with an unread one."""
         self._unread = output if self._unread is None else merge_outputs(self._unread, output, self._is_delta)
         self._is_finished = output.finished
         self._wake()
 
     def fail(self, error: QuireError) -> None:
-        """End the stream: the reader gets what is unread, then the error."""
+        """End the stream: the reader gets the unread output, then the error."""
         self._error, self._is_finished = error, True
         self._wake()
 
@@ -79,7 +79,7 @@ class RequestStream:
 
 
 def merge_outputs(first: RequestOutput, second: RequestOutput, is_delta: bool) -> RequestOutput:
-    """`second`, with what only `first` has. Deltas of a continuation are joined; cumulative outputs replace."""
+    """`second` with the missing parts of `first`. Deltas of a continuation are joined; cumulative outputs replace."""
     by_index = {completion.index: completion for completion in first.outputs}
     for completion in second.outputs:
         earlier = by_index.get(completion.index)

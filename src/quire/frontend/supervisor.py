@@ -1,6 +1,6 @@
-"""Keeps an engine running: notices one that has ended, hangs or was stopped, ends it and starts the next.
+"""Keeps an engine running: it finds an engine that has ended, hangs or was stopped, ends it and starts the next one.
 
-`Watch` and `RestartPolicy` decide and know neither clocks nor processes; `Supervisor` is the task that acts.
+`Watch` and `RestartPolicy` decide, without clocks and processes. `Supervisor` is the task that acts.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class RecoveryLimits:
-    """When an engine counts as failed, and how often it is started again. Seconds.
+    """The rules for failed engines and restarts, in seconds.
 
     Args:
         min_step_seconds: a step may take max(this, slow_step_factor x its predicted time).
-        silence_seconds: the process sends a beat every second; without one for so long it is stopped or hangs.
-        start_silence_seconds: the same while it starts, when reading weights may hold up everything.
+        silence_seconds: the process sends a beat every second. Without a beat for this time it is stopped or hangs.
+        start_silence_seconds: the same during the start, because reading weights may delay everything.
         start_seconds: from the start of a process to its first token.
-        check_seconds: between two looks at all this.
-        max_failures: this one is the last: nothing is started any more.
-        good_seconds: an engine that served for so long before it failed has made up for the failures before.
-        max_delay_seconds: before a start. The first is at once, then after 1, 2, 4, ... seconds.
+        check_seconds: between two checks.
+        max_failures: after this failure no engine is started again.
+        good_seconds: if an engine served this long before it failed, earlier failures do not count.
+        max_delay_seconds: the longest wait before a start. The first start is at once, then after 1, 2, 4, ... seconds.
     """
 
     min_step_seconds: float = 10.0
@@ -47,46 +47,46 @@ class RecoveryLimits:
 
 
 class Watch:
-    """What the engine has shown of itself, and what to think of it. Times are the caller's."""
+    """The engine's signs of life, and a verdict about them. The caller gives the times."""
 
     def __init__(self, limits: RecoveryLimits, now: float) -> None:
         self._limits = limits
         self.on_start(now)
 
     def on_start(self, now: float) -> None:
-        """A new process."""
+        """A new process starts."""
         self._start_time = self._beat_time = self._step_time = now
         self._ready_time: float | None = None
         self._sends_beats = False
         self._predicted_seconds = 0.0
 
     def on_ready(self, now: float) -> None:
-        """It has produced a token."""
+        """The engine has produced a token."""
         self._ready_time = self._beat_time = self._step_time = now
 
     def on_beat(self, now: float, predicted_seconds: float) -> None:
-        """It runs, and its steps in flight should take so long."""
+        """The engine sent a beat with the predicted time of its steps in flight."""
         self._sends_beats, self._beat_time, self._predicted_seconds = True, now, predicted_seconds
 
     def on_step(self, now: float) -> None:
-        """It ended a step, or it had nothing to do until now."""
+        """The engine ended a step, or it had no work until now."""
         self._step_time = now
 
     def forgive(self, now: float) -> None:
-        """This process stood still itself, so nothing could be heard."""
+        """This process stood still itself, so it could not receive beats."""
         self._beat_time = self._step_time = now
 
     @property
     def is_ready(self) -> bool:
-        """It has produced a token."""
+        """The engine has produced a token."""
         return self._ready_time is not None
 
     def good_seconds(self, now: float) -> float:
-        """How long it has served."""
+        """The time for which it has served."""
         return 0.0 if self._ready_time is None else now - self._ready_time
 
     def verdict(self, now: float, *, has_work: bool) -> FailureReason | None:
-        """Why it has to be ended; None: it is well."""
+        """The reason to end the engine; None: it is well."""
         limits = self._limits
         silence = now - self._beat_time
         if self._ready_time is None:
@@ -96,23 +96,23 @@ class Watch:
             return "silent"
         allowed = max(limits.min_step_seconds, limits.slow_step_factor * self._predicted_seconds)
         if has_work and now - self._step_time > allowed:
-            # A process that is stopped in a step may be caught here first.
+            # A process that was stopped during a step may be found here first.
             return "silent" if self._sends_beats and silence > limits.silence_seconds / 2 else "stuck"
         return None
 
 
 class RestartPolicy:
-    """Exponential back-off, and when to give up."""
+    """Exponential back-off, with an end."""
 
     def __init__(self, limits: RecoveryLimits) -> None:
         self._limits = limits
-        self.num_failures = 0  # without good_seconds between them
+        self.num_failures = 0  # failures without good_seconds between them
 
     def on_failure(self, good_seconds: float) -> float | None:
         """Seconds to wait before the next start; None: give up.
 
         Args:
-            good_seconds: for which the engine that failed had served.
+            good_seconds: the time for which the failed engine had served.
         """
         if good_seconds >= self._limits.good_seconds:
             self.num_failures = 0
@@ -125,37 +125,37 @@ class RestartPolicy:
 
 
 class EngineStarter(Protocol):
-    """Whoever can start engine processes, one at a time."""
+    """Starts engine processes, one at a time."""
 
     def launch(self) -> EngineClient:
         """Start a process. Raises OSError."""
         ...
 
     def kill(self) -> None:
-        """End the process at once, whatever its state, and wait until it is gone."""
+        """End the process at once, in every state, and wait until it is gone."""
         ...
 
     def describe_end(self) -> str | None:
-        """How the process ended, for people, if there is something to say."""
+        """A text for people about the end of the process, or None."""
         ...
 
 
 class SupervisedFrontEnd(Protocol):
-    """What the supervisor tells: Replica."""
+    """The listener of the supervisor: Replica."""
 
     @property
     def num_unfinished(self) -> int: ...
 
     def on_message(self, message: EngineMessage) -> None:
-        """Raises EngineDeadError if it cannot be answered."""
+        """Take a message. Raises EngineDeadError if the engine cannot be answered."""
         ...
 
     def on_lost(self, reason: FailureReason) -> None:
-        """The engine is gone, with all it knew; the next one is on its way."""
+        """The engine is gone with all its results, and the next one starts."""
         ...
 
     def on_gone(self, error: QuireError) -> None:
-        """The engine is gone, and no other will come."""
+        """The engine is gone, and no other one will start."""
         ...
 
 
@@ -170,8 +170,8 @@ class Supervisor:
     """Receives from one engine after another.
 
     Args:
-        client: of the first engine; owned from now on.
-        starter: None: the first engine is the only one, and is not judged.
+        client: of the first engine; the supervisor owns it.
+        starter: None: the first engine is the only one, and it is not checked.
         clock: monotonic seconds.
     """
 
@@ -190,7 +190,7 @@ class Supervisor:
         self._verdict: FailureReason | None = None
 
     async def run(self) -> None:
-        """Until no engine is left and none will come."""
+        """Run until no engine is left and no other one will start."""
         checking = asyncio.create_task(self._check(), name="engine watch") if self._starter is not None else None
         try:
             while True:
@@ -204,7 +204,7 @@ class Supervisor:
                 checking.cancel()
 
     async def _receive(self) -> QuireError:
-        """Hand messages on until the engine is lost. Answers why."""
+        """Hand messages on until the engine is lost -> the reason."""
         failed: QuireError | None = None
         while True:
             try:
@@ -220,12 +220,12 @@ class Supervisor:
                         if isinstance(message, EngineReady):
                             self.watch.on_ready(self._clock())
                         self._front_end.on_message(message)
-            except EngineDeadError as error:  # and nothing is left of what it sent before
+            except EngineDeadError as error:  # all its earlier messages were received
                 return failed or error
-            await asyncio.sleep(0)  # readers run between two messages, however fast these come
+            await asyncio.sleep(0)  # readers run between two messages, even if messages come fast
 
     async def _check(self) -> None:
-        """Judge the engine again and again; one that fails counts as dead, and `_receive` hears of it."""
+        """Check the engine repeatedly. A failed engine is marked as dead, and `_receive` notices it."""
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()
@@ -239,9 +239,9 @@ class Supervisor:
                 self.client.mark_dead(_WHAT[reason])
 
     async def _replace(self, starter: EngineStarter, error: QuireError) -> QuireError | None:
-        """End what is left of the engine and start the next. Answers why there is none, if so."""
+        """End the engine's process and start the next one -> the reason if there is no next one."""
         if not self.watch.is_ready and self._policy.num_failures == 0:
-            return error  # it never served: what the user has to know at once
+            return error  # it never served, so the user must know at once
         while True:
             reason: FailureReason = (self._verdict or "crash") if self.watch.is_ready else "start"
             delay = self._policy.on_failure(self.watch.good_seconds(self._clock()))

@@ -1,4 +1,4 @@
-"""When what happened to recent requests: times and counts only, nothing of prompts or outputs, in bounded memory."""
+"""The events of recent requests: only times and counts, without prompts and outputs, in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from quire.outputs import FinishReason, RequestMetrics
 
 MAX_TIMELINES = 512  # 9 KB each at most
-# Deltas of one continuation; more are merged in pairs, so a longer request has coarser chunks, not more of them.
+# Deltas of one continuation. More deltas are merged in pairs, so a longer request has coarser chunks.
 MAX_CHUNKS = 512
 
 
 class TokenChunks:
-    """When a continuation's tokens came, as (seconds since the arrival, tokens); appending is cheap."""
+    """The times of a continuation's tokens, as (seconds since the arrival, tokens). Appending is cheap."""
 
     __slots__ = ("_counts", "_pending", "_seconds", "_stride")
 
@@ -25,7 +25,7 @@ class TokenChunks:
         self._pending = 0  # deltas in the last chunk
 
     def add(self, seconds: float, num_tokens: int) -> None:
-        """A delta; in a chunk of several the last one's time counts."""
+        """Add a delta. A chunk of several deltas has the time of the last one."""
         if 0 < self._pending < self._stride:
             self._seconds[-1] = seconds
             self._counts[-1] += num_tokens
@@ -52,7 +52,7 @@ class TokenChunks:
 
 @dataclass(slots=True)
 class ContinuationTimeline:
-    """One of the n continuations."""
+    """The events of one of the n continuations."""
 
     chunks: TokenChunks = field(default_factory=TokenChunks)
     finish_reason: FinishReason | None = None
@@ -63,18 +63,18 @@ class ContinuationTimeline:
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """One prompt. Seconds count from `metrics.arrival_time`; `arrived_at` is the same moment as a Unix time."""
+    """The events of one prompt. Seconds count from `metrics.arrival_time`; `arrived_at` is its Unix time."""
 
     request_id: str
     arrived_at: float
-    queued_seconds: float  # when it was sent to the engine
+    queued_seconds: float  # the time when it was sent to the engine
     num_prompt_tokens: int
-    metrics: RequestMetrics  # goes on changing until the request ends
+    metrics: RequestMetrics  # it changes until the request ends
     continuations: list[ContinuationTimeline]
 
 
 class Timelines:
-    """The most recent requests, running ones included, by request id. The oldest is forgotten first."""
+    """The most recent requests by request id, with running ones. The oldest is forgotten first."""
 
     def __init__(self, capacity: int = MAX_TIMELINES) -> None:
         self._capacity = capacity
@@ -83,7 +83,7 @@ class Timelines:
     def open(
         self, request_id: str, metrics: RequestMetrics, num_prompt_tokens: int, n: int, now: float
     ) -> RequestTimeline:
-        """Begin a request's timeline; `now` on the clock of its arrival time."""
+        """Begin a request's timeline. `now` is on the clock of its arrival time."""
         queued = max(now - metrics.arrival_time, 0.0)
         timeline = RequestTimeline(
             request_id,
@@ -100,7 +100,7 @@ class Timelines:
         return timeline
 
     def get(self, request_id: str) -> RequestTimeline | None:
-        """None if it is unknown or forgotten."""
+        """The timeline of a request; None if it is unknown or forgotten."""
         return self._by_id.get(request_id)
 
     def __len__(self) -> int:

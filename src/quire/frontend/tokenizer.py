@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library: what the front end knows of a model's vocabulary."""
+"""Text to token ids and back with the `tokenizers` library, and other facts about a model's vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.frontend.text.detokenizer import ByteDetokenizer, TokenBytes, WindowD
 from quire.frontend.text.pipeline import Detokenizer
 from quire.gguf.file import is_gguf
 
-_INDEXING = threading.Lock()  # an index takes a second: threads that want it at once wait for one
+_INDEXING = threading.Lock()  # building an index takes a second, so several threads wait for one index
 
 
 class Tokenizer:
@@ -31,8 +31,8 @@ class Tokenizer:
         special_tokens: name (`bos_token`, `eos_token`, ...) -> token, as in tokenizer_config.json.
         add_bos: prepend the BOS token even if the backend's post-processor does not.
         chat_templates: name -> Jinja source; the usual one is called "default".
-        config: what tokenizer_config.json says, or as much of it as another file does.
-        name: what error messages call it; a folder, usually.
+        config: the content of tokenizer_config.json, or a similar part of another file.
+        name: usually its folder, for error messages.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Tokenizer:
         """Read a model folder, or a GGUF file.
 
         Args:
-            mode: "hf": tokenizer.json; "slow": converted through transformers; "auto": the first that can be. A GGUF
-                file has one only.
+            mode: "hf": tokenizer.json; "slow": converted through transformers; "auto": the first possible one. A GGUF
+                file has only one.
         Raises:
-            ConfigError: a file is missing or malformed, or transformers is needed and missing; it names the remedy.
+            ConfigError: a file is missing or malformed, or transformers is needed and missing.
         """
         folder = Path(folder)
         if is_gguf(folder):
@@ -105,12 +105,12 @@ class Tokenizer:
 
     @cached_property
     def max_chars_per_token(self) -> int:
-        """Length of the longest token: a text of n characters has at least n / max_chars_per_token tokens."""
+        """Length of the longest token. A text of n characters has at least n / max_chars_per_token tokens."""
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def words(self) -> WordIndex | None:
-        """How tokens spell words; None where a token's text depends on its neighbours. The first time is slow."""
+        """An index of spellings; None if a token's text depends on its neighbours. The first call is slow."""
         with _INDEXING:
             return self._words
 
@@ -119,14 +119,14 @@ class Tokenizer:
         if self._rule is None:
             return None
         ids = set(self.backend.get_vocab(with_added_tokens=True).values())
-        texts = ids - self.special_token_ids - {self.eos_token_id}  # to forbid "end" must not forbid <|end|>
+        texts = ids - self.special_token_ids - {self.eos_token_id}  # the bad word "end" must not forbid <|end|>
         return WordIndex((token_id, self.token_bytes(token_id)) for token_id in sorted(texts))
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Refuse a text that cannot fit, before spending time on it.
+        """Refuse a text that cannot fit, before it takes time.
 
         Raises:
-            ContextLengthError: the text has more than `max_tokens` tokens, whatever they are.
+            ContextLengthError: every tokenization of the text has more than `max_tokens` tokens.
         """
         if len(text) > max_tokens and len(text) > max_tokens * self.max_chars_per_token:
             raise ContextLengthError(
@@ -137,7 +137,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Releases the interpreter lock while the library works.
+        """Token ids of a text. The interpreter lock is free while the library works.
 
         Args:
             add_special_tokens: let the post-processor (or add_bos_token) add BOS and EOS.
@@ -155,7 +155,7 @@ class Tokenizer:
     def decode(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """Text of a whole token sequence: what streaming it would give, joined. Unknown ids give nothing."""
+        """Text of a whole token sequence, equal to its joined stream. Unknown ids have no text."""
         detokenizer = self.new_detokenizer((), skip_special_tokens, spaces_between_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.flush()
 
@@ -165,9 +165,9 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> Detokenizer:
-        """A detokenizer of the output that follows a prompt: a leading space of the output is kept if text came before.
+        """A detokenizer for the output after a prompt. If the prompt has text, a leading space of the output stays.
 
-        `spaces_between_special_tokens` only matters for decoders that put spaces between tokens.
+        `spaces_between_special_tokens` matters only for decoders that put spaces between tokens.
         """
         if self._rule is None:
 
@@ -193,7 +193,7 @@ class Tokenizer:
         return self._tables[key]
 
     def _decode_unusual(self, token_ids: Sequence[int], skip_special: bool, spaces: bool) -> str:
-        """Through the library's decoder. Without `spaces`, added tokens are joined to their neighbours as they are."""
+        """Text from the library's decoder. Without `spaces`, added tokens are joined to their neighbours directly."""
         if skip_special or spaces:
             text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special)
             return text
@@ -217,15 +217,15 @@ class Tokenizer:
         tokenize: bool = True,
         **kwargs: Any,
     ) -> str | list[int]:
-        """A conversation as prompt text, or as its token ids if `tokenize`; defaults as in transformers.
+        """A conversation as prompt text, or as its token ids if `tokenize`. The defaults are those of transformers.
 
         Args:
-            chat_template: Jinja source, or the name of one of the model's templates, in place of the default.
+            chat_template: Jinja source, or the name of one of the model's templates, instead of the default.
             kwargs: further variables of the template.
         Raises:
             InvalidRequestError: the messages are malformed, or the template refuses them. ConfigError: no template.
         """
-        from quire.frontend.chat_template import ChatRenderer  # jinja2 is slow to import, and not all need it
+        from quire.frontend.chat_template import ChatRenderer  # jinja2 is slow to import and not always needed
 
         text = ChatRenderer(self.chat_templates, self.special_tokens, override=chat_template, name=self.name).render(
             conversation,
@@ -237,13 +237,13 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's bytes inside a text, special tokens included; b"" for an unknown id."""
+        """The bytes of a token, also of a special one, inside a text; b"" for an unknown id."""
         if self._rule is not None:
             return self._table(False)[token_id]
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """The token's text by itself; U+FFFD where its bytes are not a whole character."""
+        """The text of a single token; U+FFFD for bytes that are no whole character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -252,7 +252,7 @@ class Tokenizer:
         return token
 
     def token_to_id(self, token: str) -> int | None:
-        """Id of a token by the vocabulary's spelling; None if there is none."""
+        """Id of a token by the vocabulary's spelling; None for an unknown token."""
         token_id: int | None = self.backend.token_to_id(token)
         return token_id
 

@@ -1,4 +1,4 @@
-"""Reads a model folder's tokenizer files: backend, special tokens, chat templates. Errors name the remedy."""
+"""Reads a model folder's tokenizer files: backend, special tokens, chat templates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 
 # Names in tokenizer_config.json; templates see them under these names too.
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# What a folder without tokenizer.json may have for transformers to convert.
+# Files that transformers can convert, in a folder without tokenizer.json.
 SLOW_FILES = (
     "tokenizer.model",
     "spiece.model",
@@ -27,7 +27,7 @@ SLOW_FILES = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is no such file. Raises ConfigError if it is something else."""
+    """The JSON object in a file; {} without a file. Raises ConfigError for other content."""
     if not path.is_file():
         return {}
     try:
@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_backend(folder: Path, mode: str) -> tokenizers.Tokenizer:
-    """The tokenizers library's object: from tokenizer.json, or converted through transformers ("slow", or no file)."""
+    """The tokenizers library's object, from tokenizer.json, or converted through transformers ("slow", or no file)."""
     path = folder / "tokenizer.json"
     if mode != "slow" and path.is_file():
         try:
@@ -58,7 +58,7 @@ def load_backend(folder: Path, mode: str) -> tokenizers.Tokenizer:
 
 
 def _convert(folder: Path, mode: str) -> tokenizers.Tokenizer:
-    """Through transformers: the only place that imports it."""
+    """Convert the tokenizer through transformers. Only this function of the front end imports it."""
     if mode == "hf":
         raise ConfigError(
             f"{folder} has no tokenizer.json",
@@ -84,7 +84,7 @@ def _convert(folder: Path, mode: str) -> tokenizers.Tokenizer:
     try:
         converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         backend = converted.backend_tokenizer
-    except Exception as error:  # any package's error about any file: all of them mean that this tokenizer is not usable
+    except Exception as error:  # errors of many packages and files: all mean that the tokenizer is not usable
         raise ConfigError(
             f"The tokenizer in {folder} could not be converted: {error}",
             fix="Use a folder with tokenizer.json, or install what the message asks for",
@@ -94,7 +94,7 @@ def _convert(folder: Path, mode: str) -> tokenizers.Tokenizer:
 
 
 def add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
-    """Add tokens that the other files name and tokenizer.json lacks, in the order of their ids (as transformers)."""
+    """Add tokens of the other files that tokenizer.json lacks, in the order of their ids, as in transformers."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing: dict[str, tokenizers.AddedToken] = {}
     declared = config.get("added_tokens_decoder") or {}
@@ -115,14 +115,14 @@ def add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any],
 
 
 def _content(token: Any) -> str | None:
-    """Special tokens are written as strings or as {"content": ...}."""
+    """The text of a special token, which is a string or {"content": ...}."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> token, for those that are set."""
+    """Name -> token of the special tokens that are set."""
     found = {name: _content(config.get(name)) for name in SPECIAL_TOKEN_NAMES}
     return {name: content for name, content in found.items() if content}
 
@@ -133,7 +133,7 @@ def load_config(folder: Path) -> dict[str, Any]:
 
 
 def load_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> Jinja source. Files win over tokenizer_config.json; the unnamed template is called "default"."""
+    """Name -> Jinja source. Files override tokenizer_config.json. The unnamed template is called "default"."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     templates = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}

@@ -1,1 +1,1 @@
-"""GGUF files: the format, and what llama.cpp's names in them mean here. No torch: the API process reads them too."""
+"""GGUF files: the format, and our names for llama.cpp's names. No torch: the API process reads them too."""

@@ -1,9 +1,9 @@
-"""The header of a GGUF file: metadata and the places of tensors. Everything a file declares is checked before use.
+"""The header of a GGUF file: metadata and the places of tensors. Every declaration is checked before use.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian:
 magic, version, number of tensors, number of key-value pairs, the pairs, the tensors' descriptions, padding, data.
 
-No loop runs and no memory is taken for a count or a length before the bytes left in the file allow it.
+A count or a length is compared with the bytes left in the file before a loop runs or memory is taken for it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from quire.gguf.types import OTHER_TYPES, TYPES, TensorType
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 
-# Limits on what an untrusted file may make us do; the largest published files stay well under them.
+# Limits for untrusted files. The largest published files stay well under them.
 MAX_HEADER_BYTES = 256 << 20
 MAX_PAIRS = 65_536
 MAX_TENSORS = 65_536
-MAX_ITEMS = 1 << 22  # strings and arrays in all arrays of a header: each becomes an object
+MAX_ITEMS = 1 << 22  # strings and arrays in all arrays of a header; each becomes an object
 MAX_NESTING = 2  # arrays in an array
 MAX_DIMS = 4
 MAX_NAME_BYTES = 1 << 16
@@ -46,22 +46,22 @@ SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies; begin and end are bytes from the start of its file."""
+    """The place of one tensor; begin and end are bytes from the start of its file."""
 
     name: str
     type: TensorType
-    shape: tuple[int, ...]  # rows first, as torch has it; the file has it the other way round
+    shape: tuple[int, ...]  # rows first, as in torch; the file has the reverse order
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the headers of a model say; a split model is all its files, with the metadata of the first.
+    """The headers of a model. A split model has several files and the metadata of the first.
 
     Attributes:
-        metadata: by key; arrays of numbers as array.array, of strings and arrays as lists.
-        parts: tensors in the order they lie in, by file.
+        metadata: by key; an array of numbers is an array.array, an array of strings or arrays is a list.
+        parts: the tensors of each file in the order of their places.
     """
 
     path: Path
@@ -79,14 +79,9 @@ class GgufFile:
             file.seek(info.begin)
             return file.read(info.end - info.begin)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(info.end - info.begin for infos in self.parts.values() for info in infos)
-
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a file that begins as GGUF files do, whatever its name. WeightsError if it cannot be read."""
+    """Whether the file begins with GGUF's magic; its name does not matter. WeightsError if it cannot be read."""
     try:
         if not path.is_file():
             return False
@@ -103,10 +98,10 @@ def _unreadable(path: Path, error: OSError) -> WeightsError:
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """Read and check the headers of a model: of one file, or, given any part of a split model, of all its parts.
+    """Read and check the headers of a model. `path` is its file, or any part of a split model.
 
     Raises:
-        WeightsError: a file is missing, cannot be read, is malformed, or declares what it does not hold.
+        WeightsError: a file is missing, cannot be read, is malformed, or is shorter than it declares.
     """
     path = Path(path)
     try:
@@ -146,7 +141,7 @@ def open_gguf(path: str | Path) -> GgufFile:
 
 
 def _split_paths(path: Path) -> list[Path]:
-    """All parts of the model that a file belongs to, the first first."""
+    """All parts of the file's model, in order."""
     match = SPLIT_NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -181,7 +176,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
 
 
 class MoreNeededError(Exception):
-    """More of a file has to be read to know its header: at least its first `num_bytes`."""
+    """The header is longer than the part that was read: at least the first `num_bytes` of the file are needed."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
@@ -189,19 +184,19 @@ class MoreNeededError(Exception):
 
 
 def parse_start(start: bytes, size: int, name: str) -> list[TensorInfo]:
-    """The tensors of a file of `size` bytes of which only the start is here.
+    """The tensors of a file of `size` bytes, from its first bytes.
 
-    Raises MoreNeededError if that is too little, WeightsError as `open_gguf`.
+    Raises MoreNeededError if `start` is too short, and WeightsError like `open_gguf`.
     """
     return _Header(start, size, name).read()[1]
 
 
 class _Header:
-    """A cursor over the header. Every read says first what it needs.
+    """A cursor over the header. Every read first checks that its bytes are there.
 
     Args:
         data: the file, or its start.
-        size: of the file.
+        size: bytes of the whole file.
     """
 
     def __init__(self, data: mmap.mmap | bytes, size: int, name: str) -> None:
@@ -225,12 +220,12 @@ class _Header:
                 fix="Convert the model again with a present converter",
             )
         num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
-        # A pair is at least an empty key, a type and one byte; a tensor an empty name, no dimensions, type and offset.
+        # The smallest pair: an empty key, a type and one byte. The smallest tensor: an empty name, a type, an offset.
         self._check_count(num_pairs, 13, MAX_PAIRS, "key-value pairs")
         self._check_count(num_tensors, 24, MAX_TENSORS, "tensors")
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
-            key = self._name_string("a key")
+            key = self._string("a key", MAX_NAME_BYTES)
             if key in metadata:
                 raise self._wrong("names a key twice", key, "every key once")
             metadata[key] = self._value(self._scalar("I"), key)
@@ -245,7 +240,7 @@ class _Header:
         return WeightsError(f"{self._name} {what}", value=value, expected=expected, fix=_AGAIN)
 
     def _need(self, count: int, what: str) -> None:
-        """The header has `count` more bytes."""
+        """Check that the header has `count` more bytes."""
         if count > self._limit - self._at:
             left = self._limit - self._at
             problem = "declares a header larger than" if self._limit < self._size else "is truncated: its header needs"
@@ -254,7 +249,7 @@ class _Header:
             raise MoreNeededError(self._at + count)
 
     def _check_count(self, count: int, least_bytes: int, most: int, what: str) -> None:
-        """`count` things of at least `least_bytes` fit into what is left."""
+        """Check that `count` things of at least `least_bytes` each fit into the rest of the header."""
         if count > most:
             raise self._wrong(f"declares too many {what}", count, f"at most {most}")
         self._need(count * least_bytes, what)
@@ -281,9 +276,6 @@ class _Header:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             raise self._wrong(f"has {what} that is no UTF-8", raw[:40], "UTF-8") from None
-
-    def _name_string(self, what: str) -> str:
-        return self._string(what, MAX_NAME_BYTES)
 
     def _value(self, kind: int, key: str, depth: int = 0) -> Any:
         if kind == _STRING:
@@ -321,7 +313,7 @@ class _Header:
         return [self._array(key, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """As `_string`, `count` times: vocabularies have hundreds of thousands."""
+        """`_string`, `count` times, but faster: vocabularies have hundreds of thousands of strings."""
         data, at, limit = self._data, self._at, min(self._limit, len(self._data))
         unpack = struct.Struct("<Q").unpack_from
         result = []
@@ -345,7 +337,7 @@ class _Header:
 
     def _tensor(self) -> tuple[str, TensorType, tuple[int, ...], int]:
         """(name, type, shape, offset); the offset is not checked yet."""
-        name = self._name_string("a tensor's name")
+        name = self._string("a tensor's name", MAX_NAME_BYTES)
         num_dims = self._scalar("I")
         if not 1 <= num_dims <= MAX_DIMS:
             raise self._wrong(
@@ -370,7 +362,7 @@ class _Header:
     def _placed(
         self, described: list[tuple[str, TensorType, tuple[int, ...], int]], start: int, alignment: int
     ) -> list[TensorInfo]:
-        """The tensors in the order they lie in: inside the file, aligned, none over another."""
+        """The tensors in the order of their places. They are inside the file, aligned, and do not overlap."""
         infos = []
         for name, tensor_type, shape, offset in described:
             num_bytes = math.prod(shape) // tensor_type.block_size * tensor_type.block_bytes

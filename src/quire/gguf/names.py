@@ -1,4 +1,4 @@
-"""llama.cpp's names of tensors, and Hugging Face's for the same. Source: gguf-py's tensor_mapping and MODEL_TENSORS."""
+"""llama.cpp's names of tensors and Hugging Face's. Source: tensor_mapping and MODEL_TENSORS of gguf-py."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Numbers of the configuration that are stored as tensors, or follow from it.
+# Tensors that hold numbers of the configuration, or numbers that follow from it.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _DERIVED = re.compile(r"blk\.\d+\.(attn_rot_embd|rope_freqs|rope_factors_(long|short))\.weight")
 _BLOCK_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 
 def is_weight(name: str) -> bool:
-    """Whether a model loads the tensor, rather than its configuration."""
+    """Whether the tensor is a weight of the model and not a part of its configuration."""
     return name not in CONFIG_TENSORS and not _DERIVED.fullmatch(name)
 
 
 def hf_name(name: str, own: Mapping[str, str]) -> str:
-    """The name in a Hugging Face checkpoint; an unknown one stays as it is, for the loader to report.
+    """The name in a Hugging Face checkpoint. An unknown name is not changed; the loader reports it.
 
-    `own`: names in a layer that differ between families, by llama.cpp's.
+    `own`: the family's own names in a layer, by llama.cpp's.
     """
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP:

@@ -1,4 +1,4 @@
-"""Tensor types of GGUF files: elements and bytes of a block, and which of them run here.
+"""Tensor types of GGUF files: elements and bytes of a block, and the types that run here.
 
 Numbers and sizes: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and ggml's block structures.
 """
@@ -33,7 +33,7 @@ TYPES: dict[int, TensorType] = {
     30: TensorType("BF16", 1, 2),
 }
 
-# Known, and refused by name.
+# Types that are known but do not run here; errors name them.
 OTHER_TYPES = {
     9: "Q8_1",
     15: "Q8_K",
@@ -57,4 +57,4 @@ OTHER_TYPES = {
     40: "NVFP4",
 }
 
-FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # name -> dtype of the same numbers
+FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # name -> dtype

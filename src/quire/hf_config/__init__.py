@@ -1,1 +1,1 @@
-"""Hugging Face's config.json translated to the fields of ModelConfig. Their names stop in this folder. No torch."""
+"""Translates Hugging Face's config.json to the fields of ModelConfig. Its names stop in this folder. No torch."""

@@ -1,4 +1,4 @@
-"""What one family declares, and how its layers follow from that and from config.json. No torch."""
+"""A family's declaration. With config.json it gives the specs of the layers. No torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
 from quire.layer_spec import Cut, Dense, Full, LayerSpec, LinearShape, Norms, NormShape, QkNorm, RopeConfig, Window
 
-LayerRule = Callable[[Fields, int], bool]  # (file with defaults, layer) -> does it hold for this layer?
+LayerRule = Callable[[Fields, int], bool]  # (file with defaults, layer) -> whether the rule holds for this layer
 
 
 class NormNames(NamedTuple):
-    """The norms of a layer by their names in the checkpoint; None: there is none at this place."""
+    """Names in the checkpoint of a layer's norms; None: the layer has no norm at this place."""
 
     before_attention: str | None
     after_attention: str | None
@@ -38,7 +38,7 @@ def always(fields: Fields, layer: int) -> bool:
 
 
 def by_layer_types(default: LayerRule) -> LayerRule:
-    """`layer_types` decides where the file has it, else `default`."""
+    """The rule of `layer_types` if the file has it, else `default`."""
 
     def has_window(fields: Fields, layer: int) -> bool:
         layer_types = fields.sequence("layer_types", str, fields.integer("num_hidden_layers"))
@@ -49,11 +49,11 @@ def by_layer_types(default: LayerRule) -> LayerRule:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """What the layers of a model have in common.
+    """Facts that the layers of a model have in common.
 
     Attributes:
-        local_rope: of layers with a window.
-        window: tokens; 0: no layer has one.
+        local_rope: the rope of layers with a window.
+        window: tokens; 0: no layer has a window.
     """
 
     fields: Fields
@@ -71,7 +71,7 @@ class LayerFacts:
 
 
 def decoder_layer(facts: LayerFacts, layer: int) -> LayerSpec:
-    """The layer that nearly all families have: attention of heads, and a gated MLP."""
+    """The layer of nearly all families: attention of heads, and a gated MLP."""
     names, prefix = facts.family.norms, f"model.layers.{layer}."
 
     def norms(before: str | None, after: str | None) -> Norms:
@@ -137,13 +137,13 @@ def _no_windows(metadata: GgufMetadata, sizes: Fields) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GgufForm:
-    """How llama.cpp's files hold a family.
+    """The form of a family in llama.cpp's files.
 
     Attributes:
-        architecture: as they name it.
-        fields: of config.json, from the metadata and what is known already: what is there no key for.
-        is_interleaved: heads rotate neighbouring dimensions there, and converters reorder the rows of q and k for it.
-        fits_float16: activations do.
+        architecture: the files' name for it.
+        fields: makes fields of config.json that have no key of their own, from the metadata and the other fields.
+        is_interleaved: heads in these files rotate neighbouring dimensions; converters reorder the rows of q and k.
+        fits_float16: whether activations fit into float16.
     """
 
     architecture: str
@@ -154,18 +154,18 @@ class GgufForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What one model_type declares: what config.json leaves out, and what its layers are made of.
+    """The declaration of one model_type: facts that config.json leaves out, and the parts of its layers.
 
     Attributes:
         defaults: of transformers' config class.
-        has_window: is asked only if the file sets a sliding_window.
-        qkv_bias: None: attention_bias of the file decides for q, k, v and o; else fixed, and o has none.
+        has_window: used only if the file sets a sliding_window.
+        qkv_bias: None: attention_bias of the file decides for q, k, v and o; else it is fixed, and o has no bias.
         norm_offset: added to every norm weight. GGUF files hold the sum.
-        reads: of OPTIONAL_FIELDS; the others change nothing, as in its own modelling code.
+        reads: the OPTIONAL_FIELDS that matter. The others change nothing, as in the family's own modelling code.
         scales_embeddings: by sqrt(hidden_size).
-        has_fused_checkpoint: it holds qkv_proj and gate_up_proj.
-        renamed_prefixes: (in the checkpoint, ours), the first that fits. Our names are those of Llama's checkpoints:
-            `model.embed_tokens`, `model.layers.<i>.self_attn.q_proj`, ..., `model.norm`, `lm_head`.
+        has_fused_checkpoint: the checkpoint holds qkv_proj and gate_up_proj.
+        renamed_prefixes: pairs (prefix in the checkpoint, our prefix); the first that fits is used. Our names are
+            Llama's: `model.embed_tokens`, `model.layers.<i>.self_attn.q_proj`, ..., `model.norm`, `lm_head`.
         ignored_prefixes: parts of the checkpoint that we do not run.
         layer: makes the spec of one layer.
     """
@@ -185,10 +185,10 @@ class Family:
     renamed_prefixes: tuple[tuple[str, str], ...] = ()
     ignored_prefixes: tuple[str, ...] = ()
     layer: Callable[[LayerFacts, int], LayerSpec] = decoder_layer
-    gguf: GgufForm | None = None  # None: not read from there
+    gguf: GgufForm | None = None  # None: the family is not read from GGUF files
 
     def gguf_names(self) -> dict[str, str]:
-        """Names of modules in a layer that differ between families, by llama.cpp's."""
+        """The family's own names of modules in a layer, by llama.cpp's names."""
         keys = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
         names = {key: name for key, name in zip(keys, self.norms, strict=True) if name is not None}
         return names | ({"ffn_up": "mlp.gate_up_proj"} if self.has_fused_checkpoint else {})

@@ -1,4 +1,4 @@
-"""Checked access to the values of a JSON object: an error names the file, the field, the value and what is expected."""
+"""Checked access to a JSON object. An error names the file, the field, the value and the expected value."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from quire.errors import ModelConfigError
 
-MAX_INTEGER = 1 << 40  # far above any real size, far below what would exhaust memory by arithmetic alone
-MAX_NUMBER = 1e30  # far above any real factor; its square is a float
+MAX_INTEGER = 1 << 40  # far above any real size; arithmetic with it cannot exhaust memory
+MAX_NUMBER = 1e30  # far above any real factor; its square is still a float
 _FIX = "Use the config.json that belongs to the checkpoint"
 
 
 class Fields:
-    """A view on one object. Absent and null are the same."""
+    """A view of one object. An absent value and null are the same."""
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self.values = values
@@ -28,9 +28,7 @@ class Fields:
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
         """A whole number; without `default` it must be there."""
-        value = self.values.get(name)
-        if value is None:
-            value = default
+        value = self.values[name] if self.has(name) else default
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise self.illegal(name, f"a whole number from {minimum} to {maximum}")
         return value
@@ -38,27 +36,21 @@ class Fields:
     def number(
         self, name: str, default: float | None = None, minimum: float = -MAX_NUMBER, maximum: float = MAX_NUMBER
     ) -> float:
-        """A number; without `default` it must be there. NaN, infinity and integers too large for a float are none."""
-        value = self.values.get(name)
-        if value is None:
-            value = default
+        """A number; without `default` it must be there. NaN, infinity and integers beyond a float are illegal."""
+        value = self.values[name] if self.has(name) else default
         if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
             raise self.illegal(name, f"a number from {minimum:g} to {maximum:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        if value is None:
-            return default
+        value = self.values[name] if self.has(name) else default
         if not isinstance(value, bool):
             raise self.illegal(name, "true or false")
         return value
 
     def text(self, name: str, choices: tuple[str, ...], default: str | None = None) -> str:
         """One of `choices`."""
-        value = self.values.get(name)
-        if value is None:
-            value = default
+        value = self.values[name] if self.has(name) else default
         if value not in choices:
             raise self.illegal(name, "one of " + ", ".join(choices))
         return str(value)
@@ -99,11 +91,11 @@ class Fields:
         return Fields(value or {}, self.path)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
-        """The same with `defaults` for what is absent. A null of the file stays a null."""
+        """These values, with `defaults` for absent ones. A null of the file stays null."""
         return Fields({**defaults, **self.values}, self.path)
 
     def illegal(self, name: str, expected: str) -> ModelConfigError:
-        """The error about one field, to be raised."""
+        """The error about one field, for the caller to raise."""
         if not self.has(name):
             return ModelConfigError(f"{self.path} lacks {name}", expected=expected, fix=_FIX)
         return ModelConfigError(

@@ -1,6 +1,6 @@
-"""A model's configuration from GGUF metadata, in the names of Hugging Face's config.json.
+"""A model's configuration from GGUF metadata, under the names of Hugging Face's config.json.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; how llama.cpp reads them: its llama-model.cpp.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp's llama-model.cpp, which reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.hf_config.family import Family, GgufForm
 from quire.hf_config.fields import Fields
 from quire.hf_config.gguf_metadata import GgufMetadata
 
-# config.json's field: GGUF's key behind the architecture.
+# config.json's field: GGUF's key after the architecture.
 _FIELDS = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -38,14 +38,14 @@ _FIELDS = {
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
 }
-# Tokens that end a turn, where a file names only the end of a text.
+# Tokens that end a turn. Some files name only the token that ends a text.
 _ENDS_OF_TURN = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>"})
 _MAX_ROPE_FACTORS = 4096
-CONTROL = 3  # of tokenizer.ggml.token_type
+CONTROL = 3  # in tokenizer.ggml.token_type
 
 
 def family_of(file: GgufFile, families: Iterable[Family]) -> tuple[Family, GgufForm]:
-    """The family of a file, and its form. Raises ModelConfigError for an architecture that is not read here."""
+    """The family of a file and its form. Raises ModelConfigError for an unknown architecture."""
     forms = {family.gguf.architecture: (family, family.gguf) for family in families if family.gguf is not None}
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in forms:
@@ -59,7 +59,7 @@ def family_of(file: GgufFile, families: Iterable[Family]) -> tuple[Family, GgufF
 
 
 def to_hf_config(file: GgufFile, family: Family, form: GgufForm) -> dict[str, Any]:
-    """The object of a config.json. Raises ModelConfigError for a value that is not read here."""
+    """The object of a config.json. Raises ModelConfigError for a value that Quire cannot use."""
     metadata, tensors, architecture = file.metadata, file.tensors, form.architecture
     if metadata.get(f"{architecture}.expert_count"):
         raise ModelConfigError(f"{file.path.name} is a mixture of experts, which is not in this version")
@@ -80,15 +80,15 @@ def to_hf_config(file: GgufFile, family: Family, form: GgufForm) -> dict[str, An
         "eos_token_id": _end_tokens(metadata),
     }
     sizes = Fields(config, str(file.path))
-    width = sizes.integer("hidden_size") // sizes.integer("num_attention_heads")  # of a head, unless head_dim says else
+    width = sizes.integer("hidden_size") // sizes.integer("num_attention_heads")  # of a head, unless head_dim is given
     head_dim = sizes.integer("head_dim", width)
     return config | _rope(own, file, head_dim) | form.fields(own, sizes)
 
 
 def _dtype(file: GgufFile, form: GgufForm) -> str:
-    """What the weights were, or are computed in: for quantized ones the dtype with the fastest products.
+    """The dtype to compute in: the weights' own dtype, or for quantized weights the one with the fastest products.
 
-    Float16 stays float16, as bfloat16 would cost bits; unless the family's activations are beyond its range.
+    Float16 stays float16, because bfloat16 would lose bits, except if the family's activations exceed its range.
     """
     elements: Counter[str] = Counter()
     for info in file.tensors.values():
@@ -100,7 +100,7 @@ def _dtype(file: GgufFile, form: GgufForm) -> str:
 
 
 def _end_tokens(metadata: dict[str, Any]) -> list[int]:
-    """Whatever ends an answer."""
+    """The tokens that end an answer."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ends = [metadata[key] for key in keys if isinstance(metadata.get(key), int)]
     tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
@@ -143,7 +143,7 @@ def _rope(own: GgufMetadata, file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 
 def _factors(file: GgufFile, name: str, rotary_dim: int) -> list[float]:
-    """One per pair of rotating dimensions."""
+    """One factor per pair of rotating dimensions."""
     info, count = file.tensors[name], rotary_dim // 2
     if info.type.name != "F32" or info.shape != (count,) or count > _MAX_ROPE_FACTORS:
         raise ModelConfigError(

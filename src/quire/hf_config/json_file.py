@@ -1,4 +1,4 @@
-"""JSON objects of a checkpoint folder, as transformers writes them."""
+"""JSON objects of a checkpoint folder, in transformers' form."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TAGGED_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def read_object(path: Path, *, required: bool) -> dict[str, Any]:
-    """The object in a file; an empty one if the file is not there and need not be.
+    """The object in a file; an empty one if the file is absent and not required.
 
     Raises ModelConfigError: the file is missing, unreadable, or holds no JSON object.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # reading a pipe would wait
             raise ModelConfigError(f"{path} is no regular file", fix="Put the file itself there")
         value = json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)
     except FileNotFoundError:

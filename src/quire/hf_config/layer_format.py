@@ -1,4 +1,4 @@
-"""How a quantized checkpoint stores its linear layers: one format per layer, chosen by the layer's name. No torch.
+"""The formats of linear layers in a quantized checkpoint. The name of a layer chooses its format. No torch.
 
 Dimensions: N out-features, K in-features.
 """
@@ -20,13 +20,13 @@ class LayerFormat:
     """The tensors that stand for one linear weight.
 
     Attributes:
-        layout: whose tensors: AutoAWQ's gemm, GPTQ's, compressed-tensors' pack-quantized (packed) and int-quantized
+        layout: the tensors of AutoAWQ's gemm, of GPTQ, of compressed-tensors' pack-quantized (packed) or int-quantized
             (int8), or a weight in float8_e4m3fn with its scales (fp8).
         bits: of a weight.
-        scales: what shares a scale: everything, an output channel, a group along K, a block of N x K.
+        scales: one scale is for the whole tensor, an output channel, a group along K, or a block of N x K.
         group_size: elements along K, for groups.
         block: (rows, columns), for blocks.
-        scale_name: of the tensor with the scales.
+        scale_name: the name of the tensor with the scales.
         has_zeros: zero points are stored.
         has_order: the group of each in-feature is stored (act-order).
         zero_offset: added to stored zero points (the first version of GPTQ's files).
@@ -49,7 +49,7 @@ class LayerFormat:
         assert (self.scales == "block") == (self.block is not None)
 
     def describe(self) -> str:
-        """`4-bit in groups of 128, zero points`: for people."""
+        """Text for people, for example `4-bit, groups of 128, zero points`."""
         shared = {
             "tensor": "one scale",
             "channel": "a scale per output channel",
@@ -66,16 +66,16 @@ class LayerFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Layers by name, and their format; None: left in floating point.
+    """The format of some layers, chosen by name; None: they stay in floating point.
 
-    Its repr is part of the key of kept weights: no sets among the fields, whose order changes from start to start.
+    The repr of a rule is part of the key of kept weights. So no field is a set: its order changes between starts.
 
     Attributes:
-        reason: the field of the config that says so.
+        reason: the field of the config with this rule.
         names: whole names.
-        parts: names that stand in a layer's name between dots, as `self_attn` or `layers.0` in `layers.0.self_attn`.
-        patterns: regular expressions that match from the start; they have been compiled once, and take little time.
-        is_rest: every layer.
+        parts: parts of a name between dots, for example `self_attn` or `layers.0` in `layers.0.self_attn`.
+        patterns: regular expressions that match from the start. They are checked: each compiles and matches fast.
+        is_rest: the rule covers every layer.
     """
 
     format: LayerFormat | None
@@ -103,7 +103,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """What config.json says of the weights: the first rule that covers a layer's name decides.
+    """The description of the weights in config.json. The first rule that covers a layer's name decides.
 
     Args:
         method: awq, gptq, compressed-tensors or fp8.
@@ -113,11 +113,11 @@ class QuantizedCheckpoint:
     rules: tuple[Rule, ...]
 
     def rule_for(self, name: str) -> Rule | None:
-        """None: the config does not speak of the layer, which is in floating point then."""
+        """The rule of a layer. None: the config has no rule for it, and it is in floating point."""
         return next((rule for rule in self.rules if rule.covers(name)), None)
 
     def format_of(self, name: str) -> LayerFormat | None:
-        """The format of the layer `model.layers.0.mlp.down_proj`, `lm_head`, ...; None: floating point."""
+        """The format of a layer such as `model.layers.0.mlp.down_proj` or `lm_head`; None: floating point."""
         rule = self.rule_for(name)
         return None if rule is None else rule.format
 

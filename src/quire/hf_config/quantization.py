@@ -1,6 +1,6 @@
-"""What config.json and the files beside it say of a quantized checkpoint: AWQ, GPTQ, compressed-tensors, FP8. No torch.
+"""Reads descriptions of quantized checkpoints: AWQ, GPTQ, compressed-tensors, FP8. No torch.
 
-Each describes the whole model in fields of its own; here they become rules that give each layer a format.
+Each method describes the whole model in its own fields. Here they become rules that give each layer a format.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from quire.formats.weight_format import MAX_GROUP_SIZE
 from quire.hf_config.fields import Fields
 from quire.hf_config.layer_format import LayerFormat, QuantizedCheckpoint, Rule
 
-# Of checkpoints made before config.json described them: AutoGPTQ's and AutoAWQ's.
+# AutoGPTQ and AutoAWQ wrote these files before config.json held the description.
 SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 OUTPUT = "lm_head"
-# What `--quantization` may call a method: vLLM's names, some of which choose kernels there.
+# Names of a method for `--quantization`. They are vLLM's; there, some of them choose kernels.
 QUANTIZATION_NAMES = {
     "awq": "awq",
     "auto_awq": "awq",
@@ -35,8 +35,8 @@ _GROUP_UNIT = 32
 _MAX_NAMES = 65_536
 _MAX_PATTERNS = 64
 _MAX_PATTERN_CHARS = 256
-# A pattern comes with the model, and matching tries every way through it: their number has to be small. A repetition
-# counts as _REPETITION_WAYS, in a name of L characters it has up to L; repeated groups are refused.
+# A pattern comes with the model, and matching tries every way through it, so the number of ways must be small. A
+# repetition has up to L ways in a name of L characters; it counts as _REPETITION_WAYS. Repeated groups are refused.
 _REPETITION_WAYS = 16
 _MAX_WAYS = 65_536
 _MAX_WAYS_TOGETHER = 8 * _MAX_WAYS
@@ -44,9 +44,9 @@ _FIX = "Use a checkpoint in a format that is read, or the unquantized one with -
 
 
 def parse_quantization(fields: Fields) -> QuantizedCheckpoint | None:
-    """The description in the object of a config.json; None if there is none.
+    """The description in the object of a config.json; None if it has none.
 
-    Raises ModelConfigError for what is malformed, and for what we do not read.
+    Raises ModelConfigError if the description is malformed or of a kind that is not read.
     """
     for holder in (fields, fields.object("text_config")):
         for name in ("quantization_config", "compression_config"):
@@ -57,7 +57,7 @@ def parse_quantization(fields: Fields) -> QuantizedCheckpoint | None:
 
 
 def parse_description(fields: Fields, default_method: str = "") -> QuantizedCheckpoint:
-    """The description itself: the object under `quantization_config`, or a file of SEPARATE_FILES."""
+    """The description from the object under `quantization_config`, or from a file of SEPARATE_FILES."""
     method = fields.get("quant_method") or fields.get("method") or default_method
     if not method and fields.has("config_groups"):
         method = "compressed-tensors"
@@ -94,7 +94,7 @@ def _gptq(fields: Fields) -> Iterable[Rule]:
         yield _output_left_out("lm_head is not set")
     dynamic = fields.object("dynamic")
     _limit(fields, "dynamic", len(dynamic.values), _MAX_PATTERNS)
-    for key in dynamic.values:  # GPTQModel's: `-:` and a pattern leaves modules out, else their settings differ
+    for key in dynamic.values:  # by GPTQModel: `-:` before a pattern leaves modules out, else it gives other settings
         patterns = (_pattern(fields, "dynamic", re.sub("^[+-]:", "", key)),)
         own = Fields({**fields.values, **dynamic.object(key).values}, fields.path)
         layer_format = None if key.startswith("-:") else _gptq_format(own)
@@ -196,7 +196,7 @@ def _compressed_format(group: Fields, layout: str) -> LayerFormat | None:
 
 
 def _has_input_scale(group: Fields, layout: str) -> bool:
-    """Activations of an integer layer are quantized per row and group while it runs, those of an FP8 layer are not."""
+    """Whether a scale for activations is stored: only FP8 may have one. Integer layers compute their own scales."""
     if group.object("output_activations").values:
         raise _unread(group, "with quantized outputs", "output_activations", "null")
     activations = group.object("input_activations")
@@ -252,7 +252,7 @@ def _bits(fields: Fields, name: str, choices: tuple[int, ...]) -> int:
 
 
 def _group_size(fields: Fields, name: str) -> dict[str, Any]:
-    """-1 is the whole row."""
+    """The group size and its kind of scales; -1 means the whole row."""
     size = fields.integer(name, -1, minimum=-1)
     if size == -1:
         return {"group_size": None, "scales": "channel"}
@@ -271,12 +271,12 @@ def _output_left_out(reason: str) -> Rule:
 
 
 def _left_out(fields: Fields, name: str) -> Rule:
-    """Modules by any consecutive parts of their names."""
+    """Modules to leave out, by consecutive parts of their names."""
     return Rule(format=None, reason=name, parts=tuple(part.strip(".") for part in _names(fields, name)))
 
 
 def _named(fields: Fields, name: str, layer_format: LayerFormat | None) -> Rule:
-    """compressed-tensors' way: whole names, `re:` and a pattern, or the class `Linear`."""
+    """A rule in the form of compressed-tensors: whole names, `re:` and a pattern, or the class `Linear`."""
     names = _names(fields, name)
     patterns = [text.removeprefix("re:") for text in names if text.startswith("re:")]
     _limit(fields, name, len(patterns), _MAX_PATTERNS)
@@ -331,13 +331,13 @@ def _pattern(fields: Fields, name: str, text: str) -> str:
 
 
 def _ways(pattern: str) -> int:
-    """In at most how many ways a name can be tried against a pattern, as _MAX_WAYS counts them."""
+    """The most ways in which a name can be tried against a pattern, counted as for _MAX_WAYS."""
     plain = re.sub(r"\\.", "_", pattern, flags=re.DOTALL)
-    if re.search(r"\)[*+{]|\(\?[a-zA-Z-]*x", plain):  # x, verbose: blanks may stand before what repeats a group
+    if re.search(r"\)[*+{]|\(\?[a-zA-Z-]*x", plain):  # x (verbose): blanks may hide the repetition of a group
         return _MAX_WAYS + 1
     repetitions = sum(plain.count(sign) for sign in "*+{")
     optionals = len(re.findall(r"(?<!\()\?", plain))
-    # Pieces between brackets are groups or parts of them: the product is no less than that over whole groups.
+    # Pieces between brackets are groups or parts of groups, so this product is not below the one over whole groups.
     alternatives = math.prod(piece.count("|") + 1 for piece in re.split("[()]", plain))
     return int(_REPETITION_WAYS**repetitions * 2**optionals * alternatives)
 

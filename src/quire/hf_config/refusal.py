@@ -1,4 +1,4 @@
-"""How an architecture is refused that our paged attention cannot serve."""
+"""The error for an architecture that our paged attention cannot serve."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from quire.errors import ModelConfigError
 
 
 def refusal(architecture: str, problem: str, fix: str = "") -> ModelConfigError:
-    """The error, to be raised. `problem` says what the model is or lacks; `fix`: what may help beside another model."""
+    """The error, for the caller to raise. `problem`: the reason; `fix`: help beside the choice of another model."""
     return ModelConfigError(
         f"{architecture} cannot run on paged attention: {problem}",
-        expected="an architecture whose layers all use transformers' attention interface, causal, with a KV cache only",
+        expected="causal layers that all use transformers' attention interface, with no state except a KV cache",
         fix=f"Choose another model, or one of the native architectures{fix}",
     )

@@ -1,4 +1,4 @@
-"""Rotary position encoding of config.json: which kind, its numbers, and the context length it allows."""
+"""Rotary position encoding in config.json: its kind, its numbers, and the context length that it allows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from quire.hf_config.fields import Fields
 from quire.layer_spec import RopeConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-_PHI3_LONGROPE = ("su", "yarn")  # what the first Phi-3 files called it
-_FACTORS = 1e-6, 1e6  # no model is near these limits; between them every table is finite
+_PHI3_LONGROPE = ("su", "yarn")  # the first Phi-3 files have these names for it
+_FACTORS = 1e-6, 1e6  # no model is near these limits, and between them every table is finite
 
 
 def parse_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rope of the model, and that of its sliding-window layers where they have their own (Gemma 3).
+    """The rope of the model, and the own rope of its sliding-window layers, if they have one (Gemma 3).
 
-    `fields` is the whole file with defaults, in either style: rope_theta with rope_scaling, or rope_parameters as
-    transformers 5 writes them.
+    `fields` is the whole file with defaults, in one of two styles: rope_theta with rope_scaling, or the rope_parameters
+    of transformers 5.
     """
     parameters = fields.object("rope_parameters")
     scaling = fields.object("rope_scaling")
@@ -25,7 +25,7 @@ def parse_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig | 
         full = Fields({**scaling.values, **parameters.object("full_attention").values}, fields.path)
         local = parameters.object("sliding_attention").with_defaults({"rope_theta": fields.get("rope_local_base_freq")})
         ropes = _parse_one(full, fields, head_dim), _parse_one(local, fields, head_dim)
-        if any(rope.short_factor != rope.long_factor for rope in ropes):  # a sequence has one offset into all tables
+        if any(rope.short_factor != rope.long_factor for rope in ropes):  # a sequence has one offset for all tables
             kind = Fields({"rope_type": "longrope"}, fields.path)
             raise kind.illegal("rope_type", "another one, since layers with a window have a rope of their own")
         return ropes
@@ -33,7 +33,7 @@ def parse_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig | 
 
 
 def _parse_one(given: Fields, fields: Fields, head_dim: int) -> RopeConfig:
-    """One rope from its own object; theta and the partial factor may also stand at the top of the file."""
+    """One rope from its object. theta and the partial factor may also be at the top of the file."""
     name = given.get("rope_type") or given.get("type") or "default"
     if fields.get("model_type") == "phi3" and name in _PHI3_LONGROPE:
         name = "longrope"
@@ -80,7 +80,7 @@ def _parse_one(given: Fields, fields: Fields, head_dim: int) -> RopeConfig:
 
 
 def _yarn_attention_factor(given: Fields, factor: float) -> float:
-    """YaRN's factor on cos and sin (arXiv 2309.00071, section 3.4); mscale values as DeepSeek's files give them."""
+    """YaRN's factor on cos and sin (arXiv 2309.00071, section 3.4). DeepSeek's files give mscale values."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -90,9 +90,9 @@ def _yarn_attention_factor(given: Fields, factor: float) -> float:
 
 
 def max_model_len(fields: Fields, rope: RopeConfig) -> int:
-    """The context the model allows, by vLLM's rule: linear, dynamic and yarn stretch the position limit of the file.
+    """The context that the model allows, by vLLM's rule: linear, dynamic and yarn stretch the file's position limit.
 
-    The limits of the other types, and Gemma 3's, include their factor already.
+    The limits of the other types, and of Gemma 3, include the factor already.
     """
     limit = fields.integer("max_position_embeddings")
     if rope.type == "yarn":

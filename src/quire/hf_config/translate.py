@@ -14,7 +14,7 @@ from quire.hf_config.refusal import refusal
 from quire.hf_config.rope import max_model_len, parse_rope
 from quire.layer_spec import RopeConfig
 
-# What changes the arithmetic of some families only, with the value that changes nothing.
+# Fields that change the arithmetic of some families only, with the value that changes nothing.
 OPTIONAL_FIELDS: Mapping[str, Any] = {
     "partial_rotary_factor": 1.0,
     "rope_local_base_freq": None,
@@ -36,7 +36,7 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "eos_token_id": 2,
 }
 
-# For architectures that only the transformers backend runs; older ones call the same things otherwise.
+# For architectures that only the transformers backend runs. Older ones have other names for the same fields.
 UNKNOWN = Family(model_type="", architectures=(), defaults={"eos_token_id": None})
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model"),
@@ -67,7 +67,7 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
 }
 _DTYPES = ("bfloat16", "float16", "float32")
-# Where a foreign config.json has one of these, layers keep a state that is no cache of keys and values.
+# If a foreign config.json has one of these, layers keep a state instead of keys and values.
 _STATE_FIELDS = ("state_size", "ssm_state_size", "mamba_d_state", "lru_width")
 
 
@@ -88,8 +88,8 @@ def translate(
     Args:
         raw: the object of config.json.
         path: the file, for errors.
-        families: native ones, by model_type.
-        any_architecture: accept an architecture, or an activation, without native implementation.
+        families: the native ones, by model_type.
+        any_architecture: accept an architecture or an activation without native implementation.
     """
     outer = Fields(raw, path)
     architecture, family = _find_family(outer, families, any_architecture)
@@ -146,7 +146,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _split_off_ignored(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`values` without the optional fields that the family does not read, and the names of those that ask for more."""
+    """`values` without the optional fields that the family does not read; and the ignored names that matter."""
     kept: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in values.items():
@@ -161,7 +161,7 @@ def _split_off_ignored(values: Mapping[str, Any], family: Family) -> tuple[dict[
 
 
 def _foreign_refusal(architecture: str, fields: Fields, missing: list[str]) -> ModelConfigError:
-    """Why a model cannot run whose config.json lacks what every model with a KV cache in all layers has."""
+    """The error for a config.json without fields that every model with a KV cache in all layers has."""
     lacks = f"its config.json gives no {', '.join(missing)}"
     if state := next((name for name in _STATE_FIELDS if fields.has(name)), None):
         return refusal(architecture, f"it keeps other state than keys and values ({state})")
@@ -238,7 +238,7 @@ def _attention_scale(fields: Fields, head_dim: int) -> float:
 
 
 def _activation_field(fields: Fields) -> str:
-    """Gemma's files hold both, and the first counts."""
+    """The field with the activation. Gemma's files hold both, and hidden_activation counts."""
     return "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
 
 

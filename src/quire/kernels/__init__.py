@@ -1,1 +1,1 @@
-"""Kernels: typed ops (ops, dense, grouped, fp8), their twins in plain torch (reference), CPU (cpu), GPU (triton)."""
+"""Kernels: typed ops (ops, dense, grouped, fp8), twins in plain torch (reference), for CPU (cpu), GPU (triton)."""

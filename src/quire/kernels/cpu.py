@@ -1,13 +1,13 @@
-"""The compiled CPU kernels. The only file that calls them.
+"""The compiled CPU kernels. Only this file calls them.
 
-A call is a struct of the extension, made from tensors and numbers by name, and run. What stays the same for a layer is
-a struct of its own, which is made once and given to each call. The extension takes address, sizes, strides and dtype
-from each tensor itself (csrc/tensor_view.h).
+A call is a struct of the extension: it is made from tensors and numbers by name, and then run. Arguments that are
+constant for a layer have their own struct, which is made once and given to each call. The extension reads address,
+sizes, strides and dtype from each tensor (csrc/tensor_view.h).
 
-The functions trust the shapes, dtypes and strides of their arguments: ops, dense, grouped and fp8 check them. Numbers
-that lead out of memory are refused below, in csrc/bindings_*.cpp.
+The functions trust the shapes, dtypes and strides of their arguments: ops, dense, grouped and fp8 check them.
+csrc/bindings_*.cpp refuses numbers that lead out of memory.
 
-Dimensions: M rows, N out-features, K in-features; those of the other ops are in ops.py.
+Dimensions: M rows, N out-features, K in-features; for the other ops see ops.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.kernels.grouped_weight import GroupedWeight
 if TYPE_CHECKING:
     from quire.kernels.layer_rules import AttentionRule, HeadRotation
 
-_C: Any = extension.C  # None: installed without a compiler; ops run on plain torch
+_C: Any = extension.C  # None: installed without a compiler, so ops run on plain torch
 
 # enum class DType of csrc/include/quire/dtype.h
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -39,7 +39,7 @@ ACTIVATION_CODES: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 GROUP_NUMBERS_CODES: dict[str | None, int] = {None: 0, "float32": 1, "float16": 2, "int8": 3, "uint8": 4}
 # kMaxHeadDim of csrc/kernels/attention_tile.h; above it ops run on plain torch
 MAX_HEAD_DIM = 256
-_PEAK_ROUNDS = 20_000  # of multiply-adds per reading, under a millisecond each
+_PEAK_ROUNDS = 20_000  # of multiply-adds per reading, which takes less than a millisecond
 
 
 def _load() -> bool:
@@ -57,17 +57,17 @@ _recording = threading.RLock()  # one thread at a time
 
 
 def available() -> bool:
-    """True when ops on CPU tensors run on the compiled kernels (built, and QUIRE_FORCE_REFERENCE not set at import)."""
+    """True if ops on CPU tensors run on the compiled kernels (built, and QUIRE_FORCE_REFERENCE not set at import)."""
     return _available
 
 
 def takes(x: Tensor) -> bool:
-    """True when ops on this tensor run on the compiled kernels."""
+    """True if ops on this tensor run on the compiled kernels."""
     return _available and x.device.type == "cpu" and x.dtype in DTYPE_CODES
 
 
 class _RecordedExtension:
-    """Stands for the extension while the kernel calls of this thread are recorded; those of others are only made."""
+    """Replaces the extension while it records the kernel calls of this thread. Calls of other threads only run."""
 
     def __init__(self, recorded: Any, calls: list[Callable[[], Any]]) -> None:
         self._recorded, self._calls, self._thread = recorded, calls, threading.get_ident()
@@ -88,9 +88,9 @@ class _RecordedExtension:
 
 @contextmanager
 def recorded_calls() -> Iterator[list[Callable[[], Any]]]:
-    """Every kernel call of the block, made and appended to a list: to be repeated on the same addresses.
+    """Run the block and append all its kernel calls to a list, for repetition on the same addresses.
 
-    A call owns its addresses, sizes and numbers, and nothing changes them; it does not keep tensors alive.
+    A call owns its addresses, sizes and numbers, and nothing changes them. It does not keep tensors alive.
     """
     global _C
     calls: list[Callable[[], Any]] = []
@@ -103,7 +103,7 @@ def recorded_calls() -> Iterator[list[Callable[[], Any]]]:
 
 
 def isas() -> list[str]:
-    """Names of the instruction sets this CPU can run, worst first; empty without the extension."""
+    """Names of the instruction sets that this CPU can run, worst first; empty without the extension."""
     return list(_C.isas()) if _available else []
 
 
@@ -120,7 +120,7 @@ def set_isa(name: str) -> None:
 
 
 def get_num_threads() -> int:
-    """Threads of the kernels' pool, the calling one included."""
+    """Threads of the kernels' pool, with the calling one."""
     return int(_C.num_threads()) if _available else torch.get_num_threads()
 
 
@@ -133,7 +133,7 @@ def set_num_threads(n: int) -> None:
 
 
 def default_num_threads() -> int:
-    """Physical cores this process may use: affinity without hyper-thread siblings, limited by the cgroup CPU quota."""
+    """Physical cores for this process: its affinity without hyper-thread siblings, limited by the cgroup CPU quota."""
     return int(_C.default_num_threads()) if _available else torch.get_num_threads()
 
 
@@ -150,32 +150,32 @@ def gemm_pack(weight_NK: Tensor, packed: Tensor) -> None:
 def packed_weight(
     data: Tensor, N: int, K: int, form: Any = None, order_K: Tensor | None = None, fp8_group_size: int = 0
 ) -> Any:
-    """A weight in its panel layout as `gemm` and `weight_rows` take it: made once. The caller keeps the tensors alive.
+    """A weight in its panel layout for `gemm` and `weight_rows`, made once. The caller keeps the tensors alive.
 
-    `form` (of `grouped_form`) and `order_K` (int32) of a grouped integer weight, `fp8_group_size` of an FP8 one;
-    without them the weight has the dtype of what it is multiplied with.
+    `form` (from `grouped_form`) and `order_K` (int32) are for a grouped integer weight, `fp8_group_size` for an FP8
+    weight. Without them the weight has the dtype of x.
     """
     return _C.PackedWeight(data=data, n=N, k=K, form=form, order=order_K, fp8_group_size=fp8_group_size)
 
 
 def gemm(x_MK: Tensor, weight: Any, bias_N: Tensor | None, out_MN: Tensor) -> None:
-    """out = x @ weight.T + bias; rows of x and out may be strided, the last dimension is contiguous.
+    """out = x @ weight.T + bias. Rows of x and out may be strided; the last dimension is contiguous.
 
-    `weight` is one of `packed_weight`.
+    `weight`: from `packed_weight`.
     """
     _C.Gemm(x=x_MK, weight=weight, bias=bias_N, out=out_MN).run()
 
 
 def weight_rows(weight: Any, rows_T: Tensor, out_TK: Tensor) -> None:
-    """Rows of a `packed_weight`, as they were or dequantized; rows (int64) and out are contiguous.
+    """Rows of a `packed_weight`, dequantized if necessary. rows (int64) and out are contiguous.
 
-    IndexError for a row that the weight does not have.
+    Raises IndexError for a row that the weight does not have.
     """
     _C.WeightRows(weight=weight, rows=rows_T, out=out_TK).run()
 
 
 def grouped_form(grouped_format: GroupedFormat) -> Any:
-    """A format whose group size is given, as struct GroupedForm of csrc/include/quire/kernels/grouped_layout.h."""
+    """A format with a group size as struct GroupedForm of csrc/include/quire/kernels/grouped_layout.h."""
     return _C.GroupedForm(
         bits=grouped_format.bits,
         group_size=grouped_format.group_size,
@@ -213,7 +213,7 @@ def grouped_packed_bytes(N: int, K: int, form: Any) -> int:
 def grouped_pack(weight: GroupedWeight, packed: Tensor) -> None:
     """Copy a grouped weight into that layout, to the beginning of `packed`.
 
-    Its tensors are contiguous, but for the rows of the codes.
+    Its tensors are contiguous, except the rows of the codes.
     """
     _C.gemm_grouped_pack(
         codes=weight.codes_NK,
@@ -227,30 +227,30 @@ def grouped_pack(weight: GroupedWeight, packed: Tensor) -> None:
 
 
 def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 3) -> float:
-    """Best measured bytes per second of reading memory once, over all kernel threads. Needs the extension."""
+    """Best measured bytes per second of reading memory once, over all kernel threads. It needs the extension."""
     return float(_C.read_bandwidth(num_bytes, repeats))
 
 
 def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
-    """Best measured multiply-add rate (FLOP/s) of the active instruction set on registers alone, all kernel threads.
+    """Best measured multiply-add rate (FLOP/s) of the active instruction set, in registers, over all kernel threads.
 
-    bfloat16 uses AMX tiles or vdpbf16ps where active; every other dtype float32. Needs the extension.
+    bfloat16 uses AMX tiles or vdpbf16ps if they are active; other dtypes use float32. It needs the extension.
     """
     return max(float(_C.peak_flops(DTYPE_CODES[dtype], _PEAK_ROUNDS)) for _ in range(repeats))
 
 
 def peak_int8_ops(repeats: int = 3) -> float:
-    """The same for 8-bit integers (multiplications and additions per second), as grouped weights are multiplied.
+    """The same for 8-bit integers (multiplications and additions per second), as in products with grouped weights.
 
-    AMX tiles, vpdpbusd, or 16-bit multiply-adds. Needs the extension.
+    It uses AMX tiles, vpdpbusd, or 16-bit multiply-adds. It needs the extension.
     """
     return max(float(_C.peak_int8_ops(_PEAK_ROUNDS)) for _ in range(repeats))
 
 
 def advise_huge_pages(x: Tensor) -> None:
-    """Ask the operating system to back a large contiguous CPU tensor that nobody has written yet with huge pages.
+    """Ask the operating system for huge pages for a large contiguous CPU tensor that nobody has written yet.
 
-    A hint that may be ignored; nothing without the extension.
+    The system may ignore this hint. Without the extension nothing happens.
     """
     if _available:
         _C.advise_huge_pages(x)
@@ -286,10 +286,10 @@ def head_rotation(
 
 
 def _kv_cache(cache: LayerCache) -> Any:
-    """Made at the first call: the tensors of a LayerCache are never replaced."""
+    """The cache in the extension's form, made at the first call: tensors of a LayerCache are never replaced."""
     if cache.compiled is None:
         made = _C.KvCache(k=cache.k_BGPE, v=cache.v_BGPE, k_scales=cache.k_scales_BGP, v_scales=cache.v_scales_BGP)
-        object.__setattr__(cache, "compiled", made)  # of a frozen dataclass
+        object.__setattr__(cache, "compiled", made)  # the dataclass is frozen
     return cache.compiled
 
 

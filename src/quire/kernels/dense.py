@@ -1,7 +1,8 @@
-"""Products with weights in floating point, packed once: compiled kernels for CPU tensors, plain torch otherwise, which
-is cuBLAS on a GPU, or Triton where results must be deterministic.
+"""Products with floating-point weights that are packed once.
 
-The arithmetic of one row never depends on the other rows of a call nor on the number of threads; that of cuBLAS does.
+CPU tensors use the compiled kernels, other tensors plain torch, which is cuBLAS on a GPU. On a GPU, Triton replaces it
+if results must be deterministic. The arithmetic of one row never depends on the other rows of a call or on the number
+of threads, except with cuBLAS.
 Dimensions: T tokens, K in-features, N out-features.
 """
 
@@ -25,9 +26,9 @@ from quire.kernels.strides import contiguous_rows
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A weight in the form `linear` reads. Opaque: the layout belongs to the path that packed it.
+    """A weight in the form that `linear` reads. Only the code that packed it knows the layout.
 
-    `data` is the kernels' panel layout (uint8) when `is_packed`, else the weight [N, K] itself.
+    `data` is the kernels' panel layout (uint8) if `is_packed`, else the weight [N, K].
     """
 
     data: Tensor
@@ -38,7 +39,7 @@ class PackedLinear:
 
     @cached_property
     def panels(self) -> Any:
-        """`data` as the kernels take it."""
+        """`data` in the form of the kernels."""
         return cpu.packed_weight(self.data, self.N, self.K)
 
     @property
@@ -47,15 +48,15 @@ class PackedLinear:
 
 
 def packs(device: torch.device) -> bool:
-    """Whether weights on this device are packed: by the compiled kernels, on CPU."""
+    """Whether weights on this device are packed: only the compiled kernels on a CPU do it."""
     return cpu.available() and device.type == "cpu" and not gpu.serves(device)
 
 
 def pack_linear(weight_NK: Tensor) -> PackedLinear:
-    """Bring a weight [N, K] of dtype float32, bfloat16 or float16 into the form `linear` reads.
+    """Turn a weight [N, K] of dtype float32, bfloat16 or float16 into the form that `linear` reads.
 
-    On CPU with the compiled kernels this is a copy (multi-threaded), and pages of a mapped file are released as it goes
-    on: the caller may free `weight_NK`. Rows may be strided.
+    With the compiled kernels this is a multi-threaded copy, which releases pages of a mapped file on the way. The
+    caller may free `weight_NK`. Rows may be strided.
     """
     check_weight(weight_NK)
     N, K = weight_NK.shape
@@ -65,8 +66,10 @@ def pack_linear(weight_NK: Tensor) -> PackedLinear:
 
 
 def pack_linear_bands(bands: Iterable[Tensor], N: int) -> PackedLinear:
-    """The packed form of a weight of N rows that comes in bands, on a device that `packs`: rows in order, in each band
-    but the last a multiple of PANEL_WIDTH."""
+    """The packed form of a weight of N rows that comes in bands, on a device that `packs`.
+
+    Rows are in order. Each band except the last has a multiple of PANEL_WIDTH rows.
+    """
     bands = iter(bands)
     first = next(bands)
     check_weight(first)
@@ -94,8 +97,8 @@ def linear(
 ) -> Tensor:
     """y_TN = x_TK @ weight.T + bias_N with float32 accumulation, rounded once to the output dtype.
 
-    x has the weight's dtype; the output has x's dtype unless `out_dtype` (or the dtype of `out`) says otherwise. Rows
-    of x and of `out` may be strided. The bias may have any of the three dtypes. Plain torch rounds to x's dtype first.
+    x has the weight's dtype. The output has the dtype of `out`, or `out_dtype`, or else x's. Rows of x and of `out` may
+    be strided. The bias may have any of the three dtypes. Plain torch rounds to x's dtype first.
     """
     check_product(x_TK, packed.data, packed.N, packed.K, bias_N)
     check_dtype("x", x_TK, packed.dtype)
@@ -119,9 +122,9 @@ def _plain(x_TK: Tensor, packed: PackedLinear, bias_N: Tensor | None) -> Tensor:
 
 
 def packed_rows(packed: PackedLinear, rows_T: Tensor) -> Tensor:
-    """weight[rows_T] -> [T, K] out of the packed form: embedding lookup in a matrix that is also the output projection.
+    """weight[rows_T] -> [T, K] from the packed form: embedding lookup in the matrix of the output projection.
 
-    rows_T: int64, each in [0, N); on a CPU, IndexError for another.
+    rows_T: int64, each in [0, N); on a CPU, IndexError for other values.
     """
     check_rows(rows_T, packed.data, packed.dtype)
     if not packed.is_packed:

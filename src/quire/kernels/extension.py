@@ -1,4 +1,4 @@
-"""The compiled extension, without torch: whether it is there, why not, and which instruction sets it runs here."""
+"""The compiled extension, without torch: whether it exists, the reason if not, and its instruction sets here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire import envs
 from quire.errors import ConfigError
 
 C: Any
-WHY_NOT: str | None = None  # there is no extension
+WHY_NOT: str | None = None  # the reason why there is no extension
 try:
     from quire import _C as C  # type: ignore[attr-defined, no-redef, unused-ignore]
 except ImportError as error:
@@ -23,17 +23,29 @@ def is_used() -> bool:
 
 
 def how_to_build() -> str:
-    """What to do for the compiled kernels; whoever runs a checkout has a Makefile, and others have pip."""
+    """Advice on how to build the kernels: `make` in a checkout, else pip."""
     compiler = "Install a C++20 compiler (g++ 12 or clang 15), then run"
     checkout = Path(__file__).resolve().parents[3]  # of src/quire/kernels
     if (checkout / "CMakeLists.txt").is_file():
         return f"{compiler} `make setup` in {checkout}"
-    # pip may have kept what it built without a compiler: --no-cache-dir.
+    # --no-cache-dir: pip may have kept a wheel that it built without a compiler.
     return f"{compiler} `pip install --force-reinstall --no-deps --no-cache-dir --no-binary quire quire`"
 
 
+def require(who: str) -> Any:
+    """The extension, for what has no other form. `who` begins a sentence. ConfigError where it is not built."""
+    if C is None:
+        raise ConfigError(
+            f"{who} needs the compiled extension, which is not there",
+            value=WHY_NOT,
+            expected="the compiled extension",
+            fix=how_to_build(),
+        )
+    return C
+
+
 def wished_isa() -> str | None:
-    """What QUIRE_ISA says, if anything. ConfigError for what cannot run here."""
+    """The value of QUIRE_ISA, or None. Raises ConfigError for an instruction set that cannot run here."""
     name = envs.ISA.get()
     if not name:
         return None
@@ -50,9 +62,9 @@ def wished_isa() -> str | None:
 
 
 def read_bandwidth(num_threads: int) -> float | None:
-    """Bytes per second that this many cores read from memory now; None without the kernels: the best of 8 readings.
+    """Bytes per second that this number of cores reads from memory now, the best of 8 readings; None without kernels.
 
-    Takes 0.2 s and 256 MiB.
+    It takes 0.2 s and 256 MiB.
     """
     if not is_used():
         return None
@@ -61,7 +73,7 @@ def read_bandwidth(num_threads: int) -> float | None:
 
 
 def chosen_isa() -> str:
-    """The instruction set an engine started now would run on; "torch" without the kernels. Raises ConfigError."""
+    """The instruction set of an engine that would start now; "torch" without the kernels. Raises ConfigError."""
     if not is_used():
         return "torch"
     return wished_isa() or str(C.isa())

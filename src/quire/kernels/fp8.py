@@ -1,8 +1,8 @@
-"""Products with FP8 weights (e4m3) and float32 scales: compiled kernels on CPU, Triton and cuBLAS on GPU, plain torch
-otherwise.
+"""Products with FP8 weights (e4m3) and float32 scales.
 
-Activations stay as they are ("weight-only") but where `quantizes_activations` says otherwise. The arithmetic of one row
-never depends on the other rows of a call nor on the number of threads, but by that choice.
+They use the compiled kernels on CPU, Triton and cuBLAS on GPU, and plain torch otherwise. Activations are not quantized
+("weight-only"), unless `quantizes_activations` is true. Only this choice depends on the number of rows; else the
+arithmetic of one row never depends on the other rows of a call or on the number of threads.
 Dimensions: T tokens, K in-features, N out-features, G groups along K.
 """
 
@@ -26,20 +26,20 @@ from quire.kernels.packed_codes import PackedCodes
 from quire.kernels.product import check_product, check_result_dtype, check_rows, check_weight, result_memory
 from quire.kernels.strides import contiguous_rows
 
-# Below some hundreds of rows, reading the weight takes longer than multiplying: activations need not be FP8 as well. No
-# decode step has more than the largest CUDA graph, 256 rows: padding must not decide how a row is computed.
+# Below some hundreds of rows, reading the weight takes longer than multiplying, so activations need not be FP8. The
+# limit is above the largest CUDA graph, 256 rows, because padding must not change the arithmetic of a row.
 _FEWEST_QUANTIZED_ROWS = 257
 
 
 @dataclass(frozen=True)
 class PackedFp8(PackedCodes[Fp8Weight]):
-    """An FP8 weight in the form `fp8_linear` reads. Only the CPU kernels have panels."""
+    """An FP8 weight in the form that `fp8_linear` reads. Only the CPU kernels have panels."""
 
     group_size: int
 
     @cached_property
     def panels(self) -> Any:
-        """`data` as the kernels of a CPU take it."""
+        """`data` in the form of the CPU kernels."""
         assert self.data is not None
         return cpu.packed_weight(self.data, self.N, self.K, fp8_group_size=self.group_size)
 
@@ -51,7 +51,7 @@ class Fp8Rows:
     Attributes:
         codes_TK: float8_e4m3fn.
         scales_T1: float32.
-        dtype: of the rows before.
+        dtype: of the rows before quantization.
     """
 
     codes_TK: Tensor
@@ -59,11 +59,11 @@ class Fp8Rows:
     dtype: torch.dtype
 
 
-Rows = Tensor | Fp8Rows  # activations on their way into a linear layer
+Rows = Tensor | Fp8Rows  # the input of a linear layer
 
 
 def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
-    """The nearest codes (ties to even) with one scale per row: max |w| / 448, so that the largest element becomes 448.
+    """The nearest codes (ties to even) with one scale per row: max |w| / 448. The largest element becomes 448.
 
     A row with an element that is not finite gets the scale NaN.
     """
@@ -82,18 +82,20 @@ def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:
 
 
 def pack_fp8(weight: Fp8Weight) -> PackedFp8:
-    """Bring a weight into the form `fp8_linear` reads; a copy on the kernels."""
+    """Turn a weight into the form that `fp8_linear` reads; on the kernels this is a copy."""
     return pack_fp8_bands([weight], weight.shape[0])
 
 
 def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int) -> PackedFp8:
-    """The same for a weight of N rows that comes in bands: rows in order, in each but the last a multiple of
-    PANEL_WIDTH. The CPU kernels need one at a time."""
+    """The same for a weight of N rows that comes in bands. The CPU kernels need one band at a time.
+
+    Rows are in order. Each band except the last has a multiple of PANEL_WIDTH rows.
+    """
     bands = iter(bands)
     first = next(bands)
     group_size, (_, K), device = first.group_size, first.shape, first.codes_NK.device
     bands = chain([first], bands)
-    del first  # held by nothing else: the next band is made in its memory
+    del first  # nothing else may hold it, because the next band is made in its memory
     if gpu.serves(device):
         weight = Fp8Weight.joined([*bands])
         weight = Fp8Weight(contiguous_rows(weight.codes_NK), weight.scales_NG.contiguous(), group_size)
@@ -104,7 +106,7 @@ def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int) -> PackedFp8:
     def bytes_of(band: Fp8Weight) -> int:
         check_shape("codes of a band", band.codes_NK, band.shape[0], K)
         if band.group_size != group_size:
-            raise ValueError(f"group_size of a band is {band.group_size}, expected {group_size}, that of the first")
+            raise ValueError(f"group_size of a band is {band.group_size}, expected {group_size} like the first")
         return cpu.fp8_packed_bytes(*band.shape, group_size)
 
     def pack(band: Fp8Weight, to: Tensor) -> None:
@@ -117,14 +119,14 @@ def pack_fp8_bands(bands: Iterable[Fp8Weight], N: int) -> PackedFp8:
 def rms_norm_to_fp8(
     x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float
 ) -> Fp8Rows:
-    """On a GPU: ops.rms_norm, or ops.add_rms_norm with a residual (changed in place), then quantized: the same bits."""
+    """On a GPU: ops.rms_norm, or ops.add_rms_norm with a residual (changed in place), and quantization: equal bits."""
     check_norm(x_TD, residual_TD, weight_D, None)
     codes_TD, scales_T1 = gpu.kernels().rms_norm_to_fp8(x_TD, residual_TD, weight_D, eps, weight_offset)
     return Fp8Rows(codes_TD, scales_T1, x_TD.dtype)
 
 
 def gated_activation_to_fp8(name: str, x_T2I: Tensor) -> Fp8Rows:
-    """On a GPU: ops.gated_activation, then quantized: the same bits."""
+    """On a GPU: ops.gated_activation and quantization, with equal bits."""
     check_gated(name, x_T2I)
     check_last_stride(x=x_T2I)
     codes_TI, scales_T1 = gpu.kernels().gated_activation_to_fp8(name, x_T2I)
@@ -138,11 +140,10 @@ def fp8_linear(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y_TN = x @ weight.T + bias_N. Sums of a group are of x and codes as they are, in float32; then come the scales.
+    """y_TN = x @ weight.T + bias_N. The sum of a group is over x and codes in float32; then it is scaled.
 
-    Where `quantizes_activations` says so, x is quantized first, with a scale per row; or it comes as Fp8Rows, because
-    that has been asked before. The output has x's dtype or `out_dtype`, rounded once. `out`: where it goes, if x is
-    not quantized.
+    If `quantizes_activations` is true, x is quantized first, with a scale per row. It comes as Fp8Rows if the caller
+    has done that. The output has x's dtype or `out_dtype`, rounded once. `out` takes the result if x is not quantized.
     """
     if isinstance(x_TK, Fp8Rows):
         return _product_of_codes(x_TK, packed, bias_N, out_dtype or x_TK.dtype)
@@ -168,13 +169,13 @@ def fp8_linear(
 
 
 def quantizes_activations(x_TK: Tensor, packed: PackedFp8, out_dtype: torch.dtype) -> bool:
-    """Whether `fp8_linear` on a GPU rounds rows of x to FP8 as well and multiplies codes with codes.
+    """Whether `fp8_linear` on a GPU rounds rows of x to FP8 and multiplies codes by codes.
 
-    Of x, only the number of rows and the device are asked for.
+    Only the number of rows of x and its device matter.
 
-    That takes tensor cores with FP8 (sm_89 and later), a scale per output channel (torch._scaled_mm has no others that
-    our checkpoints have), a result in bfloat16, sizes in multiples of 16, and rows enough that arithmetic counts. As
-    the number of rows decides, it is never so where results must be deterministic.
+    It needs tensor cores with FP8 (sm_89 and later), a scale per output channel (torch._scaled_mm takes no other scales
+    of our checkpoints), a result in bfloat16, sizes in multiples of 16, and many rows. It is false if results must be
+    deterministic, because it depends on the number of rows.
     """
     return (
         x_TK.shape[0] >= _FEWEST_QUANTIZED_ROWS
@@ -218,7 +219,7 @@ def _product_of_codes(rows: Fp8Rows, packed: PackedFp8, bias_N: Tensor | None, o
 def fp8_rows(packed: PackedFp8, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
     """weight[rows_T] -> [T, K]: float32 products of scale and code, rounded to dtype.
 
-    rows_T: int64, each in [0, N); on a CPU, IndexError for another.
+    rows_T: int64, each in [0, N); on a CPU, IndexError for other values.
     """
     check_rows(rows_T, packed.tensor, dtype)
     if packed.data is None:

@@ -19,7 +19,7 @@ from quire.kernels.guards import check_dtype, check_filled, check_places, check_
 class Fp8Weight:
     """weight[n, k] = scale of n and of k's group * code[n, k].
 
-    A scale per output channel is one group of the whole row; a scale per tensor is the same one in every row.
+    A scale per output channel is one group of the whole row. A scale per tensor is repeated in every row.
 
     Attributes:
         codes_NK: float8_e4m3fn; rows may be strided.
@@ -53,13 +53,13 @@ class Fp8Weight:
 
     @staticmethod
     def joined(bands: Sequence[Fp8Weight]) -> Fp8Weight:
-        """The weight of all their rows."""
+        """The weight with the rows of all bands."""
         if len(bands) == 1:
             return bands[0]
         codes_NK = torch.cat([band.codes_NK.view(torch.uint8) for band in bands]).view(torch.float8_e4m3fn)
         return Fp8Weight(codes_NK, torch.cat([band.scales_NG for band in bands]), bands[0].group_size)
 
     def rows(self, rows_T: Tensor) -> Fp8Weight:
-        """The weight of some out-features; rows_T int64, each in [0, N)."""
+        """The weight of some out-features. rows_T: int64, each in [0, N)."""
         codes_TK = self.codes_NK.view(torch.uint8)[rows_T].view(torch.float8_e4m3fn)
         return Fp8Weight(codes_TK, self.scales_NG[rows_T], self.group_size)

@@ -1,6 +1,6 @@
 """Products with integer weights in groups along K: compiled kernels on CPU, Triton on GPU, plain torch otherwise.
 
-The arithmetic of one row never depends on the other rows of a call nor on the number of threads.
+The arithmetic of one row never depends on the other rows of a call or on the number of threads.
 Dimensions: T tokens, K in-features, N out-features, G groups along K.
 """
 
@@ -27,9 +27,9 @@ from quire.kernels.strides import contiguous_rows
 
 @dataclass(frozen=True)
 class PackedGrouped(PackedCodes[GroupedWeight]):
-    """An integer weight in the form `grouped_linear` reads. The kernels of CPUs and GPUs share its panels.
+    """An integer weight in the form that `grouped_linear` reads. The kernels of CPUs and GPUs share its panels.
 
-    `order_K` is the order of their columns (int32).
+    `order_K` is the order of the columns (int32).
     """
 
     order_K: Tensor | None
@@ -37,7 +37,7 @@ class PackedGrouped(PackedCodes[GroupedWeight]):
 
     @cached_property
     def panels(self) -> Any:
-        """`data` as the kernels of a CPU take it."""
+        """`data` in the form of the CPU kernels."""
         assert self.data is not None
         form = cpu.grouped_form(self.format)
         return cpu.packed_weight(self.data, self.N, self.K, form=form, order_K=self.order_K)
@@ -50,8 +50,8 @@ class PackedGrouped(PackedCodes[GroupedWeight]):
 def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWeight:
     """The nearest integer weight with zero 128 for 8 bits and 8 for 4 bits, and float32 scales.
 
-    8 bits: scale = max |w| / 127. 4 bits: the element of largest magnitude gets code 0, so that all 16 codes are used
-    (as GGUF's Q4_0 does).
+    8 bits: scale = max |w| / 127. 4 bits: the element of largest magnitude gets code 0, so that all 16 codes are used,
+    as in GGUF's Q4_0.
     """
     check_weight(weight_NK)
     check_groups(bits, group_size)
@@ -68,13 +68,15 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWe
 
 
 def pack_grouped(weight: GroupedWeight) -> PackedGrouped:
-    """Bring a weight into the form `grouped_linear` reads, on its device; a copy on the kernels."""
+    """Turn a weight into the form that `grouped_linear` reads, on its device; on the kernels this is a copy."""
     return pack_grouped_bands([weight], weight.shape[0])
 
 
 def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
-    """The same for a weight of N rows that comes in bands: rows in order, in each but the last a multiple of
-    PANEL_WIDTH. The CPU kernels need one at a time."""
+    """The same for a weight of N rows that comes in bands. The CPU kernels need one band at a time.
+
+    Rows are in order. Each band except the last has a multiple of PANEL_WIDTH rows.
+    """
     bands = iter(bands)
     first = next(bands)
     (_, K), form, device = first.shape, first.format, first.codes_NK.device
@@ -86,7 +88,7 @@ def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
             raise ValueError(f"order_K has {seen}, expected each of 0 to {K - 1} once")
         order_K = first.order_K.to(torch.int32).contiguous()
     bands = chain([first], bands)
-    del first  # held by nothing else: the next band is made in its memory
+    del first  # nothing else may hold it, because the next band is made in its memory
     if gpu.serves(device):
         return PackedGrouped(to_panels(GroupedWeight.joined([*bands])), None, N, K, order_K, form)
     if not (cpu.available() and device.type == "cpu"):
@@ -96,7 +98,7 @@ def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
     def bytes_of(band: GroupedWeight) -> int:
         check_shape("codes of a band", band.codes_NK, band.shape[0], K)
         if band.format != form:
-            raise ValueError(f"the format of a band is {band.format}, expected {form}, that of the first")
+            raise ValueError(f"the format of a band is {band.format}, expected {form} like the first")
         return cpu.grouped_packed_bytes(*band.shape, codes)
 
     def pack(band: GroupedWeight, to: Tensor) -> None:
@@ -107,7 +109,7 @@ def pack_grouped_bands(bands: Iterable[GroupedWeight], N: int) -> PackedGrouped:
 
 
 def _contiguous(weight: GroupedWeight) -> GroupedWeight:
-    """But for the rows of the codes."""
+    """The weight with contiguous tensors; rows of the codes may stay strided."""
     tensors: dict[str, Any] = {
         name: x.contiguous()
         for name, x in vars(weight).items()
@@ -123,12 +125,12 @@ def grouped_linear(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y_TN = x @ weight.T + bias_N; the output has x's dtype or `out_dtype`, rounded once. `out`: where it goes.
+    """y_TN = x @ weight.T + bias_N. The output has x's dtype or `out_dtype`, rounded once. `out` takes the result.
 
-    On CPU, rows of x are quantized to 8 bits, one scale per row and group of the weight or, where it has factors,
-    super-group: integer sums within it are exact; then they are added in float32, in order. On GPU x stays as it is,
-    the weight is rounded to x's dtype, as `grouped_rows` gives it, and sums are float32. A row with a value that is not
-    finite gives no finite number in its row of the output; on CPU all are NaN.
+    On CPU, rows of x are quantized to 8 bits, with one scale per row and group of the weight, or super-group if it has
+    factors. Integer sums within a group are exact; then they are added in float32, in order. On GPU x is not quantized,
+    the weight is rounded to x's dtype as in `grouped_rows`, and sums are float32. If a row of x has a value that is not
+    finite, no number in its row of the output is finite; on CPU all are NaN.
     """
     check_product(x_TK, packed.tensor, packed.N, packed.K, bias_N)
     out_TN = result_memory(x_TK, packed.N, out, out_dtype)
@@ -148,7 +150,7 @@ def grouped_linear(
 def grouped_rows(packed: PackedGrouped, rows_T: Tensor, dtype: torch.dtype) -> Tensor:
     """weight[rows_T] -> [T, K], computed in float32 and rounded to dtype.
 
-    rows_T: int64, each in [0, N); on a CPU, IndexError for another.
+    rows_T: int64, each in [0, N); on a CPU, IndexError for other values.
     """
     check_rows(rows_T, packed.tensor, dtype)
     if packed.data is not None and cpu.available() and packed.data.device.type == "cpu":

@@ -1,6 +1,6 @@
-"""The packed layout of grouped weights in plain torch, on any device: that of
-csrc/include/quire/kernels/grouped_layout.h, which the compiled kernels and the GPU's both read.
+"""The packed layout of grouped weights in plain torch, on any device.
 
+csrc/include/quire/kernels/grouped_layout.h describes it. The compiled kernels and the GPU kernels both read it.
 Dimensions: T rows, K in-features, N out-features, G groups along K, S super-groups, P panels, B bytes.
 """
 
@@ -15,13 +15,13 @@ from quire.kernels.grouped_weight import GroupedWeight
 
 
 def to_panels(weight: GroupedWeight) -> Tensor:
-    """The packed weight, uint8 [bytes], on the weight's device; the order of columns is kept beside it."""
+    """The packed weight, uint8 [bytes], on the weight's device, without the order of columns."""
     N, K = weight.shape
     num_panels = -(-N // PANEL_WIDTH)
     added_rows, added_columns = -N % PANEL_WIDTH, weight.format.padded(K) - K
 
     def numbers(*parts: Tensor | None) -> Tensor:
-        """[P, B]: of each group (or super-group) the numbers of all 64 columns, first those of the first part."""
+        """[P, B]: for each group (or super-group) the numbers of all 64 columns, part after part."""
         padded = [F.pad(part, (0, 0, 0, added_rows)) for part in parts if part is not None]
         sections = [
             part.reshape(num_panels, PANEL_WIDTH, -1).transpose(1, 2).contiguous().view(torch.uint8) for part in padded
@@ -40,7 +40,7 @@ def to_panels(weight: GroupedWeight) -> Tensor:
 def rows_of_panels(
     data: Tensor, order_K: Tensor | None, form: GroupedFormat, N: int, K: int, rows_T: Tensor
 ) -> GroupedWeight:
-    """The weight of some out-features (int64, each in [0, N)) out of the packed one."""
+    """The weight of some out-features (int64, each in [0, N)) from the packed weight."""
     assert form.group_size is not None
     num_groups = -(-K // form.group_size)
     data_PB = data.view(-(-N // PANEL_WIDTH), -1)
@@ -48,12 +48,12 @@ def rows_of_panels(
     end = 0
 
     def numbers(count: int, names: list[str]) -> list[Tensor]:
-        """The next section: for each of `count` groups the numbers of each dtype in `names`; [T, count] of each."""
+        """The next section: for each of `count` groups, numbers of each dtype in `names` -> [T, count] per dtype."""
         nonlocal end
         widths = [PANEL_WIDTH * _dtype(name).itemsize for name in names]
         begin, end = end, end + count * sum(widths)
         parts = torch.split(data_PB[:, begin:end].reshape(len(data_PB), count, -1), widths, dim=2)
-        # views: no section is copied, whatever the number of panels
+        # These are views: no section is copied, for any number of panels.
         return [part.view(_dtype(name))[panels_T, :, columns_T] for part, name in zip(parts, names, strict=True)]
 
     scales_TG, *offsets_TG = numbers(num_groups, [form.scales] + ([] if form.offsets is None else [form.offsets]))
@@ -75,7 +75,7 @@ def rows_of_panels(
 
 
 def _to_planes(codes: Tensor, bits: int) -> Tensor:
-    """Quads of codes [P, quads, ...], a code per byte, as struct CodePlanes of the layout has them: [P, lines, ...]."""
+    """Quads of codes [P, quads, ...], a code per byte -> [P, lines, ...] in the form of the layout's CodePlanes."""
     low_bits, high_bits = plane_bits(bits)
     low = _joined(codes & (1 << low_bits) - 1, low_bits)
     if high_bits == 0:
@@ -94,7 +94,7 @@ def _of_planes(lines: Tensor, bits: int) -> Tensor:
 
 
 def _joined(codes: Tensor, bits: int) -> Tensor:
-    """As many quads as fit into each byte, the first in the lowest bits."""
+    """Join the quads that fit into each byte; the first is in the lowest bits."""
     joined, *others = _in_runs(codes, 8 // bits).unbind(2)
     for i, part in enumerate(others, start=1):
         joined = joined | part << bits * i

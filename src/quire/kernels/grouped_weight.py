@@ -1,4 +1,4 @@
-"""An integer weight in groups along K: the one form that every integer format is brought to before it is packed.
+"""An integer weight in groups along K: every integer format becomes this form before it is packed.
 
 Dimensions: N out-features, K in-features, G groups of group_size along K (the last may be cut), S super-groups.
 """
@@ -20,17 +20,17 @@ from quire.kernels.guards import check_dtype, check_filled, check_places, check_
 class GroupedWeight:
     """weight[n, k] = scale * (code - zero), or scale * code - minimum, with scale, zero and minimum of k's group.
 
-    Scales and minima are numbers, or all of them int8 factors of one number per super-group, as in GGUF's K-quants;
-    they are exact products in float32 either way. A super-group has at most MAX_SUPER_ELEMENTS elements.
+    Scales and minima are numbers, or all of them are int8 factors of one number per super-group, as in GGUF's K-quants.
+    Both forms are exact in float32. A super-group has at most MAX_SUPER_ELEMENTS elements.
 
     Attributes:
         codes_NK: uint8, below 2^bits; rows may be strided.
         bits: 2 to 6 or 8.
-        group_size: elements along K that share a scale: a multiple of 16, at most MAX_GROUP_SIZE; with 3 and 5 bits 16,
-            or a multiple of 32, as are then the elements of super-groups.
+        group_size: elements along K that share a scale: a multiple of 16, at most MAX_GROUP_SIZE. With 3 and 5 bits it
+            is 16 or a multiple of 32, and the number of elements of a super-group is a multiple of 32.
         scales_NG: float32 or float16, or int8 factors of `super_scales_NS`.
         zeros_NG: uint8, the codes of the value 0; None: 2^(bits - 1), unless there are minima.
-        minima_NG: float32 or float16, or int8 factors of `super_minima_NS`; excludes zeros.
+        minima_NG: float32 or float16, or int8 factors of `super_minima_NS`; they exclude zeros.
         super_scales_NS: float16.
         super_minima_NS: float16.
         super_size: groups per super-group.
@@ -99,7 +99,7 @@ class GroupedWeight:
 
     @property
     def format(self) -> GroupedFormat:
-        """What its packed form looks like."""
+        """The format of its packed form."""
         offsets_NG = self.zeros_NG if self.minima_NG is None else self.minima_NG
         return GroupedFormat(
             bits=self.bits,
@@ -112,7 +112,7 @@ class GroupedWeight:
 
     @property
     def input_group_size(self) -> int:
-        """Elements of a row of the input that share a scale: those of a group or, with factors, of a super-group."""
+        """Elements of a row of the input that share a scale: a group or, with factors, a super-group."""
         return self.group_size * self.super_size
 
     @property
@@ -121,7 +121,7 @@ class GroupedWeight:
 
     @staticmethod
     def joined(bands: Sequence[GroupedWeight]) -> GroupedWeight:
-        """The weight of all their rows; the columns of all are in one order."""
+        """The weight with the rows of all bands. The columns of all bands have one order."""
         if len(bands) == 1:
             return bands[0]
         of_rows: dict[str, Any] = {
@@ -132,7 +132,7 @@ class GroupedWeight:
         return replace(bands[0], **of_rows)
 
     def rows(self, rows_T: Tensor) -> GroupedWeight:
-        """The weight of some out-features; rows_T int64, each in [0, N)."""
+        """The weight of some out-features. rows_T: int64, each in [0, N)."""
         of_rows: dict[str, Any] = {
             name: x[rows_T] for name, x in vars(self).items() if isinstance(x, Tensor) and name != "order_K"
         }
@@ -140,7 +140,7 @@ class GroupedWeight:
 
 
 def check_groups(bits: int, group_size: int) -> None:
-    """ValueError for codes or groups that there are none of: see GroupedWeight."""
+    """Raise ValueError for illegal bits or groups: see GroupedWeight."""
     _require(bits in (2, 3, 4, 5, 6, 8), f"bits are {bits}, expected 2 to 6 or 8")
     is_multiple = group_size % 16 == 0 and 16 <= group_size <= MAX_GROUP_SIZE
     _require(is_multiple, f"group_size is {group_size}, expected a multiple of 16 up to {MAX_GROUP_SIZE}")

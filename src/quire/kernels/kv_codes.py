@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 CODE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_SMALLEST_ROW = 1e-30  # below it 127 / largest could overflow: codes are 0
+_SMALLEST_ROW = 1e-30  # below it 127 / largest could overflow, so codes are 0
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Codes of float32 rows, rounded to nearest, and for int8 the scale of each row (float32).
 
-    What is above the range of a float8 becomes its largest number. Infinities stay infinite where there is an infinity
-    (e5m2), else they become NaN. A row of int8 that is not finite gets the scale NaN.
+    A number above the range of a float8 becomes its largest number. Infinities stay infinite in e5m2 and become NaN in
+    e4m3. A row of int8 that is not finite gets the scale NaN.
     """
     if dtype != torch.int8:
         limit = torch.finfo(dtype).max
@@ -27,7 +27,7 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     largest = x.abs().amax(-1, keepdim=True)
     is_finite = x.isfinite().all(-1, keepdim=True)
     is_used = is_finite & (largest >= _SMALLEST_ROW)
-    # a division of tensors: for number / tensor, torch multiplies by the reciprocal, which rounds twice
+    # Tensors are divided, because for number / tensor torch multiplies by the reciprocal, which rounds twice.
     inverse = torch.where(is_used, torch.tensor(127.0) / largest, 0)
     codes = torch.where(is_finite, x * inverse, 0).round().to(torch.int8)
     scales = torch.where(is_finite, torch.where(is_used, largest / 127, 0), math.nan)
@@ -35,5 +35,5 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def decode(codes: Tensor, scales: Tensor | None) -> Tensor:
-    """float32 rows; without scales also of elements that are no codes."""
+    """float32 rows. Without scales it also takes elements that are no codes."""
     return codes.float() if scales is None else codes.float() * scales.unsqueeze(-1)

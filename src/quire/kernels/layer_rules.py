@@ -1,4 +1,4 @@
-"""What a layer asks of rotation and attention, the same in every step: made once.
+"""A layer's parameters of rotation and attention. They are the same in every step and made once.
 
 Dimensions: E head_dim, P positions of the rotary table, R rotary dims.
 """
@@ -16,12 +16,12 @@ from quire.kernels import cpu
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How scores become weights.
+    """The way from scores to weights.
 
     Attributes:
         scale: of the products of q and k, above 0.
-        sliding_window: a token sees the positions above its own minus this; 0: all before it.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are.
+        sliding_window: a token sees the positions > its own - sliding_window; 0: all positions before it.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: they do not change.
 
     Raises:
         ValueError: a number is out of its range.
@@ -38,13 +38,13 @@ class AttentionRule:
 
     @cached_property
     def compiled(self) -> Any:
-        """As the kernels of a CPU take it."""
+        """The form of the CPU kernels."""
         return cpu.attention_rule(self.scale, self.sliding_window, self.soft_cap)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadRotation:
-    """What happens to each head of q and k: an RMS norm, then a rotation.
+    """The RMS norm of each head of q and k, and then its rotation.
 
     Attributes:
         cos_sin_PR: float32 rows [R / 2 cosines, R / 2 sines], contiguous; None: no rotation.
@@ -61,7 +61,7 @@ class HeadRotation:
 
     @cached_property
     def compiled(self) -> Any:
-        """As the kernels of a CPU take it."""
+        """The form of the CPU kernels."""
         return cpu.head_rotation(
             self.cos_sin_PR, self.q_norm_weight_E, self.k_norm_weight_E, self.norm_eps, self.norm_weight_offset
         )

@@ -1,4 +1,4 @@
-"""Memory that is handed out again when no tensor is in it any more."""
+"""Memory that is used again after its tensor is gone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class MemoryPiece:
-    """Some memory (uint8), and whether a tensor is in it."""
+    """Some memory (uint8) that knows whether a tensor is in it."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self._memory = memory
@@ -24,7 +24,7 @@ class MemoryPiece:
         return self._user is None or self._user() is None
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes]. Its storage, which all views of the tensor share, holds the array that is watched."""
+        """uint8 [num_bytes]. All views of the tensor share its storage, and the storage holds the watched array."""
         array = self._memory[:num_bytes]
         self._user = weakref.ref(array)
         return torch.from_numpy(array)

@@ -1,10 +1,10 @@
 """Typed functions on torch tensors with shape contracts: compiled kernels on CPU, Triton on GPU, plain torch otherwise.
 
-The arithmetic of one row never depends on the other rows of a call nor on the number of threads.
+The arithmetic of one row never depends on the other rows of a call or on the number of threads.
 
-Whatever is passed, an op computes or raises: TypeError for a dtype, ValueError for a shape, a stride, a device or a
-parameter, IndexError for a number that leads out of a tensor (slot, position, block, id). On a GPU, what tensors hold
-is not checked: that would wait for it.
+With any arguments, an op computes or raises: TypeError for a dtype, ValueError for a shape, a stride, a device or a
+parameter, IndexError for a number that leads out of a tensor (slot, position, block, id). On a GPU, values in tensors
+are not checked, because that would wait for the GPU.
 
 Dimensions: T tokens, D hidden, I inner (feed-forward), H query heads, G KV heads,
 E head_dim, B cache blocks, P block_size (of a cache) or number of positions (of cos_sin), R rotary_dim (of cos_sin) or
@@ -33,14 +33,14 @@ from quire.kernels.layer_rules import AttentionRule, HeadRotation
 
 
 def _kernels(x: Tensor) -> Any:
-    """The module whose functions compute on this tensor; None: plain torch."""
+    """The module with kernels for this tensor; None: plain torch."""
     if cpu.takes(x):
         return cpu
     return gpu.kernels() if gpu.takes(x) else None
 
 
 def _attention_kernels(q_THE: Tensor) -> Any:
-    """The same for attention, which not every module has for every shape."""
+    """The module with attention kernels for this tensor and its shape; None: plain torch."""
     if cpu.takes(q_THE) and q_THE.shape[2] > cpu.MAX_HEAD_DIM:
         return None
     return _kernels(q_THE)
@@ -83,7 +83,7 @@ def add_rms_norm(
 
 
 def check_norm(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, out: Tensor | None) -> None:
-    """What `rms_norm` and `add_rms_norm` ask for."""
+    """Check the arguments of `rms_norm` and `add_rms_norm`."""
     check_places(x=x_TD, residual=residual_TD, weight=weight_D, out=out)
     check_filled("x", x_TD, "TD")
     check_shape("weight", weight_D, x_TD.shape[1])
@@ -99,7 +99,7 @@ def gated_activation(name: str, x_T2I: Tensor, out: Tensor | None = None) -> Ten
     """f(first half of each row) * second half, float32 inside, rounded once; Shazeer, arXiv 2002.05202.
 
     Args:
-        name: of f: silu, gelu (exact, by erf) or gelu_tanh (its tanh form).
+        name: f is silu, gelu (exact, by erf) or gelu_tanh (its tanh form).
     """
     check_gated(name, x_T2I)
     shape = (x_T2I.shape[0], x_T2I.shape[1] // 2)
@@ -117,7 +117,7 @@ def gated_activation(name: str, x_T2I: Tensor, out: Tensor | None = None) -> Ten
 
 
 def check_gated(name: str, x_T2I: Tensor) -> None:
-    """What `gated_activation` asks for, but for `out` and strides."""
+    """Check the arguments of `gated_activation`, except `out` and strides."""
     check_places(x=x_T2I)
     check_filled("x", x_T2I, "TI")
     if x_T2I.shape[1] % 2 != 0:
@@ -137,10 +137,10 @@ def rope_and_cache(
 ) -> None:
     """Between the qkv projection and attention: RMS norm per head, rotary embedding, write to the KV cache.
 
-    q, k, v may be strided views of one projection (last dimension contiguous). q is changed in place; k and v stay as
-    they are and go to the cache slots (int64, block * block_size + offset, in the cache; negative: not written). The
+    q, k, v may be strided views of one projection (last dimension contiguous). q is changed in place. k and v do not
+    change and go to the cache slots (int64, block * block_size + offset, in the cache; negative: not written). The
     rotation (neox style: halves of the first R dimensions; Su et al., arXiv 2104.09864) takes the rows of its table at
-    `positions_T` (int64, in [0, P)). float32 inside, rounded once. q, k, v share one dtype; the cache has it too, or
+    `positions_T` (int64, in [0, P)). float32 inside, rounded once. q, k, v share one dtype. The cache has it too, or it
     holds codes (see kv_codes), int8 with scales.
     """
     _check_cache(q_THE, cache)
@@ -174,12 +174,12 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention over a paged KV cache for any mix of prefill and decode; head h reads KV head h // (H / G).
 
-    The query tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1] are the last positions of sequence s, whose length (these
-    tokens included) is seq_lens[s]; position i lies in block block_tables[s, i // P] (tables, lengths and sums: int32).
-    Softmax in float32; a token's result does not depend on the other tokens of the call, bit for bit. q may be strided
-    (last dimension contiguous); the cache has its dtype or holds codes (see kv_codes), int8 with scales; seq_lens are
-    below 2^24. What else the cache holds is never used, and entries of the tables before the first position that a
-    sequence sees may be any numbers. Tokens of q that belong to no sequence, behind the last one, have no result.
+    The query tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1] are the last positions of sequence s. seq_lens[s] is its
+    length with these tokens. Position i lies in block block_tables[s, i // P] (tables, lengths and sums: int32). The
+    softmax is in float32, and a token's bits do not depend on the other tokens of the call. q may be strided (last
+    dimension contiguous). The cache has q's dtype or holds codes (see kv_codes), int8 with scales. seq_lens are below
+    2^24. Other slots of the cache are never used. Entries of the tables before the first position that a sequence sees
+    may be any numbers. Tokens of q after the last sequence have no result.
     """
     _check_cache(q_THE, cache)
     check_places(q=q_THE, block_tables=block_tables_SM, seq_lens=seq_lens_S, cu_seqlens_q=cu_seqlens_q_S1, out=out_THE)
@@ -208,7 +208,7 @@ def paged_attention(
 
 
 def _check_cache(q_THE: Tensor, cache: LayerCache) -> None:
-    """It fits q. What has been a part of a compiled call has been seen here before, but for q."""
+    """Check that the cache fits q. A cache with a compiled form was checked before, so only q is checked."""
     k_BGPE = cache.k_BGPE
     check_filled("q", q_THE, "THE")
     if cache.compiled is None:
@@ -285,14 +285,14 @@ _PARAMETERS = {
 def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
-    """One random token id (int64) per float32 row of logits, -1 for a row that has no softmax (NaN, +inf, or all -inf).
+    """One random token id (int64) per float32 row of logits; -1 for a row without softmax (NaN, +inf, or all -inf).
 
-    p = softmax(logits / temperature); keep p >= min_p * max(p); keep the top_k highest of them (ties at the k-th are
-    kept); keep of the rest, renormalised, the smallest set of highest probabilities whose mass is at least top_p (ties:
-    lowest id first; at least one token); draw by inverse CDF over ascending ids with `uniform`. Probabilities count in
-    units of 2^-44 of the largest, so sums are exact. Rows of temperature 0 are greedy. temperature float32, finite and
-    not negative; top_k int32, 0 = off; top_p and min_p float32 in [0, 1], 1 and 0 = off; uniform float64 in [0, 1). V
-    is below 2^19.
+    p = softmax(logits / temperature). Keep p >= min_p * max(p). Keep the top_k highest of them (ties at the k-th are
+    kept). Renormalise, and keep the smallest set of highest probabilities with a mass of at least top_p (ties: lowest
+    id first; at least one token). Draw by inverse CDF over ascending ids with `uniform`. Probabilities count in units
+    of 2^-44 of the largest, so sums are exact. Rows of temperature 0 are greedy. temperature: float32, finite and not
+    negative; top_k: int32, 0 = off; top_p and min_p: float32 in [0, 1], 1 and 0 = off; uniform: float64 in [0, 1). V is
+    below 2^19.
     """
     _check_logits(logits_RV)
     R, V = logits_RV.shape
@@ -316,7 +316,7 @@ def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tens
     """Log-softmax of float32 rows at the given tokens (int64, in [0, V)) and at the num_top highest.
 
     Returns token_logprobs_R (float32), ranks_R (int64, 1 + number of strictly greater logits), top_ids_RN (int64) and
-    top_logprobs_RN (float32), descending, ties by lowest id. A row that has no softmax gives NaN, rank -1 and ids -1.
+    top_logprobs_RN (float32), descending, ties by lowest id. A row without softmax gives NaN, rank -1 and ids -1.
     """
     _check_logits(logits_RV)
     R, V = logits_RV.shape

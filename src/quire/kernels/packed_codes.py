@@ -1,4 +1,4 @@
-"""What packed weights of codes and scales have in common, be the codes integers or FP8.
+"""The common part of packed weights with codes and scales, both integers and FP8.
 
 Dimensions: K in-features, N out-features.
 """
@@ -18,9 +18,9 @@ W = TypeVar("W", Fp8Weight, GroupedWeight)
 
 @dataclass(frozen=True)
 class PackedCodes(Generic[W]):
-    """A weight in the form that its product reads. Opaque: the layout belongs to the path that packed it.
+    """A weight in the form that its product reads. Only the code that packed it knows the layout.
 
-    `data` is the kernels' panel layout (uint8). Where it is None, others compute, and `weight` is kept.
+    `data` is the kernels' panel layout (uint8). If it is None, other code computes with `weight`.
     """
 
     data: Tensor | None
@@ -41,7 +41,7 @@ class PackedCodes(Generic[W]):
 
     @property
     def tensor(self) -> Tensor:
-        """One of those it is made of."""
+        """One of its tensors."""
         if self.data is not None:
             return self.data
         assert self.weight is not None

@@ -1,6 +1,6 @@
-"""Whole pages of memory while weights are loaded: files mapped for tensors, scratch outside the heap, what goes back.
+"""Whole pages of memory while weights are loaded: mapped files, scratch memory outside the heap, and their release.
 
-The checkpoint and what is made of it are resident together for no longer than a band of rows.
+At any time only a band of rows is in memory both as checkpoint and as packed weight.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from quire.kernels.weight_memory import map_huge_pages
 _CPU = torch.device("cpu")
 _THREAD_BAND_BYTES = 4 << 20  # of a weight, for each thread: some panels of the widest rows
 
-# Address and size of the files that are mapped, with the mappings. What an entry's mapping has left may be anybody's.
+# Addresses and sizes of mapped files, with the mappings. The addresses of a mapping that is gone may have a new owner.
 _mapped: dict[int, tuple[int, weakref.ref[mmap.mmap]]] = {}
 
 
 def map_file(file: BinaryIO) -> mmap.mmap:
-    """A mapping of the whole file (of one byte or more) for tensors that are read only: `release` drops their pages."""
+    """A mapping of a whole file, which must not be empty, for read-only tensors. `release` drops their pages."""
     # Private and writable: torch takes the buffer without a warning, and the file cannot be changed through it.
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
@@ -40,7 +40,7 @@ def map_file(file: BinaryIO) -> mmap.mmap:
 
 
 def release(tensor: Tensor) -> None:
-    """Give back the pages of a tensor if they are of a mapped file: read again, they come from the file."""
+    """Give back the pages of a tensor if they belong to a mapped file. A later read takes them from the file."""
     if not (hasattr(mmap, "MADV_DONTNEED") and tensor.device.type == "cpu" and tensor.is_contiguous()):
         return
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -53,9 +53,9 @@ def release(tensor: Tensor) -> None:
 
 
 def row_bands(weight_NX: Tensor) -> Iterator[Tensor]:
-    """The rows of a weight in order, a multiple of PANEL_WIDTH at a time, as many as keep all threads busy.
+    """The rows of a weight in order, in bands of a multiple of PANEL_WIDTH that keep all threads busy.
 
-    When the next band is asked for, the pages of the one before are released. On a GPU the whole is one.
+    The next band releases the pages of the band before. On a GPU the whole weight is one band.
     """
     if weight_NX.device.type != "cpu":
         yield weight_NX
@@ -68,7 +68,7 @@ def row_bands(weight_NX: Tensor) -> Iterator[Tensor]:
 
 
 def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy, of `dtype` if given, made in bands."""
+    """A copy that is made in bands; `dtype`: of the copy."""
     if tensor.dim() < 2:
         return tensor.to(dtype or tensor.dtype, copy=True)
     copy, begin = torch.empty_like(tensor, dtype=dtype), 0
@@ -79,8 +79,10 @@ def copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
-    """An uninitialised tensor for a step between checkpoint and packed weight; on CPU in memory that was used before,
-    if there is some that no tensor is in: fresh pages cost more than what is written to them."""
+    """An uninitialised tensor for a step between checkpoint and packed weight.
+
+    On CPU it uses earlier scratch memory without a tensor, because fresh pages cost more than writing to them.
+    """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -99,7 +101,7 @@ _scratch: list[MemoryPiece] = []
 
 
 def trim() -> None:
-    """Give back the scratch memory, and what the heap holds of freed memory, where the C library can (glibc)."""
+    """Give back the scratch memory, and the heap's freed memory if the C library can do that (glibc)."""
     _scratch.clear()
     trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim_heap is not None:

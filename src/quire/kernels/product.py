@@ -1,4 +1,4 @@
-"""What every product with a packed weight, and every look-up of its rows, asks of its arguments.
+"""Checks of the arguments of products with a packed weight, and of look-ups of its rows.
 
 Dimensions: T tokens, K in-features, N out-features.
 """
@@ -13,7 +13,7 @@ from quire.kernels.guards import check_dtype, check_last_stride, check_places, c
 
 
 def check_weight(weight_NK: Tensor) -> None:
-    """A weight in floating point, of one row and column or more."""
+    """Check for a floating-point weight with at least one row and column."""
     check_places(weight=weight_NK)
     if weight_NK.dim() != 2 or 0 in weight_NK.shape:
         raise ValueError(f"weight is {list(weight_NK.shape)}, expected [N, K], neither of them 0")
@@ -21,7 +21,7 @@ def check_weight(weight_NK: Tensor) -> None:
 
 
 def check_product(x_TK: Tensor, weight: Tensor, N: int, K: int, bias_N: Tensor | None) -> None:
-    """Everything fits a weight [N, K], whose numbers (one tensor of them) say where it is."""
+    """Check that x and bias fit a weight [N, K]. `weight`: one tensor of it, for its device."""
     check_places(x=x_TK, weight=weight, bias=bias_N)
     if x_TK.dim() != 2 or x_TK.shape[1] != K:
         raise ValueError(f"x is {list(x_TK.shape)}, expected [T, {K}]")
@@ -32,7 +32,7 @@ def check_product(x_TK: Tensor, weight: Tensor, N: int, K: int, bias_N: Tensor |
 
 
 def check_rows(rows_T: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
-    """Row numbers are int64 [T], where the weight is, and rows are wanted in a dtype that is multiplied."""
+    """Check that row numbers are int64 [T] on the weight's device, and that the result's dtype is legal."""
     check_places(rows=rows_T, weight=weight)
     if rows_T.dim() != 1:
         raise ValueError(f"rows is {list(rows_T.shape)}, expected [T]")
@@ -41,13 +41,13 @@ def check_rows(rows_T: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
 
 
 def check_result_dtype(dtype: torch.dtype) -> None:
-    """Results are rounded to a dtype that is multiplied."""
+    """Check that the result's dtype is one that kernels multiply."""
     if dtype not in cpu.DTYPE_CODES:
         raise TypeError(f"the result's dtype is {dtype}, expected {' or '.join(map(str, cpu.DTYPE_CODES))}")
 
 
 def result_memory(x_TK: Tensor, N: int, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    """[T, N] for the result of a product: `out`, of which rows may be strided, or new memory in x's or `out_dtype`."""
+    """[T, N] for the result of a product: `out`, with rows that may be strided, or new memory in `out_dtype` or x's."""
     T = x_TK.shape[0]
     if out is None:
         dtype = out_dtype or x_TK.dtype

@@ -1,8 +1,8 @@
-"""The kernel calls of a piece of code, recorded once and repeated without the Python between them.
+"""Records the kernel calls of some code once and repeats them without the Python between them.
 
-Two runs of the same layers on the same number of rows differ only in what their inputs hold. What Python does for each
-kernel (checks, views, memory for results) comes to 2 ms a step of 28 layers: 7 % of a step on one row with bfloat16
-weights of 0.6B parameters, 19 % with 4-bit ones (benchmarks/NOTES.md, Zen 5).
+Two runs of the same layers on the same number of rows differ only in the values of their inputs. Python's work for each
+kernel (checks, views, memory for results) takes 2 ms in a step of 28 layers: 7 % of a step on one row with bfloat16
+weights of 0.6B parameters, and 19 % with 4-bit weights (benchmarks/NOTES.md, Zen 5).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ALIGNMENT = 64
 
 
 class Arena:
-    """Memory for results of recorded calls, whose addresses stay valid for as long as the arena lives.
+    """Memory for results of recorded calls. Its addresses stay valid as long as the arena lives.
 
-    A piece is handed out again when no tensor is in it any more, as a caching allocator would. Several recordings may
-    share an arena if no result of one is read after another was repeated.
+    A piece is used again after its tensor is gone, as in a caching allocator. Several recordings may share an arena if
+    no result of one is read after another one was repeated.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Arena:
         return piece.take(num_bytes).view(dtype).view(shape)
 
 
-# What a recorded run may do beside kernels: look at tensors, and make views of them.
+# A recorded run may do this beside kernels: look at tensors and make views of them.
 _HARMLESS = {
     Tensor.dim,
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ _HARMLESS = {
 
 
 class _Watch(TorchFunctionMode):
-    """Takes memory from the arena, and notices work of torch's that is no kernel of ours."""
+    """Takes memory from the arena, and notices torch's own computations."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
@@ -77,10 +77,10 @@ class _Watch(TorchFunctionMode):
 
 
 def record(run: Callable[[], Tensor], arena: Arena) -> tuple[Tensor, list[Callable[[], Any]] | None]:
-    """The result of `run`, which computes on CPU tensors, and the calls that write it anew into the same memory.
+    """The result of `run`, which computes on CPU tensors, and calls that write a new result into the same memory.
 
-    None instead of the calls: torch did something else than make views. What `run` reads has to stay where it is, and
-    may be made of tensors only: what other libraries compute is not noticed. The caller keeps it alive, and the arena.
+    The calls are None if torch itself computed something. The inputs of `run` must stay at their addresses, and only
+    tensors may change them: work of other libraries is not noticed. The caller keeps the inputs and the arena alive.
     """
     with cpu.recorded_calls() as calls, _Watch(arena) as watch:
         result = run()

@@ -1,7 +1,7 @@
 """Plain-torch twins of every op of this package: the definition of correct, float32 inside, any device.
 
-They refuse the numbers that the compiled kernels refuse, in tensors on the CPU.
-Dimensions as in ops.py; L positions of a sequence, Q its query tokens.
+In CPU tensors they refuse the same numbers as the compiled kernels.
+Dimensions: see ops.py; L positions of a sequence, Q its query tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.kernels.layer_rules import AttentionRule, HeadRotation
 
-# Below this the reciprocal overflows float32 and sampling is greedy.
+# Below this temperature the reciprocal overflows float32, and sampling is greedy.
 SMALLEST_TEMPERATURE = 2.0**-128
-# A group of activations below this in magnitude is taken for zeros.
+# A group of activations below this magnitude counts as zeros.
 _SMALLEST_GROUP = 1e-30
 
 
@@ -33,7 +33,7 @@ _MAX_SEQ_LEN = 2**24 - 1  # kMaxSeqLen of csrc/bindings_attention.cpp
 def _check_numbers(
     name: str, x: Tensor, is_legal: Callable[[Tensor], Tensor], expected: str, error: type[Exception] = ValueError
 ) -> None:
-    """Raises for the first number that is not legal. On a device nothing is looked at: that would wait for it."""
+    """Raise for the first illegal number. Tensors on a GPU are not checked, because that would wait for the GPU."""
     if x.device.type != "cpu" or bool((is_legal_X := is_legal(x)).all()):
         return
     first = (~is_legal_X).nonzero()[0].tolist()
@@ -46,7 +46,7 @@ def _check_indices(name: str, x: Tensor, end: int) -> None:
 
 
 def check_rows(rows_T: Tensor, N: int) -> None:
-    """IndexError for a row that is not in [0, N)."""
+    """Raise IndexError for a row that is not in [0, N)."""
     _check_indices("rows", rows_T, N)
 
 
@@ -92,7 +92,7 @@ def quantize_grouped(weight_NK: Tensor, bits: int, group_size: int) -> GroupedWe
 
 
 def dequantize_grouped(weight: GroupedWeight) -> Tensor:
-    """weight_NK in float32; columns in the order of the in-features."""
+    """weight_NK in float32, with columns in the order of the in-features."""
     N, K = weight.shape
     scales_NG, minima_NG = weight.scales_NG.float(), weight.minima_NG
     if weight.super_scales_NS is not None:
@@ -120,7 +120,7 @@ def grouped_linear(x_TK: Tensor, weight: GroupedWeight, bias_N: Tensor | None, o
     K, order_K = weight.shape[1], weight.order_K
     x_TGS = _in_groups((x_TK if order_K is None else x_TK[:, order_K]).float(), weight.input_group_size)
     largest_TG1 = x_TGS.abs().amax(2, keepdim=True)
-    # a division of tensors: for number / tensor, torch multiplies by the reciprocal, which rounds twice
+    # Tensors are divided, because for number / tensor torch multiplies by the reciprocal, which rounds twice.
     inverse_TG1 = torch.where(largest_TG1 < _SMALLEST_GROUP, 0, torch.tensor(127.0) / largest_TG1)
     x_rounded_TK = ((x_TGS * inverse_TG1).round() * (largest_TG1 / 127)).flatten(1)[:, :K]
     x_rounded_TK = torch.where(x_TK.isfinite().all(1, keepdim=True), x_rounded_TK, math.nan)
@@ -129,7 +129,7 @@ def grouped_linear(x_TK: Tensor, weight: GroupedWeight, bias_N: Tensor | None, o
 
 
 def _in_groups(x_NK: Tensor, group_size: int) -> Tensor:
-    """[N, G, group_size], the last group filled with zeros."""
+    """[N, G, group_size]; the last group is filled with zeros."""
     N, K = x_NK.shape
     return F.pad(x_NK, (0, -K % group_size)).view(N, -1, group_size)
 
@@ -160,7 +160,7 @@ def rope_and_cache(
     cache: LayerCache,
     rotation: HeadRotation,
 ) -> None:
-    """Per-head norm, rotation of the first R dimensions, q in place, k and v into the cache; see ops.rope_and_cache."""
+    """Per-head norm, rotation of the first R dimensions: q in place, k and v to the cache. See ops.rope_and_cache."""
     cos_sin_PR, block_size = rotation.cos_sin_PR, cache.k_BGPE.shape[2]
     if cos_sin_PR is not None:
         _check_indices("positions", positions_T, len(cos_sin_PR))
@@ -241,7 +241,7 @@ def paged_attention(
 def _check_batch(
     T: int, B: int, P: int, block_tables_SM: Tensor, firsts_S: Tensor, seq_lens_S: Tensor, cu_seqlens_q_S1: Tensor
 ) -> None:
-    """Every sequence has its query tokens in q, its positions in its table, and the blocks it sees in the cache."""
+    """Check that q has all query tokens, tables have all positions, and the cache has all blocks in use."""
     M = block_tables_SM.shape[1]
     most = min(M * P, _MAX_SEQ_LEN)
     _check_numbers("cu_seqlens_q", cu_seqlens_q_S1, lambda x: (x >= 0) & (x <= T), f"0 to {T}")
@@ -255,14 +255,14 @@ def _check_batch(
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
-    """argmax of each row, lowest id on ties, -1 for a row with NaN."""
+    """argmax of each row; the lowest id wins ties; -1 for a row with NaN."""
     return logits_RV.argmax(dim=-1).masked_fill(logits_RV.isnan().any(dim=-1), -1)
 
 
 def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
-    """Filters by sorting, then inverse CDF; see ops.sample."""
+    """Filters by sorting, then inverse CDF. See ops.sample."""
     _check_numbers("temperature", temperature_R, lambda x: (x >= 0) & x.isfinite(), "a finite number, 0 or more")
     _check_numbers("top_k", top_k_R, lambda x: x >= 0, "0 or more")
     for name, x_R in (("top_p", top_p_R), ("min_p", min_p_R)):
@@ -286,7 +286,7 @@ def sample(
 
 
 def sampling_units(logits_V: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Probabilities of one row after all filters as int64 multiples of 2^-44 of the largest one; 0 = filtered out."""
+    """Probabilities of one row after all filters, as int64 multiples of 2^-44 of the largest; 0 = filtered out."""
     highest = logits_V.max()
     weights_V = torch.exp((logits_V - highest) * (1.0 / torch.tensor(temperature)).to(logits_V.device))
     units_V = (weights_V.double() * 2.0**44).long()
@@ -305,7 +305,7 @@ def sampling_units(logits_V: Tensor, temperature: float, top_k: int, top_p: floa
 
 
 def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-softmax at the given tokens and at the highest ones; see ops.logprobs."""
+    """Log-softmax at the given and at the highest tokens. See ops.logprobs."""
     _check_indices("token_ids", token_ids_R, logits_RV.shape[1])
     logprobs_RV = logits_RV.double().log_softmax(dim=-1).float()
     logits_R1 = logits_RV.gather(1, token_ids_R.unsqueeze(1))

@@ -1,4 +1,4 @@
-"""What kernels ask of strides."""
+"""The strides that kernels need."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """x itself if its last dimension is contiguous, whatever the other strides; else a copy."""
+    """x if its last dimension is contiguous, else a copy. Other strides do not matter."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,8 +1,8 @@
-"""Memory for packed weights: one after the other in large regions of huge pages.
+"""Memory for packed weights: they lie one after the other in large regions of huge pages.
 
-A weight on its own is rarely a whole number of huge pages, and of a small one no page is. Reading them in small pages
-costs the more the fewer rows share a weight: products of a 0.6B model on 1, 8 and 32 rows were 1.10, 1.09 and 1.03
-times as fast with this in bfloat16, 1.06, 1.07 and 1.06 in 4 bits (benchmarks/NOTES.md, Zen 5).
+A single weight rarely fills whole huge pages, and a small one fills none. Reading in small pages costs more if few rows
+share a weight: with this file, products of a 0.6B model on 1, 8 and 32 rows were 1.10, 1.09 and 1.03 times as fast in
+bfloat16, and 1.06, 1.07 and 1.06 times in 4 bits (benchmarks/NOTES.md, Zen 5).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from quire.kernels import cpu
 
-REGION_BYTES = 256 << 20  # of addresses: memory is taken as it is written
+REGION_BYTES = 256 << 20  # of addresses: writing takes the memory
 HUGE_PAGE = 2 << 20
-MAP_NORESERVE = 0x4000  # of <asm-generic/mman.h>; Python has no name for it before 3.13
+MAP_NORESERVE = 0x4000  # from <asm-generic/mman.h>; Python before 3.13 has no name for it
 ALIGNMENT = 64
 
 
@@ -28,12 +28,12 @@ Band = TypeVar("Band")
 
 
 def map_huge_pages(num_bytes: int, *, is_reserved: bool = True) -> tuple[mmap.mmap, int]:
-    """Memory outside the heap, and where its first huge page begins: `num_bytes` fit from there on.
+    """Memory outside the heap, and the begin of its first huge page; `num_bytes` fit after it.
 
     Args:
-        is_reserved: the system may refuse what it does not have now. Else only pages that are written count.
+        is_reserved: the system may refuse memory that is not free now. Else only written pages count.
 
-    Raises OSError or OverflowError if the system refuses it.
+    Raises OSError or OverflowError if the system refuses.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if is_reserved else MAP_NORESERVE)
     mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=flags)
@@ -43,7 +43,7 @@ def map_huge_pages(num_bytes: int, *, is_reserved: bool = True) -> tuple[mmap.mm
 
 
 class WeightMemory:
-    """Hands out memory of regions; a region is given back when the last tensor in it is gone."""
+    """Hands out memory of regions. A region is given back when its last tensor is gone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class WeightMemory:
         self._next = self._end = 0  # in the region
 
     def empty(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], one or more, not initialised, at a multiple of 64 bytes."""
+        """uint8 [num_bytes], at least one, not initialised, at a multiple of 64 bytes."""
         with self._lock:
             region = self._region() if self._region is not None else None
             if region is None or self._next + num_bytes > self._end:
@@ -69,14 +69,14 @@ _weights = WeightMemory()
 def filled(
     num_bytes: int, bands: Iterable[Band], bytes_of: Callable[[Band], int], pack: Callable[[Band, Tensor], None]
 ) -> Tensor:
-    """A weight for the compiled kernels: its bands packed one behind the other.
+    """A weight for the compiled kernels: its bands, packed one after the other.
 
-    A band is let go before the next one is asked for, which may be made in its memory. ValueError if together they have
-    another size.
+    A band is dropped before the next one comes, because the next one may be made in its memory. Raises ValueError if
+    the sum of their sizes is wrong.
 
     Args:
-        bytes_of: what a band takes when packed.
-        pack: writes a band to that much memory.
+        bytes_of: the size of a packed band.
+        pack: writes a band to memory of that size.
     """
     data, begin = _weights.empty(num_bytes), 0
     bands = iter(bands)

@@ -1,4 +1,4 @@
-"""Gated activations: the first half of the columns activated, times the second half. [T, 2I] -> [T, I]."""
+"""Gated activations: the activation of the first half of the columns times the second half. [T, 2I] -> [T, I]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = ("silu", "gelu", "gelu_tanh")
 
 
 def gated_activation(name: str, feeds: Projection) -> Callable[[Tensor], Rows]:
-    """The function for Dense.activation, whose result `feeds` reads: quantized where it would quantize it."""
+    """The function for Dense.activation. Its result is already quantized if `feeds`, its reader, would quantize it."""
     assert name in _NAMES, name
 
     def activate(x_T2I: Tensor) -> Rows:

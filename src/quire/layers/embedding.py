@@ -17,7 +17,7 @@ from quire.quantization.select import select_scheme
 
 
 class Embedding:
-    """A table of its own: row lookup."""
+    """Row lookup in its own table."""
 
     held = ("weight_VD",)
 
@@ -54,7 +54,7 @@ class OutputProjection(Linear):
 
 
 class PackedEmbedding:
-    """Row lookup in a packed weight. Where it is the output projection's, the largest matrix is held once."""
+    """Row lookup in the output projection's packed weight, so that the largest matrix is held once."""
 
     def __init__(self, packed: OutputProjection) -> None:
         self._packed = packed

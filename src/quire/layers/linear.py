@@ -21,12 +21,12 @@ from quire.quantization.select import select_scheme
 
 
 class Linear:
-    """y = x W^T + b. Packs itself as soon as the last of its tensors has arrived.
+    """y = x W^T + b. The layer packs its weight when the last of its tensors has arrived.
 
     Args:
         shape: sizes, and names in the checkpoint.
         dtype: of weight, input and output.
-        scheme: how the weight is stored and applied.
+        scheme: stores the weight and multiplies by it.
     """
 
     held = ("weight", "bias")
@@ -46,16 +46,16 @@ class Linear:
         self._apply: Callable[..., Tensor] = scheme.apply
 
     def __call__(self, x_TK: Rows, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        """x may be quantized already where `quantizes` says that it would be. `out`: for the result, on a CPU."""
+        """x may be quantized already if `quantizes` is true for it. `out`: takes the result, on a CPU."""
         return self._apply(self, x_TK, out_dtype, out)
 
     def quantizes(self, x: Tensor) -> bool:
-        """Whether rows of x are quantized to FP8 before they are multiplied. Only their number and device count."""
+        """Whether the layer quantizes rows of x to FP8 before it multiplies. Only their number and device matter."""
         weight = self.weight
         return isinstance(weight, PackedFp8) and gpu.takes(x) and quantizes_activations(x, weight, x.dtype)
 
     def observe(self, watch: Callable[[Tensor], None]) -> None:
-        """Show every input to `watch` before it is multiplied: calibration."""
+        """Show every input to `watch` before the product, for calibration."""
         apply = self._apply
 
         def watched(
@@ -68,7 +68,7 @@ class Linear:
         self._apply = watched
 
     def slots(self) -> WeightSlots:
-        """Where the tensors of the checkpoint go, named `<shard>.<tensor>`."""
+        """The slots of the checkpoint's tensors, named `<shard>.<tensor>`."""
         named = dict(self.tensors)
         if self._bias_tensor is not None:
             named["bias"] = self._bias_tensor
@@ -95,12 +95,12 @@ class Linear:
             self.bias = bias.owned
         arrived = [*self.tensors.values(), *([bias] if bias is not None else [])]
         self.scheme.finalize(self)
-        for tensor in arrived:  # the slots live as long as the model: without this they hold the checkpoint
+        for tensor in arrived:  # the slots live as long as the model and would keep the checkpoint in memory
             tensor.clear()
 
     @property
     def parts(self) -> tuple[Linear, ...]:
-        """This layer, as SplitLinear has several."""
+        """Only this layer; SplitLinear has several."""
         return (self,)
 
     def weight_bytes(self) -> int:
@@ -116,7 +116,7 @@ def _slot(
 
 
 class SplitLinear:
-    """A linear layer whose shards are stored differently: their outputs side by side."""
+    """A linear layer of several parts that are stored differently. Their outputs lie side by side."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = tuple(parts)
@@ -124,7 +124,7 @@ class SplitLinear:
     def __call__(self, x_TK: Rows) -> Tensor:
         if not isinstance(x_TK, Tensor) or not cpu.takes(x_TK):
             return torch.cat([part(x_TK) for part in self.parts], dim=1)
-        # nothing but kernels: a decode step can be recorded
+        # Only kernels run here, so a decode step can be recorded.
         sizes = [part.out_features for part in self.parts]
         out_TN = torch.empty((x_TK.shape[0], sum(sizes)), dtype=x_TK.dtype, device=x_TK.device)
         for part, columns_TN in zip(self.parts, out_TN.split_with_sizes(sizes, 1), strict=True):
@@ -132,7 +132,7 @@ class SplitLinear:
         return out_TN
 
     def quantizes(self, x: Tensor) -> bool:
-        """Whether all of them do: see Linear."""
+        """Whether all parts do: see Linear."""
         return all(part.quantizes(x) for part in self.parts)
 
     def slots(self) -> WeightSlots:
@@ -144,6 +144,6 @@ Projection = Linear | SplitLinear
 
 
 def make_linear(stored: Sequence[StoredLinear], dtype: torch.dtype) -> Projection:
-    """A layer as ModelConfig.stored gives it: one, or its shards."""
+    """A layer from ModelConfig.stored's answer, which has one entry or one per shard."""
     parts = [Linear(s.shape, dtype=dtype, scheme=select_scheme(s)) for s in stored]
     return parts[0] if len(parts) == 1 else SplitLinear(parts)

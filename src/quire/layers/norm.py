@@ -23,20 +23,20 @@ class RMSNorm:
         self.eps = eps
         self.offset = offset
         self.weight_D = torch.empty(size, dtype=dtype)
-        self.feeds: Projection | None = None  # what reads the results of `feed` and `add`, and nothing else does
+        self.feeds: Projection | None = None  # the only reader of the results of `feed` and `add`
 
     def __call__(self, x_TD: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows of x may be strided; `out` may be x."""
         return rms_norm(x_TD, self.weight_D, self.eps, self.offset, out)
 
     def feed(self, x_TD: Tensor) -> Rows:
-        """The norm, quantized where what it feeds would quantize it."""
+        """The norm, already quantized if its reader would quantize it."""
         if self.feeds is not None and self.feeds.quantizes(x_TD):
             return rms_norm_to_fp8(x_TD, None, self.weight_D, self.eps, self.offset)
         return self(x_TD)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> Rows:
-        """residual += x in place, and the norm of the sum, quantized as in `feed`."""
+        """residual += x in place; the result is the norm of the sum, quantized like `feed`'s."""
         if self.feeds is not None and self.feeds.quantizes(x_TD):
             return rms_norm_to_fp8(x_TD, residual_TD, self.weight_D, self.eps, self.offset)
         return add_rms_norm(x_TD, residual_TD, self.weight_D, self.eps, self.offset)

@@ -1,4 +1,4 @@
-"""Tables of cosines and sines for rotary position encoding, computed in float32 as transformers does.
+"""Tables of cosines and sines for rotary position encoding, computed in float32 as in transformers.
 
 Dimensions: L positions, R rotary dimensions (first R/2 columns cosines, last R/2 sines), F = R/2 frequencies.
 """
@@ -16,12 +16,12 @@ from quire.layer_spec import RopeConfig
 def cos_sin_table(rope: RopeConfig, max_model_len: int) -> Tensor:
     """cos_sin_LR float32 for positions 0 .. max_model_len - 1.
 
-    Where longrope's factors follow the length of a sequence (`rope.switches_after`), rows 0 .. border - 1 are for short
-    sequences, and those of long ones begin at row `border`.
+    longrope's factors may depend on the length of a sequence (`rope.switches_after`). Then rows 0 .. border - 1 are for
+    short sequences, and the rows for long ones begin at row `border`.
 
-    transformers switches the frequencies of `dynamic` with every token beyond max_position, which leaves keys of many
-    kinds in its cache. Here, as in vLLM, `max_model_len` decides once: above max_position dynamic takes the base of the
-    full length.
+    transformers changes the frequencies of `dynamic` with every token beyond max_position, so keys in its cache have
+    different frequencies. Here, as in vLLM, `max_model_len` decides once: above max_position, dynamic takes the base
+    of the full length.
     """
     positions_L = torch.arange(max_model_len, dtype=torch.float32)
     angles_LF = positions_L[:, None] * frequencies(rope, max_model_len)
@@ -31,7 +31,7 @@ def cos_sin_table(rope: RopeConfig, max_model_len: int) -> Tensor:
 
 
 def frequencies(rope: RopeConfig, length: int) -> Tensor:
-    """Radians per position of each pair of dimensions in sequences of this length, F float32."""
+    """Radians per position of each pair of dimensions, for sequences of this length: F float32."""
     steps_F = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     theta = rope.theta
     if rope.type == "dynamic":
@@ -51,11 +51,11 @@ def frequencies(rope: RopeConfig, length: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies_F: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths are stretched by the factor, short ones stay, the others are interpolated."""
     wavelengths_F = 2 * math.pi / frequencies_F
     stretched_F = frequencies_F / rope.factor
     original, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
-    share_F = (original / wavelengths_F - low) / (high - low)  # of the unstretched frequency
+    share_F = (original / wavelengths_F - low) / (high - low)  # the part of the unstretched frequency
     between_F = (1 - share_F) * stretched_F + share_F * frequencies_F
     result_F = torch.where(wavelengths_F > original / low, stretched_F, between_F)
     return torch.where(wavelengths_F < original / high, frequencies_F, result_F)

@@ -1,4 +1,4 @@
-"""Where one tensor of a checkpoint goes."""
+"""The place in a layer for one tensor of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quire.quantization.scheme import FLOATS
 
 @dataclass(slots=True)
 class WeightSlot:
-    """The shape and dtypes a layer expects under one name, and what takes the tensor."""
+    """The shape and dtypes that a layer expects under one name, and the function that takes the tensor."""
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], None]  # may raise WeightsError about the values
     accepts: tuple[torch.dtype, ...] = FLOATS
     is_required: bool = True
-    other_shapes: tuple[tuple[int, ...], ...] = ()  # that are as good
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # shapes that are accepted too
     is_loaded: bool = False
 
 

@@ -1,1 +1,1 @@
-"""Brings weights into models: hub and folders, safetensors, dummy weights, the choice of the model class."""
+"""Loads weights into models: hub and folders, safetensors, GGUF, dummy weights, the choice of the model class."""

@@ -1,6 +1,6 @@
-"""Dummy weights: small random numbers for every tensor a model expects, the same on every run, without a checkpoint.
+"""Dummy weights: small random numbers for every tensor of a model, the same on every run, without a checkpoint.
 
-They follow from name and shape alone, so order and other tensors do not matter.
+They depend only on name and shape, so the order and the other tensors do not matter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from quire.models.registry import CPU
 
-# One table of random numbers serves all tensors, each from its own place: drawing numbers for every weight would take
+# One table of random numbers serves all tensors; each begins at its own place. New numbers for every weight would take
 # seconds. The length is prime, so that rows of a matrix do not repeat.
 _TABLE_LENGTH = 1_048_573
 
@@ -21,10 +21,10 @@ _TABLE_LENGTH = 1_048_573
 def dummy_weights(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device = CPU
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor of `dtype` on `device`) for every name.
+    """Yield (name, tensor of `dtype` on `device`) for every name.
 
-    Matrices have the variance 1 / columns, so that activations neither grow nor vanish from layer to layer; norms are
-    close to one and biases close to zero.
+    Matrices have the variance 1 / columns, so that activations keep their size from layer to layer. Norms are close to
+    one and biases close to zero.
     """
     table = torch.rand(_TABLE_LENGTH, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1)  # variance 1/3
     twice = torch.cat((table, table)).to(device)
@@ -33,7 +33,7 @@ def dummy_weights(
 
 
 def _fill(twice: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The table from a place that name and shape choose, repeated as often as needed."""
+    """The numbers of the table from a place that name and shape choose, repeated if necessary."""
     count = math.prod(shape)
     digest = hashlib.blake2b(repr((name, shape)).encode(), digest_size=8).digest()
     start = int.from_bytes(digest, "little") % _TABLE_LENGTH

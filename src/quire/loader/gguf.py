@@ -1,6 +1,6 @@
-"""GGUF checkpoints: tensors by Hugging Face's names and in its order of rows, mapped as safetensors are.
+"""GGUF checkpoints: tensors with Hugging Face's names and order of rows, mapped like safetensors.
 
-Weights in floating point come in their dtype, quantized ones as the bytes of their blocks, uint8 [N, bytes of a row].
+Floating-point weights come in their dtype. Quantized weights come as the bytes of their blocks, uint8 [N, row bytes].
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from quire.gguf.file import GgufFile, TensorInfo, open_gguf
 from quire.gguf.types import FLOAT_TYPES
 from quire.hf_config.gguf_types import GgufWeights
 from quire.layer_spec import Full
-from quire.loader.safetensors import map_tensors
+from quire.loader.safetensors import Checkpoint
 from quire.loader.safetensors_headers import TensorEntry
 from quire.messages import Progress
 from quire.model_config import ModelConfig
-from quire.resolve import shown_bytes
 
 
 class GgufCheckpoint:
@@ -40,21 +39,16 @@ class GgufCheckpoint:
         return list(self._file.parts)
 
     def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) in file order; views of the mapped file as `Checkpoint.tensors` gives them."""
-        total, done = max(self._file.num_bytes, 1), 0
-        for path, infos in self._file.parts.items():
-            entries = [_entry(info) for info in infos]
-            for info, (_, tensor) in zip(infos, map_tensors(path, entries), strict=True):
-                if info.name in self._names:
-                    yield self._as_hugging_face_has_it(info, tensor)
-                del tensor
-                done += info.end - info.begin
-                if progress:
-                    progress("load", done / total, f"{shown_bytes(done)} of {shown_bytes(total)}")
+        """Yield (name, tensor) in file order. Tensors are views of the mapped file, as in `Checkpoint.tensors`."""
+        entries = {path: [_entry(info) for info in infos] for path, infos in self._file.parts.items()}
+        for name, tensor in Checkpoint(self._file.path.parent, entries).tensors(progress):
+            if name in self._names:
+                yield self._converted(self._names[name], tensor)
+            del tensor
 
-    def _as_hugging_face_has_it(self, info: TensorInfo, tensor: Tensor) -> tuple[str, Tensor]:
-        name = self._names[info.name]
-        module = name.rpartition(".")[0]  # of a name without dots: nothing
+    def _converted(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        """The tensor and its name in Hugging Face's form."""
+        module = name.rpartition(".")[0]  # empty for a name without dots
         if module in self._num_heads:
             tensor = _half_split(tensor, self._num_heads[module])
         if self._norm_offset and module.endswith("norm"):
@@ -63,7 +57,7 @@ class GgufCheckpoint:
 
 
 def _rotating(config: ModelConfig) -> Iterator[tuple[str, int]]:
-    """The modules whose outputs rotate, with their heads."""
+    """Modules with rotated outputs, and their numbers of heads."""
     for attention in (layer.attention for layer in config.layers):
         if isinstance(attention, Full):
             heads = (attention.num_q_heads, attention.num_kv_heads)
@@ -71,7 +65,7 @@ def _rotating(config: ModelConfig) -> Iterator[tuple[str, int]]:
 
 
 def _entry(info: TensorInfo) -> TensorEntry:
-    """Where a tensor lies, as torch is to see it."""
+    """The place, dtype and shape of a tensor for torch."""
     if info.type.name in FLOAT_TYPES:
         return TensorEntry(info.name, FLOAT_TYPES[info.type.name], info.shape, info.begin, info.end)
     row_bytes = info.shape[-1] // info.type.block_size * info.type.block_bytes
@@ -79,9 +73,9 @@ def _entry(info: TensorInfo) -> TensorEntry:
 
 
 def _half_split(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of every head from neighbouring pairs, as llama.cpp's llama models rotate, to two halves.
+    """Reorder each head's rows from neighbouring pairs, which llama.cpp's llama models rotate, to two halves.
 
-    Left as it is if it does not have such rows: what expects it says so.
+    A weight without such rows is not changed: the layer that expects it reports the shape.
     """
     if weight.shape[0] % (2 * num_heads):
         return weight

@@ -1,4 +1,4 @@
-"""Which GGUF file a name means: a path, a name in a folder or repository, or `folder:Q4_K_M`. No torch here."""
+"""Finds the GGUF file of a name: a path, a name in a folder or repository, or `folder:Q4_K_M`. No torch here."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quire.messages import Progress
 
 logger = logs.get_logger(__name__)
 
-# What names of files call types: Q4_K_M, IQ4_XS, Q8_0, BF16, ...
+# Types in names of files: Q4_K_M, IQ4_XS, Q8_0, BF16, ...
 _TYPE = r"(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32)"
 _TYPE_IN_NAME = re.compile(rf"(?:^|[-._/])({_TYPE})(?=$|[-._/])", re.IGNORECASE)
 _NAME_AND_TYPE = re.compile(rf"(?P<model>.+):(?P<type>{_TYPE})", re.IGNORECASE)
 _MAX_PARTS = 1000
-_NO_MODELS = "*mmproj*"  # vision parts lie beside the models they belong to
+_NO_MODELS = "*mmproj*"  # vision parts lie beside their models
 
 
 def find_gguf(
@@ -34,15 +34,15 @@ def find_gguf(
     *,
     weights: bool = True,
 ) -> Path | None:
-    """The file that `--model` and `--gguf-file` mean, downloaded if need be; None if they mean no GGUF file.
+    """The file that `--model` and `--gguf-file` name, downloaded if necessary; None if they name no GGUF file.
 
     Args:
-        model: folder, file, hub id, or folder or hub id with a type behind a colon, as `org/model-GGUF:Q4_K_M`.
+        model: folder, file, hub id, or folder or hub id with a type after a colon, for example `org/model-GGUF:Q4_K_M`.
         gguf_file: a path, or the name of a file in the model's folder or repository.
-        weights: False: of a file on the hub that has not been downloaded, the header alone, in a file of its length.
-        The others as in `resolve_model`.
+        weights: False: do not download a file of the hub; a file of its length holds only its header.
+        The other arguments: see `resolve_model`.
 
-    Raises ConfigError listing what there is if nothing, or more than one model, fits.
+    Raises ConfigError with the possible names if no model or more than one model fits.
     """
     if gguf_file is not None:
         path = local_path(gguf_file, "gguf_file")
@@ -78,12 +78,12 @@ def find_gguf(
         if not weights and (header := _header(named["model"], name, revision, download_dir, token)):
             return _checked(header, "model")
         return _checked(download_files(named["model"], *source, _with_parts(name)) / name, "model")
-    folder = download_files(named["model"], *source, _patterns(named["type"]), [_NO_MODELS])  # what is in the cache
+    folder = download_files(named["model"], *source, _patterns(named["type"]), [_NO_MODELS])  # from the cache
     return _choose(folder, named["type"], named["model"], _files_in(folder))
 
 
 def _header(repo: str, name: str, revision: str | None, download_dir: str | None, token: str | None) -> Path | None:
-    """A file with the header of one on the hub, or that file if it has been downloaded; None: it has to be."""
+    """A file with the header of a file on the hub, or the file itself if it is in the cache; None: download it."""
     part = SPLIT_NAME.fullmatch(name)
     count = 1 if part is None else int(part["count"])
     if not 1 <= count <= _MAX_PARTS:
@@ -95,13 +95,13 @@ def _header(repo: str, name: str, revision: str | None, download_dir: str | None
         return fetch_headers(repo, names, revision, token) / Path(names[0]).name
     except WeightsError:
         raise
-    except Exception as error:  # also those of the HTTP client, which differs between the library's versions
+    except Exception as error:  # errors of the HTTP client too; the library's versions have different ones
         logger.warning("the header of %s cannot be read alone (%s): the file is downloaded", name, error)
         return None
 
 
 def _part_name(name: str, part: re.Match[str], number: int) -> str:
-    """The name of another part of a model, spelled as this one."""
+    """The name of another part of a model, in the spelling of `name`."""
     return f"{name[: part.start('number')]}{number:05}{name[part.end('number') :]}"
 
 
@@ -117,13 +117,13 @@ def _checked(path: Path, param: str) -> Path:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """The models in a folder and the folders in it, the first of their files each."""
+    """The models in a folder and its subfolders: the first file of each."""
     found = [*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]
     return _gguf_only(str(path.relative_to(folder)) for path in found)
 
 
 def _gguf_only(names: Iterable[str]) -> list[str]:
-    """Names of models, the first of their files each."""
+    """The names of models: the first file of each."""
     kept = []
     for name in sorted(names):
         part = SPLIT_NAME.fullmatch(name)
@@ -134,14 +134,10 @@ def _gguf_only(names: Iterable[str]) -> list[str]:
 
 
 def _type_of(name: str) -> str | None:
-    """`Q4_K_M` of `model-Q4_K_M-00001-of-00002.gguf`, as the name has it."""
+    """The type in a name, for example `Q4_K_M` in `model-Q4_K_M-00001-of-00002.gguf`."""
     part = SPLIT_NAME.fullmatch(name)
     found = _TYPE_IN_NAME.findall(name[: -len(".gguf")] if part is None else part["stem"])
     return found[-1] if found else None
-
-
-def _matching(names: list[str], wanted: str) -> list[str]:
-    return [name for name in names if (_type_of(name) or "").lower() == wanted.lower()]
 
 
 def _choose(folder: Path, wanted: str | None, model: str, names: list[str]) -> Path:
@@ -149,8 +145,8 @@ def _choose(folder: Path, wanted: str | None, model: str, names: list[str]) -> P
 
 
 def _chosen(wanted: str | None, model: str, names: list[str]) -> str:
-    """The one model among `names`, of the wanted type if there is one."""
-    found = names if wanted is None else _matching(names, wanted)
+    """The only model among `names` that has the wanted type; None: any type."""
+    found = names if wanted is None else [n for n in names if (_type_of(n) or "").lower() == wanted.lower()]
     if len(found) == 1:
         return found[0]
     types = sorted({kind for name in names if (kind := _type_of(name)) is not None})
@@ -165,7 +161,7 @@ def _chosen(wanted: str | None, model: str, names: list[str]) -> str:
         raise ConfigError(
             f"{model} holds several GGUF models" + ("" if wanted is None else f" of type {wanted}"),
             value=found[:20],
-            fix=f"Name one with --gguf-file, as --model {model} --gguf-file {found[0]}",
+            fix=f"Name one with --gguf-file, for example --model {model} --gguf-file {found[0]}",
             param="model",
         )
     raise _no_such_file(f"{model} has no GGUF model of type {wanted}", types or names, "model")
@@ -176,12 +172,12 @@ def _no_such_file(what: str, there: list[str], param: str) -> ConfigError:
 
 
 def _with_parts(name: str) -> list[str]:
-    """File patterns for one model by the name of a file."""
+    """File patterns for all parts of the model with this file."""
     escaped = glob.escape(name)
     return [escaped, re.sub(r"-\d{5}-of-", "-?????-of-", escaped)]
 
 
 def _patterns(wanted: str) -> list[str]:
-    """File patterns, which know no "ignore case", for names with a type in them."""
+    """File patterns for names with a type in them, in upper or lower case."""
     spelled = "".join(f"[{char.lower()}{char.upper()}]" if char.isalpha() else char for char in wanted)
     return [f"{start}{spelled}{end}.gguf" for start in ("", "*[-._/]") for end in ("", "[-._/]*")]

@@ -1,4 +1,4 @@
-"""Headers of GGUF files on the hub, without their weights: for what plans a model before it is downloaded. No torch."""
+"""Headers of GGUF files on the hub, without their weights, to plan a model before its download. No torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import IO
 from quire.gguf.file import MAX_HEADER_BYTES, MoreNeededError, parse_start
 from quire.gguf.names import CONFIG_TENSORS
 
-FIRST_BYTES = 8 << 20  # those of large vocabularies take a second request
-_MAX_CONFIG_BYTES = 1 << 20  # of a tensor that belongs to the configuration; a larger one is refused by its shape
+FIRST_BYTES = 8 << 20  # headers with large vocabularies take a second request
+_MAX_CONFIG_BYTES = 1 << 20  # of a tensor of the configuration; a larger one is refused by its shape
 
 
 def fetch_headers(repo: str, names: Sequence[str], revision: str | None, token: str | None) -> Path:
-    """A folder with these files of a hub id: each as long as it is there, with a hole where its weights are.
+    """A folder with these files of a hub id. Each has its full length, with a hole in the place of its weights.
 
-    It is removed when the process ends.
-    Raises WeightsError for a malformed header, OSErrors for what the hub does not send, and whatever its library does.
+    The folder is removed when the process ends.
+    Raises WeightsError for a malformed header, OSError if the hub sends too little, and the errors of the hub library.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
-    # Without compression, so that bytes are those of the file.
+    # Without compression, the bytes are the bytes of the file.
     http_headers = build_hf_headers(token=token) | {"accept-encoding": "identity"}
     folder = Path(tempfile.mkdtemp(dir=_parent().name))
     for name in names:
@@ -43,10 +43,10 @@ def _parent() -> tempfile.TemporaryDirectory[str]:
 
 
 def _read(url: str, http_headers: dict[str, str], begin: int, end: int) -> bytes:
-    """The bytes of a file from begin to end, fewer if it ends before.
+    """The bytes of a file from begin to end, or fewer if the file is shorter.
 
-    A server that knows no ranges sends the file from its start: what lies before `begin` is passed over, and the
-    connection is closed at `end`. So at most a header is read for nothing; OSError if it would be more.
+    A server without ranges sends the file from its start: bytes before `begin` are dropped, and the connection is
+    closed at `end`. At most a header's size may be dropped; OSError if it would be more.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff
@@ -70,7 +70,7 @@ def _read(url: str, http_headers: dict[str, str], begin: int, end: int) -> bytes
 
 
 def _copy_header(read: Callable[[int, int], bytes], size: int, here: IO[bytes], name: str) -> None:
-    """`read`: gives the bytes of the file on the hub from one place to another."""
+    """Write the header to `here`. `read` gives the bytes of the file on the hub from one place to another."""
     start = read(0, min(size, FIRST_BYTES))
     while True:
         try:

@@ -1,4 +1,4 @@
-"""From a model's name to a folder on this machine: a local path, or a hub id downloaded into the hub library's cache.
+"""Finds the folder of a model's name: a local path, or a hub id, downloaded into the hub library's cache.
 
 No torch here: the API process resolves tokenizers through this file.
 """
@@ -22,13 +22,13 @@ from quire.messages import Progress
 
 logger = logs.get_logger(__name__)
 
-# Only what is read: never pickles (.bin, .pt) or code (.py). `*/*` leaves out sub-folders (onnx/, original/), and
-# `consolidated*` the second copy of the weights in the publisher's own layout.
+# Only files that we read: never pickles (.bin, .pt) or code (.py). `*/*` leaves out sub-folders (onnx/, original/), and
+# `consolidated*` leaves out the second copy of the weights in the publisher's own layout.
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHT_PATTERNS = ["*.safetensors"]
 IGNORED_PATTERNS = ["*/*", "consolidated*"]
 
-# Any of these makes a folder usable for tokenization.
+# A folder with one of these has a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -57,11 +57,11 @@ def resolve_model(
         revision: branch, tag or commit of a hub id.
         download_dir: cache folder instead of the hub library's own (HF_HOME).
         token: access token; without one the hub library's stored login or HF_TOKEN is used.
-        progress: called with ("download", fraction, text); without it the hub library draws its own bar on a terminal.
+        progress: called with ("download", fraction, text); None: the hub library draws its own bar on a terminal.
         weights: False leaves the weights out (dummy weights).
 
     Raises:
-        ConfigError: no such folder or hub id, no access, or no network and not in the cache.
+        ConfigError: no such folder or hub id, no access, or no network and no complete cache.
         ModelConfigError: the folder has no config.json.
     """
     patterns = TOKENIZER_PATTERNS + (WEIGHT_PATTERNS if weights else [])
@@ -79,7 +79,7 @@ def resolve_tokenizer_files(
     download_dir: str | None = None,
     token: str | None = None,
 ) -> Path:
-    """The folder with a tokenizer's files; downloads nothing else. Raises ConfigError as resolve_model does."""
+    """The folder with a tokenizer's files; nothing else is downloaded. Raises ConfigError like resolve_model."""
     folder = local_folder(name_or_path)
     if folder is None:
         patterns = TOKENIZER_PATTERNS
@@ -96,22 +96,22 @@ def resolve_tokenizer_files(
 
 
 def list_files(name: str, revision: str | None, token: str | None) -> list[str]:
-    """The files of a hub id; [] if the hub cannot be asked, for reasons that a download gives."""
+    """The files of a hub id; [] if the hub cannot be asked: a download then gives the reason."""
     from huggingface_hub import HfApi
 
     if local_folder(name) is not None:
         return []
     try:
-        # Not `list_repo_files`, which tries for half a minute to reach a hub that does not answer.
+        # `list_repo_files` would try for half a minute to reach a hub that does not answer.
         siblings = HfApi(token=token).model_info(name, revision=revision, timeout=10).siblings
-    except Exception as error:  # also those of the HTTP client, which differs between the library's versions
+    except Exception as error:  # errors of the HTTP client too; the library's versions have different ones
         logger.debug("%s cannot be listed: %s", name, error)
         return []
     return [sibling.rfilename for sibling in siblings or ()]
 
 
 def cached_file(name: str, file: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """A file of a hub id that has been downloaded."""
+    """A file of a hub id in the cache; None: it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, file, cache_dir=download_dir, revision=revision)
@@ -119,9 +119,9 @@ def cached_file(name: str, file: str, revision: str | None, download_dir: str | 
 
 
 def local_path(name: str, param: str = "model") -> Path:
-    """What a user wrote as a path; nothing needs to be there.
+    """A user's text as a path; the path need not exist.
 
-    Raises ConfigError for what the system cannot look for: a home of nobody, too long a name, a folder that is closed.
+    Raises ConfigError for a path that the system cannot look up: an unknown home, a long name, a closed folder.
     """
     try:
         path = Path(name).expanduser()
@@ -164,7 +164,7 @@ def _not_found(name: str, what: str) -> ConfigError:
 
 
 def _nearest_folder(name: str) -> str | None:
-    """The model folder beside the missing one whose name is most like it."""
+    """The model folder with the most similar name, beside the missing folder."""
     try:
         path = Path(name.replace("\0", "")).expanduser()
         siblings = [entry.name for entry in path.parent.iterdir() if (entry / "config.json").is_file()]
@@ -175,7 +175,7 @@ def _nearest_folder(name: str) -> str | None:
 
 
 def _near_in_cache(name: str, download_dir: str | None) -> str | None:
-    """Hub ids in the cache whose names hold this one or are like it, at most three."""
+    """At most three hub ids in the cache with a similar or longer name."""
     from huggingface_hub import constants
 
     folders = Path(download_dir or constants.HF_HUB_CACHE).glob("models--*--*")
@@ -219,7 +219,7 @@ def download_files(
     patterns: list[str],
     ignored: Sequence[str] = (),
 ) -> Path:
-    """The folder of a hub id with the files that match, wherever in the repository. Errors as resolve_model's."""
+    """The folder of a hub id with the files that match, in all its subfolders. Errors: see resolve_model."""
     from huggingface_hub import errors, snapshot_download
 
     logs.adopt("huggingface_hub")
@@ -282,10 +282,10 @@ class _Download:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._lock = threading.Lock()  # files are fetched by several threads
-        self._start_time, self._start_bytes = time.monotonic(), 0  # at the first report: a download may be continued
-        self._most_bytes = 0  # the library drives several bars over the same files, the one that is ahead counts
-        self._is_finished = False  # bars report once more when they are collected
+        self._lock = threading.Lock()  # several threads fetch files
+        self._start_time, self._start_bytes = time.monotonic(), 0  # at the first report: a download may continue
+        self._most_bytes = 0  # the library drives several bars over the same files; the highest one counts
+        self._is_finished = False  # bars report once more when they are garbage-collected
 
     def bar_class(self) -> type[Any]:
         """A tqdm class for the hub library that draws nothing."""
@@ -318,7 +318,7 @@ class _Download:
         return f", {num_bytes / seconds / 1e6:,.1f} MB/s" if num_bytes and seconds > 0 else ""
 
     def finish(self, folder: Path) -> None:
-        """All files are there: how much they are, and whether any of it had to come over the network."""
+        """Report the end: the size of all files, and the speed or the cache that they came from."""
         with self._lock:
             self._is_finished = True
         total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -328,7 +328,7 @@ class _Download:
 
 
 def _shown(num_bytes: int, total: int) -> str:
-    """`412 of 988 MB`, or the total once that is reached; in powers of 1000, as the hub counts."""
+    """`412 of 988 MB`, or the total at the end. Units are powers of 1000, as on the hub."""
     scale, unit = (1e9, "GB") if total >= 1e10 else (1e6, "MB") if total >= 1e6 else (1e3, "kB")
     digits = 0 if total / scale >= 100 else 1
     done = f"{num_bytes / scale:,.{digits}f} of " if num_bytes < total else ""

@@ -1,4 +1,4 @@
-"""A model with its weights, ready to run: the choice between native and transformers' code, real and dummy weights."""
+"""Loads a model: chooses between native and transformers' code, and between real and dummy weights."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def load_model(
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
     Args:
-        settings: model_impl auto: native where `config.is_native`, else transformers' modelling code. load_format
-            dummy: random weights, no file but config.json is read. packed_weights_cache, of a native model on the CPU
-            kernels: map what an earlier start has kept, else keep it.
-        device: where weights go and the model runs, and its attention.
-        progress: called with ("load", fraction, bytes read of all).
+        settings: model_impl auto: native if `config.is_native`, else transformers' modelling code. load_format dummy:
+            random weights; only config.json is read. packed_weights_cache: for a native model on the CPU kernels, map
+            the packed weights of an earlier start, else keep them for the next one.
+        device: the model's device and attention backend.
+        progress: called with ("load", fraction, text with the bytes).
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.

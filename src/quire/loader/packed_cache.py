@@ -1,11 +1,11 @@
-"""Packed weights kept in a file, which the next start maps instead of reading, converting and packing the checkpoint.
+"""Packed weights in a file. The next start maps it instead of reading, converting and packing the checkpoint.
 
-A file is believed only if it lies in a folder that nobody else can write to, its header is whole, and its key is the
-one expected: identities of the checkpoint's files, the model's config, the format, and the code that packed. Anything
-else is ignored and written anew. One file per model folder and format.
+A file is used only if nobody else can write to its folder, its header is whole, and it has the expected key:
+identities of the checkpoint's files, the model's config, the format, and the code that packed. Another file is ignored
+and written anew. There is one file per model folder and format.
 
-File: 8 bytes magic; length of the header (8 bytes, little endian) and its SHA-256; the header, JSON; from the next
-multiple of HUGE_PAGE on the tensors, each at a multiple of ALIGNMENT from there.
+File: 8 bytes magic; length of the header (8 bytes, little endian) and its SHA-256; the header, JSON; then, from the
+next multiple of HUGE_PAGE, the tensors, each at a multiple of ALIGNMENT from there.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ PREFIX = struct.Struct("<8sQ32s")
 ALIGNMENT = 4096
 HUGE_PAGE = 2 << 20
 MADV_POPULATE_READ = 22  # asm-generic/mman-common.h; not in Python 3.11
-PIECE_BYTES = 64 << 20  # read or written between two reports of progress
+PIECE_BYTES = 64 << 20  # bytes between two reports of progress
 THREAD_NAME = "packed weights"
 FORMS = {form.__name__: form for form in (PackedLinear, PackedGrouped, PackedFp8, GroupedFormat)}
 
-Held = Mapping[str, Mapping[str, Any]]  # by part and attribute: what a model holds after loading
+Held = Mapping[str, Mapping[str, Any]]  # a model's loaded weights by part and attribute
 
 
 class PackedCache:
@@ -71,10 +71,10 @@ class PackedCache:
             "code": code_identity(extension.C.__file__),
         }
         self._path = folder() / f"{digest(f'{Path(config.model).resolve()} {form}')[:32]}.packed"
-        self.mapped_bytes = 0  # by `read`: memory that the system counts as free, though it is in use
+        self.mapped_bytes = 0  # set by `read`: this memory is in use, but the system counts it as free
 
     def read(self, progress: Progress | None = None) -> Held | None:
-        """What was written for this key, mapped; None if there is nothing to be believed."""
+        """The weights for this key, mapped; None if there is no valid file."""
         try:
             check_private(self._path.parent)
             with open_private(self._path) as file:
@@ -89,7 +89,7 @@ class PackedCache:
             return None
 
     def _header(self, file: BinaryIO) -> dict[str, Any]:
-        """Raises ValueError for a file that is damaged, or of something else."""
+        """The header. Raises ValueError for a file that is damaged or has another key."""
         prefix = file.read(PREFIX.size)
         if len(prefix) < PREFIX.size:
             raise ValueError("the file is cut")
@@ -108,9 +108,9 @@ class PackedCache:
         return header
 
     def write(self, held: Held, progress: Progress | None = None) -> None:
-        """Keep what a model holds for the next start. What goes wrong is logged: the model runs without it.
+        """Keep a model's weights for the next start. A failure is only logged: the model runs without the file.
 
-        The bytes are handed to the system before this returns; the file gets its name when they are on the disk.
+        The system has all bytes when this returns. The file gets its name when they are on the disk.
         """
         tensors: list[Tensor] = []
         try:
@@ -156,12 +156,12 @@ class PackedCache:
 
 
 def folder() -> Path:
-    """Where packed weights are kept. Raises ConfigError without a place."""
+    """The folder of packed weights. Raises ConfigError if no place for it can be found."""
     return cache_folder("packed-weights", "packed weights")
 
 
 def _open_locked(path: Path) -> int | None:
-    """A file that nobody else writes; None if somebody does, or has just given it another name."""
+    """A file for this process alone; None if another process writes it or has just renamed it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,7 +180,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _described(value: Any, tensors: list[Tensor]) -> Any:
-    """JSON for one attribute; its tensors are appended in the order in which they are written. Raises TypeError."""
+    """JSON for one attribute. Its tensors are appended to `tensors`, in the order of the file. Raises TypeError."""
     if isinstance(value, Tensor):
         begin = sum(_padded(tensor.nbytes) for tensor in tensors)
         tensors.append(value.contiguous())
@@ -219,7 +219,7 @@ def _restored(description: Any, data: Tensor) -> Any:
 
 
 def _check_order(order_K: Tensor, K: int) -> None:
-    """Kernels index with it. Raises ValueError."""
+    """Raise ValueError for a wrong order, because kernels use it as index."""
     if not torch.equal(order_K.sort().values, torch.arange(K, dtype=torch.int32)):
         raise ValueError("the order of a weight's in-features is damaged")
 
@@ -237,7 +237,7 @@ def _map(file: BinaryIO, header: dict[str, Any], progress: Progress | None) -> H
     data = torch.frombuffer(mapped, dtype=torch.uint8)
     for begin in range(0, len(data), PIECE_BYTES):
         end = min(begin + PIECE_BYTES, len(data))
-        with suppress(OSError):  # before Linux 5.14: pages are mapped when they are first read
+        with suppress(OSError):  # Linux before 5.14 maps pages only when they are first read
             mapped.madvise(MADV_POPULATE_READ, begin, end - begin)
         if progress:
             progress("load", end / len(data), f"{shown_bytes(end)} of {shown_bytes(len(data))}, packed before")

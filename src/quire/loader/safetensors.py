@@ -1,4 +1,4 @@
-"""Safetensors checkpoints: their headers are checked first, then tensors are mapped, not copied."""
+"""Safetensors checkpoints: headers are checked first; then tensors are mapped, not copied."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quire.loader.safetensors_headers import TensorEntry, read_headers
 from quire.messages import Progress
 from quire.resolve import shown_bytes
 
-READ_AHEAD_BYTES = 64 << 20  # how far the kernel is asked to read before the tensors are needed
+READ_AHEAD_BYTES = 64 << 20  # the operating system is asked to read these bytes ahead
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The validated headers of a folder's weights, files in name order and tensors in file order."""
+    """The validated headers of a folder's weights. Files are in name order, and tensors in file order."""
 
     folder: Path
     files: dict[Path, list[TensorEntry]]
@@ -36,16 +36,16 @@ class Checkpoint:
         return [entry.name for entries in self.files.values() for entry in entries]
 
     def some(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of these names, as `tensors` yields them."""
+        """Yield the tensors with these names, like `tensors`."""
         for path, entries in self.files.items():
             for entry, tensor in map_tensors(path, entries, names):
                 yield entry.name, tensor
 
     def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) in file order. Each is a view of the mapped file: read or copy it, never write to it.
+        """Yield (name, tensor) in file order. Each is a view of the mapped file: read or copy it, never write to it.
 
-        Pages of tensors already passed are given back to the system as the iteration moves on (a view held longer is
-        read from the page cache again), so that mapped and repacked weights are not resident together.
+        The iteration gives the pages of earlier tensors back to the system, so that mapped and packed weights are not
+        in memory together. A view that is kept longer is read from the page cache again.
         """
         total = max(self.num_bytes, 1)
         done = 0
@@ -59,14 +59,14 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """The validated headers of a folder. Raises WeightsError as read_headers does."""
+    """The validated headers of a folder. Raises WeightsError like read_headers."""
     return Checkpoint(Path(folder), read_headers(Path(folder)))
 
 
 def map_tensors(
     path: Path, entries: list[TensorEntry], names: Collection[str] | None = None
 ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """Yields (entry, view of the mapped file): the tensors of one file, or those of some names, in its order."""
+    """Yield (entry, view of the mapped file) in file order: all tensors of one file, or only the `names`."""
     wanted = [entry for entry in entries if names is None or entry.name in names]
     if not wanted:
         return
@@ -82,7 +82,7 @@ def map_tensors(
         count, dtype = math.prod(entry.shape), getattr(torch, entry.dtype)
         if not count:
             tensor = torch.empty(entry.shape, dtype=dtype)
-        elif entry.begin % dtype.itemsize:  # only writers that do not pad the header make unaligned data
+        elif entry.begin % dtype.itemsize:  # some writers do not pad the header, so data is unaligned
             tensor = torch.frombuffer(bytearray(mapped[entry.begin : entry.end]), dtype=dtype).view(entry.shape)
         else:
             tensor = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.begin).view(entry.shape)
@@ -91,7 +91,7 @@ def map_tensors(
 
 
 class _PageAdvice:
-    """Tells the kernel which pages of a mapping come next and which are done, where the system has madvise."""
+    """Tells the operating system which pages of a mapping come next and which are done, if it has madvise."""
 
     def __init__(self, mapped: mmap.mmap, size: int) -> None:
         self.mapped, self.size = mapped, size
@@ -99,7 +99,7 @@ class _PageAdvice:
         self.enabled = hasattr(mmap, "MADV_WILLNEED") and hasattr(mmap, "MADV_DONTNEED")
 
     def move(self, begin: int, end: int) -> None:
-        """The bytes begin..end are used next, everything before is done."""
+        """The bytes begin..end come next, and all bytes before them are done."""
         if not self.enabled:
             return
         wanted = min(end + READ_AHEAD_BYTES, self.size)

@@ -1,4 +1,4 @@
-"""The headers of safetensors checkpoints, checked before they are believed. No torch: the API process reads them too.
+"""The headers of safetensors checkpoints, checked before use. No torch: the API process reads them too.
 
 Format (https://huggingface.co/docs/safetensors): 8 bytes header length N, little endian; N bytes of JSON,
 `{name: {"dtype", "shape", "data_offsets": [begin, end]}}`, offsets counted from the end of the header; then the data.
@@ -19,12 +19,12 @@ from quire.errors import WeightsError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# Limits on what an untrusted file may make us do. The largest published checkpoints stay under a tenth of them.
+# Limits for untrusted files. The largest published checkpoints stay under a tenth of them.
 MAX_HEADER_BYTES = 16 << 20
 MAX_ENTRIES = 65_536
 MAX_DIMS = 16
-# Parsed, a header takes up to 30 times its bytes, so what it can become is counted first. A matrix has 3 brackets, and
-# with the comma behind it 9 commas and colons.
+# A parsed header takes up to 30 times its bytes, so its brackets and values are counted first. A matrix has 3 brackets,
+# and 9 commas and colons with the comma after it.
 MAX_BRACKETS = 4 * MAX_ENTRIES
 MAX_VALUES = 16 * MAX_ENTRIES
 
@@ -51,7 +51,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies in its file; begin and end are bytes from the start of the file, dtype is torch's name."""
+    """The place of one tensor; begin and end are bytes from the start of its file, dtype is torch's name."""
 
     name: str
     dtype: str
@@ -61,7 +61,7 @@ class TensorEntry:
 
 
 def read_headers(folder: Path) -> dict[Path, list[TensorEntry]]:
-    """Finds and validates all weight files of a folder: files in name order, tensors in the order they lie in.
+    """Find and check all weight files of a folder: files in name order, tensors in the order of their places.
 
     Raises:
         WeightsError: no safetensors, a missing shard, an index that does not fit its shards, or a malformed file.
@@ -84,9 +84,9 @@ def read_headers(folder: Path) -> dict[Path, list[TensorEntry]]:
 
 
 def read_header(path: Path) -> list[TensorEntry]:
-    """The tensors of one file in file order. Raises WeightsError unless every declared size fits the file exactly."""
+    """The tensors of one file in file order. Raises WeightsError unless all declared sizes fit the file exactly."""
     if not path.is_file():
-        raise WeightsError(f"{path.name} is no regular file", fix="Put the file itself there")  # a pipe is waited for
+        raise WeightsError(f"{path.name} is no regular file", fix="Put the file itself there")  # a pipe would block
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -228,7 +228,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _files_without_index(folder: Path) -> list[Path]:
-    """The single file, or shards whose names say that they are complete."""
+    """The single file, or shards with names that give a complete set."""
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
     found = sorted(
@@ -271,7 +271,7 @@ def _files_without_index(folder: Path) -> list[Path]:
 
 
 def _check_names(files: dict[Path, list[TensorEntry]], weight_map: dict[str, str] | None) -> None:
-    """No tensor in two files, and the index and its shards name the same tensors."""
+    """Check that no tensor is in two files, and that the index and its shards have the same tensors."""
     where: dict[str, str] = {}
     for path, entries in files.items():
         for entry in entries:

@@ -1,4 +1,4 @@
-"""Writes safetensors files, so that under its name a file is either whole or not there."""
+"""Writes safetensors files. A file gets its name only when it is whole."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from quire.loader.safetensors_headers import DTYPES
 
 _NAMES = {getattr(torch, dtype): name for name, (dtype, _) in DTYPES.items()}
-PARTIAL = ".partial"  # end of the name of a file that is not whole
-_ALIGNMENT = 8  # of the data: readers map it
+PARTIAL = ".partial"  # suffix of an incomplete file
+_ALIGNMENT = 8  # of the data, because readers map it
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors in their order, with the metadata that transformers asks for."""
+    """Write tensors in their order, with the metadata that transformers needs."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, tensor in tensors.items():
@@ -42,7 +42,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under another name, bring it to the disk, and give it its name."""
+    """Write a file under another name, sync it to the disk, and give it its name."""
     partial = path.with_name(path.name + PARTIAL)
     with partial.open("wb") as file:
         write(file)

@@ -1,4 +1,4 @@
-"""When requests arrive: Poisson and gamma gaps at a rate or a ramp, as seconds after the start. Seeded."""
+"""Arrival times of requests in seconds after the start: Poisson or gamma gaps at a rate or a ramp, from a seed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire.measure.workload import BenchRequest
 
 
 def arrival_times(options: Traffic, requests: Sequence[BenchRequest], seed: int) -> list[float]:
-    """Seconds after the start at which each request is sent, not falling.
+    """The times at which the requests are sent, in seconds after the start, ascending.
 
-    With a fixed rate the times are stretched so that the last request comes after `num / rate` seconds: every seed
-    offers exactly the rate asked for, as vLLM's client does.
+    With a fixed rate the times are stretched so that the last request comes after `num / rate` seconds. So every seed
+    offers exactly the same rate, as in vLLM's client.
     """
     is_trace = all(request.timestamp is not None for request in requests)
     if is_trace and options.self_timed is not False:
@@ -36,13 +36,13 @@ def _rate(options: Traffic, index: int, count: int) -> float:
         return options.request_rate
     progress = index / max(count - 1, 1)
     if options.ramp_up_strategy == "linear":
-        # A rate of 0 would never send the first request: it goes at the rate of the second.
+        # A rate of 0 would never send the first request, so it gets the rate of the second.
         return start + (end - start) * progress or (end - start) / max(count - 1, 1)
     return float(start * (end / start) ** progress)
 
 
 def _gap(rate: float, burstiness: float, rng: random.Random) -> float:
-    """Mean 1 / rate; the variance is 1 / burstiness of a Poisson process's."""
+    """A gap with the mean 1 / rate. Its variance is 1 / burstiness times that of a Poisson process."""
     if rate == INFINITE:
         return 0.0
     return 1 / rate if burstiness == INFINITE else rng.gammavariate(burstiness, 1 / (rate * burstiness))

@@ -1,8 +1,8 @@
-"""Are two sides different? Ratios with confidence intervals from rounds, and a verdict that may be "no".
+"""Compares two sides: ratios with confidence intervals from rounds, and a verdict that may be "no difference shown".
 
-The ratio B / A of a metric is estimated from the logarithms of the rounds' values, which makes it symmetric: paired by
-round when both sides were measured in turns (one-sample t), else as two samples (Welch's t). With several metrics the
-level of each is raised (Bonferroni), so that all intervals together hold with 95 % confidence.
+The ratio B / A of a metric is estimated from the logarithms of the rounds' values, so it is symmetric. If both sides
+were measured in turns, rounds are paired (one-sample t), else they are two samples (Welch's t). With several metrics
+the level of each is raised (Bonferroni), so that all intervals together hold with 95 % confidence.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from quire.measure.statistics import LEVEL, t_quantile
 
 LEAST_ROUNDS = 3
 NOTHING_SHOWN = "no difference shown"
-# metric -> is more better? Times (_ms, _seconds, latency) are better when less.
+# The compared metrics of a server and of offline runs; `is_better_high` tells which are better when higher.
 METRICS = ("output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "request_goodput")
 OFFLINE_METRICS = ("tokens_per_second", "avg_latency", "avg_cold_startup_time", "avg_warm_startup_time")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One metric on both sides. `verdict` is B's against A: faster, slower, or no difference shown."""
+    """One metric on both sides. `verdict` is about B: faster than A, slower, or no difference shown."""
 
     metric: str
     a: float
@@ -50,7 +50,7 @@ def difference(
     """Compare the rounds of one metric.
 
     Args:
-        paired: round i of A and of B belong together: same requests, measured one after the other.
+        paired: round i of A and of B belong together: the same requests, one side after the other.
     """
     mean_a, mean_b = float(np.mean(a)), float(np.mean(b))
     if min(*a, *b) <= 0:
@@ -75,7 +75,7 @@ def difference(
 
 
 def _welch(a: Any, b: Any) -> tuple[float, int]:
-    """Standard error of the difference of means and its degrees of freedom, rounded down."""
+    """Standard error of the difference of means, and its degrees of freedom, rounded down."""
     part_a, part_b = float(a.var(ddof=1)) / len(a), float(b.var(ddof=1)) / len(b)
     total = part_a + part_b
     if total == 0:
@@ -85,7 +85,7 @@ def _welch(a: Any, b: Any) -> tuple[float, int]:
 
 
 def differences(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], *, paired: bool) -> list[Difference]:
-    """Of every metric that all rounds of both sides have. ConfigError if there is none."""
+    """The difference of every metric that all rounds of both sides have. ConfigError if there is no such metric."""
     rounds = [*a, *b]
     known = (*METRICS, *OFFLINE_METRICS)
     shared = [name for name in known if all(isinstance(each.get(name), (int, float)) for each in rounds)]
@@ -99,9 +99,9 @@ def differences(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], *, pai
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """The rounds in a result file of `quire bench` or vLLM's: JSON objects in a row, each with one round or several.
+    """The rounds in a result file of `quire bench` or vLLM: a sequence of JSON objects with one or more rounds each.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for another file.
     """
     decoder, rounds, at = json.JSONDecoder(), [], 0
     try:
@@ -133,7 +133,7 @@ def _rounds_of(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def text(found: Sequence[Difference], name_a: str, name_b: str) -> str:
-    """The table, and a last line that says it in words."""
+    """The table, and a last line with the verdict in words."""
     lines = [
         f"A: {name_a}",
         f"B: {name_b}",

@@ -1,4 +1,4 @@
-"""`quire bench compare URL URL`: the same requests to both servers, round after round, the order turning each time."""
+"""`quire bench compare URL URL`: the same requests to both servers, round after round, in alternating order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NUM_ROUNDS = 6
 def rounds(
     a: str, b: str, workload: Workload, traffic: Traffic, target: Target, report: Report, bar: Any
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """The metrics of each round of A and of B; round i of both sent the same requests at the same times.
+    """The metrics of each round of A and of B. Round i of both has the same requests at the same times.
 
-    The two sides of one server get different requests: the second would find the first's in the prefix cache.
+    If both sides are one server, they get different requests, because the prefix cache would answer the second side.
     """
     found: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,6 +1,6 @@
-"""One start, timed in a process of its own: `python -m quire.measure.first_token` reads an EngineConfig as JSON.
+"""Times one start in its own process: `python -m quire.measure.first_token` reads an EngineConfig as JSON.
 
-Prints one JSON object: seconds of each phase from the start of the process to the first token of a request.
+It prints one JSON object: seconds of each phase from the start of the process to the first token of a request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.errors import QuireError
 
 
 def measure() -> dict[str, Any]:
-    """The parent gives its clock at the start of this process as the first line, the config as the second."""
+    """The seconds and phases. The first line of the input is the parent's clock at the start, the second the config."""
     started = float(sys.stdin.readline())  # time.monotonic is one clock for all processes
     phases: dict[str, float] = {}
     last = started

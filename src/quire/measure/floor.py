@@ -1,7 +1,7 @@
-"""The hardware limit: the least time a machine could take for a workload, from counted bytes and operations.
+"""The hardware limit: the least time of a workload on a machine, from counted bytes and operations.
 
-A lower bound whatever the schedule. Every step that gives tokens reads all weights once; every token costs its
-multiplications. Neither can be faster than memory and arithmetic allow, and the larger of the two is the floor.
+It is a lower bound for every schedule. A step that gives tokens reads all weights once, and every token costs its
+multiplications. Memory bounds the first and arithmetic the second; the larger of the two times is the floor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Machine:
-    """Ceilings, measured: bytes, floating point and 8-bit integer operations per second over all cores in use."""
+    """Measured ceilings: bytes, floating-point and 8-bit integer operations per second of all cores in use."""
 
     read_bandwidth: float
     peak_flops: float
@@ -25,7 +25,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """One request as computed: prompt tokens that were not in the prefix cache, those that were, output tokens."""
+    """The tokens of one request: computed prompt tokens, prompt tokens from the prefix cache, output tokens."""
 
     num_prompt: int
     num_cached: int
@@ -34,7 +34,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Floor:
-    """What has to move and to be computed, and the seconds that takes at least."""
+    """The bytes and operations of a workload, and the least seconds for them."""
 
     num_bytes: float
     num_flops: float
@@ -43,7 +43,7 @@ class Floor:
     bound: str  # memory or arithmetic
 
     def report(self, seconds: float, machine: Machine) -> dict[str, Any]:
-        """For JSON, with the percentage of the limit that a measured time reached."""
+        """The object for JSON, with the percentage of the limit that a measured time reached."""
         return {"percent": 100 * self.seconds / seconds, **asdict(self), **asdict(machine)}
 
 
@@ -59,17 +59,17 @@ def floor(
     """The floor of a set of requests that could all run side by side.
 
     Args:
-        dtype: a key of model_config.DTYPE_BYTES, of weights and activations.
-        max_num_seqs: requests that may run at once; None: all.
-        kv_cache_dtype: as the setting of that name.
-        quantization: of the weights, as ModelConfig.weight_bytes takes it. Integers are multiplied as 8-bit integers.
+        dtype: of weights and activations, a key of model_config.DTYPE_BYTES.
+        max_num_seqs: the most requests that run at once; None: all.
+        kv_cache_dtype: the setting with this name.
+        quantization: of the weights, as for ModelConfig.weight_bytes. Integers are multiplied as 8-bit integers.
     """
     total_output = sum(request.num_output for request in work)
     num_steps = max((request.num_output for request in work), default=0)
     if max_num_seqs is not None:
         num_steps = max(num_steps, -(-total_output // max_num_seqs))
     arithmetic = StepArithmetic(model, dtype, quantization, kv_cache_dtype)
-    # (tokens before, new tokens): prompts, which read no keys and values of memory, and what is decoded behind them.
+    # (tokens before, new tokens) of the prompts, which need not read keys and values from memory, and of the decodes.
     prompts = [(request.num_cached, request.num_prompt) for request in work]
     decoded = [(request.num_cached + request.num_prompt, max(request.num_output - 1, 0)) for request in work]
     kv_tokens = tuple(sum(kind.area(*rows) for rows in decoded) for kind in arithmetic.kinds)
@@ -86,7 +86,7 @@ def floor(
 
 
 def together(floors: Sequence[Floor]) -> Floor:
-    """Of rounds one after the other."""
+    """The floor of rounds that run one after the other."""
     longest = max(floors, key=lambda each: each.seconds)
     return Floor(
         sum(each.num_bytes for each in floors),
@@ -98,10 +98,10 @@ def together(floors: Sequence[Floor]) -> Floor:
 
 
 def measure_machine(dtype: str, num_threads: int) -> Machine | None:
-    """The ceilings of this machine now; None without the compiled kernels, which measure them. Takes a second.
+    """The present ceilings of this machine; None without the compiled kernels, which measure them. It takes a second.
 
     Args:
-        num_threads: cores the engine has. The kernels of this process keep so many.
+        num_threads: the engine's cores. The kernels of this process keep this number.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for streamed completions: connections are reused, events get the time their bytes came."""
+"""A small HTTP/1.1 client for streamed completions. It reuses connections, and events carry their arrival time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ READ_BYTES = 1 << 16
 
 
 class HttpError(QuireError):
-    """The server answered with an error status, or with something that is no HTTP."""
+    """The server answered with an error status, or with bytes that are not HTTP."""
 
     code, status = "server_error", 502
 
 
 class Body:
-    """Takes the bytes of a response body apart, chunked or of a known length."""
+    """Parses the bytes of a response body, chunked or of a known length."""
 
     def __init__(self, head: bytes) -> None:
         lines = head.lower().split(b"\r\n")
@@ -35,7 +35,7 @@ class Body:
         self.is_done = not self.is_chunked and self._left == 0
 
     def feed(self, data: bytes) -> bytes:
-        """The content in these bytes of the connection."""
+        """The content in the next bytes of the connection."""
         if not self.is_chunked:
             if self._left >= 0:
                 data = data[: self._left]
@@ -79,11 +79,11 @@ class HttpClient:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The whole content of an answer. HttpError for a status other than 200, OSError without a connection."""
+        """The whole content of an answer. HttpError if the status is not 200, OSError without a connection."""
         return b"".join([data async for _, data in self._content(method, path, body)])
 
     async def events(self, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
-        """The data of each server-sent event with the time its end came (time.perf_counter). Errors as `request`."""
+        """The data of each server-sent event, with the arrival time of its end (time.perf_counter). See `request`."""
         buffer = b""
         async for now, data in self._content("POST", path, body):
             *events, buffer = (buffer + data).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -117,7 +117,7 @@ class HttpClient:
                 writer.close()
 
     async def _send(self, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Send on an idle connection, or a new one if the server has closed it; returns with the head of the answer."""
+        """Send on an idle connection, or on a new one if the server closed it -> connection and head of the answer."""
         while self._idle:
             reader, writer = self._idle.pop()
             with suppress(OSError, asyncio.IncompleteReadError):

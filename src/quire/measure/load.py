@@ -1,4 +1,4 @@
-"""Sends requests at their times, at most so many at once, and notes when each token came."""
+"""Sends requests at their times, with a limit on requests in flight, and records the time of each token."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from quire.measure.workload import BenchRequest
 
 @dataclass
 class Outcome:
-    """What became of one request. Times in seconds; starts are readings of time.perf_counter."""
+    """The result of one request. Times are in seconds; starts are values of time.perf_counter."""
 
     prompt_len: int
     start_time: float = 0.0
-    queue_time: float = 0.0  # waited in the client for --max-concurrency
+    queue_time: float = 0.0  # wait in the client because of --max-concurrency
     ttft: float = 0.0
     latency: float = 0.0
     itl: list[float] = field(default_factory=list)  # gaps between events with a token
     output_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, as the server counts them
+    cached_tokens: int = 0  # of the prompt, counted by the server
     text: str = ""
     error: str = ""
     success: bool = False
@@ -71,7 +71,7 @@ MakeBody = Callable[[BenchRequest], dict[str, Any]]
 
 
 async def send(client: HttpClient, path: str, body: bytes, outcome: Outcome) -> None:
-    """Send one request and fill in its outcome; failures are noted in it, not raised."""
+    """Send one request and fill in its outcome. A failure goes into the outcome and is not raised."""
     outcome.start_time = last = time.perf_counter()
     texts: list[str] = []
     has_first = False
@@ -119,10 +119,10 @@ async def run_load(
     """Send every request at its time (seconds after now) and wait for the answers.
 
     Args:
-        max_concurrency: a request that comes while so many are in flight waits in the client, and that is measured.
+        max_concurrency: most requests in flight; others wait in the client, and their wait is measured.
         on_done: called after each request.
     """
-    bodies = [msgspec.json.encode(make_body(request)) for request in requests]  # not while the clock runs
+    bodies = [msgspec.json.encode(make_body(request)) for request in requests]  # before the clock starts
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
     outcomes = [Outcome(request.prompt_len) for request in requests]
     start, cpu = time.perf_counter(), time.process_time()

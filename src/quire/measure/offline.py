@@ -23,14 +23,14 @@ PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True)
 class Engine:
-    """An LLM and what a benchmark asks it for."""
+    """An LLM, and the options of a benchmark's requests."""
 
     llm: LLM
     n: int
     detokenize: bool
 
     def generate(self, requests: Sequence[BenchRequest], progress: bool) -> list[RequestOutput]:
-        """All requests at once, full length, sampled at temperature 1 as vLLM does."""
+        """All requests at once, with full length, sampled at temperature 1 as in vLLM."""
         params = [
             SamplingParams(
                 n=self.n,
@@ -49,7 +49,7 @@ class Engine:
         return self.llm.generate(prompts, params, use_tqdm=progress)
 
     def hardware_limit(self, rounds: Sequence[Sequence[RequestOutput]], seconds: float) -> dict[str, Any] | None:
-        """None where the limit cannot be counted: no compiled kernels to measure it with, or a GPU."""
+        """The hardware limit; None on a GPU, or without the compiled kernels, which measure the machine."""
         resolved = self.llm.resolved
         if resolved.device.device != "cpu":
             return None
@@ -67,7 +67,7 @@ class Engine:
 
 
 def _work(outputs: Sequence[RequestOutput]) -> list[Work]:
-    """The first continuation of a prompt computes it, the others share it."""
+    """The work of all continuations. The first continuation of a prompt computes it, and the others share it."""
     work = []
     for output in outputs:
         num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
@@ -87,7 +87,7 @@ def throughput(
     detokenize: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Requests as fast as the engine takes them. vLLM's JSON keys: of all rounds together."""
+    """Send requests as fast as the engine takes them. The result has vLLM's JSON keys, for all rounds together."""
     engine = Engine(LLM.from_engine_args(config), n, detokenize)
     tokenizer = engine.llm.get_tokenizer()
     render = chat_render(tokenizer)
@@ -156,7 +156,7 @@ def latency(
     seed: int = 0,
     bar: Callable[[int, str], Any],
 ) -> dict[str, Any]:
-    """Seconds of one batch, again and again, with other prompts each time. vLLM's JSON keys."""
+    """Time one batch repeatedly, with other prompts each time. The result has vLLM's JSON keys."""
     if min(input_len, output_len, batch_size, num_iters) < 1:
         raise ConfigError("Lengths, batch and iterations are 1 or more", value=(input_len, output_len, batch_size))
     engine = Engine(LLM.from_engine_args(config), n, detokenize)
@@ -194,7 +194,7 @@ def latency(
 
 
 def _latency_intervals(seconds: Sequence[float]) -> dict[str, tuple[float, float]]:
-    """Of the mean from 3 iterations on, and of the percentiles that have one in `summarize`."""
+    """Intervals of the mean, with 3 iterations or more, and of the percentiles that have one in `summarize`."""
     if len(seconds) < 3:
         return {}
     found = summarize(seconds, PERCENTAGES).intervals

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Checked:
-    """Checks types and choices of the fields when made."""
+    """Checks types and choices of its fields in the constructor."""
 
     def __post_init__(self) -> None:
         normalise(self)
@@ -25,32 +25,32 @@ class _Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(_Checked):
-    """What is asked."""
+    """The options of the requests."""
 
-    dataset_name: str = option("random", "Where the prompts come from.", choices=DATASETS)
+    dataset_name: str = option("random", "Source of the prompts.", choices=DATASETS)
     dataset_path: str | None = option(
         None, "File of the data set: sharegpt JSON, custom JSONL (prompt, output_tokens), timed_trace JSONL."
     )
-    num_prompts: int = option(1000, "Requests.", type=parse_human_int)
+    num_prompts: int = option(1000, "Number of requests.", type=parse_human_int)
     seed: int = option(0, "The same seed gives the same requests and arrivals.")
-    input_len: int | None = option(None, "Tokens of a prompt, whatever the data set.", type=parse_human_int)
-    output_len: int | None = option(None, "Tokens of an answer, whatever the data set.", type=parse_human_int)
+    input_len: int | None = option(None, "Tokens of a prompt, for every data set.", type=parse_human_int)
+    output_len: int | None = option(None, "Tokens of an answer, for every data set.", type=parse_human_int)
     random_input_len: int = option(1024, "Tokens of a random prompt.", type=parse_human_int)
     random_output_len: int = option(128, "Tokens of the answer to a random prompt.", type=parse_human_int)
     random_range_ratio: str = option(
         "0.0", 'Lengths are drawn within this share of the mean; or {"input": 0.3, "output": 0.5}.'
     )
-    random_prefix_len: int = option(0, "Tokens all random prompts begin with.", flags=("--prefix-len",))
+    random_prefix_len: int = option(0, "Tokens of a common prefix of all random prompts.", flags=("--prefix-len",))
     prefix_repetition_prefix_len: int = option(256, "Tokens of a shared prefix.")
     prefix_repetition_suffix_len: int = option(256, "Tokens of a prompt after its prefix.")
-    prefix_repetition_num_prefixes: int = option(10, "Different prefixes.")
+    prefix_repetition_num_prefixes: int = option(10, "Number of different prefixes.")
     prefix_repetition_output_len: int = option(128, "Tokens of an answer.")
-    sharegpt_output_len: int | None = option(None, "Tokens of an answer; none: those of the recorded one.")
+    sharegpt_output_len: int | None = option(None, "Tokens of an answer; default: the length of the recorded answer.")
     custom_output_len: int = option(256, "Tokens of an answer; -1: the file's output_tokens.")
-    skip_chat_template: bool = option(False, "Send custom prompts as they are.")
+    skip_chat_template: bool = option(False, "Send custom prompts without a chat template.")
     disable_shuffle: bool = option(False, "Keep the file's order.")
     oversample: bool = option(True, "Repeat entries of a file that has too few.")
-    timed_trace_chunk_hash_size: int = option(16, "Tokens one id of hash_ids stands for.")
+    timed_trace_chunk_hash_size: int = option(16, "Tokens for each id of hash_ids.")
     timed_trace_sec_multiplier: float = option(1.0, "Seconds of one unit of the trace's time; 0.001 for milliseconds.")
     timed_trace_label_timestamp: str = option("timestamp", "Key of the time.")
     timed_trace_label_input_length: str = option("input_length", "Key of the prompt's length.")
@@ -59,8 +59,8 @@ class Workload(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(1, self, "num_prompts", "random_output_len", "prefix_repetition_output_len")
-        _at_least(1, self, "input_len", "output_len", "prefix_repetition_num_prefixes", "timed_trace_chunk_hash_size")
+        _positive(self, "num_prompts", "random_output_len", "prefix_repetition_output_len")
+        _positive(self, "input_len", "output_len", "prefix_repetition_num_prefixes", "timed_trace_chunk_hash_size")
         if not 0 < self.timed_trace_sec_multiplier < INFINITE:
             raise ConfigError(
                 "Illegal value of timed_trace_sec_multiplier",
@@ -79,7 +79,7 @@ class Workload(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic(_Checked):
-    """When it is asked."""
+    """The options of the arrival times."""
 
     request_rate: float = option(INFINITE, "Requests per second on average; inf: all at once.")
     burstiness: float = option(
@@ -90,12 +90,12 @@ class Traffic(_Checked):
     ramp_up_start_rps: float | None = option(None, "Rate of the first request.")
     ramp_up_end_rps: float | None = option(None, "Rate of the last request.")
     self_timed: bool | None = option(None, "Keep the times of the trace (default with timed_trace).")
-    num_warmups: int = option(0, "Requests sent before, and not counted; random prompts do not come again.")
-    num_rounds: int = option(1, "Times the run is made, each with prompts of its own; three or more can be compared.")
+    num_warmups: int = option(0, "Requests before the run, which do not count; their random prompts are not repeated.")
+    num_rounds: int = option(1, "Number of runs, each with its own prompts; three or more can be compared.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(1, self, "num_rounds", "max_concurrency")
+        _positive(self, "num_rounds", "max_concurrency")
         for name in ("request_rate", "burstiness"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"Illegal value of {name}", value=getattr(self, name), expected="more than 0")
@@ -113,7 +113,7 @@ class Traffic(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Target(_Checked):
-    """Who is asked, and for what."""
+    """The options of the server and of its answers."""
 
     backend: str = option("openai", "API of the server.", choices=("openai", "vllm", "openai-chat"))
     base_url: str | None = option(None, "Address of the server, without /v1.")
@@ -121,14 +121,14 @@ class Target(_Checked):
     port: int = option(8000, "Port, without --base-url.")
     endpoint: str | None = option(None, "Path; none: /v1/completions, or /v1/chat/completions for openai-chat.")
     model: str | None = option(None, "Model; none: the first one served.")
-    served_model_name: str | None = option(None, "Name the server knows the model by, if another.")
+    served_model_name: str | None = option(None, "The server's name of the model, if different.")
     tokenizer: str | None = option(None, "Folder or hub id of the tokenizer; none: the model's.")
     tokenizer_mode: str = option("auto", "How to read the tokenizer.", choices=("auto", "hf", "slow"))
     header: tuple[str, ...] = option((), "KEY=VALUE sent with each request.", many=True, secret=True)
     insecure: bool = option(False, "Do not check certificates.")
     ready_check_timeout_sec: int = option(0, "Seconds to wait for the server.")
     ignore_eos: bool = option(False, "Answers have their full length (always with random and timed_trace).")
-    logprobs: int | None = option(None, "Ask for the logprobs of so many tokens.")
+    logprobs: int | None = option(None, "Request the logprobs of this number of tokens.")
     temperature: float | None = option(None, "Sampling temperature; none: the server's.")
     top_p: float | None = option(None, "Nucleus sampling.")
     top_k: int | None = option(None, "Sample among the first k.")
@@ -146,13 +146,13 @@ class Target(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Report(_Checked):
-    """What is said, and where."""
+    """The options of the report."""
 
     percentile_metrics: str = option("ttft,tpot,itl", "Metrics with percentiles: ttft, tpot, itl, e2el.")
     metric_percentiles: str = option("99", "Percentiles, separated by commas.")
-    goodput: tuple[str, ...] = option((), "Limits in ms a good request keeps: ttft:200 tpot:50 e2el:3000.", many=True)
+    goodput: tuple[str, ...] = option((), "Limits in ms for a good request: ttft:200 tpot:50 e2el:3000.", many=True)
     save_result: bool = option(False, "Write a JSON file.")
-    save_detailed: bool = option(False, "With the times of each request.")
+    save_detailed: bool = option(False, "Also write the times of each request.")
     append_result: bool = option(False, "Add a line to the JSON file.")
     result_dir: str | None = option(None, "Folder of the file.")
     result_filename: str | None = option(None, "Name of the file.")
@@ -193,14 +193,14 @@ class Report(_Checked):
 
 
 def key_values(pairs: tuple[str, ...], flag: str) -> dict[str, str]:
-    """KEY=VALUE pairs as a dict. ConfigError for one without `=`."""
+    """KEY=VALUE pairs as a dict. ConfigError for a pair without `=`."""
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise ConfigError(f"Illegal {flag}", value=wrong[0], expected="KEY=VALUE")
     return {key.strip(): value.strip() for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def from_args(kind: type[T], args: argparse.Namespace, **more: Any) -> T:
-    """The group `kind` from what was given on the command line; `more` comes on top."""
+    """The group `kind` from the command line; `more` overrides it."""
     return kind(**given(kind, args) | more)
 
 
@@ -210,8 +210,8 @@ def given(kind: type, args: argparse.Namespace) -> dict[str, Any]:
     return {f.name: values[f.name] for f in options(kind) if f.name in values}
 
 
-def _at_least(least: int, config: Any, *names: str) -> None:
+def _positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < least:
-            raise ConfigError(f"Illegal value of {name}", value=value, expected=f"{least} or more", param=name)
+        if value is not None and value < 1:
+            raise ConfigError(f"Illegal value of {name}", value=value, expected="1 or more", param=name)

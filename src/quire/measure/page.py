@@ -1,4 +1,4 @@
-"""A result as one HTML file with plots: inline SVG, no script, nothing loaded from anywhere."""
+"""A result as one HTML file with plots: inline SVG, no script, no other file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.measure.load import Outcome, Run
 from quire.measure.statistics import tokens_per_second, tpot
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 64, 36, 12
-MAX_POINTS = 400  # of a curve; more cannot be seen
+MAX_POINTS = 400  # of a curve; nobody could see more
 MAX_BARS = 300  # requests in the timeline
 COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777")
 STYLE = """
@@ -66,7 +66,7 @@ def page(title: str, text: str, plots: Sequence[str]) -> str:
 
 
 def plot(title: str, x_unit: str, y_unit: str, series: Series) -> str:
-    """Curves over one pair of axes that begin at 0, as an SVG figure."""
+    """Curves over one pair of axes, which begin at 0, as an SVG figure."""
     points = [point for own in series.values() for point in own]
     x_max = _round_up(max((x for x, _ in points), default=1.0))
     y_max = _round_up(max((y for _, y in points), default=1.0))
@@ -133,19 +133,12 @@ def _shares(seconds: Sequence[float]) -> list[tuple[float, float]]:
     """The cumulative distribution in ms and percent."""
     ordered = sorted(seconds)
     step = max(1, len(ordered) // MAX_POINTS)
-    last = len(ordered) - 1
-    return (
-        [
-            (1000 * ordered[i], 100 * (i + 1) / len(ordered))
-            for i in sorted({*range(0, len(ordered), step), max(last, 0)})
-        ]
-        if ordered
-        else []
-    )
+    kept = sorted({*range(0, len(ordered), step), len(ordered) - 1}) if ordered else []
+    return [(1000 * ordered[i], 100 * (i + 1) / len(ordered)) for i in kept]
 
 
 def _points(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Steps: a value holds for its second."""
+    """The points of a step curve: a value holds for its second."""
     step = max(1, len(values) // MAX_POINTS)
     return [(float(i + end), float(values[i])) for i in range(0, len(values), step) for end in (0, step)]
 

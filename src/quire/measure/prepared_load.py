@@ -1,4 +1,4 @@
-"""A load that is ready to be sent to a server, or to an engine that is simulated."""
+"""A load that is ready to be sent to a server or to a simulated engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.measure.options import Traffic, Workload
 from quire.measure.workload import BenchRequest, chat_render, make_requests
 
-WARM_UP_SEED = 1 << 40  # no round has it, so that no measured prompt was sent before
+WARM_UP_SEED = 1 << 40  # no round has this seed, so no measured prompt was sent before
 
 
 @dataclass(frozen=True)
 class PreparedLoad:
-    """A load that is ready to be sent, any number of times. Raises ConfigErrors for what contradicts itself."""
+    """A load that can be sent any number of times. Raises ConfigError for options that contradict each other."""
 
     workload: Workload
     traffic: Traffic
@@ -30,12 +30,12 @@ class PreparedLoad:
             raise ConfigError("Only a trace has times", fix="Leave --self-timed out, or use --dataset-name timed_trace")
 
     def requests(self, seed: int, count: int | None = None) -> list[BenchRequest]:
-        """Of one round; `count` instead of --num-prompts."""
+        """The requests of one round; `count` replaces --num-prompts."""
         workload = replace(self.workload, seed=seed, num_prompts=count or self.workload.num_prompts)
         if count is not None and workload.dataset_name == "prefix_repetition":
             workload = replace(workload, prefix_repetition_num_prefixes=1)
         return make_requests(workload, self.tokenizer, None if self.is_chat else chat_render(self.tokenizer))
 
     def warm_up_requests(self) -> list[BenchRequest]:
-        """--num-warmups requests to be sent before and forgotten; there is at least one."""
+        """The --num-warmups requests, at least one, that are sent first and not counted."""
         return self.requests(WARM_UP_SEED, self.traffic.num_warmups)

@@ -1,4 +1,4 @@
-"""What a run says: vLLM's printed block and JSON keys, then what is ours under keys of its own."""
+"""The report of a run: vLLM's printed block and JSON keys, then our own lines and keys."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ HEADERS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
-SATURATED = 0.85  # share of a core from which the client may be what is measured
+SATURATED = 0.85  # above this share of a core, the run may measure the client instead of the server
 
 
 def environment(*command: str) -> dict[str, Any]:
-    """What a result file needs to be repeated: command (default: this one of `quire`), version, commit, machine."""
+    """Facts for repeating a result: command (default: this call of `quire`), version, commit, machine."""
     return {
         "command": shlex.join([*(command or ("quire",)), *without_secrets(sys.argv[1:])]),
         "quire_version": __version__,
@@ -52,7 +52,7 @@ def save_published(folder: Path, what: str, hardware: str, result: dict[str, Any
 
 
 def heading(title: str, result: dict[str, Any]) -> list[str]:
-    """The first lines of a result file for people. `result` has what `environment` says."""
+    """The first lines of a result file for people. `result` has the keys of `environment`."""
     return [
         f"# {title}",
         "",
@@ -61,19 +61,19 @@ def heading(title: str, result: dict[str, Any]) -> list[str]:
 
 
 def table_head(columns: str) -> list[str]:
-    """The first two lines of a table in Markdown, by its columns: `a | b`."""
+    """The first two lines of a Markdown table. `columns`: for example `a | b`."""
     return [f"| {columns} |", "|" + "---|" * (columns.count(" | ") + 1)]
 
 
 def wrapped(markdown: str) -> str:
-    """Markdown whose lines of text have at most 120 columns. Tables, titles and code blocks stay as they are."""
+    """Markdown with lines of at most 120 columns. Tables, titles and code blocks do not change."""
     lines, in_code = [], False
     for line in markdown.split("\n"):
         in_code ^= line.startswith("```")
         if len(line) <= 120 or in_code or line.startswith(("|", "#")):
             lines.append(line)
         else:
-            # A line that begins with such a mark would begin a list, a title or a table.
+            # At the begin of a line such a mark would start a list, a title or a table.
             glued = re.sub(r" (?=(?:[-+*>#|]+|\d+[.)]) )", "\0", line)
             indent = "  " if line.startswith("- ") else ""
             filled = textwrap.fill(glued, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
@@ -82,7 +82,7 @@ def wrapped(markdown: str) -> str:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """The command line with `***` for the values of secret flags: result files are published."""
+    """The command line with `***` for the values of secret flags, because result files are published."""
     fields = (*options(Target), *options(EngineConfig))
     secret = {"--" + f.name.replace("_", "-") for f in fields if f.metadata["secret"]}
     shown, is_secret = [], False
@@ -97,7 +97,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def _commit() -> str | None:
-    """Of the checkout this package runs from; None when it is installed elsewhere."""
+    """The commit of the checkout with this package; None if it is installed elsewhere."""
     folder = Path(quire.__file__).parent
     if not (folder.parents[1] / ".git").exists():
         return None
@@ -114,7 +114,7 @@ def serving_result(
 ) -> dict[str, Any]:
     """The JSON object of `quire bench serve` and `quire simulate`: vLLM's keys and ours.
 
-    Percentiles only of --percentile-metrics.
+    Only the metrics of --percentile-metrics have percentiles.
     """
     metrics = measure(runs, report.percentiles(), report.limits_ms())
     outcomes = [outcome for run in runs for outcome in run.outcomes]
@@ -170,7 +170,7 @@ DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generat
 
 
 def round_metrics(run: Run, report: Report) -> dict[str, float]:
-    """The numbers of one round, under the keys of the whole."""
+    """The numbers of one round, under the keys of the whole result."""
     metrics = measure([run], report.percentiles(), report.limits_ms())
     rates = {key: rate for key, rate in metrics.rates.items() if report.goodput or key != "request_goodput"}
     return {**rates, **_times(metrics, list(HEADERS)), "failed": metrics.failed}
@@ -188,7 +188,7 @@ def _times(metrics: Metrics, names: Sequence[str]) -> dict[str, float]:
 
 
 def _intervals(metrics: Metrics, runs: Sequence[Run], names: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Of times within the run, and of rates between rounds: one round says nothing about the next."""
+    """Intervals of times, from the requests of the run, and of rates, from its rounds if there are 3 or more."""
     found = {
         f"{which}_{name}_ms": (1000 * low, 1000 * high)
         for name in names
@@ -202,7 +202,7 @@ def _intervals(metrics: Metrics, runs: Sequence[Run], names: Sequence[str]) -> d
 
 
 def serving_text(result: dict[str, Any], report: Report) -> str:
-    """The block people and scripts read, and below it what vLLM's has not."""
+    """vLLM's block, which people and scripts read, and our own lines below it."""
     title = "Serving Benchmark Result" if result.get("simulated") is None else "Simulated Serving Result"
     lines = [f"{f' {title} ':=^{WIDTH}}"]
 
@@ -232,6 +232,16 @@ def serving_text(result: dict[str, Any], report: Report) -> str:
         row(f"Median {short} (ms):", float(result[f"median_{name}_ms"]))
         for p in report.percentiles():
             row(f"P{word(p)} {short} (ms):", float(result[f"p{word(p)}_{name}_ms"]))
+    if "spec_decode_num_drafts" in result:
+        lines.append(f"{'Speculative Decoding':-^{WIDTH}}")
+        row("Acceptance rate (%):", float(result["spec_decode_acceptance_rate"]))
+        row("Acceptance length:", float(result["spec_decode_acceptance_length"]))
+        row("Drafts:", result["spec_decode_num_drafts"])
+        row("Draft tokens:", result["spec_decode_draft_tokens"])
+        row("Accepted tokens:", result["spec_decode_accepted_tokens"])
+        lines.append("Per-position acceptance (%):")
+        for position, rate in enumerate(result["spec_decode_per_position_acceptance_rates"]):
+            row(f"  Position {position}:", 100 * rate)
     lines.append("=" * WIDTH)
     return "\n".join([*lines, *_own_lines(result)])
 
@@ -258,7 +268,7 @@ def _own_lines(result: dict[str, Any]) -> list[str]:
 
 
 def limit_line(limit: dict[str, Any]) -> str:
-    """The percentage of the hardware limit and what it is a percentage of."""
+    """The percentage of the hardware limit, and the limit."""
     rates = [
         f"{limit['read_bandwidth'] / 1e9:.1f} GB/s",
         *([f"{limit['peak_flops'] / 1e9:,.0f} GFLOP/s"] if limit["num_flops"] else []),
@@ -271,7 +281,7 @@ def limit_line(limit: dict[str, Any]) -> str:
 
 
 def warnings(result: dict[str, Any]) -> list[str]:
-    """What makes a result say less than it seems to."""
+    """Reasons to trust a result less."""
     found = []
     if result["client_cpu_percent"] > 100 * SATURATED:
         found.append("the client used its core nearly fully: latencies and rates may be its own. Use a second machine")
@@ -284,7 +294,7 @@ def warnings(result: dict[str, Any]) -> list[str]:
 
 
 def save(result: dict[str, Any], report: Report, traffic: Traffic) -> Path | None:
-    """Write the result file, if one is asked for. Returns its path."""
+    """Write the result file if the options ask for it -> its path."""
     if not (report.save_result or report.append_result):
         return None
     path = Path(report.result_dir or ".") / (report.result_filename or _file_name(result, traffic))
@@ -297,7 +307,7 @@ def save(result: dict[str, Any], report: Report, traffic: Traffic) -> Path | Non
 
 
 def _file_name(result: dict[str, Any], traffic: Traffic) -> str:
-    """vLLM's: label, rate, concurrency, model, date."""
+    """vLLM's name of the file: label, rate, concurrency, model, date."""
     rate = f"{traffic.request_rate}qps"
     if traffic.ramp_up_strategy is not None:
         ends = f"{traffic.ramp_up_start_rps}qps-{traffic.ramp_up_end_rps}qps"

@@ -1,10 +1,11 @@
-"""`quire bench serve`: a workload sent to a running server over HTTP."""
+"""`quire bench serve`: sends a workload to a running server over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,15 +30,18 @@ from quire.measure.prepared_load import PreparedLoad
 from quire.measure.workload import BenchRequest
 from quire.model_config import load_model_config
 
+# Names of vLLM and of Quire in Prometheus' text format.
+_DRAFT_SERIES = re.compile(r"^vllm:spec_decode_num_(\w+)_total\{(.*)\} (\S+)$", re.MULTILINE)
+_POSITION = re.compile(r'\bposition="(\d+)"')
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is reached, and what it serves."""
+    """A server that answers, and its model and settings."""
 
     target: Target
-    name: str  # what it calls the model
+    name: str  # the server's name of the model
     model_id: str
     dtype: str | None = None  # of a Quire server
     quantization: str | None = None
@@ -53,19 +57,19 @@ class Server:
 
     @property
     def model_folder(self) -> Path | None:
-        """Of a model that lies on this machine."""
+        """The folder of the model, if it is on this machine."""
         if self.model_id == DEMO_MODEL_NAME:
             return quire.demo.path("target")
         return Path(self.model_id) if (Path(self.model_id) / "config.json").is_file() else None
 
     def tokenizer(self) -> Tokenizer:
-        """ConfigErrors if it cannot be had."""
+        """The model's tokenizer. Raises ConfigError if it cannot be found."""
         name = self.target.tokenizer or self.model_id
         folder = quire.demo.path("target") if name == DEMO_MODEL_NAME else resolve_tokenizer_files(name)
         return Tokenizer.from_folder(folder, self.target.tokenizer_mode)
 
     def client(self) -> HttpClient:
-        """Sends VLLM_API_KEY or OPENAI_API_KEY unless --header has one."""
+        """A client that sends VLLM_API_KEY or OPENAI_API_KEY, unless --header has a key."""
         headers = {name.lower(): value for name, value in key_values(self.target.header, "--header").items()}
         key = envs.API_KEY.get() or os.environ.get("OPENAI_API_KEY")
         if key:
@@ -73,7 +77,7 @@ class Server:
         return HttpClient(self.target.url, headers, insecure=self.target.insecure)
 
     def make_body(self, ignore_eos: bool) -> Callable[[BenchRequest], dict[str, Any]]:
-        """Turns a request into the JSON object of the API."""
+        """A function that turns a request into the JSON object of the API."""
         target = self.target
         is_chat = target.backend == "openai-chat"
         common: dict[str, Any] = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
@@ -93,7 +97,7 @@ class Server:
         return body
 
     def prepare(self, workload: Workload, traffic: Traffic) -> PreparedLoad:
-        """What to send. Raises ConfigErrors for options that contradict each other."""
+        """The load to send. Raises ConfigError for options that contradict each other."""
         is_chat = self.target.backend == "openai-chat"
         ignore_eos = self.target.ignore_eos or workload.dataset_name in ("timed_trace", "random")
         return PreparedLoad(workload, traffic, self.tokenizer(), is_chat, ignore_eos)
@@ -106,7 +110,7 @@ class UnreachableError(QuireError):
 
 
 async def find_server(target: Target) -> Server:
-    """Reach the server, waiting for --ready-check-timeout-sec, and ask what it serves. UnreachableError if not."""
+    """Wait for the server up to --ready-check-timeout-sec and ask for its model, or raise UnreachableError."""
     client = Server(target, "", "").client()
     deadline = time.monotonic() + target.ready_check_timeout_sec
     try:
@@ -114,7 +118,7 @@ async def find_server(target: Target) -> Server:
             try:
                 card = json.loads(await client.request("GET", "/v1/models"))["data"][0]
                 name = target.served_model_name or target.model or card["id"]
-                if target.ready_check_timeout_sec:  # a server may name its models before it answers
+                if target.ready_check_timeout_sec:  # a server may list its models before it can answer
                     probe = {"model": name, "prompt": "a", "max_tokens": 1}
                     await client.request("POST", "/v1/completions", json.dumps(probe).encode())
                 break
@@ -152,7 +156,7 @@ async def warm_up(server: Server, load: PreparedLoad) -> None:
 async def one_round(
     server: Server, load: PreparedLoad, requests: Sequence[BenchRequest], seed: int, on_done: Callable[[], object]
 ) -> Run:
-    """Send the requests of a round as the traffic asks."""
+    """Send the requests of a round at the times of the traffic options."""
     return await _send(server, load, requests, arrival_times(load.traffic, requests, seed), on_done)
 
 
@@ -179,16 +183,17 @@ async def _send(
 
 
 def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple[list[Run], dict[str, Any]]:
-    """The rounds of `quire bench serve`, and what the result says of the server.
+    """The rounds of `quire bench serve`, and facts about the server for the result.
 
     Args:
-        bar: called with the number of requests; gives something with update() and close().
+        bar: called with the number of requests; returns an object with update() and close().
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         server = runner.run(find_server(target))
         load = server.prepare(workload, traffic)
         rounds = [load.requests(workload.seed + i) for i in range(traffic.num_rounds)]
         runner.run(warm_up(server, load))
+        drafts_before = runner.run(draft_counts(server))
         progress = bar(sum(map(len, rounds)))
         try:
             runs = [
@@ -197,6 +202,7 @@ def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple
             ]
         finally:
             progress.close()
+        drafts = speculation_result(drafts_before, runner.run(draft_counts(server)))
     prompts = [str(request.prompt) for requests in rounds for request in requests]
     facts = {
         "model_id": server.model_id,
@@ -204,12 +210,47 @@ def run(workload: Workload, traffic: Traffic, target: Target, bar: Any) -> tuple
         "num_requests_sent": len(prompts),
         "num_unique_prompts": len(set(prompts)),
         "hardware_limit": hardware_limit(server, runs),
+        **drafts,
     }
     return runs, facts
 
 
+async def draft_counts(server: Server) -> dict[str, float]:
+    """The server's counts of drafts over all engines; empty if it does not speculate or has no such metrics."""
+    client = server.client()
+    try:
+        text = (await client.request("GET", "/metrics")).decode()
+    except (OSError, HttpError, ValueError):
+        return {}
+    finally:
+        client.close()
+    counts: dict[str, float] = {}
+    for name, labels, value in _DRAFT_SERIES.findall(text):
+        position = _POSITION.search(labels)
+        key = name if position is None else position[1]
+        counts[key] = counts.get(key, 0.0) + float(value)
+    return counts
+
+
+def speculation_result(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    """The fate of the drafts between two readings, under vLLM's keys; empty without drafts."""
+    counts = {name: int(value - before.get(name, 0.0)) for name, value in after.items()}
+    if not counts.get("drafts"):
+        return {}
+    num_drafts, num_tokens, num_accepted = (counts[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    positions = sorted((name for name in counts if name.isdigit()), key=int)
+    return {
+        "spec_decode_acceptance_rate": 100 * num_accepted / max(num_tokens, 1),
+        "spec_decode_acceptance_length": 1 + num_accepted / num_drafts,
+        "spec_decode_num_drafts": num_drafts,
+        "spec_decode_draft_tokens": num_tokens,
+        "spec_decode_accepted_tokens": num_accepted,
+        "spec_decode_per_position_acceptance_rates": [counts[name] / num_drafts for name in positions],
+    }
+
+
 def hardware_limit(server: Server, runs: Sequence[Run]) -> dict[str, Any] | None:
-    """For a Quire server on this machine with a model on this machine; None for others: their limits are not known."""
+    """The limit of a Quire server, if the server and its model are on this machine, without a GPU; else None."""
     is_here = urlsplit(server.target.url).hostname in ("127.0.0.1", "localhost", "::1")
     folder = server.model_folder
     if not is_here or folder is None or server.dtype is None or server.device != "cpu":

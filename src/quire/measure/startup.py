@@ -22,7 +22,7 @@ from quire.measure.statistics import mean_interval
 
 
 def start_once(config: EngineConfig) -> dict[str, Any]:
-    """Seconds and phases of one start. EngineDeadError with what the process said if it fails."""
+    """Seconds and phases of one start. If it fails, EngineDeadError with the output of the process."""
     command = [sys.executable, "-P", "-m", "quire.measure.first_token"]
     started = time.monotonic()
     text = f"{started!r}\n{msgspec.json.encode(config).decode()}\n"
@@ -34,7 +34,7 @@ def start_once(config: EngineConfig) -> dict[str, Any]:
 
 
 def forget_files(folder: Path) -> None:
-    """Drop the files of a model from the system's file cache, so that the next start reads them from the disk."""
+    """Drop the files of a model from the system's file cache. The next start reads them from the disk."""
     for path in [folder] if folder.is_file() else folder.rglob("*"):
         if path.is_file():
             file = os.open(path, os.O_RDONLY)
@@ -52,7 +52,7 @@ def startup(
     num_iters_warm: int,
     bar: Callable[[int, str], Any],
 ) -> dict[str, Any]:
-    """Cold: the model's files are not in the file cache. Warm: they are. vLLM's JSON keys."""
+    """Time starts: cold ones without the model's files in the file cache, warm ones with them. vLLM's JSON keys."""
     folder, _, _ = find_model(config, None, weights=config.load_format != "dummy")
 
     def measure(count: int, title: str, is_cold: bool) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def startup(
 
 
 def startup_text(result: dict[str, Any]) -> str:
-    """vLLM's block, with the phases."""
+    """vLLM's block and the phases."""
     lines = ["=" * 60, "STARTUP TIME BENCHMARK RESULTS", "=" * 60]
     for kind in ("cold", "warm"):
         if f"avg_{kind}_startup_time" not in result:

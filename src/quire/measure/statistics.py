@@ -1,4 +1,4 @@
-"""Percentiles with confidence intervals, Student's t, and the metrics of a load, as vLLM's client defines them."""
+"""Percentiles with confidence intervals, Student's t, and the metrics of a load as in vLLM's client."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy.typing as npt
 from quire.measure.load import Outcome, Run
 
 LEVEL = 0.95  # of the confidence intervals
-# Values expected beyond a percentile, on its shorter side, for it to have an interval: a bootstrap never goes past the
-# outermost value, and with five expected it is rarer (e^-5 = 0.7 %) that this falls short of the true percentile than
-# that an interval misses on one side (2.5 %).
+# A percentile has an interval only if at least this number of values is expected beyond it, on the shorter side. A
+# bootstrap never goes past the outermost value. With five values the outermost one falls short of the true percentile
+# in e^-5 = 0.7 % of all cases; an interval misses on one side in 2.5 %.
 FEWEST_BEYOND = 5
 NUM_RESAMPLES = 200
 Floats = npt.NDArray[np.float64]
@@ -22,11 +22,11 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Summary:
-    """What is told of one metric. Seconds.
+    """The numbers of one metric, in seconds.
 
     Args:
-        intervals: of "mean", "median" and "pXX", of a percentile where `has_interval`; empty with fewer than 10 values,
-            which say nothing of their spread.
+        intervals: of "mean", "median" and "pXX", if `has_interval` is true for the percentile. It is empty with fewer
+            than 10 values, because these do not show their spread.
     """
 
     mean: float
@@ -39,11 +39,11 @@ class Summary:
 def summarize(values: Sequence[float], percentiles: Sequence[float], *, block: int = 1, seed: int = 0) -> Summary:
     """Mean, median, deviation and percentiles of values in order of time.
 
-    Intervals are those of a moving-block bootstrap (Kuensch 1989): blocks of neighbours are drawn, not single values,
+    Intervals come from a moving-block bootstrap (Kuensch 1989): it draws blocks of neighbours instead of single values,
     because requests that run together are slow together.
 
     Args:
-        block: least length of a block.
+        block: the least length of a block.
     """
     if not values:
         return Summary(0.0, 0.0, 0.0, dict.fromkeys(percentiles, 0.0), {})
@@ -73,13 +73,13 @@ def summarize(values: Sequence[float], percentiles: Sequence[float], *, block: i
 
 
 def has_interval(percentile: float, num_values: int) -> bool:
-    """Whether so many values tell how far the percentile may be off: see FEWEST_BEYOND."""
-    beyond = round(min(percentile, 100 - percentile), 6)  # 0.1 for 99.9, not a little less
+    """Whether `num_values` values are enough for an interval of the percentile: see FEWEST_BEYOND."""
+    beyond = round(min(percentile, 100 - percentile), 6)  # exactly 0.1 for 99.9
     return num_values * beyond / 100 >= FEWEST_BEYOND
 
 
 def word(percentile: float) -> str:
-    """99 for 99.0, 99.9 for 99.9: as in vLLM's labels and keys."""
+    """The percentile in vLLM's labels and keys: 99 for 99.0, 99.9 for 99.9."""
     return str(int(percentile)) if percentile == int(percentile) else str(percentile)
 
 
@@ -111,16 +111,16 @@ def t_quantile(level: float, df: int) -> float:
     return high
 
 
-def mean_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
-    """Confidence interval of the mean of independent values, such as rounds; two or more."""
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Confidence interval of the mean of two or more independent values, such as rounds."""
     array = np.asarray(values)
-    half = t_quantile(level, len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
+    half = t_quantile(LEVEL, len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
     return float(array.mean()) - half, float(array.mean()) + half
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """A load in numbers; times in seconds, rates per second."""
+    """The numbers of a load. Times are in seconds, rates per second."""
 
     completed: int
     failed: int
@@ -149,7 +149,7 @@ def measure(runs: Sequence[Run], percentiles: Sequence[float], limits_ms: dict[s
     """The numbers of one or more rounds together.
 
     Args:
-        limits_ms: a good request keeps them all (--goodput). TPOT of an answer of one token is 0.
+        limits_ms: a good request keeps them all (--goodput). An answer of one token has a TPOT of 0.
     """
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     done = [outcome for outcome in outcomes if outcome.success]
@@ -187,7 +187,7 @@ def _value(outcome: Outcome, name: str) -> float:
 
 
 def tokens_per_second(done: Sequence[Outcome]) -> tuple[list[int], list[int]]:
-    """Of each second since the first request: tokens that came, and requests that were in flight."""
+    """For each second since the first request: the tokens that came, and the requests in flight."""
     if not done:
         return [], []
     first = min(outcome.start_time for outcome in done)

@@ -1,4 +1,4 @@
-"""Seeded workloads: the same options, seed and tokenizer give the same requests. Nothing is downloaded."""
+"""Workloads from a seed: equal options, seed and tokenizer give equal requests. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from quire.frontend.chat_template import ChatRenderer
 from quire.frontend.tokenizer import Tokenizer
 from quire.measure.options import Workload
 
-ALL = sys.maxsize  # requests of a file, each once
-MAX_TIME, MAX_TOKENS = 1e15, 10_000_000  # in a data set; more is a mistake, or no number
-MAX_FITS = 30  # tries to reach a length in tokens by a text
-# What vLLM keeps of a recorded conversation: (least tokens of each part, most of the prompt, most of both).
+ALL = sys.maxsize  # all requests of a file, each once
+MAX_TIME, MAX_TOKENS = 1e15, 10_000_000  # in a data set; larger values are mistakes or not finite
+MAX_FITS = 30  # tries to make a text with a given number of tokens
+# vLLM keeps recorded conversations in these limits: least tokens of each part, most of the prompt, most of both.
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
 
 
@@ -33,8 +33,8 @@ class BenchRequest:
 
     Args:
         prompt: text, or token ids.
-        prompt_len: tokens of the prompt, special ones included.
-        output_len: tokens to ask for.
+        prompt_len: tokens of the prompt with the special ones.
+        output_len: length of the answer.
         timestamp: seconds after the first request of a trace.
     """
 
@@ -44,14 +44,14 @@ class BenchRequest:
     timestamp: float | None = None
 
 
-# Workloads by name: mean tokens of prompts and of answers. Chats and code completions are as in the traces of Azure's
-# services (Patel et al., Splitwise, ISCA 2024). The documents that are found for a question are an assumption.
+# Workloads by name: mean tokens of prompts and of answers. Chat and code are from the traces of Azure's services (Patel
+# et al., Splitwise, ISCA 2024). rag, documents that are found for a question, is an assumption.
 NAMED_WORKLOADS = {"chat": (1155, 211), "code": (2048, 28), "rag": (4096, 256)}
-NAMED_RANGE = "0.5"  # lengths of named workloads are drawn within half of the mean
+NAMED_RANGE = "0.5"  # lengths of named workloads are 0.5 to 1.5 times the mean
 
 
 class BenchTokenizer(Protocol):
-    """What a workload needs of quire.frontend.tokenizer.Tokenizer."""
+    """The part of quire.frontend.tokenizer.Tokenizer that a workload needs."""
 
     vocab_size: int
     added_token_ids: frozenset[int]
@@ -64,7 +64,7 @@ Render = Callable[[str], str]  # a user's message -> the prompt of the chat temp
 
 
 def chat_render(tokenizer: Tokenizer) -> Render | None:
-    """The model's chat template around one message; None if it has none."""
+    """A function that puts the model's chat template around one message; None without a template."""
     if "default" not in tokenizer.chat_templates:
         return None
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens, name=tokenizer.name)
@@ -72,9 +72,9 @@ def chat_render(tokenizer: Tokenizer) -> Render | None:
 
 
 def named_workload(text: str) -> Workload:
-    """`chat`, `rag`, `code`, `random:IN/OUT`, or a file: a timed trace, prompts as JSON lines, or ShareGPT's JSON.
+    """The workload `chat`, `rag`, `code`, `random:IN/OUT`, or a file: a timed trace, JSON lines, or ShareGPT's JSON.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for another text.
     """
     if text in NAMED_WORKLOADS:
         prompt, output = NAMED_WORKLOADS[text]
@@ -97,7 +97,7 @@ def named_workload(text: str) -> Workload:
 
 
 def _kind_of(path: Path) -> tuple[str, dict[str, Any]]:
-    """The data set's kind by its first line, and options that follow from it."""
+    """The kind of the data set by its first line, and options for it."""
     with path.open(encoding="utf-8", errors="replace") as file:
         first = next((line for line in file if line.strip()), "")
     if first.lstrip().startswith("["):
@@ -111,16 +111,16 @@ def _kind_of(path: Path) -> tuple[str, dict[str, Any]]:
     if isinstance(row, dict) and "prompt" in row:
         return "custom", {"custom_output_len": -1} if "output_tokens" in row else {}
     raise ConfigError(
-        f"The first line of {path} is of no workload that is known",
+        f"The first line of {path} is of no known workload",
         expected="a list of conversations, or an object with input_length and output_length, or with prompt",
         param="workload",
     )
 
 
 def request_lengths(options: Workload, open_tokenizer: Callable[[], BenchTokenizer]) -> list[tuple[int, int]]:
-    """Tokens of prompt and answer of each request of a workload. Texts are only made where they have to be counted.
+    """Tokens of prompt and answer of each request of a workload. It makes texts only if their tokens must be counted.
 
-    Raises ConfigErrors as `make_requests` does.
+    Raises ConfigError like `make_requests`.
     """
     if options.dataset_name == "random":
         rng, prefix_len = random.Random(options.seed), options.random_prefix_len
@@ -137,13 +137,13 @@ def request_lengths(options: Workload, open_tokenizer: Callable[[], BenchTokeniz
 
 
 def make_requests(options: Workload, tokenizer: BenchTokenizer, render: Render | None = None) -> list[BenchRequest]:
-    """The requests of a workload, in the order they are sent.
+    """The requests of a workload in the order of sending.
 
     Args:
-        render: chat template for custom prompts; None: as they are.
+        render: chat template for custom prompts; None: send the plain prompts.
 
     Raises:
-        ConfigError: the file cannot be read or gives no request; lengths that cannot be reached.
+        ConfigError: the file cannot be read or gives no request, or a length cannot be reached.
     """
     rng = random.Random(options.seed)
     if options.dataset_name == "random":
@@ -212,7 +212,7 @@ def _sharegpt(options: Workload, tokenizer: BenchTokenizer, rng: random.Random) 
 
 
 def _turns(entry: Any, number: int, options: Workload) -> list[str]:
-    """The texts of a conversation; none of an entry without one. Raises ConfigError for one of another form."""
+    """The texts of a conversation; [] for an entry without one. Raises ConfigError for another form."""
     turns = entry.get("conversations", []) if isinstance(entry, dict) else []
     texts = (
         [turn.get("value") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else [None]
@@ -252,7 +252,7 @@ def _timed_trace(options: Workload, tokenizer: BenchTokenizer) -> list[BenchRequ
         ids: list[int] = []
         for hash_id in row.items(options.timed_trace_label_hash_ids):
             ids += _chunk_tokens(f"{options.seed}:{hash_id}", chunk, allowed)
-        # Beyond its hashes a prompt shares nothing with others.
+        # After its hashes a prompt shares no token with other prompts.
         ids += _chunk_tokens(f"{options.seed}/{len(requests)}", max(length - len(ids), 0), allowed)
         timestamp = row.number(options.timed_trace_label_timestamp) * options.timed_trace_sec_multiplier
         requests.append(BenchRequest(ids[:length], length, output_len, timestamp))
@@ -262,7 +262,7 @@ def _timed_trace(options: Workload, tokenizer: BenchTokenizer) -> list[BenchRequ
 
 
 def _trace_rows(options: Workload) -> list[tuple[int, int, _Row]]:
-    """Tokens of prompt and answer, and the whole row, of each request of a trace."""
+    """For each request of a trace: tokens of the prompt, tokens of the answer, and the whole row."""
     rows = [
         (
             row.count(options.timed_trace_label_input_length),
@@ -277,16 +277,16 @@ def _trace_rows(options: Workload) -> list[tuple[int, int, _Row]]:
 
 
 class _Texts:
-    """Random token ids, and texts that are so many tokens."""
+    """Draws random token ids, and makes texts with a given number of tokens."""
 
     def __init__(self, tokenizer: BenchTokenizer, rng: random.Random) -> None:
         self._tokenizer, self._rng = tokenizer, rng
         self._allowed = _allowed(tokenizer)
         self._is_text: dict[int, bool] = {}
-        self.num_special = len(tokenizer.encode(""))  # what is added to every prompt
+        self.num_special = len(tokenizer.encode(""))  # tokens that are added to every prompt
 
     def draw(self, count: int) -> list[int]:
-        """Tokens that are whole characters: a part of one is no text."""
+        """Draw tokens of whole characters, because a part of a character is no text."""
         drawn: list[int] = []
         while len(drawn) < count:
             drawn += filter(self._check, self._rng.choices(self._allowed, k=count - len(drawn)))
@@ -298,9 +298,9 @@ class _Texts:
         return self._is_text[token_id]
 
     def text(self, token_ids: list[int]) -> tuple[str, int]:
-        """A text that begins as these tokens and has as many, and its tokens with the special ones.
+        """A text with the same number of tokens and nearly these tokens, and its length with the special ones.
 
-        Joining tokens to a text may merge some, so the text is cut or made longer until its length is right.
+        Tokens may merge when they are joined to a text, so the text is cut or made longer until its length is right.
         """
         wanted = len(token_ids)
         for _ in range(MAX_FITS):

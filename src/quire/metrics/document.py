@@ -18,6 +18,8 @@ from quire.metrics.registry import (
     KV_BLOCK_METRICS,
     METRICS,
     OTHER,
+    POSITION,
+    SPECULATION_METRICS,
     UP_TO_MODEL_LEN,
     Metric,
 )
@@ -40,6 +42,7 @@ its dashboards and alerts work. vLLM does not have the metrics that begin with `
   also if the client left or the engine failed. Tokens that are computed again after a failure count once.
 - The metrics `vllm:kv_block_*` are there only with `--kv-cache-metrics`. They follow a share of the blocks:
   `--kv-cache-metrics-sample`.
+- The metrics `vllm:spec_decode_*` and `quire_spec_decode_*` are there only with `--speculative-config`.
 - There are also the usual `process_*` and `python_*` metrics of the API process.
 - `promtool check metrics` has two complaints, both about vLLM's names: the colon, and `_total` at a histogram.
 """
@@ -59,7 +62,7 @@ on a CPU is faster.
 def markdown() -> str:
     """The whole page."""
     cache = f"Labels of `{CACHE_CONFIG_INFO.name}`: {', '.join(f'`{label}`' for label in CACHE_CONFIG_LABELS)}."
-    rows = [_row(metric, _label(metric)) for metric in (*METRICS, *KV_BLOCK_METRICS)]
+    rows = [_row(metric, _label(metric)) for metric in (*METRICS, *KV_BLOCK_METRICS, *SPECULATION_METRICS)]
     rows.append(_row(CACHE_CONFIG_INFO, "see below; `None`: not set, or not in this version"))
     methods, statuses = (", ".join(f"`{value}`" for value in values) for values in (HTTP_METHODS, HTTP_STATUSES))
     handler = f"`handler`: a route as declared, or `{OTHER}`"
@@ -99,6 +102,8 @@ def _row(metric: Metric, labels: str) -> list[str]:
 
 
 def _label(metric: Metric) -> str:
+    if metric.label == POSITION:
+        return f"`{POSITION}`: 0 to the longest draft's last"
     values = ", ".join(f"`{value}`" for value in metric.values)
     label = f"`{metric.label}`: {values}" if metric.label else "-"
     return label if "engine" in metric.common else f"{label}; no `engine`"

@@ -1,4 +1,4 @@
-"""What HTTP requests are counted by: method, status and route, each from a closed set."""
+"""Counts HTTP requests by method, status and route. Each of these has a closed set of values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.metrics.registry import (
 
 
 class HttpMetrics:
-    """Counts answered requests in `registry`. A series exists from its first request on."""
+    """Counts answered requests in `registry`. A series begins with its first request."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(HTTP_REQUESTS.name, HTTP_REQUESTS.help, HTTP_REQUESTS_LABELS, registry=registry)
@@ -32,8 +32,8 @@ class HttpMetrics:
         """A request was answered, or left by its client.
 
         Args:
-            method: as the client wrote it; one that is none of HTTP's counts as "other".
-            handler: a route of the server, or "other": never a path as the client wrote it.
+            method: the client's text; an unknown method counts as "other".
+            handler: a route of the server, or "other"; never the client's path.
             status: of the answer, 100 to 599.
         """
         known = method if method in HTTP_METHODS else OTHER

@@ -1,4 +1,4 @@
-"""Names that guides and old dashboards use and vLLM 0.32 has no more: shown beside the new ones on request."""
+"""Old names of metrics, from guides and dashboards older than vLLM 0.32. They are shown on request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from prometheus_client.samples import Sample
 
 from quire.metrics.registry import Kind
 
-# The throughput gauges speak of this long, as the line in the log does.
+# The throughput gauges cover this time, like the line in the log.
 WINDOW_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class LegacyMetric:
-    """A name of old. It repeats the family `now`; without one it has a value of its own: see `LegacyValues`."""
+    """An old name. It repeats the family `now`; if that is None, it has its own value: see `LegacyValues`."""
 
     name: str
     kind: Kind
@@ -101,11 +101,11 @@ class RecentTokens:
 
 @dataclass(frozen=True)
 class LegacyValues:
-    """What the names of old that repeat no family show of one engine.
+    """One engine's values for the old names that repeat no family.
 
     Args:
         labels: COMMON_LABELS with their values.
-        hit_rate: of the prefix cache, 0 to 1.
+        hit_rate: gives the hit rate of the prefix cache, 0 to 1.
     """
 
     labels: dict[str, str]
@@ -113,7 +113,7 @@ class LegacyValues:
     hit_rate: Callable[[], float]
 
     def by_name(self) -> dict[str, float]:
-        """Of those that are not always 0."""
+        """The values that are not always 0."""
         prompt, generated = self.recent_tokens.per_second()
         return {PROMPT_THROUGHPUT: prompt, GENERATION_THROUGHPUT: generated, GPU_HIT_RATE: self.hit_rate()}
 
@@ -122,7 +122,7 @@ class LegacyNames(Collector):
     """The families of LEGACY_METRICS, made at every scrape.
 
     Args:
-        current: the families that have been renamed, by their names of today.
+        current: the families by their present names.
         engines: the values of each engine.
     """
 

@@ -1,8 +1,9 @@
-"""The declared metrics as Prometheus families in a registry of their own, filled by the front end's hooks."""
+"""The declared metrics as Prometheus families in their own registry. The front end's hooks fill them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
+from dataclasses import replace
 from typing import Protocol
 
 from prometheus_client import (
@@ -27,6 +28,8 @@ from quire.metrics.registry import (
     CACHE_CONFIG_LABELS,
     KV_BLOCK_METRICS,
     METRICS,
+    POSITION,
+    SPECULATION_METRICS,
     UP_TO_MODEL_LEN,
     Metric,
     steps_up_to,
@@ -35,7 +38,7 @@ from quire.metrics.utilization import Utilization
 from quire.model_config import ModelConfig
 from quire.schedule import StepRecord
 
-# Else every counter and histogram has a second series that nobody reads.
+# Without this every counter and histogram has a second series that nobody reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -43,14 +46,14 @@ Family = Counter | Gauge | Histogram
 
 
 class ArrivedRequest(Protocol):
-    """What is read of the front end's ProcessedRequest when it arrives: one of `requests` per continuation."""
+    """The part of the front end's ProcessedRequest that is read: `requests` has one entry per continuation."""
 
     @property
     def requests(self) -> Sized: ...
 
 
 class EndedRequest(Protocol):
-    """What is read of a continuation at its end: the front end's FinishedRequest. Seconds; None: it never got there."""
+    """The part of the front end's FinishedRequest that is read. Times are seconds; None: it never got there."""
 
     @property
     def finish_reason(self) -> str: ...
@@ -85,15 +88,16 @@ class EndedRequest(Protocol):
 
 
 class PrometheusMetrics:
-    """Every family, in a registry of its own. Label values come from closed sets: the number of series never grows.
+    """Every family in its own registry. Label values come from closed sets, so the number of series never grows.
 
     Args:
         model_name: label of every series of the engines.
         max_model_len: last bucket of the length histograms.
-        num_engines: each has series of its own, whose label `engine` is its index.
-        model: what is counted of it in estimates of work; None: nothing.
-        legacy_names: show the names of old too.
-        kv_blocks: show how long KV blocks keep their content.
+        num_engines: each has its own series; the label `engine` is its index.
+        model: for estimates of work; None: there are none.
+        legacy_names: show the old names too.
+        kv_blocks: show the lifetimes of KV blocks.
+        max_draft: tokens of the longest draft; 0: there are no drafts, and no metrics of drafts.
 
     Attributes:
         engines: the front end's EngineMetrics of each engine, by its index.
@@ -108,10 +112,16 @@ class PrometheusMetrics:
         *,
         legacy_names: bool = False,
         kv_blocks: bool = False,
+        max_draft: int = 0,
     ) -> None:
         self.registry = CollectorRegistry()
         self._max_model_len = max_model_len
         declared = METRICS + (KV_BLOCK_METRICS if kv_blocks else ())
+        if max_draft:
+            positions = tuple(map(str, range(max_draft)))
+            declared += tuple(
+                replace(metric, values=positions if metric.label == POSITION else ()) for metric in SPECULATION_METRICS
+            )
         families = {metric: self._add(metric) for metric in declared}
         info = CACHE_CONFIG_INFO
         cache_config = Gauge(info.name, info.help, (*info.common, *CACHE_CONFIG_LABELS), registry=self.registry)
@@ -127,7 +137,7 @@ class PrometheusMetrics:
             collector(registry=self.registry)
 
     def _add(self, metric: Metric) -> Family:
-        """A family without series."""
+        """Make a family without series."""
         labels = (*metric.common, metric.label) if metric.label else metric.common
         if metric.kind == "counter":
             return Counter(metric.name, metric.help, labels, registry=self.registry)
@@ -148,7 +158,7 @@ class EngineSeries:
         families: by their declarations.
         cache_config: the family vllm:cache_config_info.
         labels: values of COMMON_LABELS. Families without the label `engine` have one series for all engines.
-        model: as for PrometheusMetrics.
+        model: see PrometheusMetrics.
     """
 
     def __init__(
@@ -161,7 +171,7 @@ class EngineSeries:
         self._has_cache_config = False
         self._num_unfinished = 0
         self._recent_tokens: RecentTokens | None = None
-        # The series by name and, where the family has a label of its own, its value.
+        # The series by name and by the value of the family's own label, or "" without such a label.
         self._counters: dict[tuple[str, str], Counter] = {}
         self._gauges: dict[tuple[str, str], Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
@@ -178,7 +188,7 @@ class EngineSeries:
         self._gauges["vllm:engine_sleep_state", "awake"].set(1)
 
     def legacy_values(self) -> LegacyValues:
-        """What the names of old show of this engine; counted from now on."""
+        """This engine's values of the old names. Counting begins now."""
         self._recent_tokens = RecentTokens()
         return LegacyValues(self._labels, self._recent_tokens, lambda: self.stats_line.prefix_cache_hit_rate)
 
@@ -193,11 +203,11 @@ class EngineSeries:
             self._histograms[name].observe(amount)
 
     def on_request_arrived(self, request: ArrivedRequest) -> None:
-        """A request was sent to the engine, which may still refuse it."""
+        """A request was sent to the engine. The engine may still refuse it."""
         self._num_unfinished += len(request.requests)
 
     def on_first_token(self, seconds: float, num_tokens: int, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A continuation's first tokens; the prompt counts with the first continuation that gets there."""
+        """A continuation has its first tokens. The prompt counts with the first continuation of a request."""
         self._observe("vllm:time_to_first_token_seconds", seconds)
         self._count("vllm:generation_tokens", num_tokens)
         self._count("vllm:prompt_tokens", num_prompt_tokens)
@@ -207,12 +217,12 @@ class EngineSeries:
         self._count("vllm:prompt_tokens_cached_by_source", num_cached_tokens, "device")
 
     def on_tokens(self, num_tokens: int, seconds: float) -> None:
-        """Further tokens, `seconds` after the last ones."""
+        """A continuation has further tokens, `seconds` after the last ones."""
         self._observe("vllm:inter_token_latency_seconds", seconds)
         self._count("vllm:generation_tokens", num_tokens)
 
     def on_finished(self, finished: EndedRequest) -> None:
-        """A continuation ended. If the caller left or it failed, only the reason is counted, no distribution."""
+        """A continuation ended. If the caller left or it failed, only the reason counts, and no histogram changes."""
         self._count("vllm:request_success", 1, finished.finish_reason)
         self._num_unfinished -= 1
         if self._num_unfinished == 0:
@@ -248,6 +258,14 @@ class EngineSeries:
         self._count("vllm:prefix_cache_queries", record.prefix_cache_queries)
         self._count("vllm:prefix_cache_hits", record.prefix_cache_hits)
         self._count("vllm:num_preemptions", record.num_preemptions)
+        if record.num_drafts:
+            self._count("vllm:spec_decode_num_drafts", record.num_drafts)
+            self._count("vllm:spec_decode_num_draft_tokens", record.num_draft_tokens)
+            self._count("vllm:spec_decode_num_accepted_tokens", record.num_accepted_tokens)
+            for position, count in enumerate(record.accepted_per_position):
+                self._count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
+        if record.num_draft_failures:
+            self._count("quire_spec_decode_draft_failures", record.num_draft_failures)
         if self._arithmetic is not None and record.pairs:
             demand = self._arithmetic.demand(load_of(record))
             self._count("vllm:estimated_flops_per_gpu", demand.flops)
@@ -263,21 +281,21 @@ class EngineSeries:
         if self._recent_tokens is not None:
             self._recent_tokens.add(record.num_prefill_tokens, record.num_sampled_tokens)
         if self._num_unfinished == 0:
-            self._set_idle()  # the step was on its way when the last caller left
+            self._set_idle()  # the step was running when the last caller left
 
     def on_rejected(self, reason: str) -> None:
-        """A request was refused for want of room."""
+        """A request was refused because the server has no room."""
         self._count("vllm:admission_rejections", 1, reason)
 
     def on_restart(self, reason: str) -> None:
-        """The engine failed and is started again: what is left waits for it."""
+        """The engine failed and starts again. The remaining requests wait for it."""
         self._count("quire_engine_restarts", 1, reason)
         self._set_load(0, self._num_unfinished, 0)
         self._set("vllm:kv_cache_usage_perc", 0)
         self._clear_utilization()
 
     def on_retry(self) -> None:
-        """A request is sent to the engine after the one that failed."""
+        """A request is sent to the engine that replaces the failed one."""
         self._count("quire_requests_retried")
 
     def on_unsaved(self, reason: str) -> None:
@@ -285,11 +303,11 @@ class EngineSeries:
         self._count("quire_requests_lost", 1, reason)
 
     def on_event_loop_lag(self, seconds: float) -> None:
-        """The event loop was looked at, and came `seconds` late. All engines share this series."""
+        """The event loop was `seconds` late. All engines share this series."""
         self._observe("quire_event_loop_lag_seconds", seconds)
 
     def _set_idle(self) -> None:
-        """No step follows an abort of the last request, so nothing else would say that it is gone."""
+        """Set the load to 0: no step follows the abort of the last request."""
         self._set_load(0, 0, 0)
         self._set("vllm:kv_cache_usage_perc", 0)
         self._clear_utilization()
@@ -310,7 +328,7 @@ class EngineSeries:
         self._set("vllm:num_requests_waiting_by_reason", num_deferred, "deferred")
 
     def on_ready(self, ready: EngineReady) -> None:
-        """The engine takes requests: publish vllm:cache_config_info, once, and know what a step costs."""
+        """The engine takes requests: publish vllm:cache_config_info once, and prepare the estimates of work."""
         self.stats_line.device = "GPU" if _setting(ready, "device") == "cuda" else "CPU"
         dtype, quantization = _setting(ready, "dtype"), _setting(ready, "quantization")
         if self._model is not None and isinstance(dtype, str):
@@ -325,13 +343,13 @@ class EngineSeries:
 
 
 def load_of(record: StepRecord) -> Load:
-    """What a step was, for its demand."""
+    """The load of a step, for its demand."""
     num_tokens = record.num_prefill_tokens + record.num_decode_tokens
     return Load(num_tokens, record.num_rows, record.num_logits, record.kv_tokens, record.pairs)
 
 
 def cache_config(ready: EngineReady) -> dict[str, str]:
-    """Values of CACHE_CONFIG_LABELS; "None" where a setting was left to Quire or does not exist here."""
+    """Values of CACHE_CONFIG_LABELS; "None" for a setting that was left to Quire or does not exist here."""
     num_tokens = _setting(ready, "kv_cache_tokens")
     known = {
         "block_size": ready.block_size,
@@ -346,16 +364,11 @@ def cache_config(ready: EngineReady) -> dict[str, str]:
         "num_gpu_blocks": ready.num_blocks,
         "num_gpu_blocks_override": _setting(ready, "num_gpu_blocks_override"),
         "prefix_caching_hash_algo": "sha256",
-        "user_specified_block_size": _source(ready, "block_size") in ("flag", "file", "argument"),
+        "user_specified_block_size": _setting(ready, "block_size", "source") in ("flag", "file", "argument"),
     }
     return {label: str(known.get(label)) for label in CACHE_CONFIG_LABELS}
 
 
-def _setting(ready: EngineReady, name: str) -> object:
+def _setting(ready: EngineReady, name: str, part: str = "value") -> object:
     setting = ready.resolved.get(name)
-    return setting.get("value") if isinstance(setting, dict) else None
-
-
-def _source(ready: EngineReady, name: str) -> object:
-    setting = ready.resolved.get(name)
-    return setting.get("source") if isinstance(setting, dict) else None
+    return setting.get(part) if isinstance(setting, dict) else None

@@ -1,4 +1,4 @@
-"""Metrics as objects, for programs: what `LLM.get_metrics()` returns, in vLLM's shape."""
+"""Metrics as objects in vLLM's shape: the result of `LLM.get_metrics()`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFIXES = ("vllm:", "quire_")
 
 @dataclass
 class Metric:
-    """One series: a family's name, for counters without `_total`, and its labels."""
+    """One series: a family's name (for counters without `_total`) and its labels."""
 
     name: str
     labels: dict[str, str]
@@ -21,21 +21,21 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """Only grows."""
+    """It only grows."""
 
     value: int
 
 
 @dataclass
 class Gauge(Metric):
-    """Goes up and down."""
+    """It goes up and down."""
 
     value: float
 
 
 @dataclass
 class Histogram(Metric):
-    """`buckets`: observations up to each upper bound, "+Inf" being all of them; `sum` in the metric's unit."""
+    """`buckets`: observations up to each upper bound; "+Inf" has all. `sum`: in the metric's unit."""
 
     count: int
     sum: float
@@ -43,7 +43,7 @@ class Histogram(Metric):
 
 
 def read(registry: CollectorRegistry) -> list[Metric]:
-    """Every series of the engine's, as they are now."""
+    """The present value of every series of the engine."""
     families = (family for family in registry.collect() if family.name.startswith(PREFIXES))
     return [metric for family in families for metric in _series(family)]
 

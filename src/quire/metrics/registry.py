@@ -1,7 +1,7 @@
 """Every metric once: name, kind, unit, meaning, labels, buckets.
 
-Names, types and labels are vLLM 0.32's: its dashboards fit.
-Counters get `_total` in the text format. docs/metrics.md is made of this table.
+Names, types and labels are vLLM 0.32's, so its dashboards work. Counters get `_total` in the text format.
+docs/metrics.md is generated from this table.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 
-# The labels of a family come after these, unless it says otherwise.
+# The first labels of a family, unless it declares others.
 COMMON_LABELS = ("model_name", "engine")
 
-# vLLM's buckets start at 10 ms between tokens and at 0.3 s per request; a small model on a CPU is faster than both, so
-# each family continues downwards. vLLM's own boundaries are all kept: its queries give the same answers.
+# vLLM's buckets start at 10 ms between tokens and at 0.3 s per request. A small model on a CPU is faster than both, so
+# each family has more buckets below. All boundaries of vLLM stay, so its queries give the same answers.
 _BELOW_10_MS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008)
 _INTER_TOKEN = (
     *_BELOW_10_MS, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
@@ -29,7 +29,7 @@ _REQUEST = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0,
     40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-# Few, because each method and route has its own: prometheus-fastapi-instrumentator's 0.1, 0.5, 1 and what lies around.
+# Few, because each method and route has its own series: prometheus-fastapi-instrumentator's 0.1, 0.5, 1 and neighbours.
 _HTTP = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 _STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 _LAG = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -41,7 +41,7 @@ _RATIO = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.
 _N = (1.0, 2.0, 5.0, 10.0, 20.0)
 _PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
-# Stands for 1-2-5 steps up to max_model_len, which is known when the model is.
+# Stands for 1-2-5 steps up to max_model_len, which the model decides.
 UP_TO_MODEL_LEN = (-1.0,)
 
 
@@ -50,10 +50,10 @@ class Metric:
     """One family.
 
     Args:
-        unit: of its values; "" for an information whose value is always 1.
-        label: the family's own label, if it has one, whose `values` are all there from the start: a rate over them
-            exists before the first event, and their number never grows.
-        common: the labels before that.
+        unit: of its values; "" for an information with the constant value 1.
+        label: the family's own label; "": it has none. Series for all its `values` exist from the start, so a rate
+            exists before the first event, and the number of series never grows.
+        common: the labels before `label`.
         buckets: upper bounds of a histogram.
     """
 
@@ -69,13 +69,13 @@ class Metric:
 
 METRICS: tuple[Metric, ...] = (
     Metric("vllm:num_requests_running", "gauge", "requests", "Requests in the running batch."),
-    Metric("vllm:num_requests_waiting", "gauge", "requests", "Requests that wait, for whatever reason."),
+    Metric("vllm:num_requests_waiting", "gauge", "requests", "Requests that wait, for any reason."),
     Metric(
         "vllm:num_requests_waiting_by_reason",
         "gauge",
         "requests",
         "Requests that wait, by reason: capacity, for room in the batch or blocks in the KV cache; "
-        "deferred, for the prompt they share with a request that computes it.",
+        "deferred, for a shared prompt that another request computes.",
         label="reason",
         values=("capacity", "deferred"),
     ),
@@ -83,7 +83,7 @@ METRICS: tuple[Metric, ...] = (
         "vllm:engine_sleep_state",
         "gauge",
         "0 or 1",
-        "1 at the state the engine is in. It is always awake: no sleep mode in this version.",
+        "1 for the present state of the engine. It is always awake: there is no sleep mode in this version.",
         label="sleep_state",
         values=("awake", "weights_offloaded", "discard_all"),
     ),
@@ -94,19 +94,19 @@ METRICS: tuple[Metric, ...] = (
         "vllm:num_preemptions",
         "counter",
         "preemptions",
-        "Times a running request lost its KV blocks and has to be computed again.",
+        "Preemptions: a running request lost its KV blocks and is computed again.",
     ),
     Metric(
         "vllm:prompt_tokens",
         "counter",
         "tokens",
-        "Prompt tokens of requests that reached their first token; as in usage, once for all n continuations.",
+        "Prompt tokens of requests that reached their first token. As in usage, they count once for n continuations.",
     ),
     Metric(
         "vllm:prompt_tokens_by_source",
         "counter",
         "tokens",
-        "Prompt tokens, by where their keys and values came from.",
+        "Prompt tokens, by the source of their keys and values.",
         label="source",
         values=("local_compute", "local_cache_hit", "external_kv_transfer"),
     ),
@@ -114,13 +114,13 @@ METRICS: tuple[Metric, ...] = (
         "vllm:prompt_tokens_cached",
         "counter",
         "tokens",
-        "Prompt tokens that were cached; as cached_tokens in usage.",
+        "Prompt tokens that were cached: cached_tokens in usage.",
     ),
     Metric(
         "vllm:prompt_tokens_cached_by_source",
         "counter",
         "tokens",
-        "The cached ones, by where the cache is; device is the memory the model runs in.",
+        "Cached prompt tokens, by the place of the cache; device is the model's own memory.",
         label="source",
         values=("device", "host", "disk", "p2p", "external_unspecified"),
     ),
@@ -129,7 +129,7 @@ METRICS: tuple[Metric, ...] = (
         "vllm:request_success",
         "counter",
         "continuations",
-        "Continuations that ended, by reason; aborts and errors are counted here too.",
+        "Continuations that ended, by reason. Aborts and errors count too.",
         label="finished_reason",
         values=("stop", "length", "abort", "error"),
     ),
@@ -137,8 +137,7 @@ METRICS: tuple[Metric, ...] = (
         "vllm:admission_rejections",
         "counter",
         "requests",
-        "Requests refused, by reason: queue_full, too many waited; ttft_target, their first token would have come too "
-        "late.",
+        "Refused requests, by reason: queue_full, too many waited; ttft_target, the first token would have been late.",
         label="reason",
         values=("queue_full", "ttft_target"),
         common=("model_name",),
@@ -147,8 +146,8 @@ METRICS: tuple[Metric, ...] = (
         "quire_slo_requests",
         "counter",
         "continuations",
-        "Continuations that ended by themselves while there was a target (--slo-ttft, --slo-itl), by whether they met "
-        "it: the first token in time, and of the others all but one and 1 - --slo-attainment of them.",
+        "Continuations that ended by themselves under a target (--slo-ttft, --slo-itl). They met it if the first token "
+        "was in time, and of the other tokens at most one and 1 - --slo-attainment of them were late.",
         label="met",
         values=("true", "false"),
     ),
@@ -156,22 +155,22 @@ METRICS: tuple[Metric, ...] = (
         "quire_step_predicted_seconds",
         "histogram",
         "seconds",
-        "What a step was predicted to take, before it ran.",
+        "Predicted time of a step, before it ran.",
         buckets=_INTER_TOKEN,
     ),
     Metric(
         "quire_prediction_ratio",
         "histogram",
         "ratio",
-        "What a step took over what it was predicted to take.",
+        "Measured time of a step over its predicted time.",
         buckets=_RATIO,
     ),
     Metric(
         "quire_engine_restarts",
         "counter",
         "restarts",
-        "Engine processes started because the one before failed, by how: crash, it ended; silent, it gave no sign of "
-        "life; stuck, it did not end a step in time; start, it did not get ready after a failure.",
+        "New engine processes after a failure, by its kind: crash, the process ended; silent, it gave no sign of life; "
+        "stuck, it did not end a step in time; start, it did not get ready after a failure.",
         label="reason",
         values=("crash", "silent", "stuck", "start"),
     ),
@@ -179,14 +178,14 @@ METRICS: tuple[Metric, ...] = (
         "quire_requests_retried",
         "counter",
         "requests",
-        "Requests sent to the new engine because the engine before failed; no part of their answers had been streamed.",
+        "Requests sent to a new engine after a failure. No part of their answers had been streamed.",
     ),
     Metric(
         "quire_requests_lost",
         "counter",
         "requests",
-        "Requests ended with an error because their engine failed, by why they were not retried: streaming, a part of "
-        "the answer had left; retried, they had been before; gave_up, no engine was started any more.",
+        "Requests that ended with an error because their engine failed. The reason against a retry: streaming, a part "
+        "of the answer was sent; retried, it was the second failure; gave_up, no engine was started again.",
         label="reason",
         values=("streaming", "retried", "gave_up"),
     ),
@@ -194,39 +193,39 @@ METRICS: tuple[Metric, ...] = (
         "vllm:estimated_flops_per_gpu",
         "counter",
         "operations",
-        "Floating point operations of all steps, estimated from the model's sizes. Per engine: the name is vLLM's.",
+        "Operations of all steps, estimated from the model's sizes. It counts per engine; the name is vLLM's.",
     ),
     Metric(
         "vllm:estimated_read_bytes_per_gpu",
         "counter",
         "bytes",
-        "Weights, and keys and values, read by all steps, estimated likewise.",
+        "Weights, keys and values that all steps read, estimated from the model's sizes.",
     ),
     Metric(
         "vllm:estimated_write_bytes_per_gpu",
         "counter",
         "bytes",
-        "Keys and values written by all steps, estimated likewise.",
+        "Keys and values that all steps wrote, estimated from the model's sizes.",
     ),
     Metric(
         "quire_model_flops_utilization",
         "gauge",
         "ratio",
-        "MFU: operations of the steps of about the last 10 seconds, estimated likewise, over their time and peak_flops "
-        "of GET /v1/config. Time between steps does not count; 0: idle, or no peak is known.",
+        "MFU: estimated operations of the steps of about the last 10 seconds, over their time and peak_flops of "
+        "GET /v1/config. Time between steps does not count. 0: idle, or the peak is not known.",
     ),
     Metric(
         "quire_model_bandwidth_utilization",
         "gauge",
         "ratio",
-        "MBU: the same of bytes read and peak_read_bandwidth. Both peaks are assumed for the kind of processor, not "
-        "measured; caches may read faster.",
+        "MBU: the same for read bytes and peak_read_bandwidth. Both peaks are assumed for the kind of processor, not "
+        "measured. Caches may read faster.",
     ),
     Metric(
         "vllm:iteration_tokens_total",
         "histogram",
         "tokens",
-        "Prompt tokens computed and tokens generated in one step.",
+        "Computed prompt tokens and generated tokens of one step.",
         buckets=_STEP_TOKENS,
     ),
     Metric(
@@ -324,7 +323,7 @@ METRICS: tuple[Metric, ...] = (
         "quire_event_loop_lag_seconds",
         "histogram",
         "seconds",
-        "How late the API process' event loop was, which holds up every stream. Measured 20 times a second.",
+        "Delay of the API process' event loop. It delays every stream. It is measured 20 times a second.",
         common=("model_name",),
         buckets=_LAG,
     ),
@@ -333,7 +332,7 @@ METRICS: tuple[Metric, ...] = (
         "vllm:request_params_max_tokens",
         "histogram",
         "tokens",
-        "max_tokens, per request that brought one.",
+        "max_tokens, per request with one.",
         buckets=UP_TO_MODEL_LEN,
     ),
 )
@@ -344,28 +343,48 @@ KV_BLOCK_METRICS = (
         "vllm:kv_block_lifetime_seconds",
         "histogram",
         "seconds",
-        "From handing out a sampled KV block until it is handed out again.",
+        "Time from the allocation of a sampled KV block to its next allocation.",
         buckets=_RESIDENCY,
     ),
     Metric(
         "vllm:kv_block_idle_before_evict_seconds",
         "histogram",
         "seconds",
-        "From the last request that takes a sampled KV block over from the prefix cache (without one: from handing it "
-        "out) until it is handed out again.",
+        "Time from the last reuse of a sampled KV block by the prefix cache (without reuse: from its allocation) to "
+        "its next allocation.",
         buckets=_RESIDENCY,
     ),
     Metric(
         "vllm:kv_block_reuse_gap_seconds",
         "histogram",
         "seconds",
-        "Time between requests that take a sampled KV block over from the prefix cache. The last four count, when it "
-        "is handed out again.",
+        "Time between reuses of a sampled KV block by the prefix cache. The last four count at its next allocation.",
         buckets=_RESIDENCY,
     ),
 )
 
-# Labels as in vLLM's CacheConfig, those that mean something here; "None" is what vLLM prints for a setting not given.
+# Only servers that speculate have these, as in vLLM. Values of the label are the positions up to the longest draft.
+POSITION = "position"
+SPECULATION_METRICS = (
+    Metric("vllm:spec_decode_num_drafts", "counter", "drafts", "Drafts that were verified: one per request and step."),
+    Metric("vllm:spec_decode_num_draft_tokens", "counter", "tokens", "Tokens of these drafts."),
+    Metric("vllm:spec_decode_num_accepted_tokens", "counter", "tokens", "Tokens of these drafts that held."),
+    Metric(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "counter",
+        "tokens",
+        "Tokens of these drafts that held, by position in the draft, from 0.",
+        label=POSITION,
+    ),
+    Metric(
+        "quire_spec_decode_draft_failures",
+        "counter",
+        "requests",
+        "Requests that continued without drafts because their drafter failed.",
+    ),
+)
+
+# Labels of vLLM's CacheConfig that have a meaning here. Like vLLM, "None" stands for a setting that was not given.
 CACHE_CONFIG_INFO = Metric("vllm:cache_config_info", "gauge", "", "The KV cache's settings, as labels; 1 once ready.")
 CACHE_CONFIG_LABELS = (
     "block_size",
@@ -386,7 +405,7 @@ CACHE_CONFIG_LABELS = (
     "user_specified_block_size",
 )
 
-# Names and labels of prometheus-fastapi-instrumentator, which vLLM uses. What has no place in a closed set is OTHER.
+# Names and labels of prometheus-fastapi-instrumentator, which vLLM uses. A value outside of the closed set is OTHER.
 OTHER = "other"
 HTTP_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", OTHER)
 HTTP_STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
@@ -396,21 +415,21 @@ HTTP_REQUESTS = Metric(
     "http_requests",
     "counter",
     "requests",
-    "HTTP requests, by method, class of the status and route; requests of probes and of Prometheus do not count.",
+    "HTTP requests, by method, class of the status and route. Requests of probes and of Prometheus do not count.",
     common=(),
 )
 HTTP_DURATION = Metric(
     "http_request_duration_seconds",
     "histogram",
     "seconds",
-    "First byte of an HTTP request to the last one of its answer, by method and route.",
+    "Time from the first byte of an HTTP request to the last byte of its answer, by method and route.",
     common=(),
     buckets=_HTTP,
 )
 
 
 def steps_up_to(maximum: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, ... as far as `maximum` reaches; what is longer falls into +Inf. vLLM's series."""
+    """1, 2, 5, 10, 20, 50, ... up to `maximum`, as in vLLM. Larger values fall into +Inf."""
     values: list[float] = []
     decade = 1
     while True:

@@ -1,4 +1,4 @@
-"""How long something took, and for how much of that its thread had no core: what a busy machine does to it."""
+"""Measures a time, and the share of it in which the thread had no core because the machine is busy."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-BUSY_SHARE = 0.2  # idle machines stay below: threads wait for each other too
+BUSY_SHARE = 0.2  # idle machines stay below it, although threads wait for each other too
 
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """A stretch of time. `waited` is the share of it in which the thread did not run, though it had work."""
+    """A measured time. `waited`: the share of it in which the thread had work but did not run."""
 
     seconds: float
     waited: float = 0.0
 
 
 class Stopwatch:
-    """Measures what one thread computes; where it waits for a device or a disk, `waited` says nothing."""
+    """Measures one computing thread. If the thread waits for a device or a disk, `waited` has no meaning."""
 
     def __init__(
         self, wall: Callable[[], float] = time.perf_counter, cpu: Callable[[], float] = time.thread_time
@@ -27,7 +27,7 @@ class Stopwatch:
         self._last = wall(), cpu()
 
     def lap(self) -> Lap:
-        """Since the last one, or since the watch was made."""
+        """The time since the last lap, or since the watch was made."""
         now, last = (self._wall(), self._cpu()), self._last
         self._last = now
         seconds = now[0] - last[0]
@@ -35,7 +35,7 @@ class Stopwatch:
 
 
 def busy_machine(waited: float) -> str | None:
-    """What to say of a measurement that had to wait for so large a share of its time; None: nothing."""
+    """A sentence about a measurement that waited for this share of its time; None: it did not wait much."""
     if waited <= BUSY_SHARE:
         return None
     return f"the machine is busy: this was measured with a core for {1 - waited:.0%} of the time; expect more when idle"

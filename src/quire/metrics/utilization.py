@@ -1,4 +1,4 @@
-"""How much of what the device can do at most its steps do: model FLOPs and model bandwidth utilization."""
+"""Model FLOPs utilization and model bandwidth utilization: the steps' share of the device's ceilings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 
 from quire.cost.arithmetic import Demand
 
-WINDOW_SECONDS = 10.0  # of steps: what is older has less weight than 1/e
+WINDOW_SECONDS = 10.0  # older steps have a weight below 1/e
 
 
 class Utilization:
     """Shares of the ceilings over the last steps.
 
     Args:
-        flops, read_bandwidth: operations and bytes per second that the device reaches at most; 0: not known.
+        flops, read_bandwidth: the device's ceilings in operations and bytes per second; 0: not known.
     """
 
     def __init__(self, flops: float, read_bandwidth: float) -> None:
@@ -25,7 +25,7 @@ class Utilization:
         self._operations = self._bytes = self._seconds = 0.0
 
     def add(self, demand: Demand, seconds: float) -> tuple[float, float]:
-        """A step took so long. Answers with the shares of operations and of bytes read; 0 where no ceiling is known."""
+        """Add a step of `seconds` -> shares of operations and of read bytes; 0 if the ceiling is not known."""
         kept = math.exp(-seconds / WINDOW_SECONDS)
         self._operations = kept * self._operations + demand.flops
         self._bytes = kept * self._bytes + demand.weight_bytes + demand.kv_bytes

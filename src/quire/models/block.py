@@ -29,7 +29,7 @@ class Weighted(Protocol):
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The attributes that hold what it has made of them."""
+        """Names of the attributes that hold the loaded weights."""
         ...
 
     def slots(self) -> WeightSlots: ...
@@ -38,22 +38,22 @@ class Weighted(Protocol):
 
 
 class Mixer(Protocol):
-    """What a layer computes between two norms."""
+    """The computation of a layer between two norms."""
 
     @property
     def reader(self) -> Projection:
-        """What reads its input, and nothing else does."""
+        """The only linear layer that reads the input."""
         ...
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor: ...
 
 
 class Sublayer:
-    """residual += c * norm(mixer(norm(residual))), where both norms may be missing.
+    """residual += c * norm(mixer(norm(residual))); both norms may be missing.
 
-    It changes the residual stream in place and returns the input of the next one. `next_norm` makes that input: it is
-    the next sublayer's `input_norm`, or the model's final norm after the last one. So the addition to the residual and
-    the norm behind it are one kernel, also across layers.
+    It changes the residual stream in place and returns the input of the next sublayer. `next_norm` makes that input:
+    it is the next sublayer's `input_norm`, or the model's final norm after the last one. So one kernel adds to the
+    residual and computes the norm, also across layers.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class MLP:
 
 @dataclass
 class LayerBuilder:
-    """Makes the parts of one layer and remembers under which name the checkpoint has them."""
+    """Makes the parts of one layer and keeps their names in the checkpoint."""
 
     config: ModelConfig
     spec: LayerSpec
@@ -131,7 +131,7 @@ class LayerBuilder:
     parts: list[tuple[str, Weighted]] = field(default_factory=list)  # (prefix of its tensors' names, part)
 
     def sublayers(self) -> list[Sublayer]:
-        """The layer."""
+        """All sublayers of the layer."""
         sublayers = []
         for part, norms in self.spec.parts:
             before = self.norm(norms.before) if norms.before else None
@@ -141,19 +141,19 @@ class LayerBuilder:
         return sublayers
 
     def norm(self, shape: NormShape) -> RMSNorm:
-        """One of its RMS norms."""
+        """One RMS norm of the layer."""
         norm = RMSNorm(shape.size, self.config.rms_norm_eps, self.config.norm_offset, self.dtype)
         self.parts.append((f"{shape.name}.", norm))
         return norm
 
     def linear(self, shape: LinearShape) -> Projection:
-        """A linear layer, stored as the config and `quantization` say."""
+        """A linear layer in the form that the config and `quantization` choose."""
         linear = make_linear(self.config.stored(shape, self.quantization), self.dtype)
         self.parts += [(shape.prefix, part) for part in linear.parts]
         return linear
 
     def attention(self, spec: Full) -> SelfAttention:
-        """Self-attention, with a window or without."""
+        """Self-attention with or without a window."""
         qkv, output = self.linear(spec.qkv), self.linear(spec.output)
         backend = self.backend(
             AttentionSpec(

@@ -1,6 +1,6 @@
-"""The decoder every native family shares: embed, layers, final norm, logits.
+"""The decoder of every native family: embed, layers, final norm, logits.
 
-Dimensions: T tokens, R rows whose logits are wanted, D hidden, V vocabulary, L positions.
+Dimensions: T tokens, R rows with logits, D hidden, V vocabulary, L positions.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from quire.models.weights import WeightTable
 
 
 class Decoder:
-    """A causal language model. Holds no weights until `load_weights`.
+    """A causal language model. It holds no weights before `load_weights`.
 
     Args:
         config: `max_model_len` bounds the positions (rows of the rotary tables).
         dtype: of weights and activations.
-        quantization: a key of ON_LOAD, or None: weights as the checkpoint has them.
-        device: where `load_weights` brings the tensors it gets, and where the model runs.
+        quantization: a key of ON_LOAD; None: weights stay in the checkpoint's format.
+        device: the model runs there, and `load_weights` brings the tensors there.
         attention_backend: see attention.select.
         cache_dtype: of the KV cache; None: dtype.
     """
@@ -62,7 +62,7 @@ class Decoder:
         for sublayer, successor in pairwise(self._sublayers):
             sublayer.next_norm = successor.input_norm
         self._sublayers[-1].next_norm = final_norm
-        # transformers rounds Gemma's factor to the dtype; Granite's are exact in every dtype
+        # transformers rounds Gemma's factor to the dtype; Granite's factors are exact in every dtype.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         ignored = config.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
         self._weights = WeightTable(self._slots(), config.renamed_prefixes, ignored)
@@ -109,23 +109,23 @@ class Decoder:
         return {prefix + name: slot for prefix, part in self._parts for name, slot in part.slots()}
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Shape by checkpoint name of every tensor `load_weights` needs."""
+        """Shapes of all tensors that `load_weights` needs, by their names in the checkpoint."""
         return self._weights.expected()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the tensors of a checkpoint by their Hugging Face names, in any order.
 
-        Each layer packs itself when complete. Tensors may be views of mapped files: nothing keeps them. Raises
-        WeightsError naming what is missing, unexpected, misshapen or of a foreign dtype.
+        A complete layer packs its weights. Tensors may be views of mapped files: nothing keeps them. Raises
+        WeightsError with the names that are missing, unexpected, of another shape or of another dtype.
         """
         self._weights.load((name, tensor.to(self.device)) for name, tensor in weights)
 
     def held(self) -> dict[str, dict[str, Any]]:
-        """What is held after loading, by part and attribute: all that `restore` needs in place of a checkpoint."""
+        """The loaded weights by part and attribute. `restore` needs nothing else."""
         return {prefix: {name: getattr(part, name) for name in part.held} for prefix, part in self._named_parts()}
 
     def restore(self, held: Mapping[str, Mapping[str, Any]], mapped_bytes: int) -> None:
-        """Take what another process has held of the same model in the same format, in place of `load_weights`."""
+        """Take the `held()` of the same model in the same format, instead of `load_weights`."""
         for prefix, part in self._named_parts():
             for name in part.held:
                 setattr(part, name, held[prefix][name])
@@ -133,60 +133,62 @@ class Decoder:
         self.mapped_bytes = mapped_bytes
 
     def _named_parts(self) -> Iterable[tuple[str, Weighted]]:
-        """Several parts share a prefix: numbers tell them apart."""
+        """The parts with unique names: several parts share a prefix, so each gets a number."""
         return ((f"{number} {prefix}", part) for number, (prefix, part) in enumerate(self._parts))
 
     def finalize(self) -> None:
-        """Every layer has packed itself already; asserts that nothing is missing."""
+        """Assert that no weight is missing. Every layer has packed its weights already."""
         assert not self._weights.missing(), f"finalize before load_weights: {self._weights.missing()[:3]}"
 
     def weight_bytes(self) -> int:
-        """Bytes the loaded weights take, padding of packed forms included; rotary tables aside."""
+        """Bytes of the loaded weights with the padding of packed forms, without rotary tables."""
         return sum(part.weight_bytes() for _, part in self._parts)
 
     def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
-        """Host work of a step, which cannot be captured."""
+        """Do the host's work for a step; it cannot be captured."""
         self._backends.prepare(step, caches)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""
+        """hidden_TD of the step's tokens after the final norm. Their K and V go to `batch.caches`."""
         if batch.host is not None:
             self.prepare(batch.host, batch.caches)
         return self.run_blocks(self.embed(batch.token_ids_T), batch)
 
     def run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        """All layers and the final norm, on the residual stream [T, D], which they change."""
+        """Run all layers and the final norm. They change the residual stream [T, D]."""
         x_TD = _run(self._sublayers, residual_TD, batch)
         assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """The residual stream as the first layer finds it."""
+        """The residual stream before the first layer."""
         residual_TD = self._embed(token_ids_T)
         if self._embedding_multiplier != 1.0:
             residual_TD *= self._embedding_multiplier
         return residual_TD
 
     def own_name(self, checkpoint_name: str) -> str | None:
-        """Our name of a tensor of the checkpoint, as Llama's have it; None: it is not used."""
+        """Our name, in Llama's style, of a tensor of the checkpoint; None: the model does not use it."""
         return self._weights.own_name(checkpoint_name)
 
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take tensors by our names, each once and fit: what they complete can run."""
+        """Take some tensors by our names, each once and with the right shape. Layers that are complete can run."""
         self._weights.load_some((name, tensor.to(self.device)) for name, tensor in weights)
 
     def layer_parts(self, layer: int) -> list[tuple[str, Weighted]]:
-        """The parts of one layer and what their tensors' names begin with inside it, as `self_attn.`."""
+        """The parts of one layer with the prefixes of their names inside it, for example `self_attn.`."""
         prefix = f"model.layers.{layer}."
         return [(name.removeprefix(prefix), part) for name, part in self._parts if name.startswith(prefix)]
 
     def run_layer(self, layer: int, residual_TD: Tensor, batch: ForwardBatch) -> None:
-        """One layer alone, for calibration: changes the residual stream in place. Only its own weights must be there:
-        what the next layer's norm makes of the stream is dropped."""
+        """Run one layer alone, for calibration. It changes the residual stream in place.
+
+        Only the layer's own weights must be there: the output of the next layer's norm is dropped.
+        """
         _run(self._layers[layer], residual_TD, batch)
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
-        """logits_RV in float32, scaled and soft-capped as the family does."""
+        """logits_RV in float32, with the family's scale and soft cap."""
         logits_RV = self._output.logits(hidden_RD)
         config = self.config
         if config.logits_scaling != 1.0:

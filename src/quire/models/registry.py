@@ -1,4 +1,4 @@
-"""What a model is to the rest of the engine, and the native one of a config."""
+"""The contract of a model for the rest of the engine, and the native model of a config."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ class CausalLM(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    mapped_bytes: int  # of the weights, in a mapped file: in use, though the system counts them as free
+    mapped_bytes: int  # of weights in a mapped file: they are in use, but the system counts them as free
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Shape by checkpoint name of every tensor `load_weights` needs (what `--load-format dummy` fills)."""
+        """Shapes of all tensors that `load_weights` needs, by checkpoint name. `--load-format dummy` fills them."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take all tensors of the checkpoint by their Hugging Face names. WeightsError names what does not fit."""
+        """Take all tensors of the checkpoint by their Hugging Face names. WeightsError names those that do not fit."""
         ...
 
     def finalize(self) -> None:
-        """After load_weights, before the first forward."""
+        """Called after load_weights and before the first forward."""
         ...
 
     def weight_bytes(self) -> int:
-        """Bytes the loaded weights take."""
+        """Bytes of the loaded weights."""
         ...
 
     def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
-        """Host work of a step on a GPU. `forward` does it by itself where the batch has what the host knows."""
+        """Do the host's work for a step on a GPU. `forward` calls it if the batch has a `host`."""
         ...
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """hidden_TD with the final norm applied; writes K and V of the step's tokens to batch.caches."""
+        """hidden_TD after the final norm. K and V of the step's tokens go to batch.caches."""
         ...
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ def build_model(
 ) -> Decoder:
     """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
 
-    Positions are bounded by `config.max_model_len`: replace it with the length that is served. Raises ModelConfigError
-    for an architecture without native implementation.
+    `config.max_model_len` bounds the positions: the caller sets it to the length that is served. Raises
+    ModelConfigError for an architecture without native implementation.
     """
     if not config.is_native:
         raise ModelConfigError(

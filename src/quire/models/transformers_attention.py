@@ -1,8 +1,8 @@
 """Our paged attention inside transformers' modelling code, and the check that an architecture may use it.
 
-transformers lets attention functions be registered by name. Two are: `quire_probe` runs once after loading, to see
-what every layer asks for and to refuse what is not plain causal attention; `quire_paged` then serves. Each attention
-module carries its LayerAttention in an attribute: nothing is global but the two functions.
+We register two attention functions with transformers. `quire_probe` runs once after loading: it records the call of
+every layer and refuses everything except plain causal attention. `quire_paged` serves. Each attention module has its
+LayerAttention in an attribute: only the two functions are global.
 
 Dimensions: T tokens, H query heads, G kv heads, E head dim.
 """
@@ -23,25 +23,25 @@ from quire.hf_config.refusal import refusal
 
 PROBE, PAGED = "quire_probe", "quire_paged"
 
-# What modelling code hands to attention functions without changing the result here: positions are in q and k already,
-# the cache is ours. Everything else must be None or False.
+# Arguments of attention functions that do not change the result here: positions are in q and k already, and the cache
+# is ours. All other arguments must be None or False.
 _HARMLESS_ARGUMENTS = frozenset(
     ("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict")
 )
-_NOT_CAUSAL = -1  # the probe's mask marker for anything but causal attention with or without a window
+_NOT_CAUSAL = -1  # the probe's mask marker for everything except causal attention with or without a window
 _PROBE_ATTRIBUTE, _LAYER_ATTRIBUTE = "quire_probe", "quire_attention"
 
 
 @dataclass
 class StepContext:
-    """The batch of the step that runs, shared by the layers of one model."""
+    """The batch of the running step, shared by the layers of one model."""
 
     batch: ForwardBatch | None = None
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What an attention module calls while serving."""
+    """The function that an attention module calls while serving."""
 
     context: StepContext
     attention: Attention
@@ -56,10 +56,10 @@ class LayerAttention:
 
 @dataclass
 class AttentionCall:
-    """One call of the attention function as the probe saw it."""
+    """One call of the attention function, recorded by the probe."""
 
     module: torch.nn.Module
-    layer: int  # as the module numbers itself; -1 if it does not
+    layer: int  # the module's own number; -1 if it has none
     spec: AttentionSpec
     q_1HTE: Tensor
     problem: str | None
@@ -73,12 +73,12 @@ class Probe:
 
 
 def register() -> None:
-    """Make both attention functions known to transformers. Repeating it changes nothing."""
+    """Register both attention functions with transformers. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PROBE, _probe_attention)
     AttentionInterface.register(PAGED, _paged_attention)
-    # Only the probe gets masks: for `quire_paged` transformers then makes none.
+    # Only the probe gets masks. transformers makes none for `quire_paged`.
     AttentionMaskInterface.register(PROBE, _mask_marker)
 
 
@@ -116,7 +116,7 @@ def _probe_attention(
     is_causal: bool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Records the call; the result only has the right shape. The window is the mask's, as in transformers."""
+    """Record the call. Only the shape of the result is right. The mask gives the window, as in transformers."""
     _, num_q_heads, _, head_dim = query.shape
     num_kv_heads = key.shape[1]
     is_marker = isinstance(attention_mask, Tensor) and attention_mask.shape == (1, 1, 1, 1)
@@ -152,10 +152,10 @@ def _probe_attention(
 
 
 def _mask_marker(mask_function: Callable[..., Any], local_size: int | None = None, **arguments: Any) -> Tensor:
-    """Instead of a mask, [1, 1, 1, 1] holding the window that it describes: 0 = none, _NOT_CAUSAL = anything else.
+    """The window of a mask as [1, 1, 1, 1], instead of the mask: 0 = no window, _NOT_CAUSAL = another kind of mask.
 
-    The mask is known as a function of (batch, head, query position, key position): it is compared with ours at the
-    positions where masks of other kinds (chunked, bidirectional, prefix) differ.
+    The mask is a function of (batch, head, query position, key position). It is compared with ours at positions where
+    other kinds of masks (chunked, bidirectional, prefix) differ.
     """
     window = local_size or 0
     queries = [0, 1, 2, 3 * window + 1, 1_000_003]
@@ -167,7 +167,7 @@ def _mask_marker(mask_function: Callable[..., Any], local_size: int | None = Non
             expected = key <= query and (not window or key > query - window)
             try:
                 is_visible = bool(mask_function(*(torch.tensor(i) for i in (0, 0, query, key))))
-            except (IndexError, RuntimeError):  # a mask looked up in a table of this input's tokens
+            except (IndexError, RuntimeError):  # the mask is looked up in a table of this input's tokens
                 return torch.full((1, 1, 1, 1), _NOT_CAUSAL)
             if is_visible != expected:
                 return torch.full((1, 1, 1, 1), _NOT_CAUSAL)
@@ -175,11 +175,11 @@ def _mask_marker(mask_function: Callable[..., Any], local_size: int | None = Non
 
 
 def check_calls(calls: list[AttentionCall], shifted: list[AttentionCall], architecture: str, num_layers: int) -> None:
-    """Raises ModelConfigError unless every layer called the function once, plainly, with queries that know positions.
+    """Raise ModelConfigError unless every layer made one plain call with queries that depend on positions.
 
     Args:
-        calls: of a run at positions 0, 1, ...
-        shifted: of a run with the same tokens at later positions.
+        calls: from a run at positions 0, 1, ...
+        shifted: from a run with the same tokens at later positions.
     """
     problem = next((call.problem for call in calls if call.problem), None)
     if problem is None and sorted(call.layer for call in calls) != list(range(num_layers)):

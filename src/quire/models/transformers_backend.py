@@ -1,11 +1,11 @@
 """Architectures without native implementation: transformers' modelling code on our paged attention and linear layers.
 
-The tokens of a step go through the code as one row [1, T, D] with their positions; attention alone sees sequences.
-Weights come through our reader and are placed by transformers (`from_pretrained` with a state dict), which knows the
-names of each class and how they changed; no file of the checkpoint but config.json and the validated safetensors is
-opened, and no code in it is run.
+The tokens of a step go through the code as one row [1, T, D] with their positions; only attention sees sequences.
+Our reader reads the weights. transformers places them (`from_pretrained` with a state dict), because it knows the names
+of each class in every version. Only config.json and the validated safetensors of a checkpoint are opened, and no code
+in it is run.
 
-Dimensions: T tokens, R rows whose logits are wanted, D hidden, K in-features, N out-features, V vocabulary.
+Dimensions: T tokens, R rows with logits, D hidden, K in-features, N out-features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _IGNORED_SETTINGS = (
     "transformers_weights",
     "custom_generate",
 )
-# Rotary frequencies of these kinds follow the longest sequence of a batch: other requests would change a request's
-# tokens.
+# Rotary frequencies of these kinds depend on the longest sequence of a batch, so other requests would change the tokens
+# of a request.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # in layer_types
-_PROBE_SHIFT = 5  # positions by which the second probe differs from the first
+_PROBE_SHIFT = 5  # the second probe begins at this position, the first at 0
 
 
 class TransformersModel:
@@ -59,7 +59,7 @@ class TransformersModel:
     Args:
         config: sizes of the KV cache; the rest is read from config.json with the same overrides.
         dtype: of weights, activations and KV cache.
-        device: where the model runs.
+        device: the model runs there.
         attention_backend: see attention.select.
 
     Raises:
@@ -81,11 +81,11 @@ class TransformersModel:
         self._windows = {layer: group.spec.window for group in groups for layer in group.layers}
         self._backends = SharedBackends(table_of_layer(groups), device, attention_backend)
         self._context = attention.StepContext()
-        self._model: Any = None  # with weights, from load_weights on
-        self._body: Any = None  # embeddings to final norm
+        self._model: Any = None  # has weights after load_weights
+        self._body: Any = None  # everything from the embeddings to the final norm
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Shape by name of every parameter and saved buffer; tied ones once."""
+        """Shapes of all parameters and saved buffers by name; tied tensors appear once."""
         with torch.device("meta"):
             model = self._model_class(self._hf_config)
         model.tie_weights()
@@ -97,7 +97,7 @@ class TransformersModel:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the tensors of a checkpoint, under the names of any version of transformers.
 
-        Raises WeightsError naming what is missing, unexpected or misshapen.
+        Raises WeightsError with the names that are missing, unexpected or of another shape.
         """
         self._hf_config._attn_implementation = attention.PROBE
         with _quiet_transformers():
@@ -107,7 +107,7 @@ class TransformersModel:
                 state_dict=dict(without_kv_scales(weights)),
                 dtype=self.dtype,
                 attn_implementation=attention.PROBE,
-                ignore_mismatched_sizes=True,  # they are in the report, all of them
+                ignore_mismatched_sizes=True,  # the report lists them all
                 output_loading_info=True,
                 trust_remote_code=False,
             )
@@ -116,10 +116,10 @@ class TransformersModel:
 
     @torch.inference_mode()
     def finalize(self) -> None:
-        """Pack the linear layers, see what every layer's attention is, and connect it to the KV cache."""
+        """Pack the linear layers, probe the attention of every layer, and connect it to the KV cache."""
         _pack_linear_layers(self._model, self.dtype)
         for tensor in (*self._model.parameters(), *self._model.buffers()):
-            tensor.data = copied(tensor.data)  # what is not packed is still a view of the mapped file
+            tensor.data = copied(tensor.data)  # a tensor that is not packed is still a view of the mapped file
         self._body = self._split_off_head()
         calls = self._probe(0)
         attention.check_calls(calls, self._probe(_PROBE_SHIFT), self.config.architecture, self.config.num_layers)
@@ -130,7 +130,7 @@ class TransformersModel:
         _set_attention(self._body, attention.PAGED)
 
     def weight_bytes(self) -> int:
-        """Bytes the loaded weights take; shared ones count once."""
+        """Bytes of the loaded weights; shared weights count once."""
         parameters: dict[int, int] = {}
         packed = 0
         for part in (self._body, self._model):
@@ -139,11 +139,11 @@ class TransformersModel:
         return sum(parameters.values()) + packed
 
     def prepare(self, step: HostStep, caches: list[LayerCache]) -> None:
-        """Host work of a step."""
+        """Do the host's work for a step."""
         self._backends.prepare(step, caches)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """hidden_TD of the step's tokens, final norm applied. Writes their K and V to `batch.caches`."""
+        """hidden_TD of the step's tokens after the final norm. Their K and V go to `batch.caches`."""
         if batch.host is not None:
             self.prepare(batch.host, batch.caches)
         self._context.batch = batch
@@ -153,7 +153,7 @@ class TransformersModel:
             self._context.batch = None
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
-        """logits_RV in float32, by the class's own head with its scaling and capping."""
+        """logits_RV in float32, from the class's own head with its scale and cap."""
         logits_1RV: Tensor = self._model(inputs_embeds=hidden_RD[None], use_cache=False).logits
         return logits_1RV[0].float()
 
@@ -163,7 +163,7 @@ class TransformersModel:
         return hidden_1TD[0]
 
     def _split_off_head(self) -> Any:
-        """Take out the part below the head and leave in its place what hands hidden states through."""
+        """Take out the part below the head. A module that passes hidden states through takes its place."""
         model = self._model
         body = getattr(model, model.base_model_prefix, None)
         if body is None:
@@ -176,7 +176,7 @@ class TransformersModel:
         return body
 
     def _probe(self, first_position: int) -> list[attention.AttentionCall]:
-        """What the attention of every layer asks for, from a run on three tokens."""
+        """The attention call of every layer, from a run on three tokens."""
         probe = attention.Probe()
         attention.attach_probe(self._body, probe)
         positions_T = torch.arange(3, device=self.device)
@@ -207,13 +207,13 @@ class TransformersModel:
 
 
 class PackedLinear(nn.Module):
-    """Stands in for nn.Linear, with its weight in the kernels' layout."""
+    """Replaces nn.Linear. Its weight is in the kernels' layout."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         super().__init__()
         self.packed = pack_linear(weight_NK)
         self.in_features, self.out_features = self.packed.K, self.packed.N
-        # modelling code may ask for the dtype of a layer; one that computes with the weight itself must fail
+        # Modelling code may ask for the dtype of a layer, but a computation with the weight itself must fail.
         self.weight = torch.empty(0, dtype=weight_NK.dtype, device=weight_NK.device)
         self.bias = None if bias_N is None else nn.Parameter(bias_N, requires_grad=False)
 
@@ -224,7 +224,7 @@ class PackedLinear(nn.Module):
 
 
 class _BodyOutput:
-    """What heads read of a body's output: the hidden states; everything else was not asked for."""
+    """A body's output for heads: the hidden states. All other attributes are None."""
 
     def __init__(self, hidden_1RD: Tensor) -> None:
         self.last_hidden_state = hidden_1RD
@@ -238,7 +238,7 @@ class _BodyOutput:
 
 
 class _HiddenStates(nn.Module):
-    """In the place of a model's body: hands on as its output what the head's caller passes as embeddings."""
+    """Takes the place of a model's body: it returns the embeddings that it gets as its output."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _BodyOutput:
         return _BodyOutput(inputs_embeds)
@@ -249,7 +249,7 @@ class _HiddenStates(nn.Module):
 
 
 def _classes(config: ModelConfig) -> tuple[Any, Any]:
-    """The model class that config.json names, and its config object."""
+    """The model class in config.json, and its config object."""
     try:
         import transformers
     except ImportError as error:
@@ -279,7 +279,7 @@ def _classes(config: ModelConfig) -> tuple[Any, Any]:
         hf_config = CONFIG_MAPPING[config.model_type].from_dict(
             {name: value for name, value in settings.items() if name not in _IGNORED_SETTINGS}
         )
-    except Exception as error:  # validation errors of many libraries' own kinds
+    except Exception as error:  # many libraries have their own kinds of validation errors
         raise ModelConfigError(
             f"transformers refuses {path}: {error}", fix="Use the checkpoint's own config.json"
         ) from error
@@ -299,13 +299,13 @@ def _classes(config: ModelConfig) -> tuple[Any, Any]:
 
 
 def _keeps_state(model_class: Any, hf_config: Any) -> bool:
-    """Whether layers keep more than keys and values; a hybrid's config may have attention layers only (Granite 4)."""
+    """Whether layers keep more than keys and values. A hybrid's config may have only attention layers (Granite 4)."""
     layer_types = getattr(hf_config, "layer_types", None)
     return bool(model_class._is_stateful and not (layer_types and _ATTENTION_LAYERS.issuperset(layer_types)))
 
 
 def _check_activation(hf_config: Any, path: Path) -> None:
-    """Raises ModelConfigError for one that transformers does not have: its modelling code fails without a reason."""
+    """Raise ModelConfigError for an unknown activation: transformers' modelling code would fail without a reason."""
     from transformers.activations import ACT2FN
 
     for field in ("hidden_activation", "hidden_act"):
@@ -320,14 +320,14 @@ def _check_activation(hf_config: Any, path: Path) -> None:
 
 
 def _check_report(report: dict[str, Any]) -> None:
-    """Raises WeightsError for what transformers could not place."""
+    """Raise WeightsError for tensors that transformers could not place."""
     kinds = ("missing", "unexpected", "mismatched")
     names = {kind: sorted(str(name) for name in report[f"{kind}_keys"]) for kind in kinds}
     check_fit(names, [str(message) for message in report.get("error_msgs", [])])
 
 
 def _pack_linear_layers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace linear layers one by one, so that few weights are held twice. Subclasses and other dtypes stay."""
+    """Replace linear layers one by one, so that few weights are in memory twice. Subclasses and other dtypes stay."""
     from transformers.pytorch_utils import Conv1D
 
     for parent in list(model.modules()):
@@ -340,7 +340,7 @@ def _pack_linear_layers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _set_attention(body: Any, name: str) -> None:
-    """Every config object of the model, as modelling code reads the one at hand."""
+    """Set the attention function in every config object of the model, because modelling code reads several."""
     for module in body.modules():
         if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
             module.config._attn_implementation_internal = name
@@ -350,7 +350,7 @@ def _set_attention(body: Any, name: str) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without its progress bars and load reports: ours say the same, and only errors matter."""
+    """Hide transformers' progress bars and load reports: ours say the same. Errors stay."""
     from transformers.utils import logging
 
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

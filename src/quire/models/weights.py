@@ -1,4 +1,4 @@
-"""Brings the tensors of a checkpoint to the layers that expect them, and says what does not fit."""
+"""Brings the tensors of a checkpoint to the layers that expect them, and reports tensors that do not fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.errors import WeightsError
 from quire.layers.weight_slot import WeightSlot
 from quire.logs import get_logger
 
-# Buffers that old versions of transformers saved; they follow from the config.
+# Buffers that old versions of transformers saved. They follow from the config.
 _IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 
 
 def without_kv_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Leaves out calibrated scales of the KV cache, and says so: caches here need none (docs/quantization.md)."""
+    """Leave out calibrated scales of the KV cache, with a log line. Our caches need none (docs/quantization.md)."""
     left_out = []
     for name, tensor in weights:
         if name.endswith(_KV_SCALE_SUFFIXES):
@@ -47,7 +47,7 @@ def without_kv_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[s
 
 
 class WeightTable:
-    """All slots of a model by name, and the family's way of naming."""
+    """All slots of a model by name, and the family's names of tensors."""
 
     def __init__(
         self,
@@ -60,19 +60,19 @@ class WeightTable:
         self._ignored_prefixes = ignored_prefixes
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """Shape by name of every tensor a checkpoint must hold."""
+        """Shapes of all tensors that a checkpoint must hold, by name."""
         return {name: slot.shape for name, slot in self._slots.items() if slot.is_required}
 
     def missing(self) -> list[str]:
         return [name for name, slot in self._slots.items() if slot.is_required and not slot.is_loaded]
 
     def mark_loaded(self) -> None:
-        """Every slot's weight has come another way."""
+        """Mark every slot as loaded: the weights came from a cache."""
         for slot in self._slots.values():
             slot.is_loaded = True
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Consume (checkpoint name, tensor). Raises WeightsError naming what is missing, unexpected or unfit."""
+        """Take (checkpoint name, tensor) pairs. Raises WeightsError with missing, unexpected and unfit names."""
         unexpected: list[str] = []
         unfit: list[str] = []
         for checkpoint_name, tensor in without_kv_scales(weights):
@@ -95,15 +95,16 @@ class WeightTable:
                 except WeightsError as error:
                     unfit.append(f"{checkpoint_name}: {error.what}")
                 slot.is_loaded = True
-        self._report(unexpected, unfit)
+        missing = [] if unfit else self.missing()  # an unfit tensor is missing too
+        check_fit({"unfit": unfit, "missing": missing, "unexpected": unexpected})
 
     def own_name(self, checkpoint_name: str) -> str | None:
-        """Our name of a tensor of the checkpoint; None: it is not used."""
+        """Our name of a tensor of the checkpoint; None: the model does not use it."""
         name = self._rename(checkpoint_name)
         return name if name in self._slots and not checkpoint_name.startswith(self._ignored_prefixes) else None
 
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take some tensors by our names, each of which fits."""
+        """Take some tensors by our names. Each must fit."""
         for name, tensor in weights:
             self._slots[name].load(tensor)
 
@@ -113,13 +114,9 @@ class WeightTable:
                 return ours + name.removeprefix(prefix)
         return name
 
-    def _report(self, unexpected: list[str], unfit: list[str]) -> None:
-        missing = [] if unfit else self.missing()  # what is unfit is missing too
-        check_fit({"unfit": unfit, "missing": missing, "unexpected": unexpected})
-
 
 def check_fit(names_by_problem: Mapping[str, Sequence[str]], messages: Sequence[str] = ()) -> None:
-    """Raise WeightsError if there is any name or message: what does not fit between checkpoint and config.json."""
+    """Raise WeightsError if there is any name or message. The checkpoint and config.json do not fit then."""
     problems = [_named(problem, names) for problem, names in names_by_problem.items() if names]
     if problems or messages:
         raise WeightsError(
@@ -129,7 +126,7 @@ def check_fit(names_by_problem: Mapping[str, Sequence[str]], messages: Sequence[
 
 
 def _is_void(name: str, tensor: Tensor) -> bool:
-    """A bias of zeros, which old quantizers saved for layers without one."""
+    """Whether it is a bias of zeros. Old quantizers saved one for layers without bias."""
     return name.endswith(".bias") and not tensor.any()
 
 

@@ -113,6 +113,9 @@ class ModelPlan:
         share = self.resolved.device.gpu_memory_utilization
         yield f"memory   {self.memory_name}" + ("" if share is None else f", {share} of it in use")
         yield f"work     at least {work}: a step of {budget:,} tokens, logits of {requests}"
+        if (speculation := self.resolved.scheduler.speculation) is not None:
+            own = "" if speculation.model else ", without weights and KV cache of their own"
+            yield f"drafts   {speculation.method}, at most {speculation.num_speculative_tokens} tokens a step{own}"
         yield ""
         yield from self._weights_table()
         yield ""

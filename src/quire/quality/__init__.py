@@ -1,1 +1,1 @@
-"""`quire quality`: how far a model's predictions are from those of its original, in numbers with a definition."""
+"""`quire quality`: measures the distance between a model's predictions and its original's, in defined numbers."""

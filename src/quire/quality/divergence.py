@@ -1,4 +1,4 @@
-"""What is compared at one position of a text: two models' distributions of the next token, and the token that follows.
+"""The comparison at one position of a text: two models' distributions of the next token, and the token that follows.
 
 Dimensions: X positions, V vocabulary.
 """
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Positions brought to float64 at once: bounds the scratch to a few [X, V] tensors (8 x 152k x 8 bytes = 10 MB each).
+# Positions in float64 at a time: the scratch is a few [X, V] tensors (8 x 152k x 8 bytes = 10 MB each).
 _ROWS = 8
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Some positions of a text; every tensor float64 [X], in nats where it is a logarithm."""
+    """Some positions of a text. Every tensor is float64 [X]; logarithms are in nats."""
 
     base_nll: Tensor  # -log p(next token) of the base
-    nll: Tensor  # of the model
+    nll: Tensor  # the same of the model
     kl: Tensor  # sum over tokens v of p_base(v) (log p_base(v) - log p_model(v))
-    agrees: Tensor  # 1.0 where both models find the same token most likely
+    agrees: Tensor  # 1.0 if both models find the same token most likely, else 0.0
 
     @staticmethod
     def joined(parts: list[Positions]) -> Positions:
@@ -33,9 +33,9 @@ class Positions:
 
 
 def compare(base_XV: Tensor, model_XV: Tensor, next_X: Tensor) -> Positions:
-    """Compare logits of the same positions over the whole vocabulary.
+    """Compare two models' logits at the same positions over the whole vocabulary.
 
-    Computed in float64: a divergence is a difference of sums near 1, and good formats are at 1e-5.
+    It computes in float64: a divergence is a difference of sums near 1, and good formats have 1e-5.
     """
     assert base_XV.shape == model_XV.shape, f"{tuple(base_XV.shape)} against {tuple(model_XV.shape)}"
     parts = []

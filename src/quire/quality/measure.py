@@ -1,8 +1,8 @@
-"""Runs a base and, one after another, the models that are compared with it over the same windows of a text.
+"""Runs a base and, one after another, several models over the same windows of a text, and compares them.
 
-The base stays in memory beside one model at a time. Both compute a chunk of the same window, are compared over the
-whole vocabulary, and the logits are dropped: nothing is written to disk (8,192 tokens of a vocabulary of 152k would be
-5 GB), and memory does not grow with the text. The price is one more pass of the base for every further model.
+The base stays in memory beside one model at a time. Both compute a chunk of a window; their logits are compared over
+the whole vocabulary and dropped. So nothing is written to disk (8,192 tokens of a vocabulary of 152k would be 5 GB),
+and memory does not grow with the text. The price is one more pass of the base for every further model.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from quire.quality.summary import Quality, summarize
 from quire.worker.model_runner import ModelRunner
 from quire.worker.worker import DeviceWorker
 
-STEP_TOKENS = 512  # of one forward pass: bounds activations
+STEP_TOKENS = 512  # of one forward pass: this bounds the memory of activations
 
-Advance = Callable[[int], None]  # so many positions are done
+Advance = Callable[[int], None]  # the argument: positions that were done since the last call
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of a text, cut into windows that each begin as a prompt does."""
+    """Token ids of a text, cut into windows. Each window begins like a prompt."""
 
     windows: list[list[int]]
-    num_prefix: int  # tokens the tokenizer puts before every prompt, BOS for most
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +47,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Row:
-    """A model that was compared, and what came out."""
+    """A model that was compared, and the result."""
 
     name: str
     quality: Quality
@@ -56,15 +55,14 @@ class Row:
 
 
 def read_text(path: str, base: EngineConfig, models: Sequence[EngineConfig], context: int, max_tokens: int) -> Text:
-    """Tokens of a UTF-8 file, for all models alike.
+    """Tokens of a UTF-8 file. All models must have the same.
 
     Args:
         context: tokens of a window.
-        max_tokens: of the file that are read.
+        max_tokens: the number of tokens of the file to read at most.
 
     Raises:
-        ConfigError: the file is not text or too short, the windows are too small, or the models' tokenizers do not
-            agree on it.
+        ConfigError: the file is not text or too short, the windows are too small, or the models' tokenizers differ.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -96,11 +94,11 @@ def read_text(path: str, base: EngineConfig, models: Sequence[EngineConfig], con
     windows = [piece for piece in pieces if len(piece) > 1]
     if not windows:
         raise ConfigError("The text is too short", value=len(token_ids), expected="two tokens or more", param="text")
-    return Text(windows, len(prefix))
+    return Text(windows)
 
 
 def _prefix(tokenizer: Tokenizer) -> list[int]:
-    """The tokens put before every prompt."""
+    """The tokens that the tokenizer puts before every prompt."""
     plain, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
     return whole[: starts[0]] if starts else []
@@ -118,14 +116,14 @@ def download(config: EngineConfig, progress: Progress) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is compared."""
+    """A loaded model."""
 
     runner: ModelRunner
     dtype: str
 
 
 def load(config: EngineConfig, progress: Progress) -> Loaded:
-    """A model on the way a server would run it: weights, kernels and KV cache. Raises QuireErrors."""
+    """A model with the weights, kernels and KV cache that a server would have. Raises QuireErrors."""
     *_, model_config = find_model(config, progress, weights=True)
     worker = DeviceWorker(model_config, progress)
     running = bring_up(config, model_config, [worker], is_server=False, progress=progress)
@@ -141,7 +139,7 @@ def measure(
 
 
 def _row(text: Text, base: ModelRunner, name: str, config: EngineConfig, advance: Advance) -> Row:
-    """A function of its own, so that the model is gone before the next one is loaded."""
+    """Compare one model. After the return its memory is free for the next one."""
     runner = load(config, lambda phase, fraction, detail: None).runner
     return Row(name, summarize(compare_runners(text, base, runner, advance)), runner.model.weight_bytes())
 
@@ -149,7 +147,7 @@ def _row(text: Text, base: ModelRunner, name: str, config: EngineConfig, advance
 def compare_runners(
     text: Text, base: ModelRunner, model: ModelRunner, advance: Advance = lambda count: None
 ) -> list[Positions]:
-    """The positions of every window at which the window has a next token."""
+    """The comparison of every window, at all positions except the last, which has no next token."""
     _check_vocabularies(base, model)
     windows = []
     for window in text.windows:
@@ -173,7 +171,7 @@ def _check_vocabularies(base: ModelRunner, model: ModelRunner) -> None:
 
 
 def as_dict(text: Text, base_name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """For --json."""
+    """The object for --json."""
     return {
         "base": base_name,
         "num_windows": len(text.windows),

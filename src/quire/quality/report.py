@@ -1,4 +1,4 @@
-"""The table `quire quality` prints."""
+"""The table that `quire quality` prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def base_name(name: str | None, base: Loaded) -> str:
 
 
 def text(text: Text, base: str, file: str, rows: Sequence[Row]) -> str:
-    """For people."""
+    """The result as text for people."""
     perplexity = rows[0].quality.base_perplexity
     cells = [_HEAD, *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

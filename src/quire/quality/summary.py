@@ -12,12 +12,12 @@ from torch import Tensor
 from quire.measure.statistics import LEVEL, t_quantile
 from quire.quality.divergence import Positions
 
-TAIL = 0.99  # the quantile of the divergence that is told beside its mean
+TAIL = 0.99  # the report has this quantile of the divergence beside its mean
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its confidence interval; None with a single window, which says nothing of the spread."""
+    """A value and its confidence interval; None with a single window, which shows no spread."""
 
     value: float
     interval: tuple[float, float] | None = None
@@ -28,12 +28,12 @@ class Quality:
     """A model against its base on a text.
 
     Attributes:
-        num_tokens: positions compared: every token but the first of each window.
+        num_tokens: compared positions: all tokens except the first of each window.
         perplexity: exp of the mean of -log p(next token).
-        perplexity_ratio: perplexity / base_perplexity; its interval is that of the paired differences.
+        perplexity_ratio: perplexity / base_perplexity; its interval comes from the paired differences.
         kl_mean: mean Kullback-Leibler divergence of base || model, nats.
-        kl_p99: 99th percentile of it over positions.
-        top_token_agreement: share of positions at which both find the same token most likely.
+        kl_p99: 99th percentile of the divergence over positions.
+        top_token_agreement: share of positions where both models find the same token most likely.
     """
 
     num_tokens: int
@@ -50,7 +50,7 @@ class Quality:
 
 
 def summarize(windows: list[Positions]) -> Quality:
-    """The numbers over all windows. Intervals take windows, not positions, as independent: neighbours are not."""
+    """The numbers over all windows. Intervals treat windows as independent; neighbouring positions are not."""
     everything = Positions.joined(windows)
     return Quality(
         num_tokens=len(everything),
@@ -65,7 +65,7 @@ def summarize(windows: list[Positions]) -> Quality:
 
 
 def _mean(windows: list[Tensor]) -> Estimate:
-    """Mean over all positions; the interval is that of a ratio of sums over windows (Cochran 1977, section 6.3)."""
+    """Mean over all positions, with the interval of a ratio of sums over windows (Cochran 1977, section 6.3)."""
     sums = np.array([window.sum().item() for window in windows])
     counts = np.array([len(window) for window in windows])
     mean = sums.sum() / counts.sum()

@@ -1,1 +1,1 @@
-"""How a linear layer stores its weight and multiplies with it: one scheme per format."""
+"""Schemes of linear layers: one per format. A scheme stores the weight and multiplies by it."""

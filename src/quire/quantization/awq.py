@@ -14,7 +14,7 @@ from quire.kernels.grouped_weight import GroupedWeight
 from quire.quantization.packed import INT32, pack
 from quire.quantization.scheme import LinearLayer, ShardedTensor
 
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # out-features of eight in a word, the lowest code first
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the out-features in a word of eight codes, from the lowest code
 
 
 class AWQ:
@@ -38,7 +38,7 @@ class AWQ:
 
 
 def _by_output(words: Tensor) -> Tensor:
-    """[rows, N/8] -> [N, rows]. Words are transposed before they are taken apart: there are eight times fewer."""
+    """[rows, N/8] -> [N, rows]. Words are transposed before they are split: there are eight times fewer of them."""
     bytes_of_words = words.T.reshape(-1).view(torch.uint8).view(words.shape[1], words.shape[0], 4)
     codes = torch.empty((words.shape[1], 8, words.shape[0]), dtype=torch.uint8, device=words.device)
     for i in range(4):
@@ -48,7 +48,7 @@ def _by_output(words: Tensor) -> Tensor:
 
 
 def awq_tensors(weight: GroupedWeight) -> dict[str, Tensor]:
-    """The way back: the tensors of a weight of 4 bits with zero points, by the last part of their names."""
+    """The reverse: the tensors of a 4-bit weight with zero points, by the last part of their names."""
     assert weight.bits == 4 and weight.zeros_NG is not None and weight.order_K is None
     return {
         "qweight": _words(weight.codes_NK.T),

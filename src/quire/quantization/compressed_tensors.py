@@ -1,8 +1,8 @@
 """compressed-tensors' integer layouts: pack-quantized with 4 or 8 bits, and int-quantized.
 
-pack-quantized: weight_packed [N, K/P] int32, weight_scale [N, G], and where they are given, weight_zero_point
-[N/P, G] int32 packed along N, weight_g_idx [K]; codes and zero points without sign, the middle added. int-quantized:
-weight [N, K] int8, weight_scale [N, 1] or [1].
+pack-quantized: weight_packed [N, K/P] int32, weight_scale [N, G]; optional: weight_zero_point [N/P, G] int32, packed
+along N, and weight_g_idx [K]. Codes and zero points have no sign: the middle is added.
+int-quantized: weight [N, K] int8, weight_scale [N, 1] or [1].
 Dimensions: N out-features, K in-features, G groups along K, P codes in a word.
 """
 
@@ -54,7 +54,7 @@ class PackQuantized:
 
 
 class Int8:
-    """A Layout. The layer's activations are quantized per row to 8 bits while it runs, as W8A8 asks for."""
+    """A Layout. The layer quantizes its activations per row to 8 bits while it runs, as W8A8 demands."""
 
     def create_weights(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> None:
         sizes = [size for _, size in layer.shards]
@@ -82,7 +82,7 @@ def _problem_of_shape(shape: Tensor, sizes: list[int], K: int) -> str | None:
 
 
 def pack_quantized_tensors(weight: GroupedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-    """The way back: the tensors of a symmetric weight, by the last part of their names."""
+    """The reverse: the tensors of a symmetric weight, by the last part of their names."""
     assert weight.zeros_NG is None and weight.order_K is None
     return {
         "weight_packed": pack(weight.codes_NK, weight.bits),
@@ -92,7 +92,7 @@ def pack_quantized_tensors(weight: GroupedWeight, scale_dtype: torch.dtype) -> d
 
 
 def int8_tensors(weight: GroupedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-    """The way back: the tensors of a symmetric weight of 8 bits with a scale per out-feature."""
+    """The reverse: the tensors of a symmetric 8-bit weight with a scale per out-feature."""
     assert weight.bits == 8 and weight.zeros_NG is None and weight.scales_NG.shape[1] == 1
     codes_NK = (weight.codes_NK.to(torch.int16) - 128).to(torch.int8)
     return {"weight": codes_NK, "weight_scale": weight.scales_NG.to(scale_dtype)}

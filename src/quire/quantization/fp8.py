@@ -1,8 +1,8 @@
-"""FP8 weights (e4m3): of quantized checkpoints, or made while loading one in floating point. Activations stay so.
+"""FP8 weights (e4m3), from quantized checkpoints or made while loading. Activations stay in floating point.
 
-A checkpoint has weight [N, K] in float8_e4m3fn and scales that weights are multiplied with: one per tensor, one per
-output channel, or one per block of rows and columns (`weight_scale_inv`, which is no inverse despite its name). All are
-held as a scale per output channel and group along K, so that shards with scales of their own are fused exactly.
+A checkpoint has weight [N, K] in float8_e4m3fn and scales to multiply the weights by: one per tensor, per output
+channel, or per block of rows and columns (`weight_scale_inv`, which is no inverse despite its name). In memory there is
+always one scale per output channel and group along K, so that shards with different scales are fused exactly.
 Dimensions: T tokens, K in-features, N out-features, G groups along K.
 """
 
@@ -20,7 +20,7 @@ from quire.quantization.scheme import FLOATS, CheckedTensor, LinearLayer, Sharde
 
 
 class _Fp8:
-    """What both schemes share once the weight is packed."""
+    """The part that both schemes share after the weight is packed."""
 
     def apply(
         self, layer: LinearLayer, x_TK: Rows, out_dtype: torch.dtype | None = None, out: Tensor | None = None
@@ -59,7 +59,7 @@ class Fp8Checkpoint(_Fp8):
             layer.tensors[self._source.scale_name] = _ChannelScales(sizes)
         else:
             layer.tensors[self._source.scale_name] = _BlockScales(sizes, K, self._source.block)
-        # of activations, which stay as they are
+        # Scales of activations are not used: activations stay in floating point.
         scalars: tuple[tuple[int, ...], ...] = tuple((1,) for _ in sizes)
         layer.checked_tensors["input_scale"] = CheckedTensor(scalars, FLOATS, lambda _: None, also=((),))
 
@@ -76,7 +76,7 @@ class Fp8Checkpoint(_Fp8):
 
 
 class _ChannelScales(ShardedTensor):
-    """Scales [N, 1]. A shard brings one per output channel, or one for all: files have either in many shapes."""
+    """Scales [N, 1]. A shard brings one per output channel or one for all, each in several shapes."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__([(size, 1) for size in sizes], torch.float32)
@@ -90,7 +90,7 @@ class _ChannelScales(ShardedTensor):
 
 
 class _BlockScales(ShardedTensor):
-    """Scales [N, G]. A shard brings one per block: blocks begin anew with each shard, whatever its size."""
+    """Scales [N, G]. A shard brings one per block. Its first block begins at its first row."""
 
     def __init__(self, sizes: list[int], K: int, block: tuple[int, int]) -> None:
         self._block_rows, block_columns = block

@@ -1,4 +1,4 @@
-"""Linear layers as GGUF files store them: rows of blocks.
+"""Linear layers of GGUF files: rows of blocks.
 
 Dimensions: K in-features, N out-features, R bytes of a row.
 """
@@ -29,7 +29,7 @@ class GgufBlocks(Grouped):
         layer.tensors["weight"] = ShardedTensor(pieces, torch.uint8, accepts=(torch.uint8,))
 
     def finalize(self, layer: LinearLayer) -> None:
-        # whole: unpacking takes turns with packing, and the threads of the one wait busily into the other's time
+        # One whole tensor: unpacking and packing take turns, and the waiting threads of one would delay the other.
         raw_NR = layer.tensors.pop("weight").whole
         bands = (self._checked(unpack_blocks(band_NR, self._type), layer) for band_NR in row_bands(raw_NR))
         layer.weight = pack_grouped_bands(bands, layer.out_features)

@@ -1,4 +1,4 @@
-"""GGUF's blocks brought to GroupedWeight without loss: the same numbers to a bit, in another order.
+"""Converts GGUF's blocks to GroupedWeight without loss: the same numbers to a bit, in another order.
 
 Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 Dimensions: N rows, K columns, R bytes of a row, B blocks (of any rows), A bytes of a block.
@@ -17,7 +17,7 @@ from quire.gguf.types import TensorType
 from quire.kernels import pages
 from quire.kernels.grouped_weight import GroupedWeight
 
-_CHUNK_BYTES = 1 << 20  # of codes decoded at a time: the steps in between stay in the cache
+_CHUNK_BYTES = 1 << 20  # codes that are decoded at a time, so that intermediate tensors stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Decoded:
 
 
 def unpack_blocks(raw_NR: Tensor, tensor_type: TensorType) -> GroupedWeight:
-    """The weight in a tensor's bytes (uint8), one row per out-feature. Keeps nothing of `raw_NR`."""
+    """The weight in a tensor's bytes (uint8), one row per out-feature. It keeps no part of `raw_NR`."""
     form, decode = GGUF[tensor_type.name], _DECODERS[tensor_type.name]
     N, R = raw_NR.shape
     K = R // tensor_type.block_bytes * tensor_type.block_size
@@ -70,32 +70,21 @@ def unpack_blocks(raw_NR: Tensor, tensor_type: TensorType) -> GroupedWeight:
     )
 
 
-def _halves(blocks: Tensor, begin: int, count: int = 1) -> Tensor:
-    """float16 numbers from byte `begin` of every block, [B, count]."""
-    return blocks[:, begin : begin + 2 * count].contiguous().view(torch.float16)
+def _halves(blocks: Tensor, begin: int) -> Tensor:
+    """The float16 number at byte `begin` of every block, [B, 1]."""
+    return blocks[:, begin : begin + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:
-    """4-bit codes: of every `run` bytes first the low halves, then the high ones."""
+    """4-bit codes: for every `run` bytes, first the low halves, then the high halves."""
     runs = packed.reshape(len(packed), -1, 1, run)
     return torch.cat((runs & 15, runs >> 4), dim=2).flatten(1)
 
 
-def _pairs(packed: Tensor, run: int) -> Tensor:
-    """2-bit codes: of every `run` bytes first the lowest pairs of bits, then the next."""
+def _bits(packed: Tensor, width: int, run: int) -> Tensor:
+    """Codes of 1 or 2 bits: for every `run` bytes, first the lowest `width` bits of each byte, then the next ones."""
     runs = packed.reshape(len(packed), -1, 1, run)
-    return torch.cat([runs >> shift & 3 for shift in (0, 2, 4, 6)], dim=2).flatten(1)
-
-
-def _bits(packed: Tensor, run: int) -> Tensor:
-    """Single bits: of every `run` bytes first the lowest, then the next."""
-    runs = packed.reshape(len(packed), -1, 1, run)
-    return torch.cat([runs >> shift & 1 for shift in range(8)], dim=2).flatten(1)
-
-
-def _bits_in_order(packed: Tensor) -> Tensor:
-    """Single bits of a little-endian number, lowest first."""
-    return _bits(packed, 1)
+    return torch.cat([runs >> shift & (1 << width) - 1 for shift in range(0, 8, width)], dim=2).flatten(1)
 
 
 def _q4_0(blocks: Tensor) -> _Decoded:
@@ -107,12 +96,12 @@ def _q4_1(blocks: Tensor) -> _Decoded:
 
 
 def _q5_0(blocks: Tensor) -> _Decoded:
-    codes = _nibbles(blocks[:, 6:], 16) | _bits_in_order(blocks[:, 2:6]) << 4
+    codes = _nibbles(blocks[:, 6:], 16) | _bits(blocks[:, 2:6], 1, 1) << 4
     return _Decoded(codes, _halves(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> _Decoded:
-    codes = _nibbles(blocks[:, 8:], 16) | _bits_in_order(blocks[:, 4:8]) << 4
+    codes = _nibbles(blocks[:, 8:], 16) | _bits(blocks[:, 4:8], 1, 1) << 4
     return _Decoded(codes, _halves(blocks, 0), -_halves(blocks, 2))
 
 
@@ -123,7 +112,7 @@ def _q8_0(blocks: Tensor) -> _Decoded:
 def _q2_k(blocks: Tensor) -> _Decoded:
     factors = blocks[:, :16]
     return _Decoded(
-        _pairs(blocks[:, 16:80], 32),
+        _bits(blocks[:, 16:80], 2, 32),
         (factors & 15).view(torch.int8),
         (factors >> 4).view(torch.int8),
         _halves(blocks, 80),
@@ -132,14 +121,14 @@ def _q2_k(blocks: Tensor) -> _Decoded:
 
 
 def _q3_k(blocks: Tensor) -> _Decoded:
-    codes = _pairs(blocks[:, 32:96], 32) | _bits(blocks[:, :32], 32) << 2
-    low, high = _nibbles(blocks[:, 96:104], 8), _pairs(blocks[:, 104:108], 4)
+    codes = _bits(blocks[:, 32:96], 2, 32) | _bits(blocks[:, :32], 1, 32) << 2
+    low, high = _nibbles(blocks[:, 96:104], 8), _bits(blocks[:, 104:108], 2, 4)
     factors = (low | high << 4).view(torch.int8) - 32
     return _Decoded(codes, factors, super_scales=_halves(blocks, 108))
 
 
 def _six_bit_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of 6 bits in 12 bytes; the high bits of the last four lie with the first four."""
+    """Eight scales and eight minima of 6 bits in 12 bytes. The high bits of the last four are beside the first four."""
     first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, rest & 15 | first >> 2 & 48), dim=1)
     minima = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), dim=1)
@@ -153,12 +142,12 @@ def _q4_k(blocks: Tensor) -> _Decoded:
 
 def _q5_k(blocks: Tensor) -> _Decoded:
     scales, minima = _six_bit_factors(blocks[:, 4:16])
-    codes = _nibbles(blocks[:, 48:], 32) | _bits(blocks[:, 16:48], 32) << 4
+    codes = _nibbles(blocks[:, 48:], 32) | _bits(blocks[:, 16:48], 1, 32) << 4
     return _Decoded(codes, scales, minima, _halves(blocks, 0), _halves(blocks, 2))
 
 
 def _q6_k(blocks: Tensor) -> _Decoded:
-    codes = _nibbles(blocks[:, :128], 64) | _pairs(blocks[:, 128:192], 32) << 4
+    codes = _nibbles(blocks[:, :128], 64) | _bits(blocks[:, 128:192], 2, 32) << 4
     factors = blocks[:, 192:208].contiguous().view(torch.int8)
     return _Decoded(codes, factors, super_scales=_halves(blocks, 208))
 

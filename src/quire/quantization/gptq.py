@@ -1,7 +1,7 @@
 """GPTQ's layout: codes of 4 or 8 bits, packed along the in-features.
 
-qweight [K/8, N] and qzeros [G, N/8] are int32 (8 codes of 4 bits in a word, or 4 of 8), scales [G, N], g_idx [K] the
-group of each in-feature; weight = scale * (code - zero). The first version stores zero points less one.
+qweight [K/P, N] and qzeros [G, N/P] are int32 with P codes in a word, scales [G, N]; g_idx [K] is the group of each
+in-feature. weight = scale * (code - zero). The first version stores zero - 1.
 Dimensions: N out-features, K in-features, G groups along K, P codes in a word.
 """
 
@@ -39,7 +39,7 @@ class GPTQ:
         codes_NK = unpack(layer.tensors["qweight"].whole.T, source.bits)
         zeros_NG = None
         if source.has_zeros:
-            largest = (1 << source.bits) - 1  # stands for 0 in files of the first version
+            largest = (1 << source.bits) - 1  # it means 0 in files of the first version
             zeros_NG = (unpack(layer.tensors["qzeros"].whole, source.bits) + source.zero_offset & largest).T
         codes_NK, order_K = ordered(codes_NK, layer.tensors.get("g_idx"), group_size)
         return GroupedWeight(
@@ -53,7 +53,7 @@ class GPTQ:
 
 
 def _problem_of_zeros(zeros: Tensor, bits: int) -> str | None:
-    """Of a symmetric weight all are in the middle, less one or not: files of both versions name the other."""
+    """All zero points of a symmetric weight are the middle, or 1 less: some files give the wrong version."""
     middle = 1 << (bits - 1)
     codes = unpack(zeros, bits)
     if (codes == middle).all() or (codes == middle - 1).all():
@@ -62,7 +62,7 @@ def _problem_of_zeros(zeros: Tensor, bits: int) -> str | None:
 
 
 def gptq_tensors(weight: GroupedWeight) -> dict[str, Tensor]:
-    """The way back, in the first version: the tensors of a symmetric weight, by the last part of their names."""
+    """The reverse, in the first version: the tensors of a symmetric weight, by the last part of their names."""
     assert weight.zeros_NG is None and weight.order_K is None
     zeros_GN = torch.full(weight.scales_NG.T.shape, (1 << (weight.bits - 1)) - 1)
     return {

@@ -1,4 +1,4 @@
-"""Integer weights in groups along K: of quantized checkpoints, or made while loading one in floating point.
+"""Integer weights in groups along K, from quantized checkpoints or made while loading.
 
 Dimensions: T tokens, K in-features, N out-features, G groups along K.
 """
@@ -24,12 +24,12 @@ logger = get_logger(__name__)
 
 @cache
 def _say_once(message: str) -> None:
-    """What is true of one layer is often true of hundreds."""
+    """Log a warning once: often it is true for hundreds of layers."""
     logger.warning(message)
 
 
 class Grouped:
-    """What all schemes with such a weight share once it is packed."""
+    """The part that all schemes with such a weight share after it is packed."""
 
     def apply(
         self, layer: LinearLayer, x_TK: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
@@ -62,11 +62,11 @@ class QuantizedOnLoad(Grouped):
 class Layout(Protocol):
     """The tensors in which one kind of checkpoint stores a grouped weight.
 
-    `group_size` is as held: that of the row where the format has no groups.
+    `group_size` is the one in memory: the whole row if the format has no groups.
     """
 
     def create_weights(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> None:
-        """Fill `layer.tensors`, and `layer.checked_tensors` with what follows from the format."""
+        """Fill `layer.tensors`, and `layer.checked_tensors` with tensors that the format determines."""
         ...
 
     def unpack(self, layer: LinearLayer, source: LayerFormat, group_size: int) -> GroupedWeight:
@@ -93,7 +93,7 @@ class GroupedCheckpoint(Grouped):
         layer.weight = pack_grouped(self._with_held_scales(weight))
 
     def _with_held_scales(self, weight: GroupedWeight) -> GroupedWeight:
-        """Scales in float16 where planned and exact: checkpoints have them in float16, or in bfloat16 of usual size."""
+        """The weight with float16 scales if the plan says so and they are exact, which is nearly always true."""
         half_NG = weight.scales_NG.half()
         if self._held.scales == "float16" and torch.equal(half_NG.float(), weight.scales_NG):
             return replace(weight, scales_NG=half_NG)

@@ -1,4 +1,4 @@
-"""Codes packed into 32-bit words, and the order of in-features by their groups: what integer checkpoints share.
+"""Codes in 32-bit words, and the order of in-features by their groups, for several integer formats.
 
 Dimensions: N out-features, K in-features, W words.
 """
@@ -18,14 +18,14 @@ INT32 = (torch.int32,)
 
 
 def unpack(words_W: Tensor, bits: int) -> Tensor:
-    """int32 [..., W] -> uint8 [..., W * 32 / bits], a copy: codes of 4 or 8 bits, the lowest of a word first."""
+    """int32 [..., W] -> uint8 [..., W * 32 / bits], a copy: codes of 4 or 8 bits, a word's lowest first."""
     assert words_W.dtype == torch.int32 and bits in (4, 8)
-    codes = words_W.reshape(-1).view(torch.uint8).view(*words_W.shape[:-1], -1)  # of one word, strides may be any
+    codes = words_W.reshape(-1).view(torch.uint8).view(*words_W.shape[:-1], -1)  # one word may have any strides
     return codes.clone() if bits == 8 else torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """The way back: codes [..., W * 32 / bits] below 2^bits -> int32 [..., W]."""
+    """The reverse: codes [..., W * 32 / bits] below 2^bits -> int32 [..., W]."""
     places = codes.reshape(*codes.shape[:-1], -1, 32 // bits).to(torch.int64)
     words_W = (places << torch.arange(0, 32, bits)).sum(-1)
     return torch.where(words_W >= 1 << 31, words_W - (1 << 32), words_W).to(torch.int32)
@@ -34,7 +34,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def add_order(
     layer: LinearLayer, name: str, source: LayerFormat, group_size: int, accepts: tuple[torch.dtype, ...]
 ) -> None:
-    """Expect the g_idx [K] of a checkpoint as `layer.tensors[name]`, or check that one which comes says nothing."""
+    """Expect g_idx [K] as `layer.tensors[name]`. Without an order, only check that a stored g_idx has none."""
     K = layer.in_features
     if source.has_order:
         layer.tensors[name] = ShardedTensor([(K,)], torch.int32, accepts=accepts)
@@ -44,9 +44,9 @@ def add_order(
 
 
 def ordered(codes_NK: Tensor, groups: ShardedTensor | None, group_size: int) -> tuple[Tensor, Tensor | None]:
-    """Codes with their columns sorted by group, and that order as int64.
+    """Codes with their columns sorted by group, and this order as int64.
 
-    Raises WeightsError unless every group gets what it holds.
+    Raises WeightsError unless every group has `group_size` columns.
     """
     if groups is None:
         return codes_NK, None
@@ -58,12 +58,12 @@ def ordered(codes_NK: Tensor, groups: ShardedTensor | None, group_size: int) -> 
 
 
 def _problem_of_order(groups_K: Tensor, group_size: int) -> str | None:
-    """What is wrong with the g_idx of a weight whose groups lie side by side; -1 stands for unset."""
+    """The problem of a g_idx that should be 0, 0, ..., 1, 1, ...; None: it has none. -1 means unset."""
     if torch.equal(groups_K.long(), _side_by_side(groups_K, group_size)) or (groups_K == -1).all():
         return None
     return "orders the in-features, and the config says that they are not ordered"
 
 
 def _side_by_side(groups_K: Tensor, group_size: int) -> Tensor:
-    """The groups of in-features in their own order."""
+    """The groups of in-features without act-order."""
     return torch.arange(len(groups_K), device=groups_K.device) // group_size

@@ -22,12 +22,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class ShardedTensor:
     """A tensor that arrives in pieces along one dimension (q, k and v of one fused projection).
 
-    Pieces are kept as they come, without a copy, until the layer is packed: they may be views of a mapped file.
+    Pieces stay without a copy until the layer is packed: they may be views of a mapped file.
 
     Args:
         pieces: their shapes, one per shard.
-        dtype: what is read of it is converted to it.
-        dim: the dimension along which they lie side by side.
+        dtype: readers get this dtype.
+        dim: the pieces lie side by side along this dimension.
         accepts: dtypes a checkpoint may bring.
     """
 
@@ -45,7 +45,7 @@ class ShardedTensor:
         self._arrived: dict[int, Tensor] = {}
 
     def shapes(self, shard: int) -> tuple[tuple[int, ...], ...]:
-        """Those in which a checkpoint may bring the piece of a shard, the usual one first."""
+        """The shapes in which a checkpoint may bring the piece of a shard, the usual one first."""
         return (self.pieces[shard],)
 
     def load(self, shard: int, piece: Tensor) -> None:
@@ -54,7 +54,7 @@ class ShardedTensor:
         self._arrived[shard] = piece
 
     def clear(self) -> None:
-        """Let go of the pieces, and of their pages if they are of a mapped file."""
+        """Drop the pieces, and release their pages if they belong to a mapped file."""
         for piece in self._arrived.values():
             pages.release(piece)
         self._arrived.clear()
@@ -65,12 +65,12 @@ class ShardedTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where the pieces are that have arrived."""
+        """The device of the pieces that have arrived."""
         return next(iter(self._arrived.values())).device
 
     @property
     def whole(self) -> Tensor:
-        """All pieces, which must have arrived; the only one is not copied if it has the tensor's dtype."""
+        """All pieces; they must have arrived. A single piece with the right dtype is not copied."""
         assert self.is_complete
         if len(self.pieces) == 1:
             return self._arrived[0].to(self.dtype)
@@ -84,13 +84,13 @@ class ShardedTensor:
 
     @property
     def owned(self) -> Tensor:
-        """The same in memory of its own: what is kept must hold neither the checkpoint's file nor scratch memory."""
+        """`whole` in its own memory: a kept tensor must hold neither the checkpoint's file nor scratch memory."""
         whole = self.whole
-        # On a GPU a piece was brought there for us: nobody else keeps it.
+        # On a GPU the piece is a copy already, and nobody else holds it.
         return whole.clone() if whole.device.type == "cpu" else whole
 
     def row_bands(self) -> Iterator[Tensor]:
-        """The rows of all pieces in order, a band at a time (see pages.row_bands). They lie side by side along rows."""
+        """The rows of all pieces in order, a band at a time (see pages.row_bands). The pieces must be cut by rows."""
         assert self._dim == 0
         if all(shape[0] % PANEL_WIDTH == 0 for shape in self.pieces[:-1]):
             parts = [self._arrived[shard] for shard in range(len(self.pieces))]
@@ -103,13 +103,13 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class CheckedTensor:
-    """A tensor that a checkpoint may hold and that says nothing new. It is compared with what is known, and dropped.
+    """A tensor of a checkpoint without new information. It is compared with the expected values and dropped.
 
     Args:
         pieces: shapes, one per shard.
         accepts: dtypes a checkpoint may bring.
-        problem: what is wrong with the values of a piece; None: nothing.
-        also: other shapes that a piece may have.
+        problem: describes the problem of a piece's values; None: they are right.
+        also: other shapes of a piece that are accepted.
     """
 
     pieces: tuple[tuple[int, ...], ...]
@@ -118,11 +118,11 @@ class CheckedTensor:
     also: tuple[tuple[int, ...], ...] = ()
 
     def shapes(self, shard: int) -> tuple[tuple[int, ...], ...]:
-        """Those in which a checkpoint may bring the piece of a shard, the usual one first."""
+        """The shapes in which a checkpoint may bring the piece of a shard, the usual one first."""
         return (self.pieces[shard], *self.also)
 
     def loader(self, name: str) -> Callable[[Tensor], None]:
-        """Raises WeightsError about the tensor `name` if its values are not the expected ones."""
+        """A function that raises WeightsError about the tensor `name` if its values are wrong."""
 
         def check(piece: Tensor) -> None:
             if (problem := self.problem(piece)) is not None:
@@ -132,7 +132,7 @@ class CheckedTensor:
 
 
 class LinearLayer(Protocol):
-    """What a scheme may read and write of layers.linear.Linear."""
+    """The part of layers.linear.Linear that a scheme may read and write."""
 
     in_features: int
     out_features: int
@@ -145,14 +145,14 @@ class LinearLayer(Protocol):
 
 
 class QuantScheme(Protocol):
-    """One weight format. Stateless: the state is in the layer."""
+    """One weight format. A scheme has no state: the state is in the layer."""
 
     def create_weights(self, layer: LinearLayer) -> None:
-        """Fill `layer.tensors` with what the checkpoint holds for this layer, the bias aside."""
+        """Fill `layer.tensors` with the checkpoint's tensors for this layer, without the bias."""
         ...
 
     def finalize(self, layer: LinearLayer) -> None:
-        """All tensors are there: bring them into the form `apply` reads, set `layer.weight`, release the tensors.
+        """Turn the complete tensors into the form that `apply` reads, set `layer.weight`, release the tensors.
 
         Raises WeightsError for values that the format does not allow.
         """
@@ -169,12 +169,12 @@ class QuantScheme(Protocol):
         ...
 
     def weight_bytes(self, layer: LinearLayer) -> int:
-        """Bytes that `layer.weight` takes."""
+        """Bytes of `layer.weight`."""
         ...
 
 
 def check_finite(scales: Tensor) -> None:
-    """Raises WeightsError."""
+    """Raise WeightsError if a scale is NaN or infinite."""
     if not scales.isfinite().all():
         raise WeightsError("a scale is not a finite number")
 

@@ -1,4 +1,4 @@
-"""Which scheme a linear layer gets."""
+"""Chooses the scheme of a linear layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYOUTS: dict[str, Layout] = {"awq": AWQ(), "gptq": GPTQ(), "packed": PackQuant
 
 
 def select_scheme(stored: StoredLinear) -> QuantScheme:
-    """How the layer's tensors are loaded, and its weight is held and multiplied with."""
+    """The scheme that loads the layer's tensors, holds its weight and multiplies by it."""
     if stored.held is None:
         return Unquantized()
     if stored.source is None:

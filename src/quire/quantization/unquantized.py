@@ -1,4 +1,4 @@
-"""Weights as they are in bfloat16, float16 or float32, packed for the matrix product.
+"""Weights in bfloat16, float16 or float32, packed for the matrix product.
 
 Dimensions: T tokens, K in-features, N out-features.
 """

@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, each row a function of its own logits, parameters, seed and output length."""
+"""Sampling: from logits to tokens. Each row depends on its own logits, parameters, seed and output length only."""

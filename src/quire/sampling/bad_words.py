@@ -1,4 +1,4 @@
-"""Which tokens would complete a forbidden word after the output so far."""
+"""Finds the tokens that would complete a forbidden word after the output so far."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class BadWords:
     """Follows one request's output through the spellings of its forbidden words.
 
     Args:
-        words: from the front end, in text; None: none.
-        sequences: of token ids, wherever they come.
+        words: words in text, spelled by the front end; None: there are none.
+        sequences: token ids that are forbidden at every place.
         output_token_ids: the output so far.
-        vocab_size: tokens from there on have no logits, so there is nothing to forbid.
+        vocab_size: larger token ids have no logits, so they need not be forbidden.
     """
 
     def __init__(
@@ -29,16 +29,16 @@ class BadWords:
         self._words = [*spelled, *map(_one_spelling, sequences)]
         self._inside_word = b"" if words is None else words.inside_word
         self._is_inside = False
-        self._counts: list[set[int]] = [set() for _ in self._words]  # bytes, or tokens, of each word that are out
+        self._counts: list[set[int]] = [set() for _ in self._words]  # of each word: bytes or tokens that are out
         self._last_steps = [[_last_of(step, word, vocab_size) for step in word.steps] for word in self._words]
         self.always = sorted({last for word in self._words for last in _last_of(word.anywhere, word, vocab_size)})
         longest = max((len(word.steps) for word in self._words), default=0)
-        for token_id in output_token_ids[-longest:] if longest else ():  # a token is at least a byte of a word
+        for token_id in output_token_ids[-longest:] if longest else ():  # a token has at least one byte of a word
             self.append(token_id)
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether what it forbids depends on the output so far."""
+        """Whether the forbidden tokens depend on the output so far."""
         return any(any(word.steps) for word in self._words)
 
     def append(self, token_id: int) -> None:
@@ -53,7 +53,7 @@ class BadWords:
         self._is_inside = byte < len(self._inside_word) and bool(self._inside_word[byte] >> token_id % 8 & 1)
 
     def forbidden_after(self, token_ids: Sequence[int]) -> list[int]:
-        """Tokens that would complete a word behind the output so far and these tokens, besides `always`."""
+        """Tokens, besides `always`, that would complete a word after the output so far and `token_ids`."""
         if not token_ids:
             return self._forbidden_now()
         later = copy(self)

@@ -1,4 +1,4 @@
-"""Sampling state of every row a worker holds: dense arrays for what every row has, sparse maps for what few rows have.
+"""The sampling state of a worker's rows: dense arrays for common parameters, sparse maps for rare ones.
 
 A step touches only the rows that changed. Dimensions: C row capacity.
 """
@@ -16,9 +16,9 @@ from quire.sampling_params import SamplingParams, SamplingType
 
 
 class SamplingState:
-    """What the sampler knows of each row. Rows are numbers below the capacity, chosen by the caller.
+    """The sampler's state of each row. The caller chooses the rows' numbers, below the capacity.
 
-    Empty sparse maps are the fast flags: a batch of plain greedy rows costs an argmax and nothing else.
+    If the sparse maps are empty, a batch of greedy rows costs only an argmax.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -43,11 +43,11 @@ class SamplingState:
         output_token_ids: Sequence[int],
         stop_token_ids: Iterable[int],
     ) -> None:
-        """Fill an empty row: a new request, or one resumed with the output it had.
+        """Fill an empty row: with a new request, or with a resumed one and its earlier output.
 
         Args:
-            params: verified, with a seed unless greedy.
-            stop_token_ids: forbidden while fewer than `params.min_tokens` tokens are out.
+            params: verified; they have a seed unless they are greedy.
+            stop_token_ids: forbidden while the output has fewer than `params.min_tokens` tokens.
         """
         is_random = params.sampling_type is not SamplingType.GREEDY
         assert not is_random or params.seed is not None, "the front end gives every random request a seed"
@@ -77,17 +77,17 @@ class SamplingState:
             sparse.pop(row, None)
 
     def count_tokens(self, rows_R: NDArray[np.int64], count: int = 1) -> None:
-        """Count more tokens for each of the rows, which are distinct. Which tokens, `learn_token` says later."""
+        """Count more tokens for each of the rows, which are distinct. `learn_token` gives their ids later."""
         self.num_output_tokens_C[rows_R] += count
 
     def needs_tokens(self, rows: Iterable[int]) -> bool:
-        """Whether one of the rows can be sampled only when all its earlier tokens are known here."""
+        """Whether one of the rows must know all its earlier tokens before it can be sampled."""
         if not (self.filters or self.penalties):
             return False
         return any(row in self.penalties or (row in self.filters and self.filters[row].needs_tokens) for row in rows)
 
     def learn_token(self, row: int, token_id: int) -> None:
-        """What filters and penalties keep of a sampled token, which is counted already."""
+        """Give a sampled token, which is counted already, to the filters and penalties."""
         if (row_filter := self.filters.get(row)) is not None:
             row_filter.append(token_id)
         if (penalties := self.penalties.get(row)) is not None:

@@ -1,4 +1,4 @@
-"""Which tokens a row may sample at all: allowed_token_ids, bad_words, min_tokens, and the additive logit_bias.
+"""Limits on the tokens of a row: allowed_token_ids, bad_words, min_tokens; and the additive logit_bias.
 
 Dimensions: R rows of a call, V vocabulary.
 """
@@ -17,7 +17,7 @@ from quire.sampling_params import SamplingParams
 
 
 class RowFilter:
-    """One row's constraints, and where its output is in the words it may not have."""
+    """One row's constraints, and the progress of its output through forbidden words."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class RowFilter:
     def of(
         cls, params: SamplingParams, output_token_ids: Sequence[int], stop_token_ids: Iterable[int], vocab_size: int
     ) -> RowFilter | None:
-        """The filter of a request, or None if nothing constrains it (any more)."""
+        """The filter of a request, or None if nothing constrains it (any longer)."""
         sequences = params.bad_words_token_ids or []
         has_bad_words = bool(sequences) or params.bad_words_spelled is not None
         missing = params.min_tokens - len(output_token_ids)
-        # An end-of-sequence id beyond the logits cannot be sampled, so there is nothing to forbid.
+        # An end-of-sequence id beyond the logits cannot be sampled, so it need not be forbidden.
         stop_ids = [token_id for token_id in stop_token_ids if token_id < vocab_size] if missing > 0 else []
         if not (params.allowed_token_ids or has_bad_words or stop_ids or params.logit_bias):
             return None
@@ -59,7 +59,7 @@ class RowFilter:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether what it forbids depends on the output so far."""
+        """Whether the forbidden tokens depend on the output so far."""
         return self.num_tokens_to_min > 0 or (self.bad_words is not None and self.bad_words.needs_tokens)
 
     def append(self, token_id: int) -> None:
@@ -72,7 +72,7 @@ class RowFilter:
         """Modify one row's logits in place. The order is vLLM's: allowed, bad words, min_tokens, bias.
 
         Args:
-            before: tokens that are taken as appended to the output.
+            before: drafts; the row is filtered as if they were appended to the output.
         """
         device = logits_V.device
         if self.allowed_ids is not None:
@@ -94,7 +94,7 @@ class RowFilter:
 def apply_filters(
     logits_RV: Tensor, rows: Sequence[int], filters: dict[int, RowFilter], before: Sequence[Sequence[int]] = ()
 ) -> None:
-    """Constrain in place the rows that have a filter: `logits_RV[i]` belongs to `rows[i]`; `before`: see Sampler."""
+    """Constrain in place the rows with a filter. `logits_RV[i]` belongs to `rows[i]`; `before`: see Sampler."""
     for index, row in enumerate(rows):
         if (row_filter := filters.get(row)) is not None:
             row_filter.apply(logits_RV[index], before[index] if before else ())

@@ -13,18 +13,18 @@ from quire.kernels import ops
 from quire.kernels.reference import sampling_units
 from quire.schedule import TokenLogprobs
 
-Scores = tuple[Tensor, Tensor, Tensor, Tensor]  # as of ops.logprobs
+Scores = tuple[Tensor, Tensor, Tensor, Tensor]  # in the order of ops.logprobs
 
 
 def scores(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits: bool) -> Scores:
-    """Numbers of the given tokens and of the `num_top` highest, where the logits are: on a GPU nothing is waited for.
+    """Scores of the given tokens and of the `num_top` highest, on the logits' device. On a GPU it does not wait.
 
-    The highest come descending, ties by ascending id. The rank of a given token is 1 + the number of tokens with a
-    higher logit.
+    The highest come in descending order, ties by ascending id. The rank of a given token is 1 + the number of tokens
+    with a higher logit.
 
     Args:
-        logits_RV: float32, rows contiguous; normalised here.
-        token_ids_R: int64: sampled tokens, or the prompt tokens that follow.
+        logits_RV: float32, rows contiguous, not normalised.
+        token_ids_R: int64: sampled tokens, or the next tokens of a prompt.
         num_top: -1: the whole vocabulary.
         as_logits: report logits instead of log probabilities.
     """
@@ -40,7 +40,7 @@ def scores(logits_RV: Tensor, token_ids_R: Tensor, num_top: int, as_logits: bool
 def entries(
     token_ids_R: Tensor, logprobs_R: Tensor, ranks_R: Tensor, top_ids_RK: Tensor, top_logprobs_RK: Tensor
 ) -> list[TokenLogprobs]:
-    """`scores` as entries, one per row."""
+    """The result of `scores` as entries, one per row."""
     top_ranks = list(range(1, top_ids_RK.shape[1] + 1))
     given = zip(token_ids_R.tolist(), logprobs_R.tolist(), ranks_R.tolist(), strict=True)
     return [
@@ -52,9 +52,9 @@ def entries(
 
 
 def processed(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """Logits / temperature, -inf for what min-p, top-k and top-p leave out: the distribution that sampling draws from.
+    """Logits / temperature, with -inf for tokens that min-p, top-k and top-p leave out. Sampling draws from these.
 
-    Rows of temperature 0 (greedy) stay as they are. For the processed_* logprob modes only: it sorts the vocabulary.
+    Rows of temperature 0 (greedy) do not change. Only the processed_* logprob modes use it: it sorts the vocabulary.
     """
     processed_RV = logits_RV.clone()
     parameters = zip(temperature_R.tolist(), top_k_R.tolist(), top_p_R.tolist(), min_p_R.tolist(), strict=True)

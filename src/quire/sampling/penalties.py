@@ -1,4 +1,4 @@
-"""Presence, frequency and repetition penalties, sparse: a row costs the number of distinct tokens it has seen, never V.
+"""Sparse presence, frequency and repetition penalties: a row costs its number of distinct tokens, never V.
 
 Definitions (vLLM's and OpenAI's): with c the count of a token in the output,
     repetition: logit / r if logit > 0 else logit * r     for tokens in the prompt or the output
@@ -23,7 +23,7 @@ from quire.sampling_params import SamplingParams
 
 
 class RowPenalties:
-    """One row's penalties and how often each token that matters occurs in its output."""
+    """One row's penalties, and the counts of penalised tokens in its output."""
 
     def __init__(self, params: SamplingParams, counts: dict[int, int]) -> None:
         self.repetition = params.repetition_penalty
@@ -63,7 +63,7 @@ class RowPenalties:
         self.num_tokens += 1
 
     def counted(self, before: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Distinct tokens that matter and their counts in the output, with these tokens behind it."""
+        """The distinct penalised tokens and their counts in the output and `before`."""
         token_ids, counts = self.token_ids[: self.num_tokens], self.counts[: self.num_tokens]
         if not before:
             return token_ids, counts
@@ -80,7 +80,7 @@ class RowPenalties:
 def apply_penalties(
     logits_RV: Tensor, rows: Sequence[int], penalties: dict[int, RowPenalties], before: Sequence[Sequence[int]] = ()
 ) -> None:
-    """Penalise in place the rows that have penalties: `logits_RV[i]` belongs to `rows[i]`; `before`: see Sampler."""
+    """Penalise in place the rows with penalties. `logits_RV[i]` belongs to `rows[i]`; `before`: see Sampler."""
     found = [(index, penalties[row]) for index, row in enumerate(rows) if row in penalties]
     if not found:
         return

@@ -1,8 +1,7 @@
-"""Uniform numbers that are a pure function of (seed, index): a request draws the same ones under any schedule.
+"""Uniform numbers as a pure function of (seed, index): a request draws the same ones under any schedule.
 
-SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): its finalizer of
-state seed + (index + 1) * golden gamma, where the seed is first mixed itself, so that neighbouring seeds share no
-stream.
+SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): its finalizer of the
+state seed + (index + 1) * golden gamma. The seed is mixed first, so that neighbouring seeds share no stream.
 """
 
 from __future__ import annotations

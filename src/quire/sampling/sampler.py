@@ -1,7 +1,7 @@
 """Logits in, tokens out: filters, penalties, choice, logprobs.
 
-What a row gets is a function of its own logits, parameters, seed and number of output tokens, never of its batch mates:
-the same tokens come out under any schedule. Dimensions: R rows of a call, L rows with logprobs, V vocabulary.
+The token of a row depends only on the row's own logits, parameters, seed and number of output tokens. So the tokens are
+the same under any schedule. Dimensions: R rows of a call, L rows with logprobs, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "raw_logits", "pr
 
 @dataclass(slots=True)
 class SampledTokens:
-    """One token per row of the call; `logprobs` and `errors` are keyed by the row's index in the call."""
+    """One token per row of the call. The keys of `logprobs` and `errors` are the row's index in the call."""
 
-    token_ids: list[int]  # meaningless where errors has an entry
+    token_ids: list[int]  # without meaning if errors has an entry
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Report:
-    """Logprobs on their way of rows that ask for the same number of tokens, or of one row that names the tokens."""
+    """Logprobs on the device: of rows that ask for the same number of tokens, or of one row that names its tokens."""
 
     indices: list[int]  # of the rows in the call
     others: list[int] | None  # the named tokens
-    numbers: list[Tensor]  # as `scores` has them; for named tokens: values and ranks
+    numbers: list[Tensor]  # the result of `scores`; for named tokens: values and ranks
 
 
 @dataclass(slots=True)
 class LaunchedTokens:
-    """What `Sampler.launch` leaves on the device."""
+    """The result of `Sampler.launch` on the device."""
 
-    token_ids_R: Tensor  # int64; -1: there is no distribution
+    token_ids_R: Tensor  # int64; -1: the row has no distribution
     chosen_R: Tensor  # float32: the chosen tokens' logits, after filters and penalties
-    logits_RV: Tensor | None  # after filters and penalties, where looking at them costs no wait
+    logits_RV: Tensor | None  # after filters and penalties; None on a GPU, because reading them would wait
     reports: list[_Report] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
-        """All that the host wants to know, for `finish`."""
+        """All tensors that `finish` needs on the host."""
         return [self.token_ids_R, self.chosen_R, *(number for report in self.reports for number in report.numbers)]
 
     def finish(self, on_host: Iterator[Tensor]) -> SampledTokens:
-        """The tokens, once the `tensors()` are on the host, in their order."""
+        """The sampled tokens. `on_host` gives the `tensors()` on the host, in their order."""
         token_ids_R, chosen_R = next(on_host).numpy(), next(on_host).numpy()
         sampled = SampledTokens(token_ids_R.tolist())
         failed_R = ~np.isfinite(chosen_R) | (token_ids_R < 0)
@@ -78,7 +78,7 @@ class LaunchedTokens:
         return sampled
 
     def _reason(self, index: int, chosen: float) -> str:
-        """Why a row has no valid choice. A kernel that finds no distribution does not say why."""
+        """The reason why a row has no valid token. A kernel gives no reason."""
         if self.logits_RV is not None:
             logits_V = self.logits_RV[index]
             if bool(logits_V.isnan().any()):
@@ -90,13 +90,13 @@ class LaunchedTokens:
 
 
 class Sampler:
-    """Samples one token for each given row of a SamplingState. Does not change the state.
+    """Samples one token for each given row of a SamplingState. It does not change the state.
 
-    A row may be given several times, with drafts before the token: it is then sampled as if they were appended.
+    A row may be given several times with drafts before the token: it is sampled as if the drafts were appended.
 
     Args:
-        logprobs_mode: what is reported as logprobs. raw_*: the model's own scores; processed_*: after filters,
-            penalties, temperature, min-p, top-k and top-p (what these leave out has -inf). *_logits: not normalised.
+        logprobs_mode: raw_* reports the model's own scores; processed_* reports the scores after filters, penalties,
+            temperature, min-p, top-k and top-p (excluded tokens have -inf). *_logits are not normalised.
     """
 
     def __init__(self, state: SamplingState, logprobs_mode: str = "raw_logprobs") -> None:
@@ -119,14 +119,12 @@ class Sampler:
         parameters: Sequence[Tensor],
         before: Sequence[Sequence[int]] = (),
     ) -> LaunchedTokens:
-        """Sample one token per row; on a GPU without waiting for it.
-
-        The processed_* logprob modes are the exception: they look at what they sort.
+        """Sample one token per row. On a GPU it does not wait, except in the processed_* logprob modes.
 
         Args:
             logits_RV: float32; row i belongs to `rows[i]` and may be modified.
-            parameters: `host_parameters` of the rows, on the device; empty where all rows are greedy.
-            before: per row of the call, the drafts that are taken as appended to the row's output; (): no row has any.
+            parameters: `host_parameters` of the rows, on the device; empty if all rows are greedy.
+            before: per row of the call, the drafts that count as appended to the row's output; (): no row has drafts.
         """
         state = self.state
         assert logits_RV.shape == (len(rows), state.vocab_size), (
@@ -151,7 +149,7 @@ class Sampler:
     def _reports(
         self, scores_LV: Tensor, wanted: list[int], rows: Sequence[int], token_ids_R: Tensor
     ) -> Iterator[_Report]:
-        """The logprobs of the rows with index `wanted`, batched by how many tokens they ask for."""
+        """The logprobs of the rows with index `wanted`, batched by the number of tokens that they ask for."""
         state = self.state
         members_of: defaultdict[int, list[int]] = defaultdict(list)
         for member, index in enumerate(wanted):
@@ -172,10 +170,10 @@ class Sampler:
     def host_parameters(
         self, rows: NDArray[np.int64], offsets_R: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[Any], ...]:
-        """What ops.sample takes beside the logits; empty where every row of the state is greedy.
+        """The arguments of ops.sample after the logits; empty if every row of the state is greedy.
 
         Args:
-            offsets_R: how many drafts are before the token of each row; None: no row has any.
+            offsets_R: the number of drafts before the token of each row; None: no row has drafts.
         """
         state = self.state
         if state.num_random == 0:
@@ -192,7 +190,7 @@ class Sampler:
 
 
 def _rows_of(values_R: Tensor, indices: list[int]) -> Tensor:
-    """A copy of some rows, without a wait for the device."""
+    """A copy of some rows. It does not wait for the device."""
     return values_R.index_select(0, gpu.place(torch.tensor(indices), values_R.device))
 
 

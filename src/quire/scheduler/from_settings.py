@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from quire.errors import ConfigError
 from quire.formats.kv_groups import kv_groups
 from quire.model_config import ModelConfig
 from quire.scheduler.block_pool import BlockPool
@@ -17,7 +16,9 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
 from quire.settings import Planned
 from quire.spec_decode.by_worker import DraftedByWorker
-from quire.speculative_config import SpeculativeConfig
+from quire.spec_decode.ngram import NgramProposer
+from quire.spec_decode.suffix import SuffixProposer
+from quire.speculative_config import SUFFIX_SHARED_BYTES, SpeculativeConfig
 
 
 def scheduler_of(
@@ -72,7 +73,15 @@ def speculation_of(config: SpeculativeConfig) -> Speculation:
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:
-    """What drafts on this side. Raises ConfigError for a method that has no proposer."""
-    if config.method in ("draft_model", "eagle3", "mtp"):
-        return DraftedByWorker()
-    raise ConfigError("This method of speculation is not there", value=config.method, param="speculative_config")
+    """What drafts on this side. Raises ConfigError if text is to be searched without the compiled extension."""
+    if config.method == "ngram":
+        return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    if config.method == "suffix":
+        return SuffixProposer(
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+            SUFFIX_SHARED_BYTES,
+        )
+    return DraftedByWorker()

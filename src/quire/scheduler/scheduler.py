@@ -171,6 +171,8 @@ class Scheduler:
         names = self.limits.__dataclass_fields__.keys() & set(change.__struct_fields__)
         given = {name: value for name in names if (value := getattr(change, name)) is not None}
         self.limits = replace(self.limits, **given)
+        if change.spec_tokens is not None and self.speculation is not None:
+            self.speculation.most = change.spec_tokens
 
     def reset_prefix_cache(self) -> None:
         """Later requests compute everything anew."""
@@ -284,7 +286,10 @@ class Scheduler:
             if result.prompt_logprobs:
                 self._prompt_logprobs.collect(request, start, row, result)
             if num_logits:
-                deltas.append(self._answer(request, row, token_ids[:num_taken], reason, result))
+                delta = self._answer(request, row, token_ids[:num_taken], reason, result)
+                if num_logits > 1:
+                    delta.drafts = num_logits - 1, max(len(token_ids) - 1, 0)
+                deltas.append(delta)
         self._drop_stopped()
         return deltas
 

@@ -1,1 +1,1 @@
-"""What people see: the first screen, progress, and what `quire explain` says."""
+"""Text for people: the first screen, progress, and the answer of `quire explain`."""

@@ -1,7 +1,8 @@
-"""`quire explain`: every setting a server would start with, its source, what it limits, and what more would cost."""
+"""`quire explain`: every setting of a start, with its source, its effect, and the cost of a larger value."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,14 +32,14 @@ NAME_COLUMN = 34  # the longest name of a setting fits
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would happen at a start.
+    """The result of a start that does not happen.
 
     Args:
         settings: of the engine, then of the server.
-        layers: how the weights are held and multiplied with.
-        pages: what requests take of the KV cache.
-        next_costs: what the next larger value costs, where that can be said.
-        error: why a start would fail, if it would.
+        layers: the formats of the weights and their kernels.
+        pages: the KV cache that requests take.
+        next_costs: the cost of the next larger value, for settings where it is known.
+        error: the reason why a start would fail; None: it would not.
     """
 
     model_name: str
@@ -51,7 +52,7 @@ class Explanation:
     error: MemoryPlanError | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. Sizes in bytes and tokens."""
+        """The object for JSON. Sizes are in bytes and tokens."""
         return {
             "version": __version__,
             "model": {
@@ -80,7 +81,7 @@ class Explanation:
         }
 
     def text(self) -> str:
-        """For people: what was decided first, then what is as it is by default."""
+        """The text for people: first the settings that were decided, then the ones with their default."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -122,7 +123,7 @@ class Explanation:
         yield from plain
 
     def _layers(self) -> Iterator[str]:
-        """Those that are held and multiplied with in the same way in one line; fused ones are joined by +."""
+        """Layers with the same format and kernel share a line; names of fused layers are joined by +."""
         alike: dict[tuple[str, str, str, str], list[str]] = {}
         for layer in self.layers:
             key = (layer.weight, layer.why, layer.kernel, layer.kernel_why)
@@ -141,14 +142,14 @@ class Explanation:
         return kv_format(self.settings["kv_cache_dtype"].value, self.settings["dtype"].value)
 
     def _kv_groups(self) -> Iterator[str]:
-        """Layers that keep keys and values in the same way."""
+        """A line for each group of layers that keep keys and values in the same way."""
         label = "kv"
         for line in self.pages.lines(self.settings["max_model_len"].value, self._kv_format()):
             yield f"{label:<8} {line}"
             label = ""
 
     def _memory(self) -> Iterator[str]:
-        """The plan, in the words of the first screen. Only the work is not what a start finds: that measures it."""
+        """The plan in the words of the first screen. Only the work memory is an estimate: a start measures it."""
         memory = MemorySummary.of({name: setting.value for name, setting in self.settings.items()})
         yield f"memory   {memory.plan()}   (work: at least)"
         for label, line in zip(("fits", ""), memory.capacity(), strict=True):
@@ -164,12 +165,13 @@ def explain(
     read_bandwidth: float | None = None,
     waited: float = 0.0,
 ) -> Explanation:
-    """The settings of a server started now, without loading weights: their bytes come from config.json.
+    """The settings of a server that would start now. No weights are loaded: their bytes come from config.json.
 
-    `read_bandwidth` is what all cores together read from memory, in bytes per second, if it was measured, and `waited`
-    the share of that time in which the measurement had no core.
+    Args:
+        read_bandwidth: measured bytes per second that all cores together read from memory; None: not measured.
+        waited: the share of that time in which the measurement had no core.
 
-    Raises ConfigError for settings that contradict each other; too little memory is part of the answer.
+    Raises ConfigError for settings that contradict each other. Too little memory is part of the answer.
     """
     resolved = resolve(engine, model, device, is_server=True)
     memory = predict_memory(resolved, model, device)
@@ -229,8 +231,10 @@ def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages) -> dict[
 
 
 def shown_setting(name: str, value: Any) -> str:
-    """A value for people: bytes also in GiB, counts with commas."""
+    """A value for people: bytes with their size in GiB, counts with commas."""
     if name.endswith("_bytes") and isinstance(value, int):
         return f"{value:,} ({shown_bytes(value)})"
+    if isinstance(value, dict):
+        return json.dumps(value)
     is_count = isinstance(value, int) and not isinstance(value, bool) and name != "port"
     return f"{value:,}" if is_count else str(value)

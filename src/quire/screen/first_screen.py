@@ -1,6 +1,6 @@
-"""What a person sees first when `quire serve` starts: the machine, then memory, choices and addresses once it is ready.
+"""The first screen of `quire serve`: first the machine; when it is ready, memory, choices and addresses.
 
-The lines fit 80 columns wherever names do. In JSON logs each part is a record with the same facts as fields.
+The lines fit 80 columns unless names are long. In JSON logs each part is a record with the same facts as fields.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROMPT = '{"prompt":"Hello"}'
 
 
 def show_header(model_name: str, device: DeviceFacts, *, has_gpu: bool) -> None:
-    """Program, model and machine; and what is missing of the program."""
+    """Show program, model and machine, and a line about missing kernels."""
     text = f"quire {__version__} serves {model_name}"
     if logs.is_json():
         machine = {
@@ -63,42 +63,30 @@ def show_header(model_name: str, device: DeviceFacts, *, has_gpu: bool) -> None:
 
 def _machine(device: DeviceFacts, *, has_gpu: bool) -> str:
     cores = "1 core" if device.num_cores == 1 else f"{device.num_cores} cores"
-    gpu = "GPU" if has_gpu else "no GPU"  # whether it is used is known, and said, once the engine is ready
+    gpu = "GPU" if has_gpu else "no GPU"  # the ready engine says whether it uses the GPU
     return f"{cores} {_ISA_NAMES.get(device.isa, device.isa)} · {shown_bytes(device.total_memory_bytes)} RAM · {gpu}"
 
 
 def _header(text: str, machine: str, style: Style) -> str:
-    """On one line where both fit."""
+    """Text and machine, on one line if both fit."""
     gap = WIDTH - len(text) - len(machine) - 2
     between = " " * gap if gap >= 2 else f"\n{INDENT}"
     return f"  {style(text, 'bold')}{between}{machine}"
 
 
-def _missing_kernels() -> tuple[str, str] | None:
-    """Why the compiled kernels do not run, and what to do; None if they do."""
-    if extension.C is None:
-        return (
-            f"The compiled kernels are missing ({extension.WHY_NOT}): plain torch computes, several times slower",
-            extension.how_to_build(),
-        )
-    if not extension.is_used():
-        return (
-            "The compiled kernels are not used: plain torch computes, several times slower",
-            f"Unset {envs.FORCE_REFERENCE.name}",
-        )
-    return None
-
-
 def show_missing_kernels() -> None:
-    """Why the compiled kernels do not run, if they do not, and what to do."""
-    if (missing := _missing_kernels()) is None:
+    """Say why the compiled kernels do not run, and what to do. It says nothing if they run."""
+    if extension.is_used():
         return
-    what, fix = missing
+    what, fix = "The compiled kernels are not used", f"Unset {envs.FORCE_REFERENCE.name}"
+    if extension.C is None:
+        what, fix = f"The compiled kernels are missing ({extension.WHY_NOT})", extension.how_to_build()
+    what += ": plain torch computes, several times slower"
     if logs.is_json():
         logger.warning(what, extra=logs.fields(fix=fix))
         return
     style = Style(sys.stderr)
-    # A command is to be copied: its flags stay whole.
+    # People copy the command, so its flags stay whole.
     lines = textwrap.wrap(f"{what}. {fix}.", WIDTH - len(INDENT), break_on_hyphens=False, break_long_words=False)
     _print(_labelled("kernels", lines, style, "yellow"))
 
@@ -106,7 +94,7 @@ def show_missing_kernels() -> None:
 def show_ready(
     ready: EngineReady, model_name: str, address: Address, *, has_chat: bool, needs_key: bool, seconds: dict[str, float]
 ) -> None:
-    """What to know once the server answers. `seconds`: that each phase of the start took."""
+    """Show the facts about a server that is ready. `seconds`: the time of each phase of the start."""
     settings: dict[str, Any] = ready.resolved
     memory = MemorySummary.of({name: setting["value"] for name, setting in settings.items()})
     names = CHOSEN if settings["device"]["value"] == "cpu" else CHOSEN_ON_GPU
@@ -118,6 +106,7 @@ def show_ready(
             model=model_name,
             memory=memory.as_dict(),
             chosen=choices,
+            speculation=settings["speculative_config"]["value"],
             expected={name: settings[name]["value"] for name in EXPECTED},
             seconds_by_phase=seconds,
         )
@@ -130,6 +119,7 @@ def show_ready(
         *_labelled("memory", [memory.plan()], style),
         *_labelled("fits", memory.capacity(), style),
         *_labelled("chosen", _flowed([*items, WHY]), style),
+        *_labelled("drafts", _drafts(settings["speculative_config"]), style),
         *_labelled("expect", _expectation(*(settings[name]["value"] for name in (*EXPECTED, "max_num_seqs"))), style),
         "",
         *_labelled(
@@ -142,6 +132,13 @@ def show_ready(
         "",
     ]
     _print(lines)
+
+
+def _drafts(setting: dict[str, Any]) -> Iterator[str]:
+    """The drafter and its limit; no line if the server does not speculate."""
+    if (speculation := setting["value"]) is not None:
+        by = f"{speculation['method']} ({speculation['model']})" if "model" in speculation else speculation["method"]
+        yield f"{by}, at most {speculation['num_speculative_tokens']} tokens a step ({setting['source']})"
 
 
 def _expectation(of_one: float, of_all: float, waited: float, num_users: int) -> Iterator[str]:
@@ -165,7 +162,7 @@ def _shown(value: Any) -> str:
 
 
 def _flowed(items: Iterable[str]) -> Iterator[str]:
-    """The items with dots between them, as many on a line as fit."""
+    """Lines of items with dots between them. Each line is as full as possible."""
     line = ""
     for item in items:
         if line and len(INDENT) + len(line) + len(item) + 3 > WIDTH:

@@ -1,4 +1,4 @@
-"""Which kernel multiplies with the weights of each kind of layer, and why: for `quire explain`. No torch.
+"""The kernel of each kind of linear layer and the reason for it, for `quire explain`. No torch.
 
 Dimensions: N out-features, K in-features.
 """
@@ -13,7 +13,7 @@ from quire.formats.stored_linear import StoredLinear
 from quire.formats.weight_format import Fp8Format, WeightFormat, packs_floats
 from quire.model_config import ModelConfig
 
-# By instruction set: products of 8-bit integers, and of bfloat16.
+# Products of 8-bit integers by instruction set; products of bfloat16 and FP8 below.
 _INTEGER_KERNELS = {
     "amx": "AMX tiles for batches, VNNI dot products for few rows",
     "avx512_bf16": "VNNI dot products",
@@ -21,7 +21,7 @@ _INTEGER_KERNELS = {
     "avx2": "16-bit multiply-adds",
     "scalar": "one product at a time",
 }
-# AMX takes groups up to kAmxSmallGroup of csrc/include/quire/kernels/gemm.h, and larger ones of whole tile rows
+# AMX takes groups up to kAmxSmallGroup of csrc/include/quire/kernels/gemm.h, and larger groups of whole tile rows.
 _AMX_SMALL_GROUP, _TILE_ROW = 512, 64
 _BFLOAT16_KERNELS = {"amx": "AMX tiles, or bfloat16 dot products", "avx512_bf16": "bfloat16 dot products"}
 
@@ -31,16 +31,16 @@ _FLOAT_KERNEL = "float32 multiply-adds"
 
 @dataclass(frozen=True)
 class LayerKernel:
-    """Layers of one name, stored in one way.
+    """Layers with one name and one stored form.
 
     Args:
         names: of their tensors' modules; several are fused.
-        count: how many there are.
+        count: number of layers.
         num_bytes: of one weight.
-        weight: how it is held.
-        kernel: how it is multiplied with.
-        why: where the form of the weight comes from.
-        kernel_why: why this kernel, and no faster one.
+        weight: its form in memory.
+        kernel: the kernel that multiplies by it.
+        why: the source of the form.
+        kernel_why: the reason for this kernel instead of a faster one.
     """
 
     names: tuple[str, ...]
@@ -54,14 +54,14 @@ class LayerKernel:
     kernel_why: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The object for JSON."""
         return asdict(self)
 
 
 def layer_kernels(
     model: ModelConfig, dtype: str, quantization: str | None, isa: str, is_deterministic: bool = False
 ) -> list[LayerKernel]:
-    """All linear layers of a model, those that are alike together. `isa` as in DeviceFacts."""
+    """All linear layers of a model; equal ones are counted together. `isa`: as in DeviceFacts."""
     if not model.is_native:
         return []
     counts: Counter[LayerKernel] = Counter()
@@ -104,7 +104,7 @@ def _scaled(held: WeightFormat) -> str:
 
 
 def _kernel(stored: StoredLinear, dtype: str, isa: str, is_deterministic: bool) -> tuple[str, str]:
-    """The kernel, and why."""
+    """The kernel and the reason for it."""
     if isa == "torch":
         return "plain torch", "the compiled kernels do not run here"
     if isa.startswith("sm_"):
@@ -121,7 +121,7 @@ def _kernel(stored: StoredLinear, dtype: str, isa: str, is_deterministic: bool) 
 
 
 def _float_kernel(kernels: dict[str, str], dtype: str, isa: str) -> tuple[str, str]:
-    """`kernels`: of bfloat16."""
+    """The kernel of a floating-point product and the reason. `kernels`: those for bfloat16."""
     if dtype != "bfloat16":
         return _FLOAT_KERNEL, f"the model computes in {dtype}"
     if isa not in kernels:

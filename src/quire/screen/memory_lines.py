@@ -1,4 +1,4 @@
-"""The memory of a plan as people are told it: by the first screen, `quire explain` and JSON logs, from one place."""
+"""The memory of a plan in words for people. The first screen, `quire explain` and JSON logs all use it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.resolve import shown_bytes
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """Bytes, blocks and capacity of a plan: the resolved settings of these names."""
+    """Bytes, blocks and capacity of a plan: the resolved settings with these names."""
 
     weight_bytes: int
     kv_cache_bytes: int
@@ -26,7 +26,7 @@ class MemorySummary:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MemorySummary:
-        """From the values of settings by name; others than those of the fields are ignored."""
+        """From the values of settings by name. Settings without a field are ignored."""
         return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
     @property
@@ -34,7 +34,7 @@ class MemorySummary:
         return min(CHAT_TOKENS, self.max_model_len)
 
     def plan(self) -> str:
-        """What takes how much."""
+        """The memory of each part."""
         sign = "-" if self.unplanned_bytes < 0 else ""
         parts = (
             f"weights {shown_bytes(self.weight_bytes)}",
@@ -45,7 +45,7 @@ class MemorySummary:
         return " | ".join(parts)
 
     def capacity(self) -> tuple[str, str]:
-        """What fits into the KV cache; the words up to the number of tokens, and the second line, are vLLM's."""
+        """The capacity of the KV cache. The words up to the number of tokens, and the second line, are vLLM's."""
         chats = "1 chat" if self.kv_cache_chats == 1 else f"{self.kv_cache_chats:,} chats"
         length = self.chat_tokens
         size = f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"
@@ -56,7 +56,7 @@ class MemorySummary:
         )
 
     def as_dict(self) -> dict[str, int]:
-        """For JSON."""
+        """The object for JSON."""
         derived = {
             "num_tokens": self.kv_cache_tokens,
             "chat_tokens": self.chat_tokens,

@@ -9,11 +9,11 @@ from quire.outputs import RequestOutput
 
 
 class ProgressBar:
-    """Counts finished prompts and shows how many tokens go in and out per second.
+    """Counts finished prompts and shows the input and output tokens per second.
 
     Args:
-        total: prompts to come.
-        use_tqdm: True, or a function to call as tqdm is called (a subclass, a partial).
+        total: number of prompts.
+        use_tqdm: True, or a function that is called like tqdm (a subclass, a partial).
     """
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
@@ -24,7 +24,7 @@ class ProgressBar:
         self._num_input = self._num_output = 0
 
     def add(self, output: RequestOutput) -> None:
-        """A prompt is finished."""
+        """Count a finished prompt."""
         self._num_input += len(output.prompt_token_ids)
         self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
         seconds = max(self._bar.format_dict["elapsed"], 1e-9)

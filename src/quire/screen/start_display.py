@@ -1,4 +1,4 @@
-"""The phases of a start on standard error: bars on a terminal, a line for each elsewhere, records in JSON logs."""
+"""The phases of a start on standard error: bars on a terminal, else lines, or records in JSON logs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIME_WIDTH = 8
 MAX_COLUMNS = 100
 LABEL_WIDTH = 9
 REDRAW_SECONDS = 0.05
-# Where no bar moves, a phase that takes long says at this interval how far it is.
+# Without bars, a long phase reports its progress at this interval.
 LINE_SECONDS = 10.0
 
 
@@ -30,18 +30,18 @@ class _Phase:
     name: str
     start_time: float
     shown_time: float
-    # Speed is measured from here: a download that is continued does not begin at 0, and its total may grow.
+    # The speed is measured from here: a continued download does not begin at 0, and its total may grow.
     base_time: float
     base_fraction: float
     fraction: float = 0.0
     detail: str = ""
-    seconds: float | None = None  # as its process has measured them
+    seconds: float | None = None  # measured by the phase's own process
 
     def lasted(self, now: float) -> float:
         return now - self.start_time if self.seconds is None else self.seconds
 
     def time(self, now: float) -> str:
-        """`ETA 12 s` once that can be said, else how long it has lasted."""
+        """`ETA 12 s` if it can be estimated, else the time that has passed."""
         seconds, done = now - self.base_time, self.fraction - self.base_fraction
         if seconds < 1.0 or done <= 0 or self.fraction >= 1:
             return shown_seconds(self.lasted(now))
@@ -49,7 +49,7 @@ class _Phase:
 
 
 class StartDisplay:
-    """What `Progress` reports, shown. Methods may be called from any thread.
+    """Shows the reports of `Progress`. Methods may be called from any thread.
 
     Args:
         on_first: called before the first report is shown.
@@ -63,13 +63,13 @@ class StartDisplay:
         self._style = Style(sys.stderr)
         self._is_json = logs.is_json()
         self._has_bars = is_terminal(sys.stderr) and not self._is_json
-        self._lock = threading.RLock()  # a signal handler may close what it has interrupted
+        self._lock = threading.RLock()  # a signal handler may interrupt a method and call close()
         self._phase: _Phase | None = None
         self._is_closed = False
-        self.seconds: dict[str, float] = {}  # that the finished phases took
+        self.seconds: dict[str, float] = {}  # the time of each finished phase
 
     def update(self, phase: str, fraction: float, detail: str, seconds: float | None = None) -> None:
-        """A phase is at `fraction`, 0 to 1; another one before it is over. `seconds`: since it began, if known."""
+        """A phase is at `fraction`, 0 to 1. This ends another phase before it. `seconds`: since its start, if known."""
         with self._lock:
             if self._is_closed:
                 return
@@ -78,7 +78,7 @@ class StartDisplay:
                 self._on_first()
             if self._phase is None or self._phase.name != phase:
                 self._end_phase(now)
-                shown_time = -math.inf if self._has_bars else now  # a bar is there at once
+                shown_time = -math.inf if self._has_bars else now  # a bar appears at once
                 self._phase = _Phase(phase, now, shown_time, now, fraction)
             if fraction < self._phase.fraction:
                 self._phase.base_time, self._phase.base_fraction = now, fraction
@@ -86,20 +86,20 @@ class StartDisplay:
             self._show(now)
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Show the present time of the phase."""
         with self._lock:
             if self._phase is not None and not self._is_closed:
                 self._show(self._clock())
 
     def finish(self) -> None:
-        """The start is over: the last phase is too."""
+        """The start is over: end the last phase."""
         with self._lock:
             if not self._is_closed:
                 self._end_phase(self._clock())
                 self._is_closed = True
 
     def close(self) -> None:
-        """The start has failed or is given up: a bar is taken away. Nothing is shown any more."""
+        """The start has failed or was given up: remove the bar, and show nothing from now on."""
         with self._lock:
             if not self._is_closed and self._has_bars and self._phase is not None:
                 _write(CLEAR_LINE)
@@ -115,7 +115,7 @@ class StartDisplay:
             extra = logs.fields(phase=phase.name, fraction=round(phase.fraction, 3), detail=phase.detail)
             logger.info("%s at %.0f%%: %s", phase.name, 100 * phase.fraction, phase.detail, extra=extra)
         elif self._has_bars:
-            # Back to the start of the line: what another process writes takes the bar's place.
+            # The cursor goes back to the start of the line, so that output of another process replaces the bar.
             _write(CLEAR_LINE + self._bar(phase, phase.fraction, phase.time(now), "cyan") + "\r")
         else:
             _write(self._line(phase, phase.fraction, phase.time(now)))
@@ -147,7 +147,7 @@ class StartDisplay:
 
 @contextmanager
 def shown_start(*, is_quiet: bool) -> Iterator[Progress]:
-    """The bars of a start in somebody else's program: only on a terminal."""
+    """The bars of a start inside another program: only on a terminal."""
     if is_quiet or not is_terminal(sys.stderr):
         yield lambda phase, fraction, detail: None
         return
@@ -160,7 +160,7 @@ def shown_start(*, is_quiet: bool) -> Iterator[Progress]:
 
 
 def shown_seconds(seconds: float, digits: int = 1) -> str:
-    """`0.2 s`, `75 s`, `3 min`: how long something took or will take."""
+    """A time for people: `0.2 s`, `75 s`, `3 min`."""
     if seconds >= 600:
         return f"{seconds / 60:.0f} min"
     return f"{seconds:.{0 if seconds >= 100 else digits}f} s"

@@ -1,4 +1,4 @@
-"""What the terminal behind a stream can show: whether it is one, its width, and colours for those who want them."""
+"""The abilities of a stream: whether it is a terminal, its width, its colours, and safe text for it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ DEFAULT_COLUMNS = 80
 
 # SGR parameters of ECMA-48
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-_DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")  # explicit ones of Unicode (UAX #9)
+_DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")  # Unicode's explicit ones (UAX #9)
 
 
 def is_terminal(stream: IO[Any] | None) -> bool:
-    """Whether a line on it can be drawn again: a terminal that is not `TERM=dumb`."""
+    """Whether a line of the stream can be drawn again: it is a terminal without `TERM=dumb`."""
     return stream is not None and stream.isatty() and envs.TERM.get() != "dumb"
 
 
 def clear_line() -> None:
-    """Of standard error, if that is a terminal: it has written ^C."""
+    """Clear the line of standard error if it is a terminal, because Ctrl-C has written ^C there."""
     if is_terminal(sys.stderr):
         print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 def has_colour(stream: IO[Any] | None) -> bool:
-    """NO_COLOR (no-color.org) says no, else FORCE_COLOR says yes, else terminals have it: CPython decides likewise."""
+    """Whether to use colour, by CPython's rule: NO_COLOR (no-color.org) forbids it, FORCE_COLOR forces it."""
     if envs.NO_COLOR.get():
         return False
     return bool(envs.FORCE_COLOR.get()) or is_terminal(stream)
 
 
 def num_columns(stream: IO[Any] | None) -> int:
-    """Width of the terminal; 80 where there is none."""
+    """Width of the terminal; 80 without a terminal."""
     try:
         return (os.get_terminal_size(stream.fileno()).columns if stream is not None else 0) or DEFAULT_COLUMNS
     except OSError:
@@ -44,27 +44,27 @@ def num_columns(stream: IO[Any] | None) -> int:
 
 
 def without_controls(text: str) -> str:
-    """Text of strangers as a terminal may get it: what would move its cursor or turn the direction is spelled out.
+    """Foreign text made safe for a terminal: characters that move the cursor or turn the direction are spelled out.
 
-    Line feeds and tabs stay, and so do the joiners that emoji and many scripts need.
+    Line feeds and tabs stay. The joiners that emoji and many scripts need stay too.
     """
     return text if text.isprintable() else "".join(repr(c)[1:-1] if _is_control(c) else c for c in text)
 
 
 def write_answer(text: str, end: str = "") -> None:
-    """Put text of a model on standard output, at once; a terminal gets nothing that it would obey."""
+    """Write a model's text to standard output at once. A terminal gets no control characters."""
     print(without_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def _is_control(character: str) -> bool:
     if character.isprintable() or character in "\n\t":
         return False
-    # Cc: C0 and C1; Cs: half a character, which no encoding has.
+    # Cc: C0 and C1. Cs: half a character; no encoding has it.
     return unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in _DIRECTIONS
 
 
 class Style:
-    """`style("text", "bold", "green")`: the text in that style, or as it is where there is no colour."""
+    """`style("text", "bold", "green")`: the text in that style, or plain text without colour."""
 
     def __init__(self, stream: IO[Any] | None) -> None:
         self._has_colour = has_colour(stream)

@@ -16,6 +16,7 @@ from quire.server.protocol.timeline import (
     ContinuationTimes,
     PromptTimes,
     RequestTimings,
+    SpeculativeDecoding,
     TimelineResponse,
     TokenChunk,
 )
@@ -90,6 +91,7 @@ def timings(parts: Iterable[RequestMetrics], num_tokens: int, num_cached_tokens:
     first = min((part.first_token_time for part in parts if part.first_token_time is not None), default=None)
     last = max((part.last_token_time for part in parts if part.last_token_time is not None), default=None)
     scheduled = min((p.first_scheduled_time for p in parts if p.first_scheduled_time is not None), default=None)
+    drafts = parts[0].spec_decode if len(parts) == 1 else None
     generation = None if first is None or last is None else last - first
     inference = None if scheduled is None or last is None else last - scheduled
     return RequestTimings(
@@ -101,6 +103,7 @@ def timings(parts: Iterable[RequestMetrics], num_tokens: int, num_cached_tokens:
         prefill_time_ms=_ms(None if first is None or scheduled is None else max(first - scheduled, 0.0)),
         cached_tokens=num_cached_tokens,
         preemptions=sum(part.num_preemptions for part in parts),
+        speculative_decoding=None if drafts is None else SpeculativeDecoding(**drafts.to_dict()),
     )
 
 

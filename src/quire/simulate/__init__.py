@@ -1,1 +1,1 @@
-"""`quire simulate`: the real engine core over a worker whose steps are predicted, on a virtual clock. No torch."""
+"""`quire simulate`: the real engine core over predicted steps, on a virtual clock. No torch."""

@@ -1,4 +1,4 @@
-"""An executor that computes nothing: a batch takes as long as the cost model predicts, on a virtual clock."""
+"""An executor that computes nothing: a batch takes its predicted time on a virtual clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.schedule import Pending, ScheduledBatch, StepResult
 
 
 class VirtualClock:
-    """Seconds that pass only when somebody waits.
+    """A clock that moves only when somebody waits.
 
     Attributes:
         now: seconds since the start.
@@ -20,30 +20,30 @@ class VirtualClock:
         self.now = 0.0
 
     def read(self) -> float:
-        """As time.monotonic."""
+        """Like time.monotonic."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """As time.sleep."""
+        """Like time.sleep."""
         self.now += seconds
 
     def wait_until(self, time: float) -> None:
-        """Nothing passes if it is later already."""
+        """Move to `time`, unless it is later already."""
         self.now = max(self.now, time)
 
 
 class UntaughtCost(CostModel):
-    """Learns nothing from steps: here they take what it predicts."""
+    """A cost model that does not learn: here every step takes its predicted time."""
 
     def observe(self, load: Load, predicted_seconds: float, seconds: float) -> None:
-        """Its interval stays as wide as it is."""
+        """Nothing changes, and the interval stays as wide."""
 
 
 class PredictedExecutor:
-    """Runs batches one after the other. A batch begins when it is submitted and the one before has ended.
+    """Runs batches one after the other. A batch begins when it is submitted and the batch before it has ended.
 
-    The predicted time of a step has the host's part in it, as the cost model was fitted to whole steps: scheduling
-    takes no time of its own. Tokens are made up: the number of the step.
+    The cost model was fitted to whole steps, so the predicted time includes the host's part, and scheduling takes no
+    extra time. The number of the step serves as token.
     """
 
     def __init__(self, cost: CostModel, clock: VirtualClock) -> None:

@@ -1,4 +1,4 @@
-"""Sends requests to an engine core on a virtual clock, as measure/load.py sends them to a server."""
+"""Sends requests to an engine core on a virtual clock, in the way of measure/load.py with a server."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import StepRecord
 from quire.simulate.executor import VirtualClock
 
-PARAMS = SamplingParams()  # how a token is sampled changes no schedule
+PARAMS = SamplingParams()  # sampling parameters change no schedule
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request to send: the ids of its prompt, and how many tokens its answer has."""
+    """A request to send: the token ids of its prompt, and the length of its answer."""
 
     token_ids: list[int]
     output_len: int
@@ -28,7 +28,7 @@ class Prompt:
 
 @dataclass
 class Totals:
-    """What the steps of an engine did together."""
+    """Sums over the steps of an engine."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -44,7 +44,7 @@ class Totals:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request in flight, and when its last token came."""
+    """A request in flight, and the time of its last token."""
 
     outcome: Outcome
     last_time: float
@@ -52,11 +52,11 @@ class _Sent:
 
 @dataclass
 class Client:
-    """Who sends to one engine, load after load.
+    """Sends to one engine, load after load.
 
     Attributes:
-        clock: the one that `core` and its executor read.
-        door: refuses as the front end of a server does.
+        clock: the clock of `core` and its executor.
+        door: refuses requests like the front end of a server.
     """
 
     core: EngineCore
@@ -73,10 +73,10 @@ class Client:
         max_concurrency: int | None = None,
         on_done: Callable[[], object] = lambda: None,
     ) -> Run:
-        """Send every request at its time (seconds after now, not falling) until all have ended.
+        """Send every request at its time (seconds after now, in ascending order) until all have ended.
 
         Args:
-            max_concurrency: a request that comes while so many are in flight waits in the client.
+            max_concurrency: most requests in flight; others wait in the client.
             on_done: called after each request.
         """
         core, clock, door, start = self.core, self.clock, self.door, self.clock.now
@@ -114,7 +114,7 @@ class Client:
                 clock.wait_until(start + times[coming[0]])
             arrive()
             deltas = core.step()
-            arrive()  # while the step ran: nobody knows yet what it did, and places that it frees are not free
+            arrive()  # requests that came during the step: its results are not known yet, and it has freed no place
             if core.last_record is not None:
                 self.totals.add(core.last_record)
                 door.on_step(core.last_record)
@@ -136,7 +136,7 @@ class Client:
 
 
 def _note(sent: _Sent, delta: RequestDelta, now: float) -> bool:
-    """What a step gave to a request; whether that was its first token."""
+    """Record a step's tokens for a request -> whether its first token was among them."""
     outcome = sent.outcome
     if delta.error is not None:
         outcome.error = f"{delta.error_code or 'error'}: {delta.error}"

@@ -1,4 +1,4 @@
-"""A simulation from settings to rounds: what `explain` says a start would settle, and an engine made from it."""
+"""A simulation from settings to rounds: it resolves the settings like a start, and makes an engine from them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from quire.simulate.load import Client, Prompt, Totals
 
 
 def plan_engine(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> Planned:
-    """The settings of a server started now. Raises ConfigErrors, among them MemoryPlanError."""
+    """The settings of a server that would start now. Raises ConfigError and MemoryPlanError."""
     resolved = resolve(config, model, device, is_server=True)
     return plan_kv_cache(config, model, resolved, predict_memory(resolved, model, device))
 
 
 def client_of(resolved: Planned, model: ModelConfig, cost: CostModel) -> Client:
-    """Who sends to an engine with these settings, whose steps take as long as is predicted."""
+    """A client of an engine with these settings; each step takes its predicted time."""
     clock = VirtualClock()
     scheduler = scheduler_of(resolved, model, cost.room_within, clock.read)
     depth = resolved.scheduler.depth
@@ -51,14 +51,14 @@ def simulate(
     load: PreparedLoad,
     bar: Any,
 ) -> tuple[list[Run], dict[str, Any]]:
-    """The rounds of a load, and what the result says of the engine. The same arguments give the same answer.
+    """The rounds of a load, and facts about the engine for the result. Equal arguments give equal answers.
 
     Args:
         name: of the model.
-        bar: called with the number of requests; gives something with update() and close().
+        bar: called with the number of requests; returns an object with update() and close().
 
     Raises:
-        ConfigError: the settings or the load contradict themselves, or nothing fits into memory.
+        ConfigError: the settings or the load contradict themselves, or the model does not fit into memory.
     """
     resolved = plan_engine(config, model, device)
     known = known_cost(resolved, model, device)
@@ -92,12 +92,12 @@ def simulate(
 
 
 def _said_of(resolved: Planned, known: KnownCost, totals: Totals) -> dict[str, Any]:
-    """What a simulated result says beside what a measured one says."""
+    """The entries that only a simulated result has."""
     ratio = 1 + max(known.cost.spread, MIN_SPREAD)
     return {
         "is_calibrated": known.is_measured,
         "step_times": known.origin,
-        "step_time_interval": [1 / ratio, ratio],  # measured over predicted, of nine of ten steps
+        "step_time_interval": [1 / ratio, ratio],  # measured / predicted of nine of ten steps lies in it
         **asdict(totals),
         "settings": {
             **asdict(resolved.model),
@@ -108,7 +108,7 @@ def _said_of(resolved: Planned, known: KnownCost, totals: Totals) -> dict[str, A
 
 
 def _prompts(requests: Sequence[BenchRequest], tokenizer: Tokenizer) -> list[Prompt]:
-    """As the server would read them."""
+    """The prompts of the requests as token ids."""
     return [
         Prompt(
             request.prompt if isinstance(request.prompt, list) else tokenizer.encode(request.prompt), request.output_len

@@ -6,13 +6,17 @@ token that would have been sampled in its place. Dimensions: S rows of a step, R
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.sampling.sampler import SampledTokens
+
+# The tokens of a row with drafts: of what was sampled, from a row of logits on, with these drafts.
+Verify = Callable[[SampledTokens, int, Sequence[int]], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +67,25 @@ def verify(sampled: SampledTokens, first: int, drafts: Sequence[int]) -> list[in
         if token_ids[-1] != draft:
             break
     return token_ids
+
+
+class HoldAtRandom:
+    """Drafts that hold by chance, whatever the model samples. The tokens are wrong: for benchmarks only.
+
+    Args:
+        rates: for each position the share of the rows whose drafts hold up to there.
+    """
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        before = (1.0, *rates)
+        self._rates = [rate / first if first else 0.0 for first, rate in zip(before, rates, strict=False)]
+        self._random = Random(0)
+
+    def verify(self, sampled: SampledTokens, first: int, drafts: Sequence[int]) -> list[int]:
+        """As `verify`, with drafts in place of the tokens that were sampled where they hold."""
+        token_ids: list[int] = []
+        for rate, draft in zip(self._rates, drafts, strict=False):
+            if self._random.random() >= rate:
+                break
+            token_ids.append(draft)
+        return token_ids + verify(sampled, first + len(token_ids), ())

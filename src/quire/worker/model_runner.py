@@ -27,7 +27,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch, StepResult
 from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
-from quire.worker.drafts import Drafts, verify
+from quire.worker.drafts import Drafts, Verify, verify
 from quire.worker.input_batch import ExpectedTokens, InputBatch, StepRows
 from quire.worker.kv_cache import PagedCache
 
@@ -110,6 +110,7 @@ class ModelRunner:
         self.device = device
         self.captured = captured
         self._in_flight: deque[PendingStep] = deque()
+        self.verify: Verify = verify  # benchmarks have another: see HoldAtRandom
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Run one step and wait for it."""
@@ -249,7 +250,7 @@ class ModelRunner:
             for index, logprobs in sampled.logprobs.items():
                 result.logprobs.setdefault(launched.sampling[index], []).append(logprobs)
             for index, (position, first, draft_token_ids) in enumerate(() if drafts is None else drafts.rows):
-                token_ids = result.token_ids[position] = verify(sampled, first, draft_token_ids)
+                token_ids = result.token_ids[position] = self.verify(sampled, first, draft_token_ids)
                 self.input_batch.learn_verified(expected, index, token_ids)
                 if token_ids:
                     result.errors.pop(position, None)

@@ -20,6 +20,7 @@ from quire.resolve import DeviceFacts, shown_bytes
 from quire.schedule import ScheduledBatch, StepResult
 from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
+from quire.worker.drafts import HoldAtRandom
 from quire.worker.gpu_memory import OnGpu
 from quire.worker.host_memory import OnHost
 from quire.worker.kv_cache import PagedCache
@@ -106,6 +107,8 @@ class DeviceWorker:
 
     def capture(self) -> None:
         self.runner = self.place.runner(self.model, self.cache, self.settings, self._progress)
+        if rates := self.settings.synthetic_acceptance_rates:
+            self.runner.verify = HoldAtRandom(rates).verify
 
     def submit(self, batch: ScheduledBatch) -> PendingStep:
         return self.runner.submit(batch)

@@ -9,7 +9,7 @@
 
 namespace quire {
 
-// What is the same for all steps of a layer.
+// Constants of a layer, equal for all steps.
 struct AttentionRule {
   float scale;
   int sliding_window;  // attends to positions > pos - sliding_window; 0 = all
@@ -34,6 +34,6 @@ struct AttentionKernels {
   void (*paged_attention)(const AttentionArgs&);
 };
 const AttentionKernels& attention_kernels();        // of a cache of CacheType::model
-const AttentionKernels& attention_codes_kernels();  // the others
+const AttentionKernels& attention_codes_kernels();  // the other cache types
 
 }  // namespace quire

@@ -7,8 +7,8 @@
 //                                        it what one vdpbf16ps takes.
 // Every instruction set reads the same layout.
 //
-// The sum of one output element runs over k in ascending order, into one accumulator, whatever M, the threads, or the
-// position of the row: rows are bit-equal for any batch on one instruction set.
+// The sum of one output element runs over k in ascending order, into one accumulator. M, the threads and the position
+// of the row do not change it: on one instruction set, rows are bit-equal for any batch.
 //
 // Grouped integer weights (quire/kernels/grouped_layout.h): rows of x are quantized to 8 bits with sign, one scale per
 // row and group of the weight, and with s the sum of a row's codes in a group, dot its product with the weight's codes,
@@ -34,7 +34,7 @@ inline constexpr int64_t kBf16KUnit = 32;
 inline constexpr int64_t kBf16TileColumns = 16;
 inline constexpr int64_t kBf16TileElements = kBf16KUnit * kBf16TileColumns;
 
-// A weight [n, k] in the packed layout of its kind; the same for all calls.
+// A weight [n, k] in the packed layout of its kind, equal for all calls.
 struct PackedWeight {
   const void* data;
   int64_t n, k;
@@ -45,7 +45,7 @@ struct PackedWeight {
 
 struct GemmArgs {
   StridedRows<const void> x;  // [m, k]
-  DType dtype;                // of x, and of the packed weight unless it is grouped or FP8
+  DType dtype;                // of x, and of the packed weight if it is neither grouped nor FP8
   int64_t m;
   PackedWeight weight;
   const void* bias;  // [n] of bias_dtype, or nullptr
@@ -54,7 +54,8 @@ struct GemmArgs {
   DType out_dtype;
 };
 
-// Rows of a packed weight, each in [0, weight.n), rounded to dtype; that of the weight unless it is grouped or FP8.
+// Rows of a packed weight, each in [0, weight.n), rounded to dtype. A weight that is neither grouped nor FP8 has this
+// dtype.
 struct WeightRowsArgs {
   PackedWeight weight;
   const int64_t* rows;  // [count]
@@ -71,16 +72,17 @@ struct PlainWeight {
 };
 
 inline constexpr int64_t kAmxKUnit = 64;        // of 8-bit codes: a tile row
-inline constexpr int64_t kAmxSmallGroup = 512;  // AMX takes any groups up to this size, larger ones of whole tile rows
+inline constexpr int64_t kAmxSmallGroup = 512;  // AMX takes groups up to this size, and larger ones of whole tile rows
 
 int64_t gemm_packed_bytes(DType dtype, int64_t n, int64_t k);
 void gemm_pack(const PlainWeight& weight, void* packed);
-// By the kind of the weight. Column i of a grouped weight is element order[i] of a row, i without an order.
+// Unpacks rows; the function depends on the kind of the weight. Column i of a grouped weight is element order[i] of a
+// row, or i without an order.
 void gemm_rows(const WeightRowsArgs& args);
 void gemm_grouped_rows(const WeightRowsArgs& args);
 
-// The nearest grouped weight: codes [n, k], scales [n, groups]. 8 bits: scale = max |w| / 127. 4 bits: the element of
-// largest magnitude becomes code 0, as in GGUF's Q4_0.
+// The nearest grouped weight: codes [n, k], scales [n, groups]. 8 bits: scale = max |w| / 127. 4 bits: the element with
+// the largest magnitude gets code 0, as in GGUF's Q4_0.
 void gemm_grouped_quantize(const PlainWeight& weight, int bits, int64_t group_size, uint8_t* codes, float* scales);
 
 void gemm(const GemmArgs& args);
@@ -98,17 +100,18 @@ struct GemmBlock {
 struct GemmKernels {
   int64_t row_unit;  // rows are prepared, and blocks cut, at multiples of this
   int64_t (*input_bytes)(const GemmArgs& args);
-  // Brings rows [row_begin, row_end) of args.x into the form run() reads, at their place in `input`.
+  // Converts rows [row_begin, row_end) of args.x to the form that run() reads, and writes them to their place in
+  // `input`.
   void (*prepare)(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input);
-  int64_t (*rows_per_block)(int64_t k);  // rows whose prepared form stays in the L2 cache; a multiple of row_unit
+  int64_t (*rows_per_block)(int64_t k);  // rows that stay in the L2 cache in prepared form; a multiple of row_unit
   void (*run)(const GemmBlock& block);
 };
 
 const GemmKernels& gemm_f32_kernels();          // every dtype, by float arithmetic
-const GemmKernels& gemm_bf16_kernels();         // vdpbf16ps; run == nullptr where the active ISA lacks it
-const GemmKernels& gemm_amx_kernels();          // AMX tiles; run == nullptr where the active ISA lacks them
+const GemmKernels& gemm_bf16_kernels();         // vdpbf16ps; run == nullptr if the active ISA lacks it
+const GemmKernels& gemm_amx_kernels();          // AMX tiles; run == nullptr if the active ISA lacks them
 const GemmKernels& gemm_grouped_kernels();      // grouped weights
-const GemmKernels& gemm_grouped_amx_kernels();  // grouped weights on AMX tiles, the same bits; run == nullptr without
+const GemmKernels& gemm_grouped_amx_kernels();  // grouped weights on AMX tiles, same bits; run == nullptr without AMX
 
 struct QuantizeKernels {
   // One group of one row: codes [count] and the scale.

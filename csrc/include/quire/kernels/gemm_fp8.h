@@ -1,13 +1,14 @@
 // Matrix products with FP8 weights (e4m3: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities, 0x7f and
 // 0xff are NaN), one float scale per output column and group of elements along K:
 //   out = sum over groups of scale * (sum of x * code), plus bias
-// Codes are brought to bfloat16, which holds each of them exactly, a block at a time, and multiplied like weights in
-// bfloat16 (see gemm.h); sums of a group are scaled and added in float. So a product reads a byte per weight, and its
-// bits depend on nothing but the row of x, on one instruction set. A group is a multiple of 32, the last may be cut.
+// Codes are converted to bfloat16, which represents each of them exactly, one block at a time. They are multiplied like
+// weights in bfloat16 (see gemm.h), and sums of a group are scaled and added in float. So a product reads a byte per
+// weight, and on one instruction set its bits depend only on the row of x. A group is a multiple of 32; the last group
+// may be shorter.
 //
-// Packed layout: panels of 64 output columns; in a panel float scales [groups][64], then the codes in the order of the
-// tiles of bfloat16, but that the two rows of 32 codes which make a line of 64 bytes take turns every 8 codes:
-// unpacking bytes to words then needs no permutation. K is rounded up to 32 with zeros.
+// Packed layout: panels of 64 output columns. A panel has float scales [groups][64], then the codes in the order of the
+// bfloat16 tiles, except that the two rows of 32 codes of each 64-byte line alternate every 8 codes. So unpacking bytes
+// to words needs no permutation. K is rounded up to 32 with zeros.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,7 @@ inline constexpr int64_t kFp8LineCodes = 64;
 // Steps of 32 k, and sizes in the packed layout.
 struct Fp8Layout {
   int64_t num_steps, group_steps, num_groups;
-  int64_t scale_bytes, panel_bytes;  // of a panel: its scales; all of it
+  int64_t scale_bytes, panel_bytes;  // of the scales of a panel; of a whole panel
 
   Fp8Layout(int64_t k, int64_t group_size)
       : num_steps(ceil_div(k, kBf16KUnit)),
@@ -38,12 +39,12 @@ void gemm_fp8_pack(StridedRows<const uint8_t> codes, const float* scales, int64_
                    void* packed);
 // Scale times code.
 void gemm_fp8_rows(const WeightRowsArgs& args);
-// The nearest codes, and one scale per row: max |w| / 448, so that the largest element becomes the largest code. A row
+// The nearest codes, and one scale per row: max |w| / 448, so that the largest element gets the largest code. A row
 // with an element that is not finite gets the scale NaN.
 void gemm_fp8_quantize(const PlainWeight& weight, uint8_t* codes, float* scales);
 
 const GemmKernels& gemm_fp8_kernels();      // every dtype of x
-const GemmKernels& gemm_fp8_amx_kernels();  // x in bfloat16 on AMX tiles; run == nullptr where the active ISA has none
+const GemmKernels& gemm_fp8_amx_kernels();  // x in bfloat16 on AMX tiles; run == nullptr if the active ISA has none
 
 struct Fp8QuantizeKernels {
   void (*row)(const void* weight, DType dtype, int64_t count, uint8_t* codes, float* scale);

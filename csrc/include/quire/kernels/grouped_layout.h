@@ -1,9 +1,8 @@
-// Integer weights in groups along K ("grouped"), and how they lie in memory. With codes of 2 to 6 or 8 bits without
-// sign,
+// Integer weights in groups along K ("grouped"), and their layout in memory. Codes have 2 to 6 or 8 bits without sign:
 //   weight = scale * (code - zero)       zero 2^(bits - 1), or one number of 8 bits per group; or
 //   weight = scale * code - minimum.
-// Scales and minima are numbers (float, half), or both are 8-bit factors with sign of a half per super-group of
-// `super_size` groups, as in GGUF's K-quants; such a product is exact in float.
+// Scales and minima are numbers (float, half). Or both are 8-bit factors with sign, which multiply a half per
+// super-group of `super_size` groups, as in GGUF's K-quants; this product is exact in float.
 //
 // Packed layout: panels of 64 output columns. In a panel
 //   numbers    [groups]  scales [64], then zeros or minima [64] if there are any
@@ -25,13 +24,13 @@ namespace quire {
 
 inline constexpr int64_t kPanelWidth = 64;
 inline constexpr int64_t kUnpackedRowsPerTask = 16;         // where rows are read back out of panels
-inline constexpr int64_t kQuad = 4;                         // neighbours in K whose codes lie together
+inline constexpr int64_t kQuad = 4;                         // neighbours in K with codes that lie together
 inline constexpr int64_t kQuadBytes = kQuad * kPanelWidth;  // of 8-bit codes of one panel
 
-// Codes of 2, 4 and 8 bits are one plane: as many quads in [64][4] bytes as fit, the first in the lowest bits. Codes of
-// 3, 5 and 6 bits are split: 2 or 4 low bits lie as codes of so many bits do, the bits above likewise in a plane of
-// their own. Planes take turns, so that a panel is read in order: the low bits of `quads` quads, then their high bits
-// [64][4]. K is rounded up to whole planes too.
+// Codes of 2, 4 and 8 bits are one plane: [64][4] bytes hold a fixed number of quads, the first in the lowest bits.
+// Codes of 3, 5 and 6 bits are split: 2 or 4 low bits form a plane like codes of 2 or 4 bits, and the upper bits form
+// another plane. Planes alternate, so that a panel is read in order: the low bits of `quads` quads, then their high
+// bits [64][4]. K is rounded up to whole planes too.
 struct CodePlanes {
   int low_bits, high_bits;  // of a code
   int64_t quads;            // that share their last [64][4] bytes
@@ -47,9 +46,9 @@ struct CodePlanes {
   constexpr int64_t bytes() const { return kQuadBytes * quads * (low_bits + high_bits) / 8; }
 };
 
-inline constexpr int64_t kMaxSuperElements = 256;  // of a super-group: what 32-bit sums hold, see above
+inline constexpr int64_t kMaxSuperElements = 256;  // of a super-group: the limit of 32-bit sums, see above
 
-// How the numbers of groups are stored; the values are part of the Python interface (kernels/cpu.py).
+// The storage of the numbers of groups. The values are part of the Python interface (kernels/cpu.py).
 enum class GroupNumbers : int { none = 0, f32 = 1, f16 = 2, i8 = 3, u8 = 4 };
 
 constexpr int64_t size_of(GroupNumbers numbers) {
@@ -67,7 +66,7 @@ constexpr int64_t size_of(GroupNumbers numbers) {
   return 0;
 }
 
-// With 3 and 5 bits, super-groups of several groups are multiples of 32 elements, as whole planes are.
+// With 3 and 5 bits, super-groups of several groups are multiples of 32 elements, like whole planes.
 struct GroupedForm {
   int bits = 0;                               // of a code: 2 to 6 or 8; 0: the weight is not grouped
   int64_t group_size = 0;                     // a multiple of 16; with 3 and 5 bits 16, or a multiple of 32
@@ -98,8 +97,8 @@ struct GroupedLayout {
                                    round_up(num_groups * form.group_size / kQuad, CodePlanes(form.bits).quads) / 8) {}
 };
 
-// A weight before it is packed: codes [n, k]; numbers of groups [n, groups] and of super-groups [n, supers], nullptr
-// where the form has none.
+// A weight before packing: codes [n, k]; numbers of groups [n, groups] and of super-groups [n, supers]. A number that
+// the form lacks is nullptr.
 struct GroupedSource {
   StridedRows<const uint8_t> codes;
   const void *scales, *offsets, *super_scales, *super_minima;

@@ -1,5 +1,5 @@
-// What this machine can do at most: streaming reads, and multiply-adds that touch registers only. Benchmarks and the
-// cost model state results as a share of these.
+// Limits of this machine: streaming reads, and multiply-adds that touch only registers. Benchmarks and the cost model
+// give results as a share of these limits.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace quire {
 struct LimitKernels {
   // Reads [begin, begin + bytes) once, 64 bytes at a time, with software prefetch; returns a checksum.
   uint32_t (*read)(const char* begin, int64_t bytes);
-  // Runs `rounds` rounds of multiply-adds with bfloat16 (or float, for the other types) operands; returns the number of
-  // floating point operations done.
+  // Runs `rounds` rounds of multiply-adds with bfloat16 operands (for other types: float). Returns the number of
+  // floating point operations.
   int64_t (*multiply)(DType dtype, int64_t rounds);
-  // The same with 8-bit integers, as the products of grouped weights compute: returns the number of multiplications and
+  // The same with 8-bit integers, like the products of grouped weights. Returns the number of multiplications and
   // additions.
   int64_t (*multiply_int8)(int64_t rounds);
 };

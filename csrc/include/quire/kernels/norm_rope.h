@@ -1,4 +1,4 @@
-// RMS norm, and what happens between the qkv projection and attention: per-head norm, rotary embedding, KV cache write.
+// RMS norm, and the work between the qkv projection and attention: per-head norm, rotary embedding, KV cache write.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace quire {
 struct RmsNormArgs {
   DType dtype;                 // of x, residual and out
   StridedRows<const void> x;   // [rows, dim]
-  StridedRows<void> residual;  // [rows, dim] or null: residual += x first, rounded to dtype; the norm is of the sum
+  StridedRows<void> residual;  // [rows, dim] or null: residual += x first, rounded to dtype; the norm reads the sum
   const void* weight;          // [dim]
   DType weight_dtype;          // dtype or f32
   float eps, weight_offset;
@@ -20,7 +20,7 @@ struct RmsNormArgs {
   int64_t rows, dim;
 };
 
-// What happens to each head of q and k; the same for all steps of a layer. E head_dim, R rotary dims.
+// The transformation of each head of q and k, equal for all steps of a layer. E head_dim, R rotary dims.
 struct HeadRotation {
   const float* cos_sin;  // [num_positions, R]: R / 2 cosines, then R / 2 sines; null = no rotation
   int64_t num_positions, rotary_dim;
@@ -41,7 +41,7 @@ struct RopeCacheArgs {
   HeadRotation rotation;
   int64_t num_tokens, num_q_heads, head_dim;
 };
-inline constexpr int kMaxRopeHeadDim = 256;  // as kMaxHeadDim of attention: both run, or neither
+inline constexpr int kMaxRopeHeadDim = 256;  // equal to kMaxHeadDim of attention, so that both run or neither
 
 struct NormRopeKernels {
   void (*rms_norm)(const RmsNormArgs&);

@@ -1,1 +1,1 @@
-"""From token ids to text, incrementally: bytes, UTF-8 hold-back, stop strings. Pure state machines."""
+"""Incremental text from token ids: bytes, incomplete UTF-8, stop strings. Pure state machines."""

@@ -1,7 +1,7 @@
-"""All the ways in which tokens can spell a word, for `bad_words`.
+"""All spellings of a word in tokens, for `bad_words`.
 
-A word is text between boundaries. There is no boundary between two letters, digits or underscores, except in scripts
-that write without spaces, where it is between any two characters.
+A word is text between boundaries. There is no boundary between two letters, digits or underscores. Scripts without
+spaces have a boundary between any two characters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WITHOUT_SPACES = (
 )
 _RUN = re.compile(rf"(?:(?![{_WITHOUT_SPACES}])\w)+|\s+|.", re.DOTALL)  # there is a boundary between any two
 _WORD = re.compile(rf"(?![{_WITHOUT_SPACES}])\w")
-_KEY = 4  # bytes: few lengths share the first four, and most texts of a word begin no token that long
+_KEY = 4  # bytes: tokens with the same first four have few lengths, and most parts of a word begin no token that long
 
 
 class WordIndex:
@@ -40,7 +40,7 @@ class WordIndex:
         for token_id, data in tokens:
             if not data:
                 continue
-            text = data.decode("utf-8", "surrogateescape")  # a part of a character is no letter: it is a boundary
+            text = data.decode("utf-8", "surrogateescape")  # a part of a character is no letter, so it is a boundary
             boundaries = _boundaries(text)
             self._whole[data].append(token_id)
             for at in boundaries:
@@ -56,7 +56,7 @@ class WordIndex:
         self._inside_word = bytes(inside_word)
 
     def spell(self, words: Iterable[str]) -> SpelledWords:
-        """What forbids these words; spaces around a word do not count."""
+        """The spellings of these words. Spaces around a word do not count."""
         return SpelledWords([self._spell(word.strip()) for word in words], self._inside_word)
 
     def _spell(self, word: str) -> SpelledWord:
@@ -69,14 +69,14 @@ class WordIndex:
         for token_id in self._inside.get(data, ()):
             anywhere[token_id].append(end)
         steps = [self._tokens_from(data, begin) for begin in range(end)]
-        if not _WORD.match(word):  # what comes before makes no difference
+        if not _WORD.match(word):  # the text before does not matter
             for token_id, counts in steps[0].items():
                 anywhere[token_id] += counts
             steps[0] = {}
         return SpelledWord(dict(anywhere), steps)
 
     def _tokens_from(self, data: bytes, begin: int) -> dict[int, list[int]]:
-        """Tokens that go on with a word of which `begin` bytes are out, and how many are out with them."""
+        """Tokens that continue a word after its first `begin` bytes -> the number of bytes that are out after each."""
         end = len(data)
         found = {token_id: [end] for token_id in self._heads.get(data[begin:], ())}
         for length in (*range(1, _KEY), *self._lengths.get(data[begin : begin + _KEY], ())):

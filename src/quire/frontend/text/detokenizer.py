@@ -1,10 +1,10 @@
-"""Token ids to text, incrementally: a byte string per token and a UTF-8 decoder, or a window for unusual decoders.
+"""Incremental text from token ids: a byte string per token and a UTF-8 decoder, or a window for unusual decoders.
 
 Most decoders of `tokenizer.json` (byte-level BPE; sentencepiece with `▁` and byte fallback) join one byte string per
-token, so streaming needs no decoder calls: the bytes are looked up and joined, and at most three bytes of an incomplete
+token. So streaming needs no decoder calls: bytes are looked up and joined, and at most three bytes of an incomplete
 character are held back. Invalid bytes become U+FFFD by the Unicode rule "maximal subpart", as in CPython and in Rust's
-from_utf8_lossy. (The tokenizers library turns a whole run of byte-fallback tokens into U+FFFD if one byte of it is
-wrong, which no stream can do.)
+from_utf8_lossy. (The tokenizers library turns a whole run of byte-fallback tokens into U+FFFD if one of its bytes is
+wrong. A stream cannot do that.)
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-MAX_WINDOW = 32  # tokens kept by WindowDetokenizer before old ones are dropped; twice as many if the text is not valid
-CONTEXT = 8  # tokens kept then, and taken from the prompt: no known decoder looks further back
+MAX_WINDOW = 32  # WindowDetokenizer drops old tokens after this number, or after twice this number in invalid text
+CONTEXT = 8  # tokens that it keeps then or takes from the prompt: no known decoder looks further back
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderRule:
     """A decoder that joins one byte string per token.
 
-    `first`, if set, replaces `encode` for a text's first token; `strip_left` spaces are taken off the text's start.
+    `first`, if set, replaces `encode` for the first token of a text. `strip_left` spaces are removed at its start.
     """
 
     encode: Callable[[str], bytes]
@@ -32,7 +32,7 @@ class DecoderRule:
 
 
 def compile_decoder(decoder: Mapping[str, Any] | None) -> DecoderRule | None:
-    """The rule of a `decoder` entry of tokenizer.json, or None if it is not of the simple kind."""
+    """The rule of a `decoder` entry of tokenizer.json; None if it is not of this simple kind."""
     steps = _flatten(decoder)
     kinds = [step["type"] for step in steps]
     if kinds and kinds[0] == "ByteLevel" and set(kinds[1:]) <= {"Fuse"}:
@@ -80,7 +80,7 @@ def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """Character -> byte of byte-level BPE (GPT-2): printable Latin-1 is itself, the rest counts from U+0100."""
+    """Character -> byte of byte-level BPE (GPT-2): printable Latin-1 is itself, the other bytes count from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + index: byte for index, byte in enumerate(others)}
@@ -92,7 +92,7 @@ _BYTE_OF_CHAR = {chr(char): byte for char, byte in _byte_alphabet().items()}
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in token])
-    except KeyError:  # an added token with characters outside the alphabet is plain text
+    except KeyError:  # an added token with characters outside of the alphabet is plain text
         return token.encode()
 
 
@@ -111,7 +111,7 @@ def _replacing(replaces: Sequence[tuple[str, str]], byte_fallback: bool) -> Call
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> bytes, filled as ids are met. Ids in `skipped` and ids the vocabulary does not have are empty."""
+    """Token id -> bytes, filled at the first use of an id. Ids in `skipped` and unknown ids are empty."""
 
     def __init__(
         self,
@@ -129,12 +129,12 @@ class TokenBytes(dict[int, bytes]):
 
 
 class ByteDetokenizer:
-    """Joins the tokens' bytes and decodes them; holds back an incomplete character (at most 3 bytes).
+    """Joins the tokens' bytes and decodes them. It holds back an incomplete character (at most 3 bytes).
 
     Args:
         table: bytes of every token.
-        first: bytes of every token as the first of a text; None if it makes no difference or text came before.
-        strip_left: number of spaces to take off the start of the text.
+        first: bytes of every token at the start of a text; None if this makes no difference or text came before.
+        strip_left: number of spaces to remove at the start of the text.
         pending: bytes of an incomplete character at the end of the text before.
     """
 
@@ -161,7 +161,7 @@ class ByteDetokenizer:
         return self._strip(text) if self._strip_left else text
 
     def _push_first(self, token_ids: Sequence[int]) -> bytes:
-        """Like the join in `push`, while the first token with text is still to come."""
+        """Join the bytes like `push`, before the first token with text has come."""
         assert self._first is not None
         for position, token_id in enumerate(token_ids):
             if self._table[token_id]:
@@ -180,18 +180,18 @@ class ByteDetokenizer:
         return kept
 
     def flush(self) -> str:
-        """U+FFFD for an incomplete character at the end of the output, else nothing."""
+        """U+FFFD for an incomplete character at the end of the output, else an empty text."""
         text = codecs.utf_8_decode(self._pending, "replace", True)[0]
         self._pending = b""
         return text
 
 
 class WindowDetokenizer:
-    """For any decoder: decodes a window of the last tokens, and lets out what the last token can no longer change.
+    """For any decoder: decodes a window of the last tokens and lets out text that the next token cannot change.
 
     Args:
-        decode: token ids to text, as the tokenizer does it.
-        prompt_token_ids: their end is context of the first output token; its text is not let out.
+        decode: the tokenizer's function from token ids to text.
+        prompt_token_ids: their end is the context of the first output token. Its text is not let out.
     """
 
     __slots__ = ("_decode", "_num_out", "_window")
@@ -218,7 +218,7 @@ class WindowDetokenizer:
         return piece
 
     def _shorten(self, text: str) -> None:
-        """Forget old tokens, if the text that is not out yet stays the same without them."""
+        """Forget old tokens if the text that is not out yet does not depend on them."""
         rest = text[self._num_out :]
         window = self._end_of(self._window)
         shorter = self._decode(window)
@@ -227,16 +227,16 @@ class WindowDetokenizer:
             self._window, self._num_out = window, len(shorter) - len(rest)
 
     def _end_of(self, token_ids: list[int]) -> list[int]:
-        """The last tokens, from a place that is not inside a character.
+        """The last tokens from a place that is not inside a character.
 
-        The tokenizers library turns a whole run of byte tokens into U+FFFD if it begins inside a character, and what is
-        still to come of the run too. In valid text one of four tokens in a row begins a character.
+        If a run of byte tokens begins inside a character, the tokenizers library turns the whole run into U+FFFD, also
+        its later tokens. In valid text one of four tokens in a row begins a character.
         """
         ends = [token_ids[-count:] for count in range(CONTEXT, CONTEXT + 4)]
         return next((end for end in ends if REPLACEMENT not in self._decode(end)), ends[0])
 
     def flush(self) -> str:
-        """The text still held back, at the end of the output."""
+        """The rest of the text at the end of the output."""
         text = self._decode(self._window)
         rest, self._num_out = text[self._num_out :], len(text)
         return rest

@@ -9,17 +9,17 @@ from quire.frontend.text.stop import StopMatcher
 
 
 class Detokenizer(Protocol):
-    """Token ids to text that will not change any more."""
+    """Turns token ids into final text."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
     def flush(self) -> str:
-        """The text still held back, at the end of the output."""
+        """The rest of the text at the end of the output."""
         ...
 
 
 class TextDelta(NamedTuple):
-    """What some tokens added. With a match, `num_tokens` of them were used: the last one completed the stop string."""
+    """The text of some tokens. With a match, only `num_tokens` were used: the last one completed the stop string."""
 
     text: str
     num_tokens: int
@@ -27,7 +27,7 @@ class TextDelta(NamedTuple):
 
 
 class TextPipeline:
-    """Detokenizer, then stop strings. For any cut of the tokens into pushes the texts join to the same text."""
+    """Detokenizer, then stop strings. The joined text does not depend on the cut of the tokens into pushes."""
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_num_tokens")
 
@@ -40,7 +40,7 @@ class TextPipeline:
         self._num_tokens = 0
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Add tokens. After a delta with `stop` set, nothing more may be pushed."""
+        """Add tokens. No further push is allowed after a delta with `stop`."""
         matcher = self._matcher
         if matcher is None:
             return TextDelta(self._detokenizer.push(token_ids), len(token_ids))
@@ -54,7 +54,7 @@ class TextPipeline:
         return TextDelta("".join(pieces), len(token_ids))
 
     def finish(self) -> str:
-        """The rest of the text once no more tokens come. Not to be called after a stop string."""
+        """The rest of the text after the last token. It must not be called after a stop string."""
         rest = self._detokenizer.flush()
         if self._matcher is None:
             return rest

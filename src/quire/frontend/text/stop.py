@@ -1,4 +1,4 @@
-"""Stop strings as one automaton (Aho and Corasick 1975): constant work per character, for any strings and cuts."""
+"""Stop strings as one automaton (Aho and Corasick 1975): constant work per character for all strings and cuts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import lru_cache
 
 
 class StopStrings:
-    """A compiled, shareable set of stop strings.
+    """A compiled set of stop strings, which can be shared.
 
-    State 0 is the root. The state after some text stands for the longest suffix of the text that begins a stop string,
-    and `depth` is that suffix's length: exactly what must be held back.
+    State 0 is the root. The state after some text stands for the longest suffix of the text that begins a stop string.
+    `depth` is the length of this suffix: exactly this text must be held back.
     """
 
     __slots__ = ("children", "depth", "ends", "fail")
@@ -39,7 +39,7 @@ class StopStrings:
         self.ends[state] = stop
 
     def _link(self) -> None:
-        """Breadth first: a state's failure state is shallower, so it is complete when it is needed."""
+        """Link breadth first: a state's failure state is less deep, so it is complete when it is needed."""
         queue = deque(self.children[0].values())
         while queue:
             state = queue.popleft()
@@ -61,14 +61,14 @@ class StopStrings:
 
 @lru_cache(maxsize=256)
 def compile_stops(stops: tuple[str, ...]) -> StopStrings:
-    """The automaton of these strings; requests of one client usually share them."""
+    """The automaton of these strings. Requests of one client usually have the same strings."""
     return StopStrings(stops)
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first, and lets no character of it out before that is known.
+    """Finds the first complete stop string. No character of a possible stop string is let out.
 
-    If two end at the same character, the longer one counts. The result does not depend on how the text is cut.
+    If two end at the same character, the longer one counts. The result does not depend on the cut of the text.
     """
 
     __slots__ = ("_held", "_include", "_state", "_stops", "matched")
@@ -81,10 +81,10 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, armed: bool = True) -> str:
-        """Add text, get the text that is final now. Sets `matched`, after which nothing more may be pushed.
+        """Add text -> the text that is final now. After `matched` is set, no further push is allowed.
 
         Args:
-            armed: False lets matches that end in this text pass (before min_tokens).
+            armed: False ignores matches that end in this text (before min_tokens).
         """
         assert self.matched is None, "text after the stop string"
         stops, state, held = self._stops, self._state, self._held
@@ -106,6 +106,6 @@ class StopMatcher:
         return known[:cut]
 
     def flush(self) -> str:
-        """The text still held back, at the end of the output."""
+        """The rest of the text at the end of the output."""
         held, self._held = self._held, ""
         return held

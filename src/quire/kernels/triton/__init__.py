@@ -1,1 +1,1 @@
-"""The GPU kernels, in Triton: each has the contract of its namesake in `kernels.ops`, for CUDA tensors."""
+"""The GPU kernels in Triton. Each has the contract of the function with its name in `kernels.ops`, for CUDA tensors."""

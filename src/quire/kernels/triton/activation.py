@@ -1,4 +1,4 @@
-"""Gated activations: f(first half of a row) * second half; also with rows quantized to FP8.
+"""Gated activations: f(first half of a row) * second half, also with the result quantized to FP8.
 
 Dimensions: T tokens, I inner.
 """
@@ -50,18 +50,18 @@ def gated_activation(name: str, x_T2I: Tensor, out_TI: Tensor) -> None:
 def _quantized_activation_kernel(
     x_ptr, codes_ptr, scales_ptr, x_stride, inner, NAME: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A whole row."""
+    """Compute and quantize a whole row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_inside = columns < inner
     gate = tl.load(x_ptr + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + inner + columns, mask=is_inside, other=0.0).to(tl.float32)
-    y = _gated(gate, up, NAME).to(x_ptr.dtype.element_ty).to(tl.float32)  # as the unquantized form stores it
+    y = _gated(gate, up, NAME).to(x_ptr.dtype.element_ty).to(tl.float32)  # the unquantized form rounds here too
     codes.store_row(codes_ptr + row * inner, scales_ptr + row, y, columns, is_inside)
 
 
 def gated_activation_to_fp8(name: str, x_T2I: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [T, I] in e4m3 and scales [T, 1]: the bits of `gated_activation` in x's dtype, and then quantize_rows."""
+    """Codes [T, I] in e4m3 and scales [T, 1], with the bits of `gated_activation` in x's dtype and quantize_rows."""
     T, inner = x_T2I.shape[0], x_T2I.shape[1] // 2
     codes_TI = torch.empty((T, inner), dtype=torch.int8, device=x_T2I.device)
     scales_T1 = torch.empty((T, 1), dtype=torch.float32, device=x_T2I.device)

@@ -1,15 +1,15 @@
 """Causal attention over a paged KV cache for any mix of prompts and decodes, and a split form for few long sequences.
 
-A program takes BLOCK_M rows: BLOCK_Q query tokens of one sequence times the query heads of one KV head, so that keys
-and values are read once for all of them. Softmax is online over tiles of keys (Dao et al., arXiv 2205.14135). In the
-split form a sequence is cut into `SEGMENTS` parts of equal length, each gives its maximum, its sum and its unnormalised
-output, and a second kernel joins them (FlashDecoding). Lengths are read on the device: nothing of the launch depends on
-them, so a launch can be captured in a CUDA graph. Of a cache of 8-bit codes, tiles are decoded to q's dtype, exactly;
-scales of int8 rows multiply scores and probabilities.
+A program takes BLOCK_M rows: BLOCK_Q query tokens of one sequence times the query heads of one KV head. So keys and
+values are read once for all of them. Softmax is online over tiles of keys (Dao et al., arXiv 2205.14135). In the split
+form a sequence is cut into `SEGMENTS` parts of equal length. Each part gives its maximum, its sum and its unnormalised
+output, and a second kernel joins them (FlashDecoding). Lengths are read on the device, and the launch does not depend
+on them, so a launch can be captured in a CUDA graph. Tiles of a cache of 8-bit codes are decoded exactly to q's dtype.
+Scales of int8 rows multiply scores and probabilities.
 
-The deterministic form (gpu.is_deterministic) has the same tiles for every batch and cuts keys at multiples of `RANGE`,
-wherever a sequence ends. Ranges are summed on their own and joined in order, by one program or by the second kernel, so
-a row's bits depend on nothing but its own query and keys.
+The deterministic form (gpu.is_deterministic) has the same tiles for every batch and cuts keys at multiples of `RANGE`.
+Each range is summed separately. One program or the second kernel joins the ranges in order. So a row's bits depend only
+on its own query and keys.
 
 Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, S sequences, M blocks per
 sequence.
@@ -31,16 +31,16 @@ from quire.kernels.layer_rules import AttentionRule
 from quire.kernels.triton import codes
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div, has_wgmma, next_power_of_2
 
-# Streaming multiprocessors that a launch should give work to; an H100 has 132.
+# A launch should give work to this number of streaming multiprocessors; an H100 has 132.
 _PROGRAMS_WANTED = 264
-_MAX_REGISTERS = 224  # of a thread: the compiler takes what it needs, and two programs of 128 threads still fit
-# Of the deterministic form: keys in a range, and ranges of a sequence, of which each may get a program.
+_MAX_REGISTERS = 224  # of a thread: enough for the compiler, and two programs of 128 threads still fit
+# For the deterministic form: keys in a range, and the most ranges of a sequence that get their own programs.
 _SHORTEST_RANGE, _MOST_RANGES = 1024, 32
 
 
 @triton.jit
 def _sequence_of(cu_seqlens_ptr, block, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence whose query blocks hold `block`: sequence s has its first at cu_seqlens[s] // BLOCK_Q + s."""
+    """The sequence with the query block `block`. The first block of sequence s is cu_seqlens[s] // BLOCK_Q + s."""
     low = 0
     high = num_seqs
     while high - low > 1:
@@ -82,7 +82,7 @@ def _attend(
 ):
     """Maxima (of log2) and sums [BLOCK_M], unnormalised output [BLOCK_M, BLOCK_E] over the keys begin .. end.
 
-    Of a window, keys before `first` are not read.
+    With a window, keys before `first` are not read.
     """
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -131,7 +131,7 @@ def _attend(
 
 @triton.jit
 def _join(maximum, total, acc, part_maximum, part_total, part_acc):
-    """What `_attend` would have of more keys. Keys of which a row sees none change no bit of it."""
+    """Join two results to the result of `_attend` over both ranges. A key that a row does not see changes no bit."""
     new_maximum = tl.maximum(maximum, part_maximum)
     safe_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weight, part_weight = tl.exp2(maximum - safe_maximum), tl.exp2(part_maximum - safe_maximum)
@@ -179,7 +179,7 @@ def _attention_kernel(
 ):
     """Without segments: out [T, H, E]. With: float32 out [T, H, SEGMENTS, E], maxima and sums [T, H, SEGMENTS].
 
-    RANGE is 0, or the keys that are summed on their own: those of a segment, if there are segments.
+    RANGE is 0, or the number of keys that are summed separately; with segments, a segment has this number of keys.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -203,8 +203,8 @@ def _attention_kernel(
     q = tl.load(q_ptrs, mask=is_row[:, None] & is_e[None, :], other=0.0)
 
     last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
-    end = seq_len - query_len + last_query + 1  # keys that the last row sees
-    first = 0  # key that the first row sees: what is before it may hold anything, and its block may be no number
+    end = seq_len - query_len + last_query + 1  # the last row sees the keys before it
+    first = 0  # the first row sees keys from here: earlier slots may hold anything, and their blocks may be illegal
     if WINDOW > 0:
         first = tl.maximum(seq_len - query_len + first_query - WINDOW + 1, 0)
     begin = first // TILE * TILE
@@ -329,7 +329,7 @@ def _join_ranges_kernel(
     BLOCK_E: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """One after the other, as one program does it."""
+    """Join segments one after the other, as a single program does."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = (token * H + head) * SEGMENTS + tl.arange(0, 1)
@@ -348,12 +348,12 @@ def _join_ranges_kernel(
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """How a launch is cut: rows and keys of a tile, segments of a sequence, and what the compiler is told.
+    """The cut of a launch: rows and keys of a tile, segments of a sequence, and options of the compiler.
 
     Args:
-        range_len: keys that are summed on their own, wherever a sequence ends; then a segment has so many. 0: there are
-            no ranges.
-        max_registers: of a thread; None: the compiler's choice, which may be to spill some for more programs at once.
+        range_len: keys that are summed separately, for every length of a sequence; a segment then has this number. 0:
+            there are no ranges.
+        max_registers: of a thread; None: the compiler's choice. It may spill some to run more programs at once.
     """
 
     block_m: int
@@ -375,12 +375,12 @@ def choose_shape(
     is_wgmma: bool = False,
     is_float32: bool = False,
 ) -> AttentionShape:
-    """Tiles for a batch of which only the sizes are known on the host: no length.
+    """Tiles for a batch. The host knows only its sizes and no lengths.
 
-    Decodes (one token a sequence) take 16 rows, the smallest that tensor cores multiply; prompts 64 or 128, from which
-    on sm_90 uses wgmma. Decodes of few sequences are split until every multiprocessor has work. Tiles of codes are
-    smaller, as they are decoded in registers; those of float32, which tensor cores do not multiply, are smallest; and
-    without wgmma those of groups that do not divide the rows, which need registers for it.
+    Decodes (one token a sequence) take 16 rows, the fewest that tensor cores multiply. Prompts take 64 or 128, with
+    which sm_90 uses wgmma. Decodes of few sequences are split until every multiprocessor has work. Tiles of codes are
+    smaller, because they are decoded in registers. Tiles of float32 are the smallest, because tensor cores do not
+    multiply them. Without wgmma, tiles are smaller too if groups do not divide the rows, which takes registers.
 
     Args:
         is_wgmma: see launch.has_wgmma.
@@ -411,14 +411,14 @@ def choose_fixed_shape(
     is_wgmma: bool = False,
     is_float32: bool = False,
 ) -> AttentionShape:
-    """What the deterministic form takes: tiles and ranges do not depend on the batch.
+    """The shape of the deterministic form: tiles and ranges do not depend on the batch.
 
-    Only whether ranges get programs of their own does: for decodes of few sequences. Tiles have 64 rows also for a
-    single token where one instruction (wgmma) shall multiply prompts and decodes. Two outputs are held in registers,
-    that of a range and that of those before it, so tiles are spread over 8 warps.
+    The batch only decides whether ranges get their own programs: in decodes of few sequences. With wgmma, tiles have 64
+    rows even for a single token, so that one instruction multiplies prompts and decodes. Two outputs are held in
+    registers, of a range and of the ranges before it, so tiles are spread over 8 warps.
 
     Args:
-        max_keys: that block tables have room for: the same in all calls.
+        max_keys: room of the block tables, the same in all calls.
         is_wgmma: of 16-bit types, see launch.has_wgmma.
         is_float32: of q.
     """
@@ -452,9 +452,9 @@ def paged_attention(
     out_THE: Tensor,
     shape: AttentionShape | None = None,
 ) -> None:
-    """See ops.paged_attention. `shape`: other tiles than those of `choose_shape`.
+    """See ops.paged_attention. `shape`: tiles instead of those of `choose_shape`.
 
-    What tables, lengths and sums hold is not checked: the host does not know it without waiting for the device.
+    Values in tables, lengths and sums are not checked, because the host would have to wait for the device.
     """
     T, H, E = q_THE.shape
     k_cache_BGPE, v_cache_BGPE = cache.k_BGPE, cache.v_BGPE
@@ -516,7 +516,7 @@ def paged_attention(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         maxnreg=shape.max_registers,
-        enable_fp_fusion=shape.range_len == 0,  # ranges are joined alike, by one program or by a kernel of its own
+        enable_fp_fusion=shape.range_len == 0,  # one program or a separate kernel joins ranges with equal bits
     )
     if shape.segments > 1:
         join = _join_ranges_kernel if shape.range_len else _join_segments_kernel

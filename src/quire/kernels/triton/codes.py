@@ -1,7 +1,7 @@
-"""8-bit codes of numbers, bit by bit: float8 (e4m3, e5m2) and int8 with a scale per row; see kernels.kv_codes.
+"""8-bit codes of numbers, bit by bit: float8 (e4m3, e5m2) and int8 with a scale per row. See kernels.kv_codes.
 
-Triton's own float8 types exist from sm_89 on only, and its interpreter rounds them otherwise than a GPU; conversions
-of integers are the same everywhere, and as many instructions. Codes are held as int8.
+Triton's own float8 types exist only on sm_89 and later, and its interpreter rounds them differently from a GPU.
+Conversions of integers are the same everywhere and take the same number of instructions. Codes are held as int8.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAMES: dict[torch.dtype, str] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2:
 
 @triton.jit
 def decode(codes, CODES: tl.constexpr):
-    """The numbers of int8 codes, exactly: float32, or float16 of e5m2. Those of int8 are without their scale."""
+    """The exact numbers of int8 codes: float32, or float16 for e5m2. Numbers of int8 are without their scale."""
     if CODES == "e4m3":
         # sign and magnitude where float32 has them: the number * 2^-120, as the biases of exponents are 7 and 127
         bits = (codes.to(tl.int32) << 20) & -0x78100000
@@ -30,7 +30,7 @@ def decode(codes, CODES: tl.constexpr):
 
 @triton.jit
 def encode_e4m3(x):
-    """Nearest codes (ties to even) of float32; above 448 the largest, NaN of what is not finite."""
+    """Nearest codes (ties to even) of float32: the largest code above 448, NaN for values that are not finite."""
     magnitude = tl.minimum(tl.abs(x), 448.0)
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -43,7 +43,7 @@ def encode_e4m3(x):
 
 @triton.jit
 def encode_e5m2(x):
-    """Nearest codes (ties to even) of float32; above 57,344 the largest, infinities and NaN as they are."""
+    """Nearest codes (ties to even) of float32: the largest code above 57,344; infinities and NaN stay."""
     magnitude = tl.minimum(tl.abs(x), 57344.0)
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - (112 << 2)

@@ -1,7 +1,7 @@
-"""Products with weights in floating point of which a row does not depend on the number of rows.
+"""Deterministic products with floating-point weights: a row of the result does not depend on the number of rows.
 
-cuBLAS, which multiplies unless results must be deterministic, chooses tiles and parts of K by that number. Here K is
-cut into parts as in products with quantized weights: see parts.py.
+cuBLAS chooses tiles and parts of K by this number, so it multiplies only if results need not be deterministic. Here K
+is cut into parts as in products with quantized weights: see parts.py.
 
 Dimensions: M rows, K in-features, N out-features.
 """
@@ -74,7 +74,7 @@ def _dense_kernel(
 
 
 def for_dense(tile: Tile) -> Tile:
-    """Tiles of 64 rows are spread over 8 warps: on sm_80 the split form of 4 spills."""
+    """Tiles of 64 rows are spread over 8 warps, because with 4 warps the split form spills on sm_80."""
     return replace(tile, num_warps=8) if tile.block_m == 64 else tile
 
 

@@ -1,6 +1,6 @@
 """Products with FP8 weights (e4m3), and rows of activations quantized to FP8.
 
-Products decode a weight's codes to the dtype of the activations, exactly; scales multiply float32 sums. K is cut into
+Products decode a weight's codes exactly to the dtype of the activations. Scales multiply float32 sums. K is cut into
 parts as in products with grouped weights: see parts.py.
 
 Dimensions: M rows, K in-features, N out-features, G groups along K.
@@ -88,7 +88,7 @@ def _fp8_kernel(
 
 
 def in_groups(tile: Tile, group_size: int) -> Tile:
-    """A tile whose sums are multiplied by a scale each: within a group, and of fewer columns, for the registers."""
+    """A tile with a scale for each sum: it lies within a group, and it has fewer columns to save registers."""
     return replace(tile, block_n=64, block_k=min(tile.block_k, group_size & -group_size))
 
 
@@ -118,7 +118,7 @@ def fp8_linear(
         scales_NG.stride(0),
         launch.out.stride(-2),
         IS_GROUPED=is_grouped,
-        enable_fp_fusion=False,  # sums of parts are rounded alike, in one program or in several
+        enable_fp_fusion=False,  # sums of parts have equal bits in one program and in several
         **launch.constants,
     )
     launch.join()

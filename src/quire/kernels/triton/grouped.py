@@ -1,12 +1,12 @@
 """Products with integer weights in groups along K, read in the panel layout of the CPU kernels.
 
-That layout serves a GPU as it is: a word of 32 bits holds 8 codes of 4 bits (or 4 of 8) of one output column, and the
-64 words of a panel lie side by side, so a tile is read in whole lines, and a thread takes apart what it has loaded.
-Codes of 3, 5 and 6 bits are words of 2-bit or 4-bit codes and, after every few of them, one with the bits above. The
-layout is described in csrc/include/quire/kernels/grouped_layout.h.
+This layout is good for a GPU too: a word of 32 bits holds 8 codes of 4 bits (or 4 of 8) of one output column, and the
+64 words of a panel lie side by side. So a tile is read in whole lines, and a thread splits the words it has loaded.
+Codes of 3, 5 and 6 bits are words of 2-bit or 4-bit codes; after every few of them comes a word with the upper bits.
+csrc/include/quire/kernels/grouped_layout.h describes the layout.
 
-K is cut into parts by the shape of the weight. Parts are summed on their own and then added in order, whether one
-program takes them in turn or one each: so a row of the result does not depend on the number of rows.
+K is cut into parts by the shape of the weight. Each part is summed separately, and parts are added in order, in one
+program or in several. So a row of the result does not depend on the number of rows.
 
 Dimensions: M rows, K in-features, N out-features.
 """
@@ -64,7 +64,7 @@ def _grouped_kernel(
 ):
     """Split: a program takes one part; float32 out [PARTS, M, N], no bias. `ROWS` rows of numbers serve a tile.
 
-    Every pointer but x, bias and out is to the packed weight, which it sees as elements of its own dtype.
+    All pointers except x, bias and out point into the packed weight. Each sees it as elements of its own dtype.
     """
     # struct CodePlanes: WORDS words of CODES codes, then, where codes are split, one with their high bits
     CODES: tl.constexpr = 4 if BITS == 8 else 8 if BITS >= 4 else 16
@@ -208,7 +208,7 @@ def grouped_linear(
 
 
 class _Sections:
-    """Bytes and dtypes of a panel, as GroupedLayout in grouped_layout.h."""
+    """Bytes and dtypes of a panel: see GroupedLayout in grouped_layout.h."""
 
     def __init__(self, weight_format: GroupedFormat, packed: Tensor, N: int, K: int) -> None:
         assert weight_format.group_size is not None

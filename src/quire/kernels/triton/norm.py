@@ -1,4 +1,4 @@
-"""RMS norm of rows, with and without adding to the residual first, and with rows quantized to FP8.
+"""RMS norm of rows, also with an addition to the residual before it, and with the result quantized to FP8.
 
 Dimensions: T tokens, D hidden.
 """
@@ -31,7 +31,7 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
 ):
-    """Quantized: out are codes."""
+    """If quantized, out has codes."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     is_inside = columns < D
@@ -45,7 +45,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=is_inside, other=0.0).to(tl.float32) + weight_offset
     y = x * inverse * weight
     if IS_QUANTIZED:
-        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # as the unquantized form stores it
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)  # the unquantized form rounds here too
         codes.store_row(out_ptr + row * out_stride, scales_ptr + row, y, columns, is_inside)
     else:
         tl.store(out_ptr + row * out_stride + columns, y.to(out_ptr.dtype.element_ty), mask=is_inside)
@@ -61,7 +61,7 @@ def rms_norm(
 def rms_norm_to_fp8(
     x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, weight_offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Codes [T, D] in e4m3 and scales [T, 1]: the bits of `rms_norm` in x's dtype, and then fp8.quantize_rows."""
+    """Codes [T, D] in e4m3 and scales [T, 1], with the bits of `rms_norm` in x's dtype and fp8.quantize_rows."""
     codes_TD = torch.empty(x_TD.shape, dtype=torch.int8, device=x_TD.device)
     scales_T1 = torch.empty((x_TD.shape[0], 1), dtype=torch.float32, device=x_TD.device)
     _launch(x_TD, residual_TD, weight_D, eps, weight_offset, codes_TD, scales_T1)

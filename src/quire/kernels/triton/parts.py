@@ -1,7 +1,7 @@
-"""How products with quantized weights are cut into programs: tiles, and parts of K that are summed on their own.
+"""The cut of products into programs: tiles, and parts of K that are summed separately.
 
-The parts, and with them the order of every sum, follow from the shape of the weight alone. Tiles follow from the number
-of rows too; on sm_90 all have 64 rows or more, so that one and the same instruction (wgmma) multiplies at every size.
+The parts, and the order of every sum, depend only on the shape of the weight. Tiles also depend on the number of rows.
+On sm_90 all tiles have 64 or more rows, so that the same instruction (wgmma) multiplies at every size.
 
 Dimensions: M rows, K in-features, N out-features, P parts.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div
 
-# Programs that a launch should have: four for each multiprocessor of an H100, which hide each other's waits.
+# A launch should have this number of programs: four for each multiprocessor of an H100, which hide each other's waits.
 _PROGRAMS_WANTED = 528
 _SHORTEST_PART = 512
 _MOST_PARTS = 16
@@ -28,7 +28,7 @@ _JOINED = 1024  # columns of a program that joins
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows, columns and K of a program's tile, and what the compiler is told."""
+    """Rows, columns and K of a program's tile, and options of the compiler."""
 
     block_m: int
     block_n: int
@@ -47,27 +47,27 @@ def choose_tile(M: int, N: int, dtype: torch.dtype, is_wgmma: bool) -> Tile:
 
 
 def part_length(N: int, K: int) -> int:
-    """Elements of K in a part, the last aside: a multiple of every tile's K."""
+    """Elements of K in a part, except the last: a multiple of every tile's K."""
     parts = min(_PROGRAMS_WANTED // ceil_div(N, 64), K // _SHORTEST_PART, _MOST_PARTS)
     units: int = ceil_div(ceil_div(K, max(parts, 1)), _PART_UNIT)
     return units * _PART_UNIT
 
 
 def is_split(tile: Tile, M: int, N: int) -> bool:
-    """Whether parts get programs of their own: only where whole sums are too few programs."""
+    """Whether parts get their own programs: only if whole sums make too few programs."""
     num_programs: int = ceil_div(M, tile.block_m) * ceil_div(N, tile.block_n)
     return num_programs < _PROGRAMS_WANTED
 
 
 class Launch:
-    """What the launches of all products have in common.
+    """The common part of the launches of all products.
 
     Attributes:
-        grid: programs along M, N and, where parts get programs of their own, the parts.
+        grid: programs along M, N and, if parts get their own programs, the parts.
         part_len: elements of K in a part.
         bias_N: for the kernel; None if there is none, or if it is added when the parts are joined.
-        out: where the kernel writes: out_MN, or float32 [parts, M, N].
-        constants: of the kernel, and what the compiler is told.
+        out: the kernel writes here: out_MN, or float32 [parts, M, N].
+        constants: of the kernel, and options of the compiler.
     """
 
     def __init__(self, tile: Tile, x_MK: Tensor, N: int, bias_N: Tensor | None, out_MN: Tensor) -> None:
@@ -93,7 +93,7 @@ class Launch:
         }
 
     def join(self) -> None:
-        """After the kernel: add the parts, if they had programs of their own."""
+        """Add the parts after the kernel, if they had their own programs."""
         if self.out is not self._out_MN:
             join_parts(self.out, self._own_bias_N, self._out_MN)
 
@@ -114,7 +114,7 @@ def _join_kernel(
 
 
 def join_parts(partial_PMN: Tensor, bias_N: Tensor | None, out_MN: Tensor) -> None:
-    """out = sum over the parts, in order, + bias, rounded once."""
+    """out = sum over the parts in order + bias, rounded once."""
     P, M, N = partial_PMN.shape
     _join_kernel[(M, ceil_div(N, _JOINED))](
         *(partial_PMN, bias_N, out_MN, M, N, out_MN.stride(0)),

@@ -1,4 +1,4 @@
-"""Between the qkv projection and attention: norm per head, rotary embedding, write to the paged KV cache, in its codes.
+"""Between the qkv projection and attention: norm per head, rotary embedding, write to the paged KV cache.
 
 Dimensions: T tokens, H query heads, G kv heads, E head dim, B cache blocks, P block size, R rotary dims, L positions.
 """
@@ -56,7 +56,7 @@ def _normed_and_rotated(
 
 @triton.jit
 def _store(cache_ptr, scales_ptr, x, at, scale_at, E: tl.constexpr, BLOCK_E: tl.constexpr, CODES: tl.constexpr):
-    """One float32 row into the cache."""
+    """Write one float32 row to the cache."""
     e = tl.arange(0, BLOCK_E)
     if CODES == "none":
         y = x.to(cache_ptr.dtype.element_ty)
@@ -152,7 +152,7 @@ def rope_and_cache(
 ) -> None:
     """See ops.rope_and_cache.
 
-    Positions and slots are not checked: the host does not know them without waiting for the device.
+    Positions and slots are not checked, because the host would have to wait for the device.
     """
     T, H, E = q_THE.shape
     k_cache_BGPE, v_cache_BGPE, cos_sin_PR = cache.k_BGPE, cache.v_BGPE, rotation.cos_sin_PR
@@ -161,7 +161,7 @@ def rope_and_cache(
     name = codes.NAMES.get(k_cache_BGPE.dtype, "none")
     if name != "none":
         k_cache_BGPE, v_cache_BGPE = k_cache_BGPE.view(torch.int8), v_cache_BGPE.view(torch.int8)
-    # One warp a program: q is changed in place, and only within a warp are all loads done before the first store.
+    # A program has one warp: q is changed in place, and only within a warp all loads come before the first store.
     _rope_and_cache_kernel[(T, H + G)](
         q_THE,
         k_TGE,
@@ -192,5 +192,5 @@ def rope_and_cache(
         HAS_K_NORM=rotation.k_norm_weight_E is not None,
         CODES=name,
         num_warps=1,
-        enable_fp_fusion=False,  # codes of int8 are rounded products, as the twin's
+        enable_fp_fusion=False,  # codes of int8 are rounded products, as in the twin
     )

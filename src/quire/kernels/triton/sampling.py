@@ -1,9 +1,9 @@
-"""Greedy choice and random sampling with top-k, top-p and min-p, without sorting, by integers that add up exactly.
+"""Greedy choice and random sampling with top-k, top-p and min-p, without sorting, with exact integer sums.
 
-Probabilities count in units of 2^-44 of the largest (see ops.sample), so sums do not depend on the order of the
-programs that add them, and a row gets the same token in any batch. A row is cut into slices, one program each. The
-thresholds of top-k and top-p are found among the 2^32 floats by eight rounds, each of which weighs what lies above 15
-pivots and so narrows the range 16 times.
+Probabilities count in units of 2^-44 of the largest (see ops.sample). So sums do not depend on the order of the
+programs that add them, and a row gets the same token in any batch. A row is cut into slices with one program each.
+Eight rounds find the thresholds of top-k and top-p among the 2^32 floats. Each round sums the weights above 15 pivots,
+which makes the range 16 times smaller.
 
 Dimensions: R rows, V vocabulary, B slices of a row.
 """
@@ -28,14 +28,14 @@ _UNITS = tl.constexpr(2.0**44)
 
 @triton.jit
 def _key(x):
-    """int64 in the order of the floats; both zeros are one."""
+    """int64 keys in the order of the floats; both zeros have one key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _highest_kernel(logits_ptr, highest_ptr, token_ptr, stride, V, SLICE: tl.constexpr):
-    """Highest logit of each slice (NaN if it has one) and the lowest token id that has it."""
+    """Highest logit of each slice (NaN if the slice has one), and the lowest token id with it."""
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     x = tl.load(logits_ptr + row * stride + tokens, mask=tokens < V, other=float("-inf"))
@@ -49,7 +49,7 @@ def _highest_kernel(logits_ptr, highest_ptr, token_ptr, stride, V, SLICE: tl.con
 
 @triton.jit
 def _join_highest_kernel(highest_ptr, token_ptr, row_highest_ptr, row_token_ptr, num_slices, BLOCK_B: tl.constexpr):
-    """The same of whole rows; token id -1 for a row with a NaN."""
+    """The same for whole rows; token id -1 for a row with a NaN."""
     row = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
     is_slice = b < num_slices
@@ -64,7 +64,7 @@ def _join_highest_kernel(highest_ptr, token_ptr, row_highest_ptr, row_token_ptr,
 
 @triton.jit
 def _threshold(masses_ptr, row, wanted, num_rows, NUM_ROUNDS: tl.constexpr):
-    """Lower end of the range of keys after so many rounds: the highest pivot above which `wanted` was found."""
+    """Lower end of the range of keys after some rounds: the highest pivot with `wanted` or more above it."""
     pivots = tl.arange(0, _PIVOTS)
     low = tl.full([], _LOWEST_KEY, tl.int64)
     for i in tl.static_range(NUM_ROUNDS):
@@ -76,7 +76,7 @@ def _threshold(masses_ptr, row, wanted, num_rows, NUM_ROUNDS: tl.constexpr):
 
 @triton.jit
 def _wanted_units(total, top_p):
-    """Units that the kept set has to reach."""
+    """The units that the kept set must reach."""
     wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
     return tl.minimum(tl.maximum(wanted, 1), total)
 
@@ -85,7 +85,7 @@ def _wanted_units(total, top_p):
 def _keys_and_units(
     logits_ptr, stride, V, row, slice_index, highest_ptr, temperature_ptr, min_p_ptr, k_threshold, SLICE: tl.constexpr
 ):
-    """Keys of a slice, and its units: 0 where min-p or top-k leave a token out."""
+    """Keys and units of a slice; 0 units for a token that min-p or top-k leaves out."""
     tokens = slice_index * SLICE + tl.arange(0, SLICE)
     is_token = tokens < V
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + tokens, mask=is_token, other=float("-inf"))
@@ -102,7 +102,7 @@ def _keys_and_units(
 
 @triton.jit
 def _k_threshold(k_masses_ptr, row, top_k_ptr, V, num_rows):
-    """Key of the top_k-th highest logit; the lowest key where top-k is off."""
+    """Key of the top_k-th highest logit; the lowest key if top-k is off."""
     top_k = tl.load(top_k_ptr + row)
     if (top_k <= 0) | (top_k >= V):
         threshold = tl.full([], _LOWEST_KEY, tl.int64)
@@ -113,7 +113,7 @@ def _k_threshold(k_masses_ptr, row, top_k_ptr, V, num_rows):
 
 @triton.jit
 def _add_masses(masses_ptr, key, weights, low, row, num_rows, ROUND: tl.constexpr):
-    """Weights above each pivot of this round are added to masses[ROUND, row]."""
+    """Add the weights above each pivot of this round to masses[ROUND, row]."""
     pivots = tl.arange(0, _PIVOTS)
     masses = tl.zeros([_PIVOTS], tl.int64)
     for j in tl.static_range(1, _PIVOTS):
@@ -192,7 +192,7 @@ def _search_p_kernel(
 
 @triton.jit
 def _p_threshold(p_masses_ptr, row, top_p, total, num_rows):
-    """Key at which top-p ends: all above is kept, of those at it the first ones. Below all keys where top-p is off."""
+    """The last key of top-p: higher keys and the first tokens with this key are kept. If off: a key below all keys."""
     if top_p >= 1:
         threshold = tl.full([], _LOWEST_KEY, tl.int64) - 1
     else:
@@ -219,7 +219,7 @@ def _weigh_slices_kernel(
     num_rows,
     SLICE: tl.constexpr,
 ):
-    """Of each slice: units above top-p's threshold, number of tokens at it, and the units of one of these."""
+    """For each slice: units above top-p's threshold, number of tokens at it, and the units of one such token."""
     row, slice_index = tl.program_id(0), tl.program_id(1)
     k_threshold = _k_threshold(k_masses_ptr, row, top_k_ptr, V, num_rows)
     key, units = _keys_and_units(
@@ -235,7 +235,7 @@ def _weigh_slices_kernel(
 
 @triton.jit
 def _share(uniform, total):
-    """uniform * total with all bits: 53 times 63, shifted right by 53, in halves that fit int64."""
+    """uniform * total with all bits: 53 bits times 63 bits, shifted right by 53, in halves that fit int64."""
     u = (uniform * 9007199254740992.0).to(tl.int64)  # 2^53
     u_high, u_low = u >> 26, u & ((1 << 26) - 1)
     total_high, total_low = total >> 27, total & ((1 << 27) - 1)
@@ -268,7 +268,7 @@ def _draw_kernel(
     SLICE: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Inverse CDF over ascending token ids: first the slice, then the token in it."""
+    """Inverse CDF over ascending token ids: it finds the slice, then the token in it."""
     row = tl.program_id(0)
     highest = tl.load(highest_ptr + row)
     if tl.load(temperature_ptr + row) < smallest_temperature:
@@ -331,7 +331,7 @@ def sample(
     token_ids_R: Tensor,
     slice_size: int = SLICE,
 ) -> None:
-    """See ops.sample. Nothing is read back to the host, so the parameters of rows are not checked."""
+    """See ops.sample. The host reads nothing back, so the parameters of rows are not checked."""
     R, V = logits_RV.shape
     B, device = ceil_div(V, slice_size), logits_RV.device
     greedy_R = torch.empty_like(token_ids_R)

@@ -20,7 +20,9 @@ class StepLine(msgspec.Struct, kw_only=True):
 
     A row is a request. `kv_tokens` are those whose keys and values are read, and `pairs` those of a new token and one
     that it sees: each over the rows, a number per kind of layer (all tokens seen, a window, ...). Running and waiting
-    requests and blocks are as they were after the step. `predicted` is null if the engine did not predict.
+    requests and blocks are as they were after the step. `drafts` are rows with drafts, `draft_tokens` their tokens and
+    `accepted_tokens` the tokens that held; `draft_failures` are requests that get no more drafts, because their drafter
+    failed. `predicted` is null if the engine did not predict.
     """
 
     engine: int
@@ -38,6 +40,10 @@ class StepLine(msgspec.Struct, kw_only=True):
     blocks_total: int
     preemptions: int
     cached_tokens: int
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    draft_failures: int
     predicted: StepPrediction | None
     seconds: float
     schedule_seconds: float

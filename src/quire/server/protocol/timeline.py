@@ -5,6 +5,26 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class SpeculativeDecoding(msgspec.Struct, kw_only=True):
+    """What became of an answer's drafts: vLLM's names. A step is one with drafts; its last token is no draft.
+
+    mean_acceptance_length: tokens per step. acceptance_histogram: steps by the number of drafts that held, and by draft
+    length the same for each number of drafts in a step. num_spec_tokens: most drafts of a step. per_step_*: detailed.
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] | UnsetType = UNSET
+    per_step_drafted: list[int] | UnsetType = UNSET
 
 
 class RequestTimings(msgspec.Struct, kw_only=True):
@@ -12,6 +32,7 @@ class RequestTimings(msgspec.Struct, kw_only=True):
 
     time to first token: from the request's arrival. Queue: arrival to first scheduling. Generation: first token to last
     token, and mean_itl its mean between two tokens. tokens_per_second: all tokens from first scheduling to last token.
+    speculative_decoding: with --per-request-spec-decode-metrics, of an answer with one choice.
     """
 
     time_to_first_token_ms: float | None
@@ -22,6 +43,7 @@ class RequestTimings(msgspec.Struct, kw_only=True):
     prefill_time_ms: float | None
     cached_tokens: int
     preemptions: int
+    speculative_decoding: SpeculativeDecoding | None = None
 
 
 class TokenChunk(msgspec.Struct, kw_only=True):

@@ -1,0 +1,132 @@
+"""Other engines with and without speculation, for the option --peer of benchmarks/speculation.py.
+
+    python speculating.py openvino MODEL [--draft MODEL | --lookup] [--drafts 4] [--requests 8]
+    python speculating.py llama-server BINARY MODEL.gguf [--draft MODEL.gguf | --lookup] [--drafts 4] [--requests 8]
+
+A line on the standard input asks: {"prompts": [[token ids]], "num_tokens": most of each}. A line on the standard output
+answers: {"seconds": for all of them at once}; the first line is {"ready": true}. Decoding is greedy. The script needs
+neither Quire nor its environment.
+
+The models are those that benchmarks/speculation.py writes, brought to the engine's own form. For OpenVINO GenAI:
+`optimum-cli export openvino --model FOLDER/chat --task text-generation-with-past --weight-format fp16 OUT` (or int4).
+For llama.cpp: `python convert_hf_to_gguf.py FOLDER/chat --outtype bf16` of its repository, then `llama-quantize` to
+Q4_0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+LOOKUP_TOKENS = 3  # of the pattern that is searched, as Quire's
+START_SECONDS = 300
+Generate = Callable[[list[list[int]], int], Any]
+
+
+def openvino(arguments: argparse.Namespace) -> Generate:
+    """OpenVINO GenAI on its paged attention."""
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    scheduling = genai.SchedulerConfig()
+    scheduling.cache_size, scheduling.max_num_seqs, scheduling.enable_prefix_caching = 3, arguments.requests, False
+    options: dict[str, Any] = {"scheduler_config": scheduling}
+    if arguments.draft:
+        options["draft_model"] = genai.draft_model(arguments.draft, "CPU")
+    if arguments.lookup:
+        options["prompt_lookup"] = True
+    pipeline = genai.LLMPipeline(arguments.model, "CPU", **options)
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> Any:
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = num_tokens, True, False
+        if arguments.draft or arguments.lookup:
+            config.num_assistant_tokens = arguments.drafts
+        if arguments.lookup:
+            config.max_ngram_size = LOOKUP_TOKENS
+        width = max(map(len, prompts))
+        padded, mask = np.zeros((2, len(prompts), width), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            padded[row, width - len(prompt) :] = prompt
+            mask[row, width - len(prompt) :] = 1
+        return pipeline.generate(genai.TokenizedInputs(ov.Tensor(padded), ov.Tensor(mask)), config)
+
+    return generate
+
+
+def llama_server(arguments: argparse.Namespace) -> Generate:
+    """llama.cpp's server, one slot for each request."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [arguments.binary, "--model", arguments.model, "--port", str(port), "--parallel", str(arguments.requests)]
+    command += ["--ctx-size", str(1024 * arguments.requests), "--threads", str(arguments.threads)]
+    if arguments.draft:
+        command += ["--model-draft", arguments.draft, "--draft-max", str(arguments.drafts)]
+    if arguments.lookup:
+        command += ["--spec-type", "ngram-simple", "--spec-ngram-size-n", str(LOOKUP_TOKENS)]
+        command += ["--draft-max", str(arguments.drafts)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            break
+        except (urllib.error.URLError, ConnectionError):
+            if server.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"{' '.join(command)}: not ready, exit code {server.poll()}")
+            time.sleep(0.5)
+    threads = ThreadPoolExecutor(arguments.requests)
+
+    def one(prompt: list[int], num_tokens: int) -> None:
+        asked = {"prompt": prompt, "n_predict": num_tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        request = urllib.request.Request(
+            f"{url}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as response:
+            found = json.load(response)["tokens_predicted"]
+        assert found == num_tokens, f"{found} tokens, {num_tokens} asked for"
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> Any:
+        return list(threads.map(one, prompts, [num_tokens] * len(prompts)))
+
+    return generate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    engines = parser.add_subparsers(required=True)
+    for name, start in (("openvino", openvino), ("llama-server", llama_server)):
+        engine = engines.add_parser(name)
+        if start is llama_server:
+            engine.add_argument("binary")
+            engine.add_argument("--threads", type=int, default=2)
+        engine.add_argument("model")
+        drafter = engine.add_mutually_exclusive_group()
+        drafter.add_argument("--draft", metavar="MODEL", help="a model that drafts")
+        drafter.add_argument("--lookup", action="store_true", help="drafts from the text")
+        engine.add_argument("--drafts", type=int, default=4, help="most of a request in a step")
+        engine.add_argument("--requests", type=int, default=8, help="most at once")
+        engine.set_defaults(start=start)
+    arguments = parser.parse_args()
+    generate = arguments.start(arguments)
+    generate([[10, 11, 12]], 4)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        started = time.perf_counter()
+        generate(asked["prompts"], asked["num_tokens"])
+        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

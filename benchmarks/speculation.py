@@ -1,0 +1,478 @@
+"""What speculation gains over the same engine without it, and how much of what it could gain.
+
+Two models, both of 0.6 billion parameters, are written into FOLDER at the first run (benchmarks/inflated.py): `chat` is
+the demo model, with a draft model that is trained for a short time; `copy-edit` repeats its prompt with few edits. In
+every round the engines with and without speculation answer the same prompts in turns, and must give the same tokens.
+
+    python benchmarks/speculation.py FOLDER [--workloads chat copy-edit] [--formats none int4] [--requests 1 8]
+                                     [--methods ngram suffix draft_model] [--drafts 7] [--fixed 2 4] [--tokens 96]
+                                     [--rounds 5] [--draft-steps 200] [--peer NAME OFF ON] [--save HARDWARE]
+    python benchmarks/speculation.py FOLDER --shape MODEL [--rates 0.2 0.5 0.8] ...
+
+--shape times a checkpoint of any weights in their place. Its first layers draft for it, and the drafts hold at random,
+with these shares: the tokens are wrong, the times are not.
+
+--fixed adds engines with these depths, which do not adapt. --peer adds another engine, as two commands that speak the
+protocol of benchmarks/peers/speculating.py, without and with speculation; they may have {folder}, {workload} and
+{format}. --save writes benchmarks/results/HARDWARE/speculation_DATE.md and .json.
+
+The gain that is possible is E / (c (k + 1) + k d), with E = (1 - a^(k + 1)) / (1 - a): k drafts of each request, the
+acceptance a of one draft behind those that held, the cost c of a step that verifies, and the cost d of a step of the
+draft model, over the cost of a step of one token. All are measured in the rounds that measure the gain. Drafts from
+text cost nothing in this formula.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from inflated import DRAFT, TARGET, Shape, copy_edit, edited_text, first_layers, inflate
+from tokenizers import Tokenizer
+from verify_rows import median_step
+
+import quire.demo
+from quire.config import EngineConfig
+from quire.demo.data import clean_entries, questions, render
+from quire.engine.core import EngineCore
+from quire.engine.start import start_engine
+from quire.measure import report
+from quire.messages import AddRequest
+from quire.model_config import load_model_config
+from quire.sampling_params import SamplingParams
+from quire.schedule import Pending, ScheduledBatch, StepResult
+from quire.speculative_config import SpeculativeConfig
+
+SMALL = (Shape(1024, 7, 1024, 3), Shape(512, 3, 512, 2))  # of --small: to see that the script works
+TEXT_TOKENS, EDITS = 160, 1 / 32  # of a prompt to copy
+SHAPE_PROMPT, SHAPE_LAYERS = 32, 2  # tokens of a prompt of --shape, and layers of its draft model
+WANTED_GAIN = {"none": 3.0, "int4": 2.5}  # of copy-edit, one request
+WANTED_SHARE = 0.9
+VERIFY_STEPS = 5
+OFF = "off"
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a run gave: the tokens, and where they were Quire's, what became of the drafts of each step."""
+
+    seconds: float  # for everything
+    decode_seconds: float  # since every request has its first token
+    decode_tokens: int  # in that time
+    token_ids: Prompts
+    steps: list[list[tuple[int, int]]]  # of that time; for each row its drafts, and how many held
+
+
+class Noted:
+    """What an engine submits, with what it gets: the results are there when the engine has taken them in."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.steps: list[tuple[ScheduledBatch, Pending[StepResult]]] = []
+        self._submit = core.executor.submit
+        core.executor.submit = self.submit  # type: ignore[method-assign]
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        self.steps.append((batch, self._submit(batch)))
+        return self.steps[-1][1]
+
+    def rows(self, begin: int) -> list[list[tuple[int, int]]]:
+        """For each step from `begin` on and each row, its drafts and how many held."""
+        return [
+            [
+                (len(drafts), max(len(token_ids) - 1, 0))
+                for drafts, token_ids in zip(batch.draft_token_ids, pending.result().token_ids, strict=True)
+            ]
+            for batch, pending in self.steps[begin:]
+        ]
+
+
+class Engine:
+    """Quire with some speculation, or none."""
+
+    def __init__(self, model: Path, quantization: str | None, most: int, speculation: SpeculativeConfig | None) -> None:
+        config = EngineConfig(
+            model=str(model),
+            quantization=quantization,
+            max_model_len=1024,
+            max_num_seqs=most,
+            kv_cache_memory_bytes=1 << 30,
+            enable_prefix_caching=False,
+            speculative_config=speculation,
+        )
+        self.core = start_engine(config, model, is_server=False, progress=lambda *report: None).core
+        self._noted = Noted(self.core)
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Answer:
+        """All at once; `num_tokens` tokens for each."""
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        found: dict[str, list[int]] = {f"r{index}": [] for index in range(len(prompts))}
+        self._noted.steps.clear()
+        started = decoding = time.perf_counter()
+        before = first_step = 0
+        for name, prompt in zip(found, prompts, strict=True):
+            self.core.add(AddRequest(name, prompt, params, max_tokens=num_tokens))
+        while self.core.has_work():
+            for delta in self.core.step():
+                assert delta.error is None, delta.error
+                found[delta.request_id] += delta.token_ids
+            if not first_step and all(found.values()):
+                decoding, first_step = time.perf_counter(), len(self._noted.steps)
+                before = sum(map(len, found.values()))
+        ended = time.perf_counter()
+        num_decoded = sum(map(len, found.values())) - before
+        rows = self._noted.rows(first_step)
+        return Answer(ended - started, ended - decoding, num_decoded, list(found.values()), rows)
+
+
+class Peer:
+    """Another engine, in a process that stands still while it is not asked."""
+
+    def __init__(self, command: str) -> None:
+        self._process = subprocess.Popen(
+            shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._answer("ready")
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def _answer(self, key: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:  # engines print too
+            if line.startswith("{") and key in (found := json.loads(line)):
+                return found
+        raise SystemExit(f"{shlex.join(map(str, self._process.args))} ended without {key!r}")  # type: ignore[arg-type]
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Answer:
+        assert self._process.stdin is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
+        self._process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
+        self._process.stdin.flush()
+        seconds = self._answer("seconds")["seconds"]
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        return Answer(seconds, 0.0, 0, [], [])
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+        os.killpg(self._process.pid, signal.SIGTERM)
+        self._process.wait(30)
+
+
+def write_models(folder: Path, draft_steps: int, is_small: bool) -> None:
+    """Those that are not there: chat, draft (inflated from one that is trained here), and copy-edit."""
+    target, draft = SMALL if is_small else (TARGET, DRAFT)
+    if not (folder / "chat").exists():
+        inflate(quire.demo.path("target"), folder / "chat", target)
+    if not (folder / "copy-edit").exists():
+        copy_edit(folder / "copy-edit", target, quire.demo.path("target"))
+    if not (folder / "draft").exists():
+        trained = quire.demo.path("draft")
+        if draft_steps:
+            trained = folder / f"draft of {draft_steps} steps"
+            options = ["--size", "draft", "--tokenizer", str(quire.demo.path("target"))]
+            options += ["--learning-rate", "3e-3", "--questions", "0"]
+            command = [sys.executable, "-m", "quire.demo.train", str(trained), "--steps", str(draft_steps), *options]
+            subprocess.run(command, check=True)
+        inflate(trained, folder / "draft", draft)
+
+
+def prompts_of(workload: str, vocab_size: int) -> Callable[[int, int], Prompts]:
+    """The prompts of a round, by its number and how many are wanted."""
+    if workload == "shape":
+
+        def any_tokens(number: int, count: int) -> Prompts:
+            draw = random.Random(1000 * number + count)
+            return [draw.choices(range(10, vocab_size // 2), k=SHAPE_PROMPT) for _ in range(count)]
+
+        return any_tokens
+    if workload == "copy-edit":
+
+        def texts(number: int, count: int) -> Prompts:
+            draw = random.Random(1000 * number + count)
+            return [edited_text(vocab_size, TEXT_TOKENS, EDITS, draw)[0] for _ in range(count)]
+
+        return texts
+    tokenizer = Tokenizer.from_file(str(quire.demo.path("target") / "tokenizer.json"))
+    asked = [question for question, _ in questions(clean_entries(), 500)]
+
+    def chats(number: int, count: int) -> Prompts:
+        some = random.Random(1000 * number + count).sample(asked, count)
+        return [tokenizer.encode(render([("user", each)]) + "<|im_start|>assistant\n").ids for each in some]
+
+    return chats
+
+
+def acceptance(steps: Sequence[Sequence[tuple[int, int]]]) -> float:
+    """Share of the drafts that held, of those whose predecessors held; nan: there were none."""
+    rows = [row for step in steps for row in step]
+    num_held = sum(held for _, held in rows)
+    num_failed = sum(held < drafts for drafts, held in rows)
+    return num_held / (num_held + num_failed) if num_held + num_failed else float("nan")
+
+
+def possible_gain(
+    steps: Sequence[Sequence[tuple[int, int]]], share: float, costs: Sequence[float], draft_cost: float
+) -> float:
+    """Of steps with these drafts: tokens for each request over costs, both over those of a step of one token.
+
+    Args:
+        share: see acceptance.
+        costs: of a step with 1, 2, ... tokens of each request.
+        draft_cost: of one draft for each request.
+    """
+    tokens = cost = 0.0
+    for step in steps:
+        counts = [drafts for drafts, _ in step]
+        mean = statistics.mean(counts)
+        tokens += statistics.mean(sum(share**index for index in range(count + 1)) for count in counts)
+        cost += float(np.interp(1 + mean, range(1, 1 + len(costs)), costs)) + mean * draft_cost
+    return tokens / cost if cost else float("nan")
+
+
+def speculations(arguments: argparse.Namespace, workload: str, draft: Path) -> dict[str, SpeculativeConfig]:
+    """What is compared with no speculation, by the name that is shown."""
+    if workload == "shape":
+        return {
+            f"draft_model, {rate:g} hold": SpeculativeConfig(
+                method="draft_model",
+                num_speculative_tokens=arguments.drafts,
+                model=str(draft),
+                rejection_sample_method="synthetic",
+                synthetic_acceptance_rates=tuple(rate**count for count in range(1, arguments.drafts + 1)),
+            )
+            for rate in arguments.rates
+        }
+    methods = [method for method in arguments.methods if workload == "chat" or method != "draft_model"]
+    return {
+        method if depth is None else f"{method}, always {depth}": SpeculativeConfig(
+            method=method,
+            num_speculative_tokens=depth or arguments.drafts,
+            model=str(draft) if method == "draft_model" else None,
+            adaptive=depth is None,
+        )
+        for method in methods
+        for depth in (None, *arguments.fixed)
+    }
+
+
+class Case:
+    """One workload in one format: its engines, and what they give."""
+
+    def __init__(self, arguments: argparse.Namespace, workload: str, form: str) -> None:
+        self._arguments, self._is_exact = arguments, workload != "shape"
+        folder, most = arguments.folder, max(arguments.requests)
+        quantization = None if form == "none" else form
+        target = arguments.shape or folder / workload
+        draft = folder / ("first layers" if arguments.shape else "draft")
+        found = speculations(arguments, workload, draft)
+        self.engines: dict[str, Engine | Peer] = {OFF: Engine(target, quantization, most, None)}
+        for name, speculation in found.items():
+            self.engines[name] = Engine(target, quantization, most, speculation)
+        has_draft = any(speculation.method == "draft_model" for speculation in found.values())
+        self._draft = Engine(draft, quantization, most, None) if has_draft else None
+        for name, *commands in arguments.peer:
+            for state, command in zip(("off", "on"), commands, strict=True):
+                filled = command.format(folder=folder, workload=workload, format=form)
+                self.engines[f"{name} {state}"] = Peer(filled)
+        self._prompts = prompts_of(workload, load_model_config(target).vocab_size)
+
+    def round(self, number: int, requests: int) -> dict[str, Any]:
+        """Every engine once on the same prompts; what a step costs; and what all of that means."""
+        arguments = self._arguments
+        prompts = self._prompts(number, requests)
+        names = list(self.engines) if number % 2 else list(reversed(self.engines))
+        answers = {name: self.engines[name].run(prompts, arguments.tokens) for name in names}
+        off, context = self.engines[OFF], len(prompts[0]) + arguments.tokens // 2
+        assert isinstance(off, Engine)
+        deepest = 1 + max(arguments.drafts, *arguments.fixed, 0)
+        steps = [
+            median_step(off.core, requests, count, context, VERIFY_STEPS)["step"] for count in range(1, deepest + 1)
+        ]
+        costs, draft_cost = [step / steps[0] for step in steps], 0.0
+        if self._draft is not None:
+            draft_cost = median_step(self._draft.core, requests, 1, context, VERIFY_STEPS)["step"] / steps[0]
+        found: dict[str, Any] = {"step_ms": steps[0], "costs": costs, "draft_cost": draft_cost, "engines": {}}
+        expected = answers[OFF]
+        for name, answer in answers.items():
+            tokens = requests * arguments.tokens
+            one: dict[str, float] = {"tokens_per_second": tokens / answer.seconds}
+            if isinstance(self.engines[name], Engine):
+                assert not self._is_exact or answer.token_ids == expected.token_ids, f"{name} gives other tokens"
+                gain = (answer.decode_tokens / answer.decode_seconds) / (
+                    expected.decode_tokens / expected.decode_seconds
+                )
+                share = acceptance(answer.steps)
+                cost = draft_cost if name.startswith("draft_model") else 0.0
+                one |= {
+                    "decode_tokens_per_second": answer.decode_tokens / answer.decode_seconds,
+                    "gain": gain,
+                    "acceptance": share,
+                    "drafts": statistics.mean(drafts for step in answer.steps for drafts, _ in step),
+                    "possible": 1.0 if share != share else possible_gain(answer.steps, share, costs, cost),
+                }
+            found["engines"][name] = one
+        return found
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            if isinstance(engine, Peer):
+                engine.close()
+            else:
+                engine.core.shutdown()
+        self.engines.clear()
+        gc.collect()  # the weights of the next case take their place
+
+
+def middle(rounds: list[dict[str, Any]], name: str, key: str) -> float:
+    """The median of the rounds that have a number."""
+    values = [each["engines"][name][key] for each in rounds]
+    values = [value for value in values if value == value]
+    return statistics.median(values) if values else float("nan")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        *report.heading("What speculation gains", result),
+        f"- {result['tokens']} tokens of each request, greedy; {result['rounds']} rounds in turns, all engines on the "
+        "same prompts of a round. "
+        + ("Drafts hold at random." if result["shape"] else "Every answer is that of the engine without, to a token."),
+        "- gain: decoded tokens a second over the engine without, the median of the rounds (least, most). k: drafts of "
+        "a request in a step. a: share of drafts that held, of those whose predecessors held. c: a step that verifies "
+        f"{result['drafts']} drafts of each request over a step of one token. d: a step of the draft model over it.",
+        f"- possible: E / (c (k + 1) + k d) of the same round. {WANTED_SHARE:.0%} of it are wanted.",
+        "",
+        *report.table_head(
+            "text | weights | requests | drafts by | gain | k | a | c | d | possible | share | tokens/s"
+        ),
+    ]
+    for case in result["cases"]:
+        rounds, where = case["rounds"], f"{case['workload']} | {case['format']} | {case['requests']}"
+        cost = statistics.median(each["costs"][-1] for each in rounds)
+        for name, one in rounds[0]["engines"].items():
+            if "gain" not in one:
+                continue
+            gains = [each["engines"][name]["gain"] for each in rounds]
+            possible = middle(rounds, name, "possible")
+            share = statistics.median(
+                each["engines"][name]["gain"] / each["engines"][name]["possible"] for each in rounds
+            )
+            draft = statistics.median(each["draft_cost"] for each in rounds) if name.startswith("draft_model") else 0.0
+            lines.append(
+                f"| {where} | {name} | {statistics.median(gains):.2f} ({min(gains):.2f}, {max(gains):.2f}) | "
+                f"{middle(rounds, name, 'drafts'):.2f} | {middle(rounds, name, 'acceptance'):.2f} | {cost:.2f} | "
+                f"{draft:.2f} | {possible:.2f} | {share:.0%} | {middle(rounds, name, 'tokens_per_second'):.1f} |"
+            )
+    lines += ["", *peers(result), *wanted(result)]
+    return "\n".join(lines) + "\n"
+
+
+def peers(result: dict[str, Any]) -> list[str]:
+    """Quire over each peer, without speculation and with it: the best of Quire's methods that adapt."""
+    if not result["peers"]:
+        return []
+    lines = report.table_head("text | weights | requests | peer | off, tokens/s | on | Quire/peer off | Quire/peer on")
+    for case in result["cases"]:
+        rounds = case["rounds"]
+        own = [name for name, one in rounds[0]["engines"].items() if "gain" in one and ", always" not in name]
+        best = max(own, key=lambda name: middle(rounds, name, "tokens_per_second"))
+        for peer in result["peers"]:
+            cells = []
+            for state, name in (("off", OFF), ("on", best)):
+                pairs = [(each["engines"][name], each["engines"][f"{peer} {state}"]) for each in rounds]
+                cells.append(statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs))
+            rates = " | ".join(f"{middle(rounds, f'{peer} {on}', 'tokens_per_second'):.1f}" for on in ("off", "on"))
+            lines.append(
+                f"| {case['workload']} | {case['format']} | {case['requests']} | {peer} | {rates} | {cells[0]:.2f} | "
+                f"{cells[1]:.2f} |"
+            )
+    return [*lines, ""]
+
+
+def wanted(result: dict[str, Any]) -> list[str]:
+    """The gains that copy-edit is to have."""
+    lines = []
+    for case in result["cases"]:
+        if (case["workload"], case["requests"]) != ("copy-edit", 1) or case["format"] not in WANTED_GAIN:
+            continue
+        names = [name for name, one in case["rounds"][0]["engines"].items() if "gain" in one and name != OFF]
+        gains = {name: middle(case["rounds"], name, "gain") for name in names}
+        best = max(gains, key=lambda name: gains[name], default=OFF)
+        found = gains.get(best, 1.0)
+        goal = WANTED_GAIN[case["format"]]
+        verdict = "reached" if found >= goal else "missed"
+        lines.append(f"- copy-edit, {case['format']}, one request: {found:.2f} ({best}), {goal:g} wanted: {verdict}.")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the models are, or are written")
+    parser.add_argument("--workloads", nargs="+", default=["chat", "copy-edit"], choices=["chat", "copy-edit"])
+    parser.add_argument("--shape", type=Path, metavar="MODEL", help="a folder with weights, in place of the workloads")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.2, 0.5, 0.8], help="of drafts of --shape")
+    parser.add_argument("--formats", nargs="+", default=["none", "int4"])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--methods", nargs="*", default=["ngram", "suffix", "draft_model"])
+    parser.add_argument("--drafts", type=int, default=7, help="most drafts of a request in a step")
+    parser.add_argument("--fixed", type=int, nargs="*", default=[])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--draft-steps", type=int, default=200, help="of training; 0: the bundled draft, which is too good"
+    )
+    parser.add_argument("--small", action="store_true", help="write small models: to see that the script works")
+    parser.add_argument("--peer", nargs=3, action="append", default=[], metavar=("NAME", "OFF", "ON"))
+    parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
+    arguments = parser.parse_args()
+    if arguments.tokens > TEXT_TOKENS:
+        parser.error(f"--tokens is at most {TEXT_TOKENS}, the length of the texts that are copied")
+    environment = report.environment("python", "benchmarks/speculation.py")
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.shape:
+        first_layers(arguments.shape, arguments.folder / "first layers", SHAPE_LAYERS)
+    else:
+        write_models(arguments.folder, arguments.draft_steps, arguments.small)
+    cases = []
+    for workload in ["shape"] if arguments.shape else arguments.workloads:
+        for form in arguments.formats:
+            case = Case(arguments, workload, form)
+            rounds: dict[int, list[dict[str, Any]]] = {requests: [] for requests in arguments.requests}
+            for number in range(arguments.rounds + 1):
+                for requests, found in rounds.items():
+                    one = case.round(number, requests)
+                    if number:  # the first one warms up
+                        found.append(one)
+            case.close()
+            cases += [
+                {"workload": workload, "format": form, "requests": requests, "rounds": found}
+                for requests, found in rounds.items()
+            ]
+    result = {
+        **environment,
+        "shape": arguments.shape and arguments.shape.name,
+        "tokens": arguments.tokens,
+        "rounds": arguments.rounds,
+        "drafts": arguments.drafts,
+        "peers": [name for name, *_ in arguments.peer],
+        "cases": cases,
+    }
+    print(markdown(result))
+    if arguments.save:
+        report.save_published(Path(__file__).parent, "speculation", arguments.save, result, markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+// Where the last tokens of a text stood before, for prompt lookup.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace quire {
+
+// Of one text, which grows at its end. For each length, a table holds where each n-gram of that length stood first: a
+// new token costs one lookup per length, however long the text is.
+class NgramIndex {
+ public:
+  // Lengths of n-grams: 1 <= shortest <= longest.
+  NgramIndex(int shortest, int longest);
+
+  void append(const std::vector<int32_t>& tokens);
+
+  // At most `most` tokens that follow the first place of the longest n-gram that ends the text and stood before.
+  std::vector<int32_t> following(int64_t most) const;
+
+  int64_t num_tokens() const { return static_cast<int64_t>(tokens_.size()); }
+  int64_t num_bytes() const;
+
+ private:
+  // Open addressing. An n-gram is known by the position behind its first place: 0 is none.
+  struct Table {
+    int64_t length;
+    size_t num_used = 0;
+    std::vector<uint32_t> ends = {};
+  };
+
+  uint64_t hash(int64_t end, int64_t length) const;
+  // The position behind the first place of the n-gram that ends at `end`, which is put down if it has none.
+  int64_t first_end(Table& table, int64_t end, uint64_t hash);
+  // Room for so many more n-grams: half of the slots stay free.
+  void reserve(Table& table, size_t count);
+
+  std::vector<int32_t> tokens_;
+  std::vector<Table> tables_;  // by length, the shortest first
+  int64_t match_end_ = 0;      // of the n-gram that `following` is about; 0: there is none
+};
+
+}  // namespace quire

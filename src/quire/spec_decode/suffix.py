@@ -1,0 +1,95 @@
+"""`suffix`: suffix decoding, what mostly followed the last tokens in the request and in the answers of others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from quire.kernels import extension
+from quire.request import Request
+
+
+class SuffixProposer:
+    """Drafts out of a request's own text, and out of what others got: SuffixDecoding (arXiv 2411.04975).
+
+    The text is searched for the places where its last m tokens stood before, for each m from 1 to max_tree_depth - 1.
+    From these places on, the token that most of them have next is taken, then of those places the token that most have
+    next, and so on. The probability of a token is the share of the places that got so far, so it falls along the
+    draft. The draft ends before a token with a probability below min_token_prob, after max_spec_factor * m tokens, or
+    when m and the draft together have max_tree_depth tokens. Of the drafts of all m, the one with the largest sum of
+    probabilities is taken; if equal, the one of the longest m; if equal, the request's own. That is the rule of vLLM's
+    `suffix` method (Arctic Inference, csrc/suffix_decoding/suffix_tree.cc), but for two things:
+
+    - Only the newest 32 places are counted of each n-gram of 1, 2, 4 or 8 tokens, and the places of m tokens are found
+      among those of the longest such n-gram in them. So a draft takes microseconds, whatever the text is, and newer
+      text counts more. Of equally frequent tokens, the one with the newest place is taken.
+    - There is no tree. A request's own text takes 28 to 72 bytes a token. Answers of all requests are kept in pages of
+      32 tokens, and a page is there for others once it is full or the request has ended.
+
+    Shared answers are read only by requests with the same cache salt and adapter. The oldest pages are dropped when
+    the memory is full, and when there are answers of more than max_cached_requests requests.
+    """
+
+    def __init__(
+        self,
+        max_tree_depth: int,
+        max_cached_requests: int,
+        max_spec_factor: float,
+        min_token_prob: float,
+        shared_bytes: int,
+    ) -> None:
+        """Names and meanings are those of vLLM's `suffix_decoding_*`.
+
+        Args:
+            max_cached_requests: 0: answers are not shared.
+            shared_bytes: most memory for shared answers. It is taken as they come.
+
+        Raises ConfigError without the compiled extension.
+        """
+        self._compiled = extension.require("Speculation by suffix")
+        self._rule = {
+            "max_depth": max_tree_depth,
+            "max_spec_factor": max_spec_factor,
+            "min_token_prob": min_token_prob,
+        }
+        self._shared: Any = None
+        if max_cached_requests > 0:
+            self._shared = self._compiled.SharedTexts(max_bytes=shared_bytes, max_requests=max_cached_requests)
+        self._indexes: dict[str, tuple[Request, Any]] = {}
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory that shared answers may take: at most what was given, and one page of 1,184 bytes at least."""
+        return 0 if self._shared is None else int(self._shared.num_bytes)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """See scheduler/proposer.py."""
+        known = self._indexes.get(request.request_id)
+        if known is None:
+            index = self._compiled.SuffixIndex(
+                shared=self._shared,
+                tenant=_tenant(request),
+                num_prompt=len(request.prompt_token_ids),
+                **self._rule,
+            )
+            self._indexes[request.request_id] = request, index
+            return list(index.propose(request.token_ids(), most))
+        index = known[1]
+        return list(index.propose(_not_seen(request, index), most))
+
+    def forget(self, request_id: str) -> None:
+        """See scheduler/proposer.py. The rest of the answer is there for others from now on."""
+        if (known := self._indexes.pop(request_id, None)) is not None:
+            request, index = known
+            index.finish(_not_seen(request, index))
+
+
+def _not_seen(request: Request, index: Any) -> list[int]:
+    return request.output_token_ids[index.num_tokens - len(request.prompt_token_ids) :]
+
+
+def _tenant(request: Request) -> bytes:
+    """16 bytes for who may read a request's text: nobody can find two names with the same (SHA-256)."""
+    name = repr((request.lora_name, request.cache_salt)).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(name).digest()[:16]

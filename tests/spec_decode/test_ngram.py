@@ -1,0 +1,87 @@
+"""Prompt lookup proposes what its plain twin proposes, token for token, however the text grew."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError
+from quire.kernels import extension
+from quire.spec_decode.ngram import NgramProposer
+from tests.examples import examples
+from tests.spec_decode.requests import TEXTS, request
+
+
+def twin(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:
+    """The definition: longer n-grams before shorter ones, the first place before later ones."""
+    for length in range(longest, shortest - 1, -1):
+        for start in range(len(tokens) - length):
+            if tokens[start : start + length] == tokens[-length:]:
+                return tokens[start + length : start + length + most]
+    return []
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    text=TEXTS,
+    num_prompt=st.integers(0, 60),
+    steps=st.lists(st.integers(0, 9), max_size=8),
+    most=st.integers(1, 9),
+    shortest=st.integers(1, 4),
+    more=st.integers(0, 5),
+)
+def test_it_proposes_what_its_twin_does(
+    text: list[int], num_prompt: int, steps: list[int], most: int, shortest: int, more: int
+) -> None:
+    proposer = NgramProposer(shortest, shortest + more)
+    asked = request("a", text[:num_prompt])
+    for step in steps:
+        start = asked.num_tokens
+        asked.output_token_ids += text[start : start + step]
+        assert proposer.propose(asked, most) == twin(asked.token_ids(), shortest, shortest + more, most)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "drafts"),
+    [
+        ([], 4, []),
+        ([7], 4, []),
+        ([7, 7], 4, [7]),
+        ([1, 2, 3, 4, 2, 3], 4, [4, 2, 3]),  # nothing follows the end of the text
+        ([1, 2, 5, 9, 1, 2, 6, 8, 1, 2], 2, [5, 9]),  # the first place, not the last one
+        ([2, 5, 1, 2, 6, 1, 2], 1, [6]),  # the longer n-gram, though its place is later
+        ([3, 3, 3, 3, 3], 4, [3]),  # places overlap the end: of 2 tokens the first has most behind it
+    ],
+)
+def test_examples(tokens: list[int], most: int, drafts: list[int]) -> None:
+    assert twin(tokens, 1, 4, most) == drafts
+    assert NgramProposer(1, 4).propose(request("a", tokens), most) == drafts
+
+
+def test_a_long_prompt() -> None:
+    """100,000 tokens, all different, and then some of them again."""
+    prompt = [*range(100_000), *range(50_000, 50_010)]
+    proposer, asked = NgramProposer(2, 5), request("a", prompt)
+    assert proposer.propose(asked, 3) == [50_010, 50_011, 50_012]
+    asked.output_token_ids += [50_010, 7]
+    assert proposer.propose(asked, 3) == []
+    asked.output_token_ids += [8]
+    assert proposer.propose(asked, 3) == [9, 10, 11]
+
+
+def test_requests_do_not_see_each_other_and_are_forgotten() -> None:
+    proposer = NgramProposer(1, 3)
+    assert proposer.propose(request("a", [1, 2, 3, 1]), 2) == [2, 3]
+    assert proposer.propose(request("b", [1]), 2) == []
+    proposer.forget("a")
+    proposer.forget("a")
+    proposer.forget("never seen")
+    assert proposer.propose(request("a", [1]), 2) == []
+    assert proposer.propose(request("b", [1]), 2) == []
+
+
+def test_without_the_extension_the_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "C", None)
+    with pytest.raises(ConfigError, match=r"Speculation by ngram needs the compiled extension.*C\+\+20 compiler"):
+        NgramProposer(1, 3)
