@@ -11,7 +11,7 @@ from typing import Literal, TypeVar, cast
 from quire import envs
 from quire.config import ATTENTION_BACKENDS, EngineConfig, ServerConfig
 from quire.cost.arithmetic import StepArithmetic
-from quire.cost.devices import cpu_ceilings, cuda_ceilings
+from quire.cost.devices import cpu_ceilings
 from quire.errors import ConfigError
 from quire.formats.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
@@ -408,24 +408,21 @@ def _step_sizes(
     config: EngineConfig, model: ModelConfig, device: DeviceFacts, form: _Form, is_server: bool
 ) -> StepSizes:
     """What the sizes of steps are chosen by: the same at every start, whatever else runs on the machine."""
-    gpu = device.gpu if form.device == "cuda" else None
+    if form.device == "cuda":
+        assert device.gpu is not None, "a device that was not found"
+        return StepSizes(config, None, 0, device.gpu.total_memory_bytes, is_server)
     arithmetic = StepArithmetic(model, form.dtype, form.quantization, config.kv_cache_dtype)
-    if gpu is None:
-        reached, share = cpu_ceilings(form.isa, form.num_threads), 1.0
-        if arithmetic.is_integer:
-            reached = replace(reached, flops=INTEGER_TIMES * reached.flops)
-    else:
-        reached = cuda_ceilings(gpu.name, arithmetic.is_fp8)
-        share = config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+    reached = cpu_ceilings(form.isa, form.num_threads)
+    if arithmetic.is_integer:
+        reached = replace(reached, flops=INTEGER_TIMES * reached.flops)
     groups, kv = kv_groups(model), kv_format(config.kv_cache_dtype, form.dtype)
-    weights = model.weight_bytes(form.dtype, form.quantization, is_packed=packs_floats(form.isa))
     of_page = page_bytes(groups, kv, form.block_size)
     if (num_pages := config.num_gpu_blocks_override) is None:
-        total, _ = device.memory_of(form.device)
-        num_pages = (config.kv_cache_memory_bytes or int(share * total) - weights) // of_page
-    knee = Knee(arithmetic, described_constants(arithmetic, reached, is_gpu=gpu is not None))
+        weights = model.weight_bytes(form.dtype, form.quantization, is_packed=packs_floats(form.isa))
+        num_pages = (config.kv_cache_memory_bytes or device.total_memory_bytes - weights) // of_page
+    knee = Knee(arithmetic, described_constants(arithmetic, reached, is_gpu=False))
     fitting = num_pages // pages_for(groups, SHORT_REQUEST, form.block_size, 1)
-    return StepSizes(config, knee, fitting, gpu.total_memory_bytes if gpu else None, is_server)
+    return StepSizes(config, knee, fitting, None, is_server)
 
 
 def _auto_dtype(model: ModelConfig, gpu: GpuFacts | None) -> Choice[str]:

@@ -43,12 +43,13 @@ class StepSizes:
     """The defaults of a start.
 
     Args:
+        knee: None: of a GPU. No step has run on one, so vLLM's values stay.
         fitting: requests of SHORT_REQUEST tokens that memory holds.
         gpu_bytes: memory of the GPU; None: the model runs on the CPU.
     """
 
     config: EngineConfig
-    knee: Knee
+    knee: Knee | None
     fitting: int
     gpu_bytes: int | None
     is_server: bool
@@ -56,6 +57,8 @@ class StepSizes:
     def max_num_seqs(self) -> Size:
         """Requests that run at once."""
         (most, _), whose = self._vllm()
+        if self.knee is None:
+            return self._in_mode((most, "default", f"as {whose}"), THROUGHPUT_FACTOR)
         size = max(1 << max(self.fitting, 1).bit_length() - 1, LEAST_REQUESTS)
         why = f"memory holds {self.fitting:,} requests of {SHORT_REQUEST} tokens"
         if size >= most:
@@ -67,12 +70,15 @@ class StepSizes:
     def max_num_batched_tokens(self, max_num_seqs: int) -> Size:
         """Tokens of a step: at least half of them are left for prompts while all requests decode."""
         (_, most), whose = self._vllm()
-        knee = self.knee.prompt_tokens(KNEE_SHARE)
-        why = f"knee: a step of {knee:,} prompt tokens reaches {KNEE_SHARE:.0%} of the rate of longer ones"
-        size = knee if self.gpu_bytes is not None else min(knee, LONGEST_CPU_STEP)
-        if size < (least := 2 * max_num_seqs):
-            size, why = least, f"{why}, and twice max_num_seqs leaves room for prompts beside all answers"
-        size, source, why = _at_most(size, most, why, whose)
+        source: Source = "default"
+        size, why = most, f"as {whose}"
+        if self.knee is not None:
+            knee = self.knee.prompt_tokens(KNEE_SHARE)
+            why = f"knee: a step of {knee:,} prompt tokens reaches {KNEE_SHARE:.0%} of the rate of longer ones"
+            size = min(knee, LONGEST_CPU_STEP)
+            if size < (least := 2 * max_num_seqs):
+                size, why = least, f"{why}, and twice max_num_seqs leaves room for prompts beside all answers"
+            size, source, why = _at_most(size, most, why, whose)
         if self.config.performance_mode == "interactivity":
             return (
                 size // INTERACTIVITY_DIVISOR,
@@ -89,7 +95,7 @@ class StepSizes:
             return 0, "default", "prompts go in order, each within the long_prefill_token_threshold that was given"
         if not self.is_server:
             return 0, "default", "nobody waits for the first token of an offline batch: prompts go in order"
-        if self.gpu_bytes is not None:
+        if self.knee is None:
             return budget, "default", "prompts share the whole budget: a GPU computes it in a short step"
         size = min(self.knee.prompt_tokens_beside(SHARED_ANSWERS, SHARED_CONTEXT, SHARED_TIMES), budget)
         why = f"{size:,} of prompts make a step about {SHARED_TIMES} times as long as {SHARED_ANSWERS} answers of "
