@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.cost.arithmetic import StepArithmetic
-from quire.cost.calibrate import Fit, MeasuredStep, Rows, fit, prior
-from quire.cost.step_time import step_seconds
+from quire.cost.calibrate import Fit, MeasuredStep, Rows, fit
+from quire.cost.step_time import prior, step_seconds
 from quire.measure import report
 from quire.model_config import load_model_config
 

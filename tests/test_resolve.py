@@ -215,7 +215,7 @@ def test_there_is_advice_of_every_kind() -> None:
         (MEMORY, {"kv_cache_memory_bytes": MIB}),
         (MEMORY, {"kv_cache_memory_bytes": 4 * MIB}),
         (MEMORY, {"num_gpu_blocks_override": 5}),
-        (tight, {"dtype": "float32"}),
+        (tight, {"dtype": "float32", "max_num_batched_tokens": 2048}),
     ):
         with pytest.raises(MemoryPlanError) as caught:
             _plan(memory, **arguments)
@@ -236,7 +236,7 @@ def test_weights_that_do_not_fit() -> None:
     assert "--dtype" not in weights_do_not_fit(resolved, 20 * GIB, 8 * GIB).message
 
 
-@pytest.mark.parametrize(("is_server", "limits"), [(True, (128, 2048)), (False, (256, 2048))])
+@pytest.mark.parametrize(("is_server", "limits"), [(True, (128, 256)), (False, (256, 512))])
 def test_batch_limits(is_server: bool, limits: tuple[int, int]) -> None:
     resolved = resolve(EngineConfig(), MODEL, DEVICE, is_server=is_server)
     assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == limits

@@ -5,20 +5,25 @@ Everything but the number of KV blocks: memory is only known after the weights a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, cast
 
 from quire import envs
 from quire.config import ATTENTION_BACKENDS, EngineConfig, ServerConfig
+from quire.cost.arithmetic import StepArithmetic
+from quire.cost.devices import cpu_ceilings
 from quire.drafter_settings import drafter_settings
 from quire.errors import ConfigError
 from quire.formats.kv_format import KV_CACHE_DTYPES, kv_format
-from quire.formats.weight_format import ON_LOAD
+from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
+from quire.formats.weight_format import ON_LOAD, packs_floats
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
 from quire.planning.flashinfer_facts import flashinfer_version, why_not_flashinfer
 from quire.planning.graph_sizes import graph_sizes
+from quire.planning.knee import Knee, described_constants
+from quire.planning.step_sizes import INTEGER_TIMES, SHORT_REQUEST, StepSizes
 from quire.settings import DeviceSettings, ModelSettings, Record, Resolved, SchedulerSettings, SchedulingPolicy, Setting
 
 T = TypeVar("T")
@@ -29,19 +34,6 @@ NO_DRIVER = "no driver of a GPU is loaded"
 NEVER_RUN = "nothing of Quire has run on a GPU yet"
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-# vLLM's tables, `max_num_seqs / max_num_batched_tokens`, for the server, and for LLM(...): on CPU, on GPUs, and on GPUs
-# with much memory. Only the 4,096 tokens of LLM(...) on CPU are 2,048 here: activations of longer steps leave the
-# caches (1.07 times the time of a prompt in bfloat16, 1.09 in int8; benchmarks/NOTES.md).
-SERVER_LIMITS, OFFLINE_LIMITS = (128, 2048), (256, 2048)
-GPU_SERVER_LIMITS, GPU_OFFLINE_LIMITS = (256, 2048), (256, 8192)
-LARGE_GPU_SERVER_LIMITS, LARGE_GPU_OFFLINE_LIMITS = (1024, 8192), (1024, 16384)
-LARGE_GPU_BYTES = 70 * GIB
-# Prompt tokens of a step that several requests share, on CPU servers: a short prompt waits for almost two such steps,
-# and prompts take no longer than in whole budgets while products of so many rows are bound by arithmetic. The least
-# was measured on AVX2; the others follow from faster arithmetic over equal memory. See
-# benchmarks/results/epyc-zen3-2core/short_beside_long_2026-11-22.md.
-SHARED_PREFILL_TOKENS = {"avx512_bf16": 128, "amx": 256}
-LEAST_SHARED_PREFILL_TOKENS = 64
 # What QUIRE_ATTENTION_BACKEND takes beside vLLM's names.
 _SHORT_ATTENTION_BACKENDS = {
     "triton": "TRITON_ATTN",
@@ -49,9 +41,6 @@ _SHORT_ATTENTION_BACKENDS = {
     "reference": "reference",
 }
 GPU_MEMORY_UTILIZATION = 0.9  # where none is given
-THROUGHPUT_FACTOR = 2  # on both limits, as vLLM's performance mode
-# On the token budget: a long prompt then holds up the others' next token for a quarter of the time.
-INTERACTIVITY_DIVISOR = 4
 
 
 @dataclass(frozen=True)
@@ -88,6 +77,18 @@ class DeviceFacts:
         return facts.total_memory_bytes, facts.free_memory_bytes
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What is settled before the sizes of steps."""
+
+    device: str
+    isa: str
+    num_threads: int
+    dtype: str
+    quantization: str | None
+    block_size: int
+
+
 def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is_server: bool) -> Resolved:
     """Every setting except those of memory. Raises ConfigError when a value does not fit the model."""
     record = Record()
@@ -121,15 +122,18 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         num_threads = put_or("num_threads", config.num_threads, device.num_cores, "device", why)
     max_model_len = put("max_model_len", *_max_model_len(config, model))
 
-    seqs, budget, source, why = _batch_limits(config, gpu, is_server)
-    max_num_seqs = put_or("max_num_seqs", config.max_num_seqs, seqs, source, why)
+    sizes = _step_sizes(
+        config, model, device, _Form(kind, isa, num_threads, dtype, quantization, block_size), is_server
+    )
+    max_num_seqs = put_or("max_num_seqs", config.max_num_seqs, *sizes.max_num_seqs())
+    budget, source, why = sizes.max_num_batched_tokens(max_num_seqs)
     if budget > (most := max_num_seqs * max_model_len):
         budget, source, why = most, "formula", f"max_num_seqs {max_num_seqs} x {max_model_len} tokens"
     budget = max(budget, max_num_seqs, 0 if config.enable_chunked_prefill else max_model_len)
     why = f"{why}; at least one token per running request"
     budget = put_or("max_num_batched_tokens", config.max_num_batched_tokens, budget, source, why)
     _check_budget(config, budget, max_num_seqs, max_model_len)
-    shared, source, why = _shared_prefill(config, budget, isa, gpu, is_server)
+    shared, source, why = sizes.max_shared_prefill_tokens(budget)
     shared = put_or("max_shared_prefill_tokens", config.max_shared_prefill_tokens, shared, source, why)
     why = "bounded in the server, unbounded offline"
     queued = put_or("max_num_queued_reqs", config.max_num_queued_reqs, 1024 if is_server else None, "default", why)
@@ -403,44 +407,25 @@ def _attention_backend(
     return "TRITON_ATTN", "device", f"our own kernels; {why}: --attention-backend FLASHINFER"
 
 
-def _batch_limits(config: EngineConfig, gpu: GpuFacts | None, is_server: bool) -> tuple[int, int, Source, str]:
-    """Default max_num_seqs and max_num_batched_tokens, their source, and why."""
-    if gpu is None:
-        (seqs, tokens), kind = SERVER_LIMITS if is_server else OFFLINE_LIMITS, "CPU"
-    elif gpu.total_memory_bytes < LARGE_GPU_BYTES:
-        (seqs, tokens), kind = GPU_SERVER_LIMITS if is_server else GPU_OFFLINE_LIMITS, "GPUs"
-    else:
-        limits = LARGE_GPU_SERVER_LIMITS if is_server else LARGE_GPU_OFFLINE_LIMITS
-        (seqs, tokens), kind = limits, f"GPUs of {LARGE_GPU_BYTES // GIB} GiB and more"
-    why = f"as vLLM on {kind}: {seqs} requests, {tokens} tokens"
-    if gpu is None and not is_server:
-        why = f"{seqs} requests as vLLM on CPU; {tokens} tokens, whose activations stay in the caches"
-    if config.performance_mode == "interactivity":
-        tokens //= INTERACTIVITY_DIVISOR
-        return seqs, tokens, "formula", f"{why}; tokens / {INTERACTIVITY_DIVISOR} for interactivity"
-    if config.performance_mode == "throughput":
-        if config.max_num_seqs is None and config.max_num_batched_tokens is None:
-            seqs, tokens = seqs * THROUGHPUT_FACTOR, tokens * THROUGHPUT_FACTOR
-            return seqs, tokens, "formula", f"{why}; x {THROUGHPUT_FACTOR} for throughput"
-        why += "; not doubled for throughput, because one of them is set"
-    return seqs, tokens, "default", why
-
-
-def _shared_prefill(config: EngineConfig, budget: int, isa: str, gpu: GpuFacts | None, is_server: bool) -> Choice[int]:
-    """Default max_shared_prefill_tokens, its source, and why."""
-    if not config.enable_chunked_prefill:
-        return 0, "default", "prompts are not split"
-    if config.sources["long_prefill_token_threshold"] != "default":
-        return 0, "default", "prompts go in order, each within the long_prefill_token_threshold that was given"
-    if not is_server:
-        return 0, "default", "nobody waits for the first token of an offline batch: prompts go in order"
-    if gpu is not None:
-        return budget, "default", "prompts share the whole budget: a GPU computes it in a short step"
-    tokens = min(SHARED_PREFILL_TOKENS.get(isa, LEAST_SHARED_PREFILL_TOKENS), budget)
-    why = (
-        f"smaller steps let short prompts pass long ones at hardly a cost in tokens/s; a prompt alone has all {budget}"
-    )
-    return tokens, "default", f"{why} (for {isa})"
+def _step_sizes(
+    config: EngineConfig, model: ModelConfig, device: DeviceFacts, form: _Form, is_server: bool
+) -> StepSizes:
+    """What the sizes of steps are chosen by: the same at every start, whatever else runs on the machine."""
+    if form.device == "cuda":
+        assert device.gpu is not None, "a device that was not found"
+        return StepSizes(config, None, 0, device.gpu.total_memory_bytes, is_server)
+    arithmetic = StepArithmetic(model, form.dtype, form.quantization, config.kv_cache_dtype)
+    reached = cpu_ceilings(form.isa, form.num_threads)
+    if arithmetic.is_integer:
+        reached = replace(reached, flops=INTEGER_TIMES * reached.flops)
+    groups, kv = kv_groups(model), kv_format(config.kv_cache_dtype, form.dtype)
+    of_page = page_bytes(groups, kv, form.block_size)
+    if (num_pages := config.num_gpu_blocks_override) is None:
+        weights = model.weight_bytes(form.dtype, form.quantization, is_packed=packs_floats(form.isa))
+        num_pages = (config.kv_cache_memory_bytes or device.total_memory_bytes - weights) // of_page
+    knee = Knee(arithmetic, described_constants(arithmetic, reached, is_gpu=False))
+    fitting = num_pages // pages_for(groups, SHORT_REQUEST, form.block_size, 1)
+    return StepSizes(config, knee, fitting, None, is_server)
 
 
 def _auto_dtype(model: ModelConfig, gpu: GpuFacts | None) -> Choice[str]:

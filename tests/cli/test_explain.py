@@ -333,7 +333,7 @@ def test_too_little_memory_is_part_of_the_answer(capsys: pytest.CaptureFixture[s
     shown = json.loads(capsys.readouterr().out)
     assert shown["error"]["code"] == "out_of_memory_plan"
     assert "num_blocks" not in shown["settings"]
-    assert shown["settings"]["max_num_seqs"]["value"] == 128
+    assert shown["settings"]["max_num_seqs"]["value"] == 8
     assert main(words) == 2
     assert "A start would fail: The KV cache for one request of 2048 tokens does not fit" in capsys.readouterr().out
 

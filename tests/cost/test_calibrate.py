@@ -8,9 +8,9 @@ import statistics
 import pytest
 
 from quire.cost.arithmetic import Demand, StepArithmetic
-from quire.cost.calibrate import MeasuredStep, Rows, fit, points, prior
+from quire.cost.calibrate import MeasuredStep, Rows, fit, points
 from quire.cost.model import CostModel
-from quire.cost.step_time import Constants, step_seconds
+from quire.cost.step_time import Constants, prior, step_seconds
 from tests.cost.models import model_with
 
 TRUE = Constants(2e-4, 5e-5, 4e-11, 2e-12, 5e-11, 4e-12, 2.3)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cost.arithmetic import Load
-from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, MeasuredStep, fit, prior
+from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, MeasuredStep, fit
 from quire.cost.model import CostModel
-from quire.cost.step_time import MIN_SPREAD, Constants, step_seconds
+from quire.cost.step_time import MIN_SPREAD, Constants, prior, step_seconds
 from tests.cost.models import CONSTANTS, cost_model
 
 MAY_BE_LATE_BY = 20  # frontend/supervisor.py: a step that takes longer than so many times its prediction has hung

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cost.calibrate import Fit, Rows, prior
+from quire.cost.calibrate import Fit, Rows
 from quire.cost.model import CostModel
-from quire.cost.step_time import step_seconds
+from quire.cost.step_time import prior, step_seconds
 from quire.engine.calibration import MAX_SECONDS, MAX_STEP_SECONDS, MOST_REPEATS, Calibration
 from quire.engine.start import StartedEngine
 from quire.formats.kv_groups import KvGroup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,20 @@ def test_what_would_change_the_answer(tmp_path: Path) -> None:
     assert lines[0].startswith("--quantization int8")
     assert lines[1].startswith("prompts half as long: ")
     assert lines[2].startswith("rtx5090: ")
+
+
+def test_devices_that_meet_a_rate(tmp_path: Path) -> None:
+    """As many times the devices as the rate is of what they serve: copies add up, and one less is too few."""
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    demand = Demand(CHATS.lengths, Goals(request_rate=100))
+    alone = candidates_of(folder, "l4", demand=demand)
+    assert alone.best is not None
+    needed = math.ceil(100 / alone.best.requests_per_second)
+    assert next(_plan(alone)._changes()).startswith(f"{needed} such devices: {needed} copies, ")
+    for count, is_enough in ((needed, True), (needed - 1, False)):
+        best = candidates_of(folder, f"l4x{count}", degree=1, demand=demand).best
+        assert best is not None
+        assert best.meets == is_enough
 
 
 def test_nothing_fits(tmp_path: Path) -> None:

@@ -272,5 +272,5 @@ def test_what_it_refuses(words: tuple[str, ...], message: str, capsys: pytest.Ca
 
 
 def test_too_little_memory_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    (found,) = shown(capsys, "--memory", "16MiB", "--device", "cpu", code=2)
+    (found,) = shown(capsys, "--memory", "6MiB", "--device", "cpu", code=2)
     assert found["best"] is None

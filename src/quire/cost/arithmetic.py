@@ -110,6 +110,7 @@ class StepArithmetic:
     Attributes:
         num_layers: of the model.
         is_fp8: most weights of the blocks are held and multiplied in FP8.
+        is_integer: most of them are multiplied in integers, on a CPU.
     """
 
     def __init__(self, model: ModelConfig, dtype: str, quantization: str | None, kv_cache_dtype: str) -> None:
@@ -131,6 +132,7 @@ class StepArithmetic:
         blocks = _num_held(model, model.active_linears(), quantization)
         self.num_layers = len(model.layers)
         self.is_fp8 = blocks[Fp8Format] > blocks.total() / 2
+        self.is_integer = blocks[GroupedFormat] > blocks.total() / 2
         self._int8_blocks = 2 * blocks[GroupedFormat]
         self._int8_output = 2 * _num_held(model, [output], quantization)[GroupedFormat]
 

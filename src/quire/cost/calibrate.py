@@ -89,24 +89,6 @@ def points(
             yield rows
 
 
-def prior(read_bandwidth: float, flops: float) -> Constants:
-    """The expected constants before any step was measured.
-
-    Args:
-        read_bandwidth: bytes per second.
-        flops: floating point operations per second.
-    """
-    return Constants(
-        per_step=1e-4,
-        per_logit_row=3e-5,
-        per_weight_byte=1 / read_bandwidth,
-        per_operation=1 / flops,
-        per_kv_byte=1 / read_bandwidth,
-        per_attention_flop=4 / flops,
-        overlap=2.0,
-    )
-
-
 def fit(steps: Sequence[MeasuredStep], guess: Constants) -> Fit:
     """The constants that explain the steps best. Every constant is positive, and the overlap at least 1."""
     start = _to_logs(guess)

@@ -36,6 +36,24 @@ class Constants:
     overlap: float  # at least 1; not in seconds
 
 
+def prior(read_bandwidth: float, flops: float) -> Constants:
+    """The expected constants before any step was measured.
+
+    Args:
+        read_bandwidth: bytes per second.
+        flops: floating point operations per second.
+    """
+    return Constants(
+        per_step=1e-4,
+        per_logit_row=3e-5,
+        per_weight_byte=1 / read_bandwidth,
+        per_operation=1 / flops,
+        per_kv_byte=1 / read_bandwidth,
+        per_attention_flop=4 / flops,
+        overlap=2.0,
+    )
+
+
 class StepTime(NamedTuple):
     """A prediction, in seconds. Nine of ten steps lie between `low` and `high`; most of the time goes to `bound`."""
 

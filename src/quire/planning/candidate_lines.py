@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,6 +187,11 @@ class RankedPlan:
             if not any(others):
                 yield "a smaller model: no machine of the table with up to 8 GPUs holds this one"
             return
+        rate, reached = found.demand.goals.request_rate or 0.0, best.requests_per_second
+        if 0 < reached < rate:
+            copies = math.ceil(rate * best.copies / reached)
+            served = copies * reached / best.copies
+            yield f"{copies * best.degree} such devices: {copies} copies, {served:.3g} of {rate:g} requests/s"
         if (other := found.next_format(best)) is not None:
             yield _other(other, f"{' '.join(other.fit.form.flags)}", best)
         half = found.with_half_prompts(best)

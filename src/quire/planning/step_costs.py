@@ -8,28 +8,23 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from quire.cost.arithmetic import StepArithmetic
-from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit, prior
+from quire.cost.calibrate import FEW_STEPS_SPREAD, Fit
 from quire.cost.devices import Ceilings, cpu_ceilings, cuda_ceilings, gpu_named
 from quire.cost.model import CostModel
-from quire.cost.step_time import StepTime
+from quire.cost.step_time import StepTime, prior
 from quire.cost.store import CalibrationFile
 from quire.errors import ConfigError
 from quire.kernels import extension
 from quire.metrics.stopwatch import busy_machine
 from quire.model_config import ModelConfig
+from quire.planning.knee import REACHED_BANDWIDTH, REACHED_FLOPS, described_constants
 from quire.private_cache import cache_folder, code_identity, digest
 from quire.resolve import DeviceFacts
 from quire.settings import Record, Resolved, Setting
 
 EARLIER_START = "an earlier start measured steps"  # origin of constants, for people
 SHORT_CONTEXT = 16  # tokens before, of each request that a rate is expected for
-# Of a data sheet's rates, assumed until steps have run on such a device: what good kernels reach in reads of weights
-# and in products of some hundred rows. Nine of ten steps are taken to lie between half of the prediction and twice it.
-REACHED_BANDWIDTH, REACHED_FLOPS, DESCRIBED_SPREAD = 0.75, 0.5, 1.0
-# 2 us are the scheduler's and the output's (benchmarks/NOTES.md), the rest is for sampling in a batch: assumed.
-DESCRIBED_ROW_SECONDS = 5e-6
-# Launches and small kernels of a layer on a GPU, within a graph: assumed.
-DESCRIBED_LAYER_SECONDS = 20e-6
+DESCRIBED_SPREAD = 1.0  # nine of ten steps are taken to lie between half of the prediction and twice it
 
 
 def step_arithmetic(resolved: Resolved, model: ModelConfig) -> StepArithmetic:
@@ -123,10 +118,7 @@ def known_cost(
 
 def described_cost(arithmetic: StepArithmetic, described: Ceilings, *, is_gpu: bool) -> KnownCost:
     """The cost model on a device that only its description tells of."""
-    bandwidth, flops = REACHED_BANDWIDTH * described.read_bandwidth, REACHED_FLOPS * described.flops
-    guess = prior(bandwidth, flops)
-    per_step = guess.per_step + is_gpu * arithmetic.num_layers * DESCRIBED_LAYER_SECONDS
-    constants = replace(guess, per_step=per_step, per_logit_row=DESCRIBED_ROW_SECONDS)
+    constants = described_constants(arithmetic, described, is_gpu=is_gpu)
     cost = CostModel(arithmetic, Fit(constants, DESCRIBED_SPREAD))
     return KnownCost(
         cost, f"assumed: {REACHED_BANDWIDTH:.0%} of the bandwidth, {REACHED_FLOPS:.0%} of the operations", False

@@ -1,0 +1,84 @@
+"""Sizes of steps that are worth their time: the knee of a step's rate. No torch.
+
+More rows raise the rate of a step while reading the weights takes longer than products. Beyond that knee they make the
+step longer, and hardly anything faster. The constants are those of data sheets, never measured ones: so a machine
+settles the same sizes at every start.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+
+from quire.cost.arithmetic import Load, StepArithmetic
+from quire.cost.devices import Ceilings
+from quire.cost.step_time import Constants, prior, step_seconds
+
+# Of a data sheet's rates, assumed for devices that no step has run on: what good kernels reach in reads of weights and
+# in products of some hundred rows.
+REACHED_BANDWIDTH, REACHED_FLOPS = 0.75, 0.5
+# 2 us are the scheduler's and the output's (benchmarks/NOTES.md), the rest is for sampling in a batch: assumed.
+DESCRIBED_ROW_SECONDS = 5e-6
+# Launches and small kernels of a layer on a GPU, within a graph: assumed.
+DESCRIBED_LAYER_SECONDS = 20e-6
+SHORT_CONTEXT = 16  # tokens of each request that decodes: the knee of longer contexts comes earlier
+PROMPT_UNIT = 32  # tokens
+_ENDLESS = 1 << 30  # rows of a step whose rate more rows do not raise
+
+
+def described_constants(arithmetic: StepArithmetic, described: Ceilings, *, is_gpu: bool) -> Constants:
+    """What a model's steps need on a device that only its description tells of."""
+    guess = prior(REACHED_BANDWIDTH * described.read_bandwidth, REACHED_FLOPS * described.flops)
+    per_step = guess.per_step + is_gpu * arithmetic.num_layers * DESCRIBED_LAYER_SECONDS
+    return replace(guess, per_step=per_step, per_logit_row=DESCRIBED_ROW_SECONDS)
+
+
+class Knee:
+    """The rates that steps of one model reach on one device."""
+
+    def __init__(self, arithmetic: StepArithmetic, constants: Constants) -> None:
+        self._arithmetic, self._constants = arithmetic, constants
+        self._decode = arithmetic.load([SHORT_CONTEXT], [1], 1)
+
+    def prompt_tokens(self, share: float) -> int:
+        """With about so many in a step, a power of two, prompts reach this share of the rate of endless steps."""
+        nothing = (0,) * len(self._arithmetic.kinds)
+        return _power_of_two(self._size(share, lambda count: _with_prompt(Load(0, 0, 0, nothing, nothing), count)))
+
+    def prompt_tokens_beside(self, num_answers: int, context: int, times: float) -> int:
+        """With about so many, a multiple of PROMPT_UNIT, a step with some answers takes so many times as long."""
+        answers = self._arithmetic.load([context - 1] * num_answers, [1] * num_answers, num_answers)
+        most = times * self._seconds(answers)
+        size = bisect_right(range(_ENDLESS), most, key=lambda count: self._seconds(_with_prompt(answers, count)))
+        return max(round(size / PROMPT_UNIT), 1) * PROMPT_UNIT
+
+    def requests(self, share: float) -> int:
+        """With about so many that decode, a power of two, they reach this share of the rate of endless steps."""
+        one = self._decode
+
+        def load(count: int) -> Load:
+            kv_tokens, pairs = (tuple(count * each for each in sums) for sums in (one.kv_tokens, one.pairs))
+            return Load(count, count, count, kv_tokens, pairs)
+
+        return _power_of_two(self._size(share, load))
+
+    def _size(self, share: float, load: Callable[[int], Load]) -> int:
+        """The fewest rows with which a step reaches a share of the rate of endless ones."""
+        wanted = share * _ENDLESS / self._seconds(load(_ENDLESS))
+        return bisect_left(range(1, _ENDLESS), wanted, key=lambda count: count / self._seconds(load(count)))
+
+    def _seconds(self, load: Load) -> float:
+        return step_seconds(self._arithmetic.demand(load), self._constants)
+
+
+def _with_prompt(beside: Load, count: int) -> Load:
+    """Attention between the prompt's tokens is left out: it is the same, however long the steps are."""
+    return beside._replace(
+        num_tokens=beside.num_tokens + count, num_rows=beside.num_rows + 1, num_logits=beside.num_logits + 1
+    )
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << round(math.log2(size))

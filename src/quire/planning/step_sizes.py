@@ -1,0 +1,128 @@
+"""How many requests and tokens a step has where nobody says it: from the knee, and from what memory holds. No torch.
+
+No more than vLLM takes. With fewer tokens a step is shorter, so nobody waits long behind a prompt, and the next tokens
+of answers come sooner; the knee says that hardly any throughput is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config import EngineConfig
+from quire.cost.devices import GIB
+from quire.option import Source
+from quire.planning.knee import Knee
+
+Size = tuple[int, Source, str]  # a value, its source, and why
+
+# vLLM's tables, `max_num_seqs / max_num_batched_tokens`, for the server, and for LLM(...): on CPU, on GPUs, and on GPUs
+# with much memory.
+CPU_LIMITS = (128, 2048), (256, 4096)
+GPU_LIMITS = (256, 2048), (256, 8192)
+LARGE_GPU_LIMITS = (1024, 8192), (1024, 16384)
+LARGE_GPU_BYTES = 70 * GIB
+# On a CPU, activations of longer steps leave the caches: 1.07 times the time of a prompt in bfloat16, 1.09 in int8
+# (benchmarks/NOTES.md).
+LONGEST_CPU_STEP = 2048
+# Of the rate of endless steps.
+KNEE_SHARE = 0.99
+# While several requests are there, prompts make a step about so many times as long as these answers alone do: fewer
+# tokens delay prompts, more delay answers. benchmarks/defaults.py has the goodput of other settings.
+SHARED_TIMES, SHARED_ANSWERS, SHARED_CONTEXT = 2, 8, 1024
+# Products of integers on a CPU, over those of floats: 1.75 for 2.59 ps, tests/planning/constants_0.6b.json.
+INTEGER_TIMES = 1.5
+SHORT_REQUEST = 256  # tokens; no more requests run than memory holds of such ones
+LEAST_REQUESTS = 8  # that may run, however little memory there is
+THROUGHPUT_FACTOR = 2  # on both limits, as vLLM's performance mode
+# On the token budget: a long prompt then holds up the others' next token for a quarter of the time.
+INTERACTIVITY_DIVISOR = 4
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The defaults of a start.
+
+    Args:
+        knee: None: of a GPU. No step has run on one, so vLLM's values stay.
+        fitting: requests of SHORT_REQUEST tokens that memory holds.
+        gpu_bytes: memory of the GPU; None: the model runs on the CPU.
+    """
+
+    config: EngineConfig
+    knee: Knee | None
+    fitting: int
+    gpu_bytes: int | None
+    is_server: bool
+
+    def max_num_seqs(self) -> Size:
+        """Requests that run at once."""
+        (most, _), whose = self._vllm()
+        if self.knee is None:
+            return self._in_mode((most, "default", f"as {whose}"), THROUGHPUT_FACTOR)
+        size = max(1 << max(self.fitting, 1).bit_length() - 1, LEAST_REQUESTS)
+        why = f"memory holds {self.fitting:,} requests of {SHORT_REQUEST} tokens"
+        if size >= most:
+            # Fewer would give the same tokens/s, but let those wait for a place who could have slow answers.
+            knee = self.knee.requests(KNEE_SHARE)
+            why = f"{knee:,} that decode reach {KNEE_SHARE:.0%} of the tokens/s of any number (knee)"
+        return self._in_mode(_at_most(size, most, why, whose), THROUGHPUT_FACTOR)
+
+    def max_num_batched_tokens(self, max_num_seqs: int) -> Size:
+        """Tokens of a step: at least half of them are left for prompts while all requests decode."""
+        (_, most), whose = self._vllm()
+        source: Source = "default"
+        size, why = most, f"as {whose}"
+        if self.knee is not None:
+            knee = self.knee.prompt_tokens(KNEE_SHARE)
+            why = f"knee: a step of {knee:,} prompt tokens reaches {KNEE_SHARE:.0%} of the rate of longer ones"
+            size = min(knee, LONGEST_CPU_STEP)
+            if size < (least := 2 * max_num_seqs):
+                size, why = least, f"{why}, and twice max_num_seqs leaves room for prompts beside all answers"
+            size, source, why = _at_most(size, most, why, whose)
+        if self.config.performance_mode == "interactivity":
+            return (
+                size // INTERACTIVITY_DIVISOR,
+                "formula",
+                f"{why}; tokens / {INTERACTIVITY_DIVISOR} for interactivity",
+            )
+        return self._in_mode((size, source, why), THROUGHPUT_FACTOR)
+
+    def max_shared_prefill_tokens(self, budget: int) -> Size:
+        """Prompt tokens of a step while several requests are there."""
+        if not self.config.enable_chunked_prefill:
+            return 0, "default", "prompts are not split"
+        if self.config.sources["long_prefill_token_threshold"] != "default":
+            return 0, "default", "prompts go in order, each within the long_prefill_token_threshold that was given"
+        if not self.is_server:
+            return 0, "default", "nobody waits for the first token of an offline batch: prompts go in order"
+        if self.knee is None:
+            return budget, "default", "prompts share the whole budget: a GPU computes it in a short step"
+        size = min(self.knee.prompt_tokens_beside(SHARED_ANSWERS, SHARED_CONTEXT, SHARED_TIMES), budget)
+        why = f"{size:,} of prompts make a step about {SHARED_TIMES} times as long as {SHARED_ANSWERS} answers of "
+        why += f"{SHARED_CONTEXT:,} tokens alone do; a prompt alone has all {budget:,}; vLLM has none"
+        return size, "formula", why
+
+    def _vllm(self) -> tuple[tuple[int, int], str]:
+        """vLLM's limits, and where."""
+        tables, where = CPU_LIMITS, "CPU"
+        if self.gpu_bytes is not None:
+            is_large = self.gpu_bytes >= LARGE_GPU_BYTES
+            tables = LARGE_GPU_LIMITS if is_large else GPU_LIMITS
+            where = f"GPUs of {LARGE_GPU_BYTES // GIB} GiB and more" if is_large else "GPUs"
+        return tables[0 if self.is_server else 1], f"vLLM on {where}"
+
+    def _in_mode(self, size: Size, factor: int) -> Size:
+        """Greater in the throughput mode, if neither limit is given."""
+        value, source, why = size
+        if self.config.performance_mode != "throughput":
+            return size
+        if self.config.max_num_seqs is not None or self.config.max_num_batched_tokens is not None:
+            return value, source, f"{why}; not doubled for throughput, because one of them is set"
+        return value * factor, "formula", f"{why}; x {factor} for throughput"
+
+
+def _at_most(size: int, most: int, why: str, whose: str) -> Size:
+    """A size of our own, or vLLM's, which is no greater."""
+    if size < most:
+        return size, "formula", f"{why}; {whose} takes {most:,}"
+    return most, "default", f"as {whose}; {why}"
