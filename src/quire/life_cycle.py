@@ -6,7 +6,7 @@ They exchange plain data, so a worker may live in another process or on another 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from quire.metrics.stopwatch import Lap
@@ -14,7 +14,7 @@ from quire.planning.graph_sizes import GraphSizes, graph_sizes
 from quire.planning.memory_plan import MemoryFacts
 from quire.resolve import DeviceFacts
 from quire.schedule import Executor, Pending, ScheduledBatch, StepResult
-from quire.settings import DeviceSettings, ModelSettings, Resolved
+from quire.settings import DeviceSettings, DrafterSettings, ModelSettings, Resolved
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class WorkerSettings:
     max_num_batched_tokens: int
     steps_in_flight: int
     synthetic_acceptance_rates: tuple[float, ...] = ()  # see SpeculativeConfig
+    drafter: DrafterSettings | None = None
 
     @classmethod
     def of(cls, resolved: Resolved) -> WorkerSettings:
@@ -34,7 +35,13 @@ class WorkerSettings:
         steps = resolved.scheduler
         limits = (steps.max_num_seqs, steps.max_num_batched_tokens, steps.depth)
         rates = steps.speculation.synthetic_acceptance_rates if steps.speculation is not None else ()
-        return cls(resolved.model, resolved.device, *limits, synthetic_acceptance_rates=rates)
+        return cls(resolved.model, resolved.device, *limits, rates, resolved.drafter)
+
+    def of_drafter(self) -> WorkerSettings:
+        """As if the drafter were the model. Of its steps those that are captured compute one token of each row."""
+        assert self.drafter is not None
+        mode = "NONE" if self.device.cudagraph_mode == "NONE" else "FULL_DECODE_ONLY"
+        return replace(self, model=self.drafter.form, device=replace(self.device, cudagraph_mode=mode), drafter=None)
 
     def graph_sizes(self) -> GraphSizes:
         """The steps that are captured on a GPU."""

@@ -22,6 +22,7 @@ class EngineLaunch(msgspec.Struct):
     output_address: str
     engine_index: int = 0
     is_first: bool = True  # no engine of this server was ready before
+    drafter_folder: str | None = None
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):

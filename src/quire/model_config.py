@@ -62,6 +62,7 @@ class ModelConfig:
     ignored_prefixes: tuple[str, ...]  # parts of the checkpoint that we do not run
     ignored_fields: tuple[str, ...]  # fields of config.json that the architecture's modelling code does not read
     hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # merged over config.json
+    drafter: ModelConfig | None = field(default=None, repr=False)  # a model that drafts for it
 
     @property
     def num_layers(self) -> int:

@@ -12,6 +12,7 @@ from quire import envs
 from quire.config import ATTENTION_BACKENDS, EngineConfig, ServerConfig
 from quire.cost.arithmetic import StepArithmetic
 from quire.cost.devices import cpu_ceilings
+from quire.drafter_settings import drafter_settings
 from quire.errors import ConfigError
 from quire.formats.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
@@ -158,18 +159,19 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         put("speculative_config", speculation.effective(), source, speculation.describe())
         put("spec_tokens", speculation.num_speculative_tokens, source, "num_speculative_tokens of speculative_config")
     _put_rest(record, config)
+    form = ModelSettings(
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        load_format=config.load_format,
+        model_impl=config.model_impl,
+        packed_weights_cache=config.packed_weights_cache,
+        logprobs_mode=config.logprobs_mode,
+    )
     return Resolved(
-        ModelSettings(
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype=config.kv_cache_dtype,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            load_format=config.load_format,
-            model_impl=config.model_impl,
-            packed_weights_cache=config.packed_weights_cache,
-            logprobs_mode=config.logprobs_mode,
-        ),
+        form,
         DeviceSettings(
             device=kind,
             isa=isa,
@@ -200,6 +202,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
             speculation=speculation,
         ),
         record,
+        drafter=drafter_settings(config.speculative_config, model, form),
     )
 
 

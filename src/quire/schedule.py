@@ -83,6 +83,7 @@ class StepResult:
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
     # row -> the reason why UNDRAFTED tokens got no drafts that are worth verifying. The row has its tokens as usual.
     draft_failures: dict[int, str] = field(default_factory=dict)
+    draft_seconds: float = 0.0  # of the worker's drafter
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0

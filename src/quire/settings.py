@@ -6,11 +6,14 @@ The settings of the HTTP side need no choice, so ServerConfig is their dataclass
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from quire.config import EngineConfig, ServerConfig
 from quire.formats.kv_format import kv_format
+from quire.formats.kv_groups import DrafterLayers, full_table, kv_groups
+from quire.formats.weight_format import packs_floats
+from quire.model_config import ModelConfig
 from quire.option import Source, options
 from quire.speculative_config import SpeculativeConfig
 
@@ -24,6 +27,9 @@ _FURTHER_LIMITS = {
     "isa": "which kernels run",
     "weight_bytes": "memory left for the KV cache",
     "work_bytes": "memory left for the KV cache",
+    "drafter_weight_bytes": "memory left for the KV cache",
+    "drafter_logits_bytes": "memory left for the KV cache",
+    "drafter_kv_bytes_per_token": "how many tokens the KV cache holds",
     "kv_cache_bytes": "context held for all requests together",
     "unplanned_bytes": "what other programs may take",
     "num_blocks": "context held for all requests together",
@@ -139,6 +145,33 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True)
+class DrafterSettings:
+    """How a model that drafts is loaded, and how it drafts.
+
+    Attributes:
+        max_drafts: of one request in one step.
+        is_greedy: it drafts its likeliest token, however the request samples.
+    """
+
+    form: ModelSettings
+    max_drafts: int
+    is_greedy: bool
+
+    def layers(self, target: ModelConfig) -> DrafterLayers:
+        """Of the drafter in the KV cache of its target."""
+        table = full_table(kv_groups(target))
+        assert target.drafter is not None and table is not None
+        kv = kv_format(self.form.kv_cache_dtype, self.form.dtype)
+        return DrafterLayers(tuple(target.drafter.kv_specs()), kv, table)
+
+    def weight_bytes(self, target: ModelConfig, isa: str) -> int:
+        """That the drafter's weights will take in memory once they are loaded."""
+        assert target.drafter is not None
+        is_packed = packs_floats(isa)
+        return target.drafter.weight_bytes(self.form.dtype, self.form.quantization, is_packed=is_packed)
+
+
+@dataclass(frozen=True)
 class MemorySettings:
     """What memory is spent on. In bytes, but for the number of blocks."""
 
@@ -157,6 +190,7 @@ class Resolved:
     device: DeviceSettings
     scheduler: SchedulerSettings
     settings: Mapping[str, Setting]  # every setting by name, with where it came from
+    drafter: DrafterSettings | None = field(default=None, kw_only=True)
 
     def noting(self: R, more: Mapping[str, Setting]) -> R:
         """The same, with what was found out since."""

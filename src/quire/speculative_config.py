@@ -10,6 +10,7 @@ from quire.errors import ConfigError
 
 SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 METHODS: tuple[SpeculativeMethod, ...] = get_args(SpeculativeMethod)
+BY_WORKER: tuple[SpeculativeMethod, ...] = ("draft_model", "eagle3", "mtp")  # their drafter is a model
 MOST_DRAFTS = 255  # of one request in one step
 SUFFIX_SHARED_BYTES = 80 << 20  # of the host's memory at most, for the outputs that suffix keeps: 2 million tokens
 
@@ -38,6 +39,12 @@ _LEAST = {
     "prompt_lookup_max": 1,
     "suffix_decoding_max_tree_depth": 1,
     "suffix_decoding_max_cached_requests": 0,
+}
+_MOST = {
+    "num_speculative_tokens": MOST_DRAFTS,
+    "prompt_lookup_max": 32,  # each length of n-grams costs time and memory
+    "suffix_decoding_max_tree_depth": 1024,
+    "suffix_decoding_max_cached_requests": 1 << 31,  # as in vLLM
 }
 _CHOICES = {
     "method": METHODS,
@@ -106,7 +113,7 @@ class SpeculativeConfig:
             if getattr(self, name) not in choices:
                 raise self._illegal(name, "one of " + ", ".join(str(each) for each in choices if each is not None))
         for name, least in _LEAST.items():
-            most = MOST_DRAFTS if name == "num_speculative_tokens" else None
+            most = _MOST.get(name)
             value = getattr(self, name)
             is_number = type(value) is int and least <= value and (most is None or value <= most)
             if not is_number and (name != "max_model_len" or value is not None):

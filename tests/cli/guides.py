@@ -129,8 +129,8 @@ LINES: tuple[Line, ...] = (
   --speculative-model meta-llama/Meta-Llama-3-1B \
   --num-speculative-tokens 5
 """,
-        {"--speculative-model": "refused", "--num-speculative-tokens": "refused"},
-        says="no worker drafts with a second model in this version",
+        {"--speculative-model": "translated", "--num-speculative-tokens": "translated"},
+        says="speculation has one setting",
     ),
     Line(
         "S0-18",
@@ -238,8 +238,12 @@ python -m vllm.entrypoints.openai.api_server \
 --num-speculative-tokens 5 \
 --tensor-parallel-size 4
 """,
-        {"--speculative-model": "refused", "--num-speculative-tokens": "refused", "--tensor-parallel-size": "refused"},
-        says="Use --spec-method ngram or suffix, which need no model",
+        {
+            "--speculative-model": "translated",
+            "--num-speculative-tokens": "translated",
+            "--tensor-parallel-size": "refused",
+        },
+        says="speculation has one setting",
     ),
     Line(
         "S2-14",

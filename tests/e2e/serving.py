@@ -20,6 +20,8 @@ START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 READY = r"ready     ((?:http|unix)\S+)"
 SMALL = ("--kv-cache-memory-bytes", "32M", "--num-threads", "1", "--dtype", "float32")
+# The light engine has no end of an answer: it comes to the end of the context.
+SHORT = ("--max-model-len", "128")
 # Arguments of the interpreter that run `quire`; and with an engine process that has no model and no torch, for what is
 # the same whatever the answers are.
 QUIRE = ("-m", "quire")

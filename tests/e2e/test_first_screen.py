@@ -21,7 +21,7 @@ from quire import demo
 from quire.resolve import shown_bytes
 from quire.screen import first_screen
 from quire.screen.memory_lines import MemorySummary
-from tests.e2e.serving import LIGHT, QUIRE, SMALL, Serve, quire
+from tests.e2e.serving import LIGHT, QUIRE, SHORT, SMALL, Serve, quire
 from tests.e2e.terminal import Terminal
 from tests.loader.local_hub import Hub
 
@@ -77,7 +77,7 @@ def test_screen_explain_and_config_say_the_same() -> None:
     """One plan: the numbers of the screen are those of `quire explain`, but for the work, which a start measures."""
     flags = (*SMALL, "--max-num-seqs", "7")
     explained = json.loads(quire("explain", "--json", *flags).stdout)["settings"]
-    with Serve(*flags) as server:
+    with Serve(*flags, program=LIGHT) as server:
         lines = server.log.splitlines()
         config = server.get("/v1/config").json()["settings"]
         assert server.stop() == 0
@@ -168,7 +168,7 @@ def test_json() -> None:
     """Nothing but records: notices, the screen, the engine's lines, the HTTP server's, the drain; no access log."""
     flags = ("--log-format", "json", "--uvicorn-log-level", "info", "--swap-space", "4")
     environment = {"FORCE_COLOR": "1", "VLLM_LOG_STATS_INTERVAL": "0.1"}
-    with Serve(*flags, "--num-threads", "1", *TOO_MUCH, waits=False, environment=environment) as server:
+    with Serve(*flags, "--num-threads", "1", *TOO_MUCH, waits=False, environment=environment, program=LIGHT) as server:
         ready = _wait_ready(server)
         url = ready["url"]
         config = httpx.get(f"{url}/v1/config", timeout=10).json()["settings"]
@@ -231,7 +231,7 @@ def test_json_by_variable_and_by_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", ["quire ", "importing", "load "])
 def test_ctrl_c_while_it_starts(words: str) -> None:
     """Whatever is being done, both processes end at once, and nobody sees a traceback."""
-    with Terminal(*SERVE) as terminal:
+    with Terminal(*SERVE, program=QUIRE if words == "importing" else LIGHT) as terminal:
         if words == "importing":
             terminal.read_until("the engine's process")
             _wait_importing(terminal)
@@ -313,7 +313,7 @@ def test_plain_torch_is_said() -> None:
 
 
 def test_what_it_says_to_try_works() -> None:
-    for flags, key, program in (((), "", QUIRE), (("--api-key", "sesame"), "sesame", LIGHT)):
+    for flags, key, program in (((), "", QUIRE), (("--api-key", "sesame", *SHORT), "sesame", LIGHT)):
         with Serve(*SMALL, *flags, program=program) as server:
             command = server.log.split("  try       ")[1].replace("YOUR_KEY", key)
             assert ("Authorization" in command) == bool(key)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from torch import Tensor
 
 import quire.demo
 from quire import LLM, SamplingParams
+from quire.cli.main import main
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from tests.gguf.writing import write_gguf
@@ -121,12 +119,12 @@ def test_quantization_gguf_of_another_checkpoint() -> None:
 
 @pytest.mark.skipif(not cpu.available(), reason="the twin holds 4-bit codes in bytes")
 @pytest.mark.parametrize("kind", KINDS)
-def test_explain_plans_the_bytes_that_are_held(kind: str, files: dict[str, tuple[Path, dict[str, Tensor]]]) -> None:
+def test_explain_plans_the_bytes_that_are_held(
+    kind: str, files: dict[str, tuple[Path, dict[str, Tensor]]], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = files[kind][0]
-    command = [sys.executable, "-m", "quire", "explain", str(path), "--json"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    explained = json.loads(done.stdout)
+    assert main(["explain", str(path), "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
     llm = LLM(model=str(path), **OPTIONS)
     assert explained["model"]["weight_bytes"] == llm.resolved.memory.weight_bytes
     assert explained["model"]["architecture"] == "LlamaForCausalLM"

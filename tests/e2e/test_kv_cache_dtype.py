@@ -38,8 +38,14 @@ def share_alike(found: list[str], expected: list[str]) -> float:
     return sum(a == b for a, b in zip(found, expected, strict=True)) / len(expected)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", SAME_ANSWERS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"),
+    [
+        *(("bfloat16", kv) for kv in SAME_ANSWERS),
+        ("float32", "int8"),
+        *(pytest.param("float32", kv, marks=pytest.mark.slow) for kv in ("fp8", "fp8_e5m2")),
+    ],
+)
 def test_the_demo_model_keeps_its_answers(dtype: str, kv_cache_dtype: str) -> None:
     expected = answers(dtype, "auto")
     assert len(set(expected)) == len(FUNCTIONS)

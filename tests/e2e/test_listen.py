@@ -23,7 +23,7 @@ from quire.config import ServerConfig
 from quire.entry.listen import Listener, check_guarded
 from quire.errors import ConfigError
 from tests.e2e import certificates
-from tests.e2e.serving import LIGHT, SMALL, Serve
+from tests.e2e.serving import LIGHT, SHORT, SMALL, Serve
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -48,7 +48,7 @@ def _run_what_it_says_to_try(server: Serve) -> None:
 def test_unix_socket(tmp_path: Path) -> None:
     """Its owner's alone, asked under any host name, removed at the end; no port is open."""
     path = tmp_path / "quire.sock"
-    with Serve("--uds", str(path), "--host", "0.0.0.0", *SMALL, program=LIGHT) as server:
+    with Serve("--uds", str(path), "--host", "0.0.0.0", *SMALL, *SHORT, program=LIGHT) as server:
         assert server.url == f"unix:{path}"
         mode = path.stat().st_mode
         assert stat.S_ISSOCK(mode)
@@ -153,7 +153,7 @@ def test_a_unix_socket_needs_no_key() -> None:
 
 @needs_openssl
 def test_tls(pems: dict[str, str]) -> None:
-    with Serve("--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], *SMALL, program=LIGHT) as server:
+    with Serve("--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], *SMALL, *SHORT, program=LIGHT) as server:
         assert server.url.startswith("https://127.0.0.1:")
         trusting = ssl.create_default_context(cafile=pems["cert"])
         with httpx.Client(base_url=server.url, verify=trusting) as client:

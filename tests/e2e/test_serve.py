@@ -116,7 +116,7 @@ def test_chat_without_a_server() -> None:
 def test_port_in_use(server: Serve) -> None:
     port = server.url.rsplit(":", 1)[1]
     started = time.monotonic()
-    result = quire("serve", "--port", port, *SMALL)
+    result = quire("serve", "--port", port, *SMALL, program=LIGHT)
     assert result.returncode == 2
     assert "in use" in result.stderr
     assert "--port" in result.stderr

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from quire import demo
-from tests.e2e.serving import LIGHT, QUIRE, Serve, quire
+from quire.cli.main import main
+from quire.entry import spawn
+from tests.e2e.serving import LIGHT, LIGHT_ENGINE, QUIRE, Serve, quire
 
 THREADS = ("--num-threads", "1")
 
@@ -18,10 +20,14 @@ THREADS = ("--num-threads", "1")
 def _refused(*flags: str, program: Sequence[str] = QUIRE) -> str:
     """What a start that is refused says, its progress left out: a line or two."""
     result = quire("serve", "--port", "0", *THREADS, *flags, program=program)
-    assert result.returncode == 2, result.stderr
-    message = [line for line in result.stderr.splitlines() if not line.startswith("  ")]
-    assert 1 <= len(message) <= 2, result.stderr
-    assert all(line.startswith("quire") for line in message), result.stderr
+    return _one_message(result.returncode, result.stderr)
+
+
+def _one_message(code: object, said: str) -> str:
+    assert code == 2, said
+    message = [line for line in said.splitlines() if not line.startswith("  ")]
+    assert 1 <= len(message) <= 2, said
+    assert all(line.startswith("quire") for line in message), said
     return " ".join(message)
 
 
@@ -36,17 +42,32 @@ def _refused(*flags: str, program: Sequence[str] = QUIRE) -> str:
         (("--host", "0.0.0.0"), ("0.0.0.0", "--api-key", "--no-auth")),
         (("--port", "70000"), ("70000", "65535")),
         (("--chat-template", "./no-such.jinja"), ("no-such.jinja",)),
-        (("--chat-template", "{% if %}"), ("Jinja",)),
         (("--default-chat-template-kwargs", '{"messages": []}'), ("default_chat_template_kwargs", "'messages'")),
         (("--default-chat-template-kwargs", '{"budget": NaN}'), ("default_chat_template_kwargs", "finite numbers")),
         (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), ("--max-num-seqs", "--max-num-batched-tokens")),
         (("some/model", "--model", "another/model"), ("some/model", "another/model")),
     ],
 )
-def test_refused_starts(flags: tuple[str, ...], words: tuple[str, ...]) -> None:
-    message = _refused(*flags, program=LIGHT)
+def test_refused_starts(
+    flags: tuple[str, ...],
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process; those below are processes of their own."""
+    monkeypatch.setattr(spawn, "ENGINE_PROGRAM", (LIGHT_ENGINE,))
+    try:
+        code: object = main(["serve", "--port", "0", *THREADS, *flags])
+    except SystemExit as end:  # the parser's
+        code = end.code
+    message = _one_message(code, capsys.readouterr().err)
     for word in words:
         assert word in message
+
+
+def test_a_template_that_is_none() -> None:
+    """Found when the client of the engine is there already: the end of the process closes it."""
+    assert "Jinja" in _refused("--chat-template", "{% if %}", program=LIGHT)
 
 
 def test_broken_checkpoints(tmp_path: Path) -> None:

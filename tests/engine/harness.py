@@ -14,7 +14,7 @@ import quire.demo
 from quire.engine.core import EngineCore
 from quire.engine.executor import ThreadExecutor
 from quire.formats.kv_format import kv_format
-from quire.formats.kv_groups import kv_groups, num_tables
+from quire.formats.kv_groups import DrafterLayers, kv_groups, num_tables
 from quire.formats.weight_format import ON_LOAD
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
@@ -29,9 +29,11 @@ from quire.scheduler.proposer import Proposer
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
 from quire.worker import kv_cache
-from quire.worker.accelerator import Host
+from quire.worker.accelerator import Device, Host
+from quire.worker.captured_steps import CapturedSteps
 from quire.worker.cuda_graphs import StepGraphs, in_order
 from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.draft_model import DraftModel
 from quire.worker.input_batch import InputBatch, Padding
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
@@ -57,6 +59,12 @@ def demo_model(precision: str, max_model_len: int | None) -> tuple[ModelConfig, 
             write_quantized(quire.demo.path("target"), Path(folder), CHECKPOINT_FORMAT)
             return _load(Path(folder), precision, max_model_len)
     return _load(quire.demo.path("target"), precision, max_model_len)
+
+
+@cache
+def demo_draft() -> tuple[ModelConfig, CausalLM]:
+    """The bundled draft model, in bfloat16."""
+    return _load(quire.demo.path("draft"), "bfloat16", None)
 
 
 def _load(folder: Path, precision: str, max_model_len: int | None) -> tuple[ModelConfig, CausalLM]:
@@ -97,6 +105,8 @@ class Schedule:
     graph_sizes: tuple[int, ...] = ()  # of decode batches, there
     mixed_sizes: tuple[int, ...] = ()  # tokens of mixed steps that are captured
     proposer: Proposer | None = None
+    draft: tuple[ModelConfig, CausalLM] | None = None  # a model that drafts in the worker
+    drafts_greedily: bool = False
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
@@ -109,8 +119,13 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
     dtype: torch.dtype = getattr(
         torch, kv_format(schedule.kv_cache_dtype, str(dtype_of(precision)).removeprefix("torch.")).torch_dtype
     )
-    cache = kv_cache.allocate(kv_groups(config), schedule.num_blocks, schedule.block_size, dtype, torch.device("cpu"))
-    for tensor in (tensor for layer in cache.layers for tensor in layer.tensors()):
+    drafter = None
+    if schedule.draft is not None:
+        specs = tuple(schedule.draft[0].kv_specs())
+        drafter = DrafterLayers(specs, kv_format("auto", str(schedule.draft[1].dtype).removeprefix("torch.")), 0)
+    sizes = (schedule.num_blocks, schedule.block_size, dtype)
+    cache = kv_cache.allocate(kv_groups(config), *sizes, torch.device("cpu"), drafter)
+    for tensor in (tensor for layer in cache.layers + cache.drafter_layers for tensor in layer.tensors()):
         if tensor.dtype != torch.int8:
             tensor.copy_(torch.tensor(float("nan")))  # a slot read before it is written must show
     kv = KVCacheManager(
@@ -139,7 +154,8 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
     if (accelerator := schedule.accelerator) is None:
         inputs = InputBatch(*sizes)
         recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
-        runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded)
+        drafter = _drafter(schedule, cache, inputs, Host())
+        runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded, drafter)
         return runner if schedule.depth == 1 else ThreadExecutor([runner])
     max_tokens = max(schedule.chunk, *sizes[:1])
     inputs = DeviceInputBatch(*sizes, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth)
@@ -149,7 +165,23 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
         captured += [Padding(size, min(sizes[0], size - 1)) for size in schedule.mixed_sizes if size <= max_tokens]
         graphs = StepGraphs(model, cache.layers, inputs, accelerator, in_order(captured))
         graphs.capture()
-    return ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, graphs)
+    drafter = _drafter(schedule, cache, inputs, accelerator)
+    return ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, graphs, drafter)
+
+
+def _drafter(schedule: Schedule, cache: PagedCache, inputs: InputBatch, device: Device) -> DraftModel | None:
+    if schedule.draft is None:
+        return None
+    _, model = schedule.draft
+    captured: CapturedSteps | None = None
+    if isinstance(device, Host) and isinstance(model, Decoder):
+        captured = RecordedSteps(model, inputs, cache.drafter_layers)
+    elif isinstance(inputs, DeviceInputBatch) and schedule.accelerator is not None and schedule.graph_sizes:
+        sizes = in_order([Padding(size, size) for size in schedule.graph_sizes])
+        captured = graphs = StepGraphs(model, cache.drafter_layers, inputs, schedule.accelerator, sizes)
+        graphs.capture()
+    limits = {"max_tokens": schedule.chunk, "max_drafts": MOST_DRAFTS}
+    return DraftModel(model, cache, inputs, device, captured, **limits, is_greedy=schedule.drafts_greedily)
 
 
 def run(

@@ -7,15 +7,18 @@ A tiny model of random weights: the interpreter takes its time.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from quire.engine.core import EngineCore
 from quire.kernels import cpu, gpu
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.registry import CausalLM, build_model
 from quire.sampling_params import SamplingParams
+from quire.spec_decode.by_worker import DraftedByWorker
 from tests import triton_interpreter
 from tests.engine.harness import Prompt, Schedule, core_over, run
 from tests.models.tiny_models import SIZES
@@ -41,14 +44,14 @@ def requests() -> list[Prompt]:
     ]
 
 
-def tiny_model(folder: Path) -> tuple[ModelConfig, CausalLM]:
+def tiny_model(folder: Path, seed: int = 0) -> tuple[ModelConfig, CausalLM]:
     """The same weights for whichever kernels are chosen, so wide that tokens differ."""
     raw = SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}
     raw["num_hidden_layers"] = 2
     (folder / "config.json").write_text(json.dumps(raw))
     config = load_model_config(folder)
     model = build_model(config, torch.float32)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     weights = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in model.expected_weights().items()}
     model.load_weights((name, weight + ("norm" in name)) for name, weight in weights.items())
     model.finalize()
@@ -82,8 +85,17 @@ def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest
             chunk=16, max_num_seqs=4, num_blocks=16, depth=2, accelerator=accelerator, graph_sizes=(2, 4)
         )
         assert run(core_over(*tiny_model(tmp_path), schedule, "float32"), requests()) == expected
+        schedule = replace(schedule, depth=1, draft=tiny_model(tmp_path, seed=1), proposer=DraftedByWorker())
+        core = core_over(*tiny_model(tmp_path), schedule, "float32")
+        num_drafts = []
+
+        def note(core: EngineCore, step: int) -> None:
+            num_drafts.append(0 if core.last_record is None else core.last_record.num_draft_tokens)
+
+        assert run(core, requests(), before_step=note) == expected
+        assert sum(num_drafts) > 0
+    assert sum(graph.num_replays for graph in accelerator.graphs) >= 2
     products = {"linear"} if is_deterministic else set()
     assert called == products | {
         *("gated_activation", "greedy", "paged_attention", "rms_norm", "rope_and_cache", "sample")
     }
-    assert sum(graph.num_replays for graph in accelerator.graphs) >= 2

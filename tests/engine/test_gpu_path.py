@@ -214,7 +214,7 @@ def test_mixed_steps_are_replays(accelerator: FakeAccelerator, depth: int) -> No
     num_replays = sum(graph.num_replays for graph in accelerator.graphs)
     runner = core.executor
     assert isinstance(runner, ModelRunner)
-    assert runner.captured is not None
+    assert runner.forward_pass.captured is not None
     launched = len(accelerator.downloads)
     assert num_replays == launched <= len(steps)
     assert accelerator.graphs[0].num_replays > 5, "those of 16 tokens"

@@ -23,11 +23,13 @@ from quire.kernels import fp8, gpu
 from quire.kernels.triton import kernels as triton_kernels
 from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
-from quire.schedule import NewRow, ScheduledBatch
+from quire.schedule import UNDRAFTED, NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.cuda_graphs import StepGraphs
 from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.draft_model import DraftModel
 from quire.worker.input_batch import Padding
+from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 from tests.loading import load_model
 from tests.worker.fake_accelerator import FakeAccelerator
@@ -52,12 +54,14 @@ class MetaAccelerator(FakeAccelerator):
     def __init__(self) -> None:
         super().__init__()
         self.device = META
+        self.num_downloads = 0
 
     def upload(self, host: Tensor, target: Tensor) -> Any:
         return SimpleNamespace(synchronize=lambda: None)
 
     def download(self, tensors: Sequence[Tensor]) -> Any:
         assert all(tensor.device == META for tensor in tensors)
+        self.num_downloads += 1
 
         def wait() -> Iterator[Tensor]:
             return iter([torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors])
@@ -118,6 +122,27 @@ def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> ModelRunner:
         graphs = StepGraphs(model, cache.layers, inputs, accelerator, [Padding(n, n) for n in (8, 4, 2, 1)])
         graphs.capture()
     return ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, graphs)
+
+
+def test_a_step_that_drafts_waits_once(runner: ModelRunner) -> None:
+    """With the model as its own draft model. For all drafts of a step, and not for those that need none before."""
+    inputs, device = runner.input_batch, runner.device
+    assert isinstance(device, MetaAccelerator)
+    caches = PagedCache(runner.cache.pages, runner.cache.layers, runner.cache.layers)
+    limits = {"max_tokens": 256, "max_drafts": 3}
+    runner.drafter = DraftModel(runner.model, caches, inputs, device, **limits, is_greedy=False)
+    names = ["greedy", "random"]
+    rows = [NewRow(name, list(range(20)), 20, EVERYTHING[name], [2 * i, 2 * i + 1]) for i, name in enumerate(names)]
+    for step, (start, length, drafts) in enumerate([(0, 20, ()), (20, 4, (UNDRAFTED,) * 3)]):
+        batch = ScheduledBatch(step, names, [start] * 2, [length] * 2, [len(drafts) + 1] * 2, [drafts] * 2)
+        batch.new_block_ids = [[] for _ in names]
+        batch.new_rows = rows if step == 0 else []
+        before = device.num_downloads
+        with Watch():
+            result = runner.submit(batch).result()
+        assert not result.errors
+        assert device.num_downloads - before == (1 if step == 0 else 2), "drafts, and the tokens of the step"
+        assert [len(token_ids) for token_ids in result.token_ids] == [1 + len(drafts)] * 2, "all are zeros"
 
 
 WORDS = SamplingParams(temperature=0.0)

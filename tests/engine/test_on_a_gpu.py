@@ -188,7 +188,7 @@ def test_flashinfer_serves_with_captured_decodes() -> None:
     own = run(start(**settings).core, prompts())
     started = start(**settings, attention_backend="FLASHINFER")
     runner = runner_of(started)
-    assert runner.captured is not None
+    assert runner.forward_pass.captured is not None
     tokens = run(started.core, prompts())
     assert sum(ours[0] == theirs[0] for ours, theirs in zip(own, tokens, strict=True)) >= len(own) - 1
 
@@ -207,7 +207,7 @@ def test_memory_is_what_was_planned() -> None:
     planned = sum(facts[name].value for name in ("weight_bytes", "work_bytes", "kv_cache_bytes"))
     assert abs(planned - taken) <= 0.03 * taken
     runner = runner_of(started)
-    assert runner.captured is not None
+    assert runner.forward_pass.captured is not None
 
 
 def test_an_allocation_that_fails_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.measure import load as loads
 from quire.measure.http import Body, HttpClient
 from quire.measure.load import Run, run_load
 from quire.measure.workload import BenchRequest
@@ -66,12 +69,26 @@ async def test_what_is_noted_of_an_answer() -> None:
     assert min(outcome.itl) > 0
 
 
-async def test_requests_wait_for_their_time() -> None:
-    async with SseServer() as server:
-        begin = time.perf_counter()
-        run = await load(server, 3, [0.0, 0.03, 0.06])
-    assert run.outcomes[1].start_time - begin >= 0.029
-    assert run.outcomes[2].start_time - begin >= 0.059
+async def test_requests_wait_for_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that moves only while the load waits, with answers that take no time."""
+    now, sleep = 100.0, asyncio.sleep
+
+    async def pass_time(seconds: float) -> None:
+        nonlocal now
+        await sleep(0)  # who can go on does so before the time is over
+        now += seconds
+
+    class Client:
+        async def events(self, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
+            yield now, b'{"choices": [{"text": "a"}]}'
+
+    monkeypatch.setattr(loads, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: 0.0))
+    monkeypatch.setattr(asyncio, "sleep", pass_time)
+    requests, times = [BenchRequest("prompt", 5, 3)] * 4, [0.0, 0.25, 0.25, 2.0]
+    client: Any = Client()
+    run = await run_load(client, "/v1/completions", requests, times, lambda request: {"prompt": request.prompt})
+    assert [outcome.start_time - 100 for outcome in run.outcomes] == times
+    assert run.duration == 2.0
 
 
 async def test_connections_that_the_server_closes_are_replaced() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from quire.measure.load import Outcome, Run
 from quire.measure.statistics import mean_interval, measure, summarize, t_probability, t_quantile
+from tests.examples import examples
 
 
 # Two-sided 95 % and 99 % points of Student's t, from printed tables.
@@ -38,11 +39,11 @@ def test_mean_interval_holds_as_often_as_it_says() -> None:
 
 def test_bootstrap_holds_about_as_often_as_it_says() -> None:
     rng = np.random.default_rng(1)
-    hits = 0
-    for i in range(150):
+    hits, trials = 0, examples(150)
+    for i in range(trials):
         low, high = summarize(rng.exponential(1.0, 200).tolist(), [90], seed=i).intervals["median"]
         hits += low <= np.log(2) <= high
-    assert 132 <= hits <= 150
+    assert 0.88 * trials <= hits <= trials
 
 
 def test_summary() -> None:
@@ -70,12 +71,12 @@ def test_a_percentile_has_an_interval_where_enough_values_lie_beyond_it(percenti
 def test_intervals_of_the_fewest_values_are_somewhat_narrow(percentile: float, fewest: int) -> None:
     """As docs/benchmarking.md says: they hold in about 85 of 100 cases. p99 of 10 values, were it told, would in 8."""
     rng = np.random.default_rng(2)
-    true, hits = -np.log(1 - percentile / 100), 0
-    for i in range(150):
+    true, hits, trials = -np.log(1 - percentile / 100), 0, examples(150)
+    for i in range(trials):
         values = rng.exponential(1.0, fewest).tolist()
         low, high = summarize(values, [percentile], seed=i).intervals[f"p{percentile}"]
         hits += low <= true <= high
-    assert 120 <= hits <= 143
+    assert 0.8 * trials <= hits <= 0.955 * trials
 
 
 @pytest.mark.parametrize("percentile", [0, 100])

@@ -21,13 +21,14 @@ from quire.kernels import cpu
 from quire.model_config import load_model_config
 from quire.models import transformers_attention
 from quire.models.registry import CausalLM
+from tests.examples import IS_FULL
 from tests.loading import load_model
 from tests.models.paged_run import PagedRun, greedy
 
 # float32 sums in another order, logits of size 5 to 10
 TOLERANCE = 1e-4
 VOCAB = 131
-NUM_DECODE = 10
+NUM_DECODE = 8
 
 COMMON = {
     "vocab_size": VOCAB,
@@ -69,6 +70,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Every architecture with one of the sizes of a chunk; with all of them in make test-full.
+CHUNKS = [
+    pytest.param(name, chunk, marks=() if index % 3 == place else pytest.mark.slow)
+    for index, name in enumerate(ARCHITECTURES)
+    for place, chunk in enumerate((5, 16, 1))
+]
+
+
 def checkpoint(folder: Path, family: str, settings: dict[str, Any]) -> Any:
     """Write a tiny random model, return transformers' own."""
     config = getattr(transformers, f"{family}Config")(**settings)
@@ -102,11 +111,13 @@ def prompts() -> list[list[int]]:
 
 @torch.inference_mode()
 def test_logits_and_greedy_tokens_equal_transformers(pair: tuple[Any, CausalLM]) -> None:
+    """Prompts longer than every window; and tokens after the shorter one, which reach over them too."""
     theirs, ours = pair
     for prompt in prompts():
         expected = theirs(torch.tensor([prompt]), use_cache=False).logits[0]
         actual = PagedRun(ours, torch.float32).step({0: prompt})[0]
         torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
+    for prompt in prompts() if IS_FULL else prompts()[1:]:
         generated = theirs.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -117,7 +128,7 @@ def test_logits_and_greedy_tokens_equal_transformers(pair: tuple[Any, CausalLM])
         assert greedy(ours, torch.float32, prompt, NUM_DECODE) == generated[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 16])
+@pytest.mark.parametrize(("pair", "chunk"), CHUNKS, indirect=["pair"])
 def test_chunks_and_batch_mates_do_not_change_logits(pair: tuple[Any, CausalLM], chunk: int) -> None:
     """Not by a single bit: matrix products, attention and norms sum a row in the same order whatever else is computed.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,14 @@ from quire.errors import ConfigError
 from quire.kernels import extension
 from quire.spec_decode.ngram import NgramProposer
 from tests.examples import examples
-from tests.spec_decode.requests import TEXTS, request
+from tests.spec_decode.requests import request
+
+# Few different tokens, or phrases that come again.
+PHRASES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=4)
+TEXTS = st.one_of(
+    st.lists(st.integers(0, 2), max_size=120),
+    PHRASES.flatmap(lambda phrases: st.lists(st.sampled_from(phrases), max_size=12)).map(lambda some: [*chain(*some)]),
+)
 
 
 def twin(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:

@@ -141,7 +141,7 @@ def test_what_comes_up_serves(arguments: dict[str, Any]) -> None:
     worker, running = bring_up(accelerator, num_gpu_blocks_override=200, **arguments)
     runner, resolved = worker.runner, running.resolved
     assert isinstance(runner, ModelRunner)
-    assert (runner.captured is None) == (resolved.device.cudagraph_mode == "NONE")
+    assert (runner.forward_pass.captured is None) == (resolved.device.cudagraph_mode == "NONE")
     core = core_of(running)
     for index in range(30):
         params = SamplingParams(temperature=0.0, max_tokens=9)
@@ -174,7 +174,7 @@ def test_an_engine_that_nobody_holds_gives_its_memory_back(monkeypatch: pytest.M
     core.add(AddRequest("r", [5, 7, 9], SamplingParams(temperature=0.0, max_tokens=9), 9))
     while core.has_work():
         core.step()
-    owners = (core, running, worker, runner, runner.captured, runner.model, runner.cache.pages)
+    owners = (core, running, worker, runner, runner.forward_pass.captured, runner.model, runner.cache.pages)
     alive = [weakref.ref(each) for each in owners]
     del accelerator, worker, running, runner, core, owners
     gc.collect()

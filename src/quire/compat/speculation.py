@@ -21,7 +21,6 @@ logger = get_logger(__name__)
 
 # What is checked but not built: the reason. Whoever builds it removes its line.
 NOT_BUILT = {
-    "draft_model": "no worker drafts with a second model in this version",
     "eagle3": "no worker drafts with EAGLE-3 heads in this version",
     "mtp": "no worker drafts with layers for multi-token prediction in this version",
 }

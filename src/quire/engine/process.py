@@ -82,6 +82,7 @@ class EngineProcess:
                 is_server=True,
                 progress=self._send_progress,
                 is_first=self._launch.is_first,
+                drafter_folder=Path(folder) if (folder := self._launch.drafter_folder) else None,
             )
         except QuireError as error:
             self._send(EngineFailed(error.message, error.code))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config import EngineConfig
@@ -73,16 +73,20 @@ def start_engine(
     progress: Progress,
     make_workers: Callable[[ModelConfig, Progress], Sequence[Worker]] = one_worker,
     is_first: bool = True,
+    drafter_folder: Path | None = None,
 ) -> StartedEngine:
     """Load the model in `model_folder` and make it answer once. Raises QuireErrors fit for the user.
 
     Args:
         is_first: refuse targets that cannot be reached. An engine that takes over from one that failed keeps them.
+        drafter_folder: of the model that drafts for it.
     """
     started = time.monotonic()
     model_config = load_model_config(
         model_folder, config.hf_overrides, any_architecture=config.model_impl in ("auto", "transformers")
     )
+    if drafter_folder is not None:
+        model_config = replace(model_config, drafter=load_model_config(drafter_folder))
     workers = make_workers(model_config, progress)
     running = bring_up(config, model_config, workers, is_server=is_server, progress=progress)
     resolved, measured = running.resolved, running.measured

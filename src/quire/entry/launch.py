@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from quire.frontend.output_processor import OutputProcessor, draft_metrics
 from quire.frontend.replica import Replica
 from quire.frontend.stats import EngineMetrics
 from quire.frontend.supervisor import RecoveryLimits
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tokenizer import Tokenizer, check_same_vocabulary
 from quire.frontend.tokenizer_files import load_generation_config
 from quire.gguf.file import is_gguf
 from quire.kernels import extension
@@ -51,22 +51,41 @@ class FrontEndParts:
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
 
+    @property
+    def drafter_folder(self) -> Path | None:
+        """Or GGUF file."""
+        return None if self.model_config.drafter is None else Path(self.model_config.drafter.model)
+
 
 def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool) -> tuple[Path, str, ModelConfig]:
     """The model's folder or GGUF file, name and facts; what is missing is downloaded, weights only on request.
 
-    Raises ConfigErrors.
+    Likewise of its drafter, whose facts are among those of the model. Raises ConfigErrors.
     """
     any_architecture = config.model_impl in ("auto", "transformers")
     source = (config.revision, config.download_dir, config.hf_token, progress)
     if (file := find_gguf(config.model, config.gguf_file, *source, weights=weights)) is not None:
-        return file, config.model or file.name, load_model_config(file, config.hf_overrides)
-    if config.model is None:
-        folder, name = quire.demo.path("target"), DEMO_MODEL_NAME
+        folder, name, model = file, config.model or file.name, load_model_config(file, config.hf_overrides)
     else:
-        name = config.model
-        folder = resolve_model(name, *source, weights=weights)
-    return folder, name, load_model_config(folder, config.hf_overrides, any_architecture=any_architecture)
+        if config.model is None:
+            folder, name = quire.demo.path("target"), DEMO_MODEL_NAME
+        else:
+            name = config.model
+            folder = resolve_model(name, *source, weights=weights)
+        model = load_model_config(folder, config.hf_overrides, any_architecture=any_architecture)
+    drafter = _find_drafter(config, progress, weights=weights)
+    return folder, name, replace(model, drafter=None if drafter is None else load_model_config(drafter))
+
+
+def _find_drafter(config: EngineConfig, progress: Progress | None, *, weights: bool) -> Path | None:
+    """The folder or GGUF file of the draft model that was asked for."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.method != "draft_model":
+        return None
+    assert speculation.model is not None, "speculative_config refuses that"
+    source = (speculation.revision, config.download_dir, config.hf_token, progress)
+    file = find_gguf(speculation.model, None, *source, weights=weights)
+    return file or resolve_model(speculation.model, *source, weights=weights)
 
 
 def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
@@ -76,6 +95,8 @@ def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
     if config.load_format in ("auto", "safetensors") and folder.is_dir():
         read_headers(folder)  # what is broken is told before an engine is started
     tokenizer = None if config.skip_tokenizer_init else read_tokenizer(config, folder)
+    if model_config.drafter is not None and tokenizer is not None:
+        check_same_vocabulary(tokenizer, Tokenizer.from_folder(model_config.drafter.model, config.tokenizer_mode))
     return FrontEndParts(folder, name, model_config, tokenizer, _input_processor(config, model_config, tokenizer))
 
 
@@ -166,8 +187,10 @@ class EngineProcessHandle:
         model_folder: Path,
         interpreter: EngineInterpreter | None = None,
         engine_index: int = 0,
+        drafter_folder: Path | None = None,
     ) -> None:
         self._config, self._model_folder, self._engine_index = config, str(model_folder), engine_index
+        self._drafter_folder = None if drafter_folder is None else str(drafter_folder)
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self._waiting = interpreter
         self._process: EngineInterpreter | None = None
@@ -182,7 +205,8 @@ class EngineProcessHandle:
         client = ProcessClient(*addresses, self.is_alive, self._engine_index)
         try:
             is_first = self._process is None
-            self._start(EngineLaunch(self._config, self._model_folder, *addresses, self._engine_index, is_first))
+            launch = (self._config, self._model_folder, *addresses, self._engine_index, is_first, self._drafter_folder)
+            self._start(EngineLaunch(*launch))
         except OSError:
             client.close()
             raise
@@ -264,7 +288,7 @@ def start_async_engine(
         interpreter: becomes the first process.
         recovery: when the process counts as failed, and how often it is started again.
     """
-    handle = EngineProcessHandle(config, parts.model_folder, interpreter)
+    handle = EngineProcessHandle(config, parts.model_folder, interpreter, drafter_folder=parts.drafter_folder)
     outputs = OutputProcessor(parts.tokenizer, metrics, new_draft_metrics=draft_metrics(config))
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
     replica = Replica(handle.launch(), outputs, starter=handle, recovery=recovery)

@@ -59,7 +59,9 @@ class LLM:
         self.config = EngineConfig.from_kwargs(model=model, **kwargs)
         with shown_start(is_quiet=self.config.disable_log_stats) as progress:
             parts = open_model(self.config, progress)
-            engine = start_engine(self.config, parts.model_folder, is_server=False, progress=progress)
+            engine = start_engine(
+                self.config, parts.model_folder, is_server=False, progress=progress, drafter_folder=parts.drafter_folder
+            )
         self.resolved = engine.resolved
         self.model_config = engine.model_config
         self._core = engine.core

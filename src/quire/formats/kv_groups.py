@@ -112,6 +112,34 @@ def page_bytes(groups: Sequence[KvGroup], kv: KvFormat, block_size: int) -> int:
     return max(group.layers_per_page * of_layer(group.spec) for group in groups)
 
 
+@dataclass(frozen=True)
+class DrafterLayers:
+    """The layers of a drafter that keep something: they lie behind those of the model, in the pages of one table.
+
+    So the block copies, forks and prefix hits of the model are theirs. The pages of other tables have the room too.
+
+    Attributes:
+        table: a table of a group that keeps all, whose pages hold a block for every token of a request.
+    """
+
+    specs: tuple[KvSpec, ...]
+    kv: KvFormat
+    table: int
+
+    def page_bytes(self, block_size: int) -> int:
+        """What a page grows by."""
+        return block_size * self.bytes_per_token()
+
+    def bytes_per_token(self) -> int:
+        return sum(spec.bytes_per_token(self.kv) for spec in self.specs)
+
+
+def full_table(groups: Sequence[KvGroup]) -> int | None:
+    """The first block table whose pages hold a block for every token of a request; None: each group forgets some."""
+    tables = (group for group in groups for _ in range(group.num_tables))
+    return next((table for table, group in enumerate(tables) if group.keeps_all), None)
+
+
 def pages_for(groups: Sequence[KvGroup], num_tokens: int, block_size: int, step_tokens: int) -> int:
     """The most pages that one request of `num_tokens` tokens holds.
 

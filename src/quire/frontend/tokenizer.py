@@ -268,3 +268,17 @@ def _incomplete_end(table: TokenBytes, token_ids: Sequence[int]) -> bytes:
     """Bytes of a character that the prompt begins and the output may complete."""
     data = b"".join([table[token_id] for token_id in token_ids[-4:]])
     return data[codecs.utf_8_decode(data, "replace", False)[1] :]
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raises ConfigError with the first id that means other tokens to the two. What one has more is padding."""
+    names = [{token_id: token for token, token_id in each.backend.get_vocab(True).items()} for each in (target, draft)]
+    differing = (token_id for token_id in names[0].keys() & names[1].keys() if names[0][token_id] != names[1][token_id])
+    if (first := min(differing, default=None)) is not None:
+        raise ConfigError(
+            f"The draft model has another vocabulary than the model: token {first} is {names[0][first]!r} to the model",
+            value=names[1][first],
+            expected="a model with the same tokenizer",
+            fix="Name another model in --speculative-config, or use the methods ngram or suffix, which need none",
+            param="speculative_config",
+        )

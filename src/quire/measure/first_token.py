@@ -47,7 +47,9 @@ def measure() -> dict[str, Any]:
     mark("imports")
     parts = open_model(config, lambda phase, fraction, detail: None)
     mark("tokenizer")
-    engine = start_engine(config, parts.model_folder, is_server=False, progress=progress)
+    engine = start_engine(
+        config, parts.model_folder, is_server=False, progress=progress, drafter_folder=parts.drafter_folder
+    )
     mark(current)
     inputs = parts.input_processor.with_max_model_len(engine.resolved.model.max_model_len)
     request = inputs.process("first", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1, ignore_eos=True))

@@ -40,11 +40,13 @@ class MemoryFacts:
     logits_bytes: int = 0  # the part of work_bytes that does not shrink with the token budget
     is_predicted: bool = False  # weights and work are from config.json, not measured
     work_detail: str = ""  # how work was measured; empty: a short step, scaled
+    drafter_weight_bytes: int = 0  # the part of weight_bytes that is the drafter's
 
 
 def logits_bytes(model: ModelConfig, max_num_seqs: int) -> int:
-    """Bytes of the logits of a full batch."""
-    return max_num_seqs * model.vocab_size * 4 * LOGITS_COPIES
+    """Bytes of the logits of a full batch, those of the drafter beside them."""
+    own = max_num_seqs * model.vocab_size * 4 * LOGITS_COPIES
+    return own if model.drafter is None else own + logits_bytes(model.drafter, max_num_seqs)
 
 
 def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
@@ -55,10 +57,14 @@ def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
 
 
 def planned_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
-    """Bytes that the weights will take in memory once they are loaded."""
-    return model.weight_bytes(
-        resolved.model.dtype, resolved.model.quantization, is_packed=packs_floats(resolved.device.isa)
-    )
+    """Bytes that the weights will take in memory once they are loaded, those of the drafter too."""
+    is_packed = packs_floats(resolved.device.isa)
+    own = model.weight_bytes(resolved.model.dtype, resolved.model.quantization, is_packed=is_packed)
+    return own + _drafter_weight_bytes(resolved, model)
+
+
+def _drafter_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
+    return 0 if resolved.drafter is None else resolved.drafter.weight_bytes(model, resolved.device.isa)
 
 
 def predict_memory(
@@ -67,9 +73,10 @@ def predict_memory(
     """Memory as it will be after loading: weights from config.json, and the least a step can take.
 
     Args:
-        weight_bytes: if they have been counted.
+        weight_bytes: of the model alone, if they have been counted.
     """
-    weights = planned_weight_bytes(resolved, model) if weight_bytes is None else weight_bytes
+    drafter = _drafter_weight_bytes(resolved, model)
+    weights = planned_weight_bytes(resolved, model) if weight_bytes is None else weight_bytes + drafter
     logits = logits_bytes(model, resolved.scheduler.max_num_seqs)
     total, free = device.memory_of(resolved.device.device)
     return MemoryFacts(
@@ -79,6 +86,7 @@ def predict_memory(
         work_bytes=least_work_bytes(model, resolved.scheduler.max_num_batched_tokens, resolved.model.dtype) + logits,
         logits_bytes=logits,
         is_predicted=True,
+        drafter_weight_bytes=drafter,
     )
 
 
@@ -89,7 +97,7 @@ class KvPages:
     Attributes:
         step_tokens: most tokens of one request in a step.
         depth: most steps in flight.
-        page_bytes: a page is what the pool calls a block.
+        page_bytes: a page is what the pool calls a block; with what a drafter has in it.
     """
 
     groups: tuple[KvGroup, ...]
@@ -103,7 +111,10 @@ class KvPages:
         """With the KV cache in the format of the settings, or in another one."""
         groups, kv = kv_groups(model), kv or kv_format(resolved.model.kv_cache_dtype, resolved.model.dtype)
         size, steps = resolved.model.block_size, resolved.scheduler
-        return cls(groups, size, steps.max_num_batched_tokens, steps.depth, page_bytes(groups, kv, size))
+        num_bytes = page_bytes(groups, kv, size)
+        if resolved.drafter is not None:
+            num_bytes += resolved.drafter.layers(model).page_bytes(size)
+        return cls(groups, size, steps.max_num_batched_tokens, steps.depth, num_bytes)
 
     def for_request(self, num_tokens: int) -> int:
         """Pages of one request, at most."""
@@ -184,6 +195,7 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
         resolved.scheduler,
         record,
         MemorySettings(memory.weight_bytes, memory.work_bytes, num_blocks, kv_bytes, unplanned),
+        drafter=resolved.drafter,
     )
 
 
@@ -219,6 +231,15 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
         record.put("weight_bytes", memory.weight_bytes, "measured", weights)
         detail = memory.work_detail or f"a short step, scaled to {budget} tokens, and {logits}"
         record.put("work_bytes", memory.work_bytes, "measured", detail)
+    if (drafter := model.drafter) is not None and resolved.drafter is not None:
+        source: Source = "formula" if memory.is_predicted else "measured"
+        detail = f"{drafter.num_parameters():,} parameters; a part of weight_bytes"
+        record.put("drafter_weight_bytes", memory.drafter_weight_bytes, source, detail)
+        detail = f"of {max_num_seqs} requests; a part of work_bytes"
+        record.put("drafter_logits_bytes", logits_bytes(drafter, max_num_seqs), "formula", detail)
+        layers = resolved.drafter.layers(model)
+        detail = f"{len(layers.specs)} layers in {layers.kv.name}, in the blocks of the model"
+        record.put("drafter_kv_bytes_per_token", layers.bytes_per_token(), "formula", detail)
     return record
 
 

@@ -133,10 +133,7 @@ class Sampler:
         wanted = [index for index, row in enumerate(rows) if row in state.num_logprobs] if state.num_logprobs else []
         is_modified = bool(state.filters or state.penalties)
         raw_LV = _rows_of(logits_RV, wanted) if wanted and is_modified and self.reports_raw else None
-        apply_filters(logits_RV, rows, state.filters, before)
-        apply_penalties(logits_RV, rows, state.penalties, before)
-        token_ids_R = ops.sample(logits_RV, *parameters) if parameters else ops.greedy(logits_RV)
-        chosen_R = logits_RV.gather(1, token_ids_R.clamp(min=0)[:, None])[:, 0]
+        token_ids_R, chosen_R = self.choose(logits_RV, rows, parameters, before)
         launched = LaunchedTokens(token_ids_R, chosen_R, logits_RV if logits_RV.device.type == "cpu" else None)
         if wanted:
             scores_LV = _rows_of(logits_RV, wanted) if raw_LV is None else raw_LV
@@ -145,6 +142,18 @@ class Sampler:
                 scores_LV = processed(scores_LV, *map(torch.from_numpy, bounds))
             launched.reports = list(self._reports(scores_LV, wanted, rows, token_ids_R))
         return launched
+
+    def choose(
+        self, logits_RV: Tensor, rows: Sequence[int], parameters: Sequence[Tensor], before: Sequence[Sequence[int]] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """A token per row (int64; -1: there is no distribution), and its logit after filters and penalties.
+
+        Args: see `launch`.
+        """
+        apply_filters(logits_RV, rows, self.state.filters, before)
+        apply_penalties(logits_RV, rows, self.state.penalties, before)
+        token_ids_R = ops.sample(logits_RV, *parameters) if parameters else ops.greedy(logits_RV)
+        return token_ids_R, logits_RV.gather(1, token_ids_R.clamp(min=0)[:, None])[:, 0]
 
     def _reports(
         self, scores_LV: Tensor, wanted: list[int], rows: Sequence[int], token_ids_R: Tensor

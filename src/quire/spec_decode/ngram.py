@@ -13,9 +13,10 @@ from quire.request import Request
 class NgramProposer:
     """Drafts out of a request's own prompt and output, as vLLM's `ngram` method has them.
 
-    Of the n-grams that end the text and stood in it before, with prompt_lookup_min <= n <= prompt_lookup_max, the
-    longest one is taken, and of its places the first. An earlier place may overlap the end of the text. The draft is
-    what follows that place, up to the end of the text. (vLLM: v1/spec_decode/ngram_proposer.py.)
+    The proposer looks for the last n tokens of the text in the text before. It takes the largest n from
+    prompt_lookup_min to prompt_lookup_max for which they stand there, and the first place where they stand. That place
+    may overlap the end of the text. The draft is what follows there, up to the end of the text. (vLLM:
+    v1/spec_decode/ngram_proposer.py.)
 
     A request has an index in C++, which is made at its first draft and grows by new tokens only. It takes 4 to 8 bytes
     a token, and up to 16 more for each length of n-grams.

@@ -13,17 +13,18 @@ from quire.request import Request
 class SuffixProposer:
     """Drafts out of a request's own text, and out of what others got: SuffixDecoding (arXiv 2411.04975).
 
-    The text is searched for the places where its last m tokens stood before, for each m from 1 to max_tree_depth - 1.
-    From these places on, the token that most of them have next is taken, then of those places the token that most have
-    next, and so on. The probability of a token is the share of the places that got so far, so it falls along the
-    draft. The draft ends before a token with a probability below min_token_prob, after max_spec_factor * m tokens, or
-    when m and the draft together have max_tree_depth tokens. Of the drafts of all m, the one with the largest sum of
-    probabilities is taken; if equal, the one of the longest m; if equal, the request's own. That is the rule of vLLM's
-    `suffix` method (Arctic Inference, csrc/suffix_decoding/suffix_tree.cc), but for two things:
+    The proposer looks for the places where the last m tokens of the text stood before, for each m from 1 to
+    max_tree_depth - 1. The first token of a draft is the token that follows at most of these places. The other places
+    are dropped, and the next token is found in the same way. The probability of a token is the share of the places that
+    are left. A draft ends before a token whose probability is below min_token_prob, after max_spec_factor * m tokens,
+    and when m and the draft together have max_tree_depth tokens. Each m gives a draft. The proposer answers the draft
+    with the largest sum of probabilities. If sums are equal, the request's own text goes before that of others, and a
+    longer m before a shorter one. That is the rule of vLLM's `suffix` method (Arctic Inference,
+    csrc/suffix_decoding/suffix_tree.cc), with two differences:
 
-    - Only the newest 32 places are counted of each n-gram of 1, 2, 4 or 8 tokens, and the places of m tokens are found
-      among those of the longest such n-gram in them. So a draft takes microseconds, whatever the text is, and newer
-      text counts more. Of equally frequent tokens, the one with the newest place is taken.
+    - Only the newest places count. The index finds the places of n-grams of 1, 2, 4 and 8 tokens, and looks at the
+      newest 32 places of the longest one that m tokens contain. So a draft takes microseconds, whatever the text is.
+      If two tokens are equally frequent, the one at the newest place is taken.
     - There is no tree. A request's own text takes 28 to 72 bytes a token. Answers of all requests are kept in pages of
       32 tokens, and a page is there for others once it is full or the request has ended.
 

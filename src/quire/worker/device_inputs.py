@@ -109,6 +109,11 @@ class DeviceInputBatch(InputBatch):
         at_N, blocks_N = gpu.place(both, self._block_tables_NCM.device)
         self._block_tables_NCM.view(-1).scatter_(0, at_N, blocks_N.to(torch.int32))
 
+    def place_guesses(self, step: StepRows, staged: StagedStep, token_ids_S: Tensor) -> None:
+        """See InputBatch; the device keeps the tokens as the newest of their rows, and the host does not know them."""
+        self._newest_C.index_copy_(0, staged.expecting_rows, token_ids_S.clamp(min=0))
+        self.token_ids[step.rows_S, step.starts_S + step.lens_S] = -1 - step.rows_S
+
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
         """See InputBatch; the device keeps the tokens as the newest of their rows."""
         newest = token_ids_R.clamp(min=0)

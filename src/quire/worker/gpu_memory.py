@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from quire.formats.kv_groups import kv_groups, num_tables
+from quire.forward_batch import LayerCache
 from quire.life_cycle import Measured, WorkerSettings
 from quire.messages import Progress
 from quire.metrics.stopwatch import Lap
@@ -24,6 +25,7 @@ from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator
 from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_inputs import DeviceInputBatch
+from quire.worker.draft_model import draft_model_of
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 
@@ -52,11 +54,18 @@ class OnGpu:
         self.memory_device = accelerator.device
         self._accelerator = accelerator
 
-    def measure(self, model: CausalLM, settings: WorkerSettings) -> Measured:
+    def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
         """The largest step, and all graphs."""
         gc.collect()  # what loading has left of tensors
         cache = kv_cache.allocate_for(model.config, settings.model, 1, self.memory_device)
         work = measure_work(model, cache, settings, self._accelerator)
+        drafter_bytes = 0
+        if drafter is not None:
+            form, drafter_bytes = settings.of_drafter(), drafter.weight_bytes()
+            cache = kv_cache.allocate_for(drafter.config, form.model, 1, self.memory_device)
+            more = measure_work(drafter, cache, form, self._accelerator)
+            step_bytes, graph_bytes = max(work.step_bytes, more.step_bytes), work.graph_bytes + more.graph_bytes
+            work = replace(work, step_bytes=step_bytes, graph_bytes=graph_bytes)
         del cache
         gc.collect()
         self._accelerator.release()
@@ -65,21 +74,38 @@ class OnGpu:
         memory = MemoryFacts(
             total_bytes=total_bytes,
             free_bytes=free_bytes,
-            weight_bytes=model.weight_bytes(),
+            weight_bytes=model.weight_bytes() + drafter_bytes,
+            drafter_weight_bytes=drafter_bytes,
             work_bytes=work.step_bytes + work.graph_bytes,
             logits_bytes=logits_bytes(model.config, settings.max_num_seqs),
             work_detail=f"{work.step_bytes:,} in a step of {num_tokens} tokens, {work.graph_bytes:,} in graphs",
         )
         return Measured(memory, num_tokens, Lap(seconds))
 
-    def runner(self, model: CausalLM, cache: PagedCache, settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    def runner(
+        self,
+        model: CausalLM,
+        drafter: CausalLM | None,
+        cache: PagedCache,
+        settings: WorkerSettings,
+        progress: Progress,
+    ) -> ModelRunner:
         """Captures the graphs."""
         inputs = make_inputs(settings, model.config, self._accelerator)
-        graphs = None
-        if sizes := paddings(settings):
-            graphs = StepGraphs(model, cache.layers, inputs, self._accelerator, sizes)
+
+        def captured(model: CausalLM, caches: list[LayerCache], settings: WorkerSettings) -> StepGraphs | None:
+            if not (sizes := paddings(settings)):
+                return None
+            graphs = StepGraphs(model, caches, inputs, self._accelerator, sizes)
             graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
-        return ModelRunner(model, cache, inputs, settings.model.logprobs_mode, self._accelerator, graphs)
+            return graphs
+
+        graphs, draft_model = captured(model, cache.layers, settings), None
+        if drafter is not None:
+            own = captured(drafter, cache.drafter_layers, settings.of_drafter())
+            draft_model = draft_model_of(drafter, cache, inputs, self._accelerator, own, settings)
+        mode = settings.model.logprobs_mode
+        return ModelRunner(model, cache, inputs, mode, self._accelerator, graphs, draft_model)
 
 
 def make_inputs(settings: WorkerSettings, model: ModelConfig, accelerator: Accelerator) -> DeviceInputBatch:

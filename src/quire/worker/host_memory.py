@@ -6,6 +6,7 @@ import resource
 import sys
 
 from quire.formats.kv_groups import kv_groups, num_tables, pages_alone
+from quire.forward_batch import LayerCache
 from quire.life_cycle import Measured, WorkerSettings
 from quire.messages import Progress
 from quire.metrics.stopwatch import Lap, Stopwatch
@@ -17,6 +18,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.accelerator import Host
+from quire.worker.draft_model import draft_model_of
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
@@ -32,26 +34,47 @@ class OnHost:
     kv_cache_knob = "VLLM_CPU_KVCACHE_SPACE"
     memory_device = CPU
 
-    def measure(self, model: CausalLM, settings: WorkerSettings) -> Measured:
+    def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
         """A short step, scaled to the token budget, and the logits of a full batch."""
         work_bytes, num_tokens, step = _measure_step(model, settings)
+        drafter_bytes, mapped_bytes = 0, model.mapped_bytes
+        if drafter is not None:
+            work_bytes = max(work_bytes, _measure_step(drafter, settings.of_drafter())[0])
+            drafter_bytes, mapped_bytes = drafter.weight_bytes(), mapped_bytes + drafter.mapped_bytes
         logits = logits_bytes(model.config, settings.max_num_seqs)
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes(),
-            free_bytes=devices.free_memory_bytes() - model.mapped_bytes,
-            weight_bytes=model.weight_bytes(),
+            free_bytes=devices.free_memory_bytes() - mapped_bytes,
+            weight_bytes=model.weight_bytes() + drafter_bytes,
             work_bytes=work_bytes + logits,
             logits_bytes=logits,
+            drafter_weight_bytes=drafter_bytes,
         )
         return Measured(memory, num_tokens, step)
 
-    def runner(self, model: CausalLM, cache: PagedCache, settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    def runner(
+        self,
+        model: CausalLM,
+        drafter: CausalLM | None,
+        cache: PagedCache,
+        settings: WorkerSettings,
+        progress: Progress,
+    ) -> ModelRunner:
         """Steps are recorded when they first come."""
         form = settings.model
         sizes = (settings.max_num_seqs, form.max_model_len, form.block_size, model.config.vocab_size)
         inputs = InputBatch(*sizes, num_tables(kv_groups(model.config)))
-        recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
-        return ModelRunner(model, cache, inputs, form.logprobs_mode, Host(), recorded)
+        device, draft_model = Host(), None
+        if drafter is not None:
+            draft_model = draft_model_of(
+                drafter, cache, inputs, device, _recorded(drafter, inputs, cache.drafter_layers), settings
+            )
+        recorded = _recorded(model, inputs, cache.layers)
+        return ModelRunner(model, cache, inputs, form.logprobs_mode, device, recorded, draft_model)
+
+
+def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> RecordedSteps | None:
+    return RecordedSteps(model, inputs, caches) if isinstance(model, Decoder) else None
 
 
 def _measure_step(model: CausalLM, settings: WorkerSettings) -> tuple[int, int, Lap]:

@@ -62,6 +62,7 @@ class StagedStep:
     expecting_rows: Tensor  # int64: see StepRows
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
     host: HostStep
+    padding: Padding | None  # None: it was brought to no size
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +168,7 @@ class InputBatch:
                 self._append_blocks(self.row_of[request_id], block_ids)
         if any(batch.draft_token_ids):
             for request_id, drafts in zip(batch.request_ids, batch.draft_token_ids, strict=True):
-                row = self.row_of[request_id]
-                begin = self.num_tokens[row]
-                self.token_ids[row, begin : begin + len(drafts)] = drafts
+                self.place_drafts(self.row_of[request_id], drafts)
 
     def _add(self, new: NewRow) -> None:
         assert new.request_id not in self.row_of, f"row of {new.request_id} is added twice"
@@ -205,6 +204,16 @@ class InputBatch:
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self.sampling.grow(2 * capacity)
         self._free_rows = list(range(2 * capacity - 1, capacity - 1, -1))
+
+    def place_drafts(self, row: int, token_ids: Sequence[int]) -> None:
+        """Take drafts as the tokens behind those of the row."""
+        begin = self.num_tokens[row]
+        self.token_ids[row, begin : begin + len(token_ids)] = token_ids
+
+    def place_guesses(self, step: StepRows, staged: StagedStep, token_ids_S: Tensor) -> None:
+        """The tokens behind those of a step that was staged are inputs of the next one (-1: any token is)."""
+        ends_S = step.starts_S + step.lens_S
+        self.token_ids[step.rows_S, ends_S] = token_ids_S.clamp(min=0).numpy()
 
     def step_rows(self, batch: ScheduledBatch) -> StepRows:
         """The arrays' view of one scheduled batch."""
@@ -270,6 +279,7 @@ class InputBatch:
             expecting_rows=put(expecting_rows, len(expecting_rows), np.int64),
             parameters=tuple(put(values, len(values), values.dtype) for values in parameters),
             host=HostStep(rows_S, lens_S, ends_S, self.block_tables_NCM, None if pad_to is None else pad_to.rows),
+            padding=pad_to,
         )
         arrays.send()
         return staged

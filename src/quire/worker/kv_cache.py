@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from quire.formats.kv_format import KV_FORMATS
-from quire.formats.kv_groups import KvGroup, kv_groups, page_bytes
+from quire.formats.kv_groups import DrafterLayers, KvGroup, kv_groups, page_bytes
 from quire.forward_batch import LayerCache
 from quire.kernels import gpu
 from quire.kernels.weight_memory import map_huge_pages
 from quire.layer_spec import KvSpec
 from quire.model_config import ModelConfig
-from quire.settings import ModelSettings
+from quire.settings import DrafterSettings, ModelSettings
 
 COPY_BYTES = 4 << 20  # of page copies that are held beside the cache at once
 
@@ -33,10 +33,12 @@ class PagedCache:
         pages: uint8 [B, bytes of a page]. A block of tokens is one piece of memory.
         layers: views of it, by layer that keeps something. What a layer has in a page lies side by side: K, V, and
             scales of both.
+        drafter_layers: the same of a drafter, whose layers lie behind those of the model in the pages of one table.
     """
 
     pages: Tensor
     layers: list[LayerCache]
+    drafter_layers: list[LayerCache] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -55,24 +57,43 @@ class PagedCache:
 
 
 def allocate(
-    groups: Sequence[KvGroup], num_pages: int, block_size: int, dtype: torch.dtype, device: torch.device
+    groups: Sequence[KvGroup],
+    num_pages: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    drafter: DrafterLayers | None = None,
 ) -> PagedCache:
     """An uninitialised cache of `dtype`, int8 with scales. On CPU the memory, in huge pages where there are some, is
     taken by the operating system when first written."""
     kv = next(kv for kv in KV_FORMATS.values() if kv.torch_dtype == str(dtype).removeprefix("torch."))
-    pages = _empty_pages(num_pages, page_bytes(groups, kv, block_size), device)
+    begin = page_bytes(groups, kv, block_size)
+    pages = _empty_pages(num_pages, begin + (0 if drafter is None else drafter.page_bytes(block_size)), device)
     layers: dict[int, LayerCache] = {}
     tables = [(group, of_table) for group in groups for of_table in group.tables()]
     for table, (group, of_table) in enumerate(tables):
         layer_bytes = block_size * group.spec.bytes_per_token(kv)
         for at, layer in enumerate(of_table):
             layers[layer] = _layer_cache(pages[:, at * layer_bytes :], group.spec, block_size, dtype, table)
-    return PagedCache(pages, [layers[layer] for layer in range(len(layers))])
+    cache = PagedCache(pages, [layers[layer] for layer in range(len(layers))])
+    if drafter is not None:
+        drafter_dtype: torch.dtype = getattr(torch, drafter.kv.torch_dtype)
+        for spec in drafter.specs:
+            cache.drafter_layers.append(_layer_cache(pages[:, begin:], spec, block_size, drafter_dtype, drafter.table))
+            begin += block_size * spec.bytes_per_token(drafter.kv)
+    return cache
 
 
-def allocate_for(model: ModelConfig, form: ModelSettings, num_pages: int, device: torch.device) -> PagedCache:
-    """The cache of a model in the form that was settled."""
-    return allocate(kv_groups(model), num_pages, form.block_size, getattr(torch, form.cache_dtype), device)
+def allocate_for(
+    model: ModelConfig,
+    form: ModelSettings,
+    num_pages: int,
+    device: torch.device,
+    drafter: DrafterSettings | None = None,
+) -> PagedCache:
+    """The cache of a model in the form that was settled, with room for the layers of a drafter."""
+    layers = None if drafter is None else drafter.layers(model)
+    return allocate(kv_groups(model), num_pages, form.block_size, getattr(torch, form.cache_dtype), device, layers)
 
 
 def _empty_pages(num_pages: int, num_bytes: int, device: torch.device) -> Tensor:

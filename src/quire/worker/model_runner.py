@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,31 @@ from torch import Tensor
 
 from quire.formats.kv_groups import kv_groups, pages_alone
 from quire.kernels import gpu
+from quire.logs import get_logger
 from quire.models.registry import CausalLM
 from quire.sampling.logprobs import entries, scores
 from quire.sampling.sampler import LaunchedTokens, Sampler
 from quire.sampling_params import SamplingParams
-from quire.schedule import NewRow, ScheduledBatch, StepResult
+from quire.schedule import UNDRAFTED, NewRow, ScheduledBatch, StepResult
 from quire.worker.accelerator import Device, Download, device_failed
 from quire.worker.captured_steps import CapturedSteps
+from quire.worker.drafter import ANY_TOKEN, Drafted, Drafter
 from quire.worker.drafts import Drafts, Verify, verify
+from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import ExpectedTokens, InputBatch, StepRows
 from quire.worker.kv_cache import PagedCache
 
+logger = get_logger(__name__)
+
 # Prompt positions turned into logits at once: bounds the [X, V] float32 scratch (64 x 152k x 4 bytes = 39 MB).
 PROMPT_LOGPROBS_CHUNK = 64
+
+
+def _failed(counts: Sequence[int], error: Exception) -> Drafted:
+    """No drafts, because of an error that nobody has to care for."""
+    logger.warning("The drafter failed: %s", error, exc_info=error)
+    why = f"The drafter failed ({type(error).__name__})"
+    return Drafted([[ANY_TOKEN] * count for count in counts], dict.fromkeys(range(len(counts)), why))
 
 
 @dataclass(slots=True)
@@ -92,6 +104,7 @@ class ModelRunner:
 
     Args:
         captured: forward passes that are repeated instead of run; None: every kernel is launched by itself.
+        drafter: makes the drafts that a batch leaves to the worker.
     """
 
     def __init__(
@@ -102,13 +115,15 @@ class ModelRunner:
         logprobs_mode: str,
         device: Device,
         captured: CapturedSteps | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.input_batch = input_batch
         self.sampler = Sampler(input_batch.sampling, logprobs_mode=logprobs_mode)
         self.device = device
-        self.captured = captured
+        self.drafter = drafter
+        self.forward_pass = ForwardPass(model, cache.layers, input_batch, captured)
         self._in_flight: deque[PendingStep] = deque()
         self.verify: Verify = verify  # benchmarks have another: see HoldAtRandom
 
@@ -136,27 +151,23 @@ class ModelRunner:
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
         started = time.perf_counter()
-        inputs, device, captured = self.input_batch, self.device, self.captured
+        inputs, device = self.input_batch, self.device
+        result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
         inputs.apply(batch)
         self.cache.copy_pages(batch.block_copies)
+        if self.drafter is not None:
+            batch = self._drafted(batch, self.drafter, result)
         step = inputs.step_rows(batch)
         sampling, drafts = step.sampling_R, step.drafts
         rows = step.rows_S[sampling]
         offsets_R = None if drafts is None else drafts.offsets_R
-        size = None if captured is None else captured.size_for(step)
-        staged = inputs.stage(step, self.sampler.host_parameters(rows, offsets_R) if len(rows) else (), size)
-        result = StepResult(batch.step_id, [[] for _ in batch.request_ids])
-        result.prepare_seconds = time.perf_counter() - started
+        staged = self.forward_pass.stage(step, self.sampler.host_parameters(rows, offsets_R) if len(rows) else ())
+        result.prepare_seconds = time.perf_counter() - started - result.draft_seconds
         start = device.mark()
-        if captured is not None and size is not None:
-            hidden_TD = captured.run(size, staged)[: int(step.lens_S.sum())]
-        else:
-            hidden_TD = self.model.forward(inputs.forward_batch(staged, self.cache.layers))
+        hidden_TD = self.forward_pass.hidden(step, staged)
         launched = _Launched(sampling.tolist(), drafts)
         if len(sampling):
-            everything = len(sampling) == len(hidden_TD)
-            hidden_RD = hidden_TD if everything else hidden_TD.index_select(0, staged.logits_indices_R)
-            logits_RV = self.model.compute_logits(hidden_RD)
+            logits_RV = self.forward_pass.logits(staged, hidden_TD)
             forwarded = device.mark()
             sampled_rows = rows.tolist()
             if inputs.sampling.needs_tokens(sampled_rows):
@@ -170,6 +181,34 @@ class ModelRunner:
             launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step))
         marks = (start, forwarded, device.mark())
         return PendingStep(self, result, launched, device.download(launched.tensors()), marks)
+
+    def _drafted(self, batch: ScheduledBatch, drafter: Drafter, result: StepResult) -> ScheduledBatch:
+        """The batch with drafts in place of UNDRAFTED, which go into the rows too.
+
+        Drafts are known on the host before they are verified: on a GPU this waits, once per step.
+        """
+        drafter.follow(batch)
+        asked = [position for position, drafts in enumerate(batch.draft_token_ids) if UNDRAFTED in drafts]
+        if not asked:
+            return batch
+        self._finish(len(self._in_flight))
+        started = time.perf_counter()
+        rows = [self.input_batch.row_of[batch.request_ids[position]] for position in asked]
+        counts = [len(batch.draft_token_ids[position]) for position in asked]
+        try:
+            drafted = drafter.draft(rows, counts)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # whatever it is: the target needs no drafts
+            self.device.synchronize()  # raises if it is the device that has failed
+            drafted = _failed(counts, error)
+        draft_token_ids = list(batch.draft_token_ids)
+        for position, row, token_ids in zip(asked, rows, drafted.token_ids, strict=True):
+            draft_token_ids[position] = token_ids
+            self.input_batch.place_drafts(row, token_ids)
+        result.draft_failures = {asked[index]: why for index, why in drafted.failures.items()}
+        result.draft_seconds = time.perf_counter() - started
+        return replace(batch, draft_token_ids=draft_token_ids)
 
     @torch.inference_mode()
     def sequence_logits(self, token_ids: list[int], step_tokens: int) -> Iterator[Tensor]:

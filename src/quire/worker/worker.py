@@ -34,11 +34,18 @@ class Place(Protocol):
     kv_cache_knob: str  # what sets the size of the KV cache there, beside the exact numbers
     memory_device: torch.device
 
-    def measure(self, model: CausalLM, settings: WorkerSettings) -> Measured:
+    def measure(self, model: CausalLM, drafter: CausalLM | None, settings: WorkerSettings) -> Measured:
         """Memory and time of a step, measured on a KV cache that is thrown away."""
         ...
 
-    def runner(self, model: CausalLM, cache: PagedCache, settings: WorkerSettings, progress: Progress) -> ModelRunner:
+    def runner(
+        self,
+        model: CausalLM,
+        drafter: CausalLM | None,
+        cache: PagedCache,
+        settings: WorkerSettings,
+        progress: Progress,
+    ) -> ModelRunner:
         """What runs the steps, with those captured that are repeated."""
         ...
 
@@ -60,6 +67,7 @@ class DeviceWorker:
         self.settings: WorkerSettings
         self.place: Place
         self.model: CausalLM
+        self.drafter: CausalLM | None
         self.measured: Measured
         self.cache: PagedCache
         self.runner: ModelRunner
@@ -82,20 +90,30 @@ class DeviceWorker:
         config = replace(self._model_config, max_model_len=form.max_model_len)
         model = load_model(config, form, device, self._progress)
         self.settings, self.model = settings, model
+        self.drafter = self._load_drafter(settings)
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost()
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
         self._progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {name}")
 
+    def _load_drafter(self, settings: WorkerSettings) -> CausalLM | None:
+        config, drafter = self._model_config.drafter, settings.drafter
+        if config is None or drafter is None:
+            return None
+        config = replace(config, max_model_len=drafter.form.max_model_len)
+        return load_model(config, drafter.form, settings.device, self._progress)
+
     def measure(self) -> Measured:
-        self.measured = self.place.measure(self.model, self.settings)
+        self.measured = self.place.measure(self.model, self.drafter, self.settings)
         return self.measured
 
     def allocate(self, size: CacheSize) -> None:
         form = replace(self.settings.model, max_model_len=size.max_model_len)
         self.settings = replace(self.settings, model=form)
         try:
-            self.cache = kv_cache.allocate_for(self.model.config, form, size.num_blocks, self.place.memory_device)
+            self.cache = kv_cache.allocate_for(
+                self.model.config, form, size.num_blocks, self.place.memory_device, self.settings.drafter
+            )
         except (RuntimeError, OSError, OverflowError) as error:  # more than the system promises to anybody
             raise MemoryPlanError(
                 f"The system refuses {shown_bytes(size.num_bytes)} for the KV cache",
@@ -106,7 +124,7 @@ class DeviceWorker:
         self._prefault = Prefault(self.cache.pages)
 
     def capture(self) -> None:
-        self.runner = self.place.runner(self.model, self.cache, self.settings, self._progress)
+        self.runner = self.place.runner(self.model, self.drafter, self.cache, self.settings, self._progress)
         if rates := self.settings.synthetic_acceptance_rates:
             self.runner.verify = HoldAtRandom(rates).verify
 

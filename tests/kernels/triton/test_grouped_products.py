@@ -92,7 +92,7 @@ def test_codes_of_every_value_are_exact(bits: int) -> None:
     assert torch.equal(grouped_linear(x_TK, pack_grouped(weight)), expected_TN.half())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16], ids=str)
 def test_rows_do_not_depend_on_their_number(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of K in three parts: each by a program of its own, or one after the other."""
     N, K = 130, 544

@@ -1,0 +1,213 @@
+"""A second, smaller model that drafts: it samples as the target would, from its own logits.
+
+It draws with the target's random numbers of the row and place, so that both draw alike where they think alike. Its keys
+and values lie in the pages of the target, and are computed when a row drafts for the first time: prompts cost nothing
+where nobody speculates.
+
+Dimensions: S rows that draft, C row capacity, K most drafts of a row, B pages, R rows of one pass, V vocabulary of the
+target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.life_cycle import WorkerSettings
+from quire.models.registry import CausalLM
+from quire.sampling.sampler import Sampler
+from quire.schedule import ScheduledBatch
+from quire.worker.accelerator import Device
+from quire.worker.captured_steps import CapturedSteps
+from quire.worker.drafter import ANY_TOKEN, Drafted
+from quire.worker.forward_pass import ForwardPass
+from quire.worker.input_batch import InputBatch, StepRows
+from quire.worker.kv_cache import PagedCache
+
+_NO_DISTRIBUTION = "The draft model's logits are not numbers (NaN) or infinite, or no token is left to draft"
+
+
+class DraftModel:
+    """See Drafter.
+
+    Args:
+        cache: of the target, with layers of the model.
+        inputs: of the target.
+        captured: forward passes of the model that are repeated instead of run.
+        max_tokens: of one forward pass.
+        max_drafts: of one row.
+        is_greedy: it drafts its likeliest token, however the request samples.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: PagedCache,
+        inputs: InputBatch,
+        device: Device,
+        captured: CapturedSteps | None = None,
+        *,
+        max_tokens: int,
+        max_drafts: int,
+        is_greedy: bool,
+    ) -> None:
+        self._inputs, self._device = inputs, device
+        self.forward_pass = ForwardPass(model, cache.drafter_layers, inputs, captured)
+        self._table = cache.drafter_layers[0].table
+        self._max_tokens, self._is_greedy = max_tokens, is_greedy
+        self._sampler = Sampler(inputs.sampling)
+        capacity = len(inputs.num_tokens)
+        # Of each row: true tokens that the model has computed, and the drafts that it has computed behind them.
+        self._num_computed_C = np.zeros(capacity, dtype=np.int64)
+        self._computed_drafts_CK = np.full((capacity, max_drafts), -1, dtype=np.int64)
+        self._is_computed_B = np.zeros(len(cache.pages), dtype=np.bool_)  # all tokens of the page
+
+    def follow(self, batch: ScheduledBatch) -> None:
+        """See Drafter: what a page held is forgotten when it is handed out for tokens to come."""
+        inputs, block_size = self._inputs, self._inputs.block_size
+        while len(self._num_computed_C) < len(inputs.num_tokens):
+            self._num_computed_C = np.concatenate([self._num_computed_C, np.zeros_like(self._num_computed_C)])
+            drafts_CK = self._computed_drafts_CK
+            self._computed_drafts_CK = np.concatenate([drafts_CK, np.full_like(drafts_CK, -1)])
+        for block_ids in batch.new_block_ids:
+            if block_ids:
+                self._is_computed_B[block_ids[self._table :: inputs.num_tables]] = False
+        if not batch.new_rows:
+            return
+        starts = dict(zip(batch.request_ids, batch.num_computed_tokens, strict=True))
+        for new in batch.new_rows:
+            row, pages = inputs.row_of[new.request_id], new.block_ids[self._table :: inputs.num_tables]
+            num_shared = starts[new.request_id] // block_size
+            self._is_computed_B[pages[num_shared:]] = False
+            is_computed = self._is_computed_B[pages[:num_shared]]
+            num_blocks = num_shared if is_computed.all() else int(is_computed.argmin())
+            self._num_computed_C[row] = num_blocks * block_size
+            self._computed_drafts_CK[row] = -1
+
+    def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
+        """See Drafter: a forward pass per place, over all rows."""
+        drafted = Drafted([[ANY_TOKEN] * count for count in counts], self._refusals(rows, counts))
+        # The most drafts first: the rows of each pass are the first of those before.
+        accepted = (index for index in range(len(rows)) if index not in drafted.failures)
+        indices = sorted(accepted, key=lambda index: -counts[index])
+        if not indices:
+            return drafted
+        rows_S, counts_S = np.array(rows)[indices], np.array(counts)[indices]
+        lens_S = self._inputs.num_tokens[rows_S]
+        starts_S = self._catch_up(rows_S, self._reusable(rows_S, lens_S), lens_S)
+        found: list[Tensor] = []
+        for offset in range(int(counts_S[0])):
+            num_rows = int((counts_S > offset).sum())
+            ends_S = lens_S[:num_rows] + offset
+            found.append(self._draft_one(rows_S[:num_rows], starts_S[:num_rows], ends_S, offset, found))
+            starts_S = ends_S
+        self._keep(rows_S, lens_S)
+        for offset, tokens_R in enumerate(self._on_host(found)):
+            for index, token_id in zip(indices, tokens_R.tolist(), strict=False):
+                if token_id < 0:
+                    drafted.failures.setdefault(index, _NO_DISTRIBUTION)
+                else:
+                    drafted.token_ids[index][offset] = token_id
+        for row, index in zip(rows_S.tolist(), indices, strict=True):
+            computed = drafted.token_ids[index][:-1]
+            self._computed_drafts_CK[row, : len(computed)] = computed
+        return drafted
+
+    def _refusals(self, rows: Sequence[int], counts: Sequence[int]) -> dict[int, str]:
+        """Rows that are beyond what the model was made for."""
+        inputs, config = self._inputs, self.forward_pass.model.config
+        refused: dict[int, str] = {}
+        for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            length = int(inputs.num_tokens[row])
+            if length + count - 1 > config.max_model_len:
+                refused[index] = f"The draft model takes {config.max_model_len} tokens, and there are {length}"
+            elif config.vocab_size < inputs.sampling.vocab_size:
+                highest = int(inputs.token_ids[row, self._num_computed_C[row] : length].max(initial=0))
+                if highest >= config.vocab_size:
+                    refused[index] = f"The draft model has {config.vocab_size} tokens, and {highest} is not one of them"
+        return refused
+
+    def _reusable(self, rows_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many of each row's tokens are computed: the drafts of the time before count as far as they held."""
+        inputs, drafts_SK = self._inputs, self._computed_drafts_CK[rows_S]
+        places_SK = self._num_computed_C[rows_S, None] + np.arange(drafts_SK.shape[1])
+        within_SK = places_SK.clip(max=inputs.token_ids.shape[1] - 1)
+        held_SK = inputs.token_ids[rows_S[:, None], within_SK] == drafts_SK
+        num_computed_S: NDArray[np.int64] = self._num_computed_C[rows_S] + held_SK.cumprod(axis=1).sum(axis=1)
+        return np.minimum(num_computed_S, lens_S - 1)  # the last token's logits are wanted
+
+    def _catch_up(
+        self, rows_S: NDArray[np.int64], starts_S: NDArray[np.int64], lens_S: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Compute tokens until those that are left fit into one pass, the last one of each row aside."""
+        while int((lens_S - starts_S).sum()) > self._max_tokens:
+            wanted_S = lens_S - 1 - starts_S
+            before_S = np.cumsum(wanted_S) - wanted_S
+            piece_S = np.clip(self._max_tokens - before_S, 0, wanted_S)
+            some_S = piece_S > 0
+            none = np.zeros(0, dtype=np.int64)
+            step = StepRows(rows_S[some_S], starts_S[some_S], piece_S[some_S], none)
+            self.forward_pass.hidden(step, self.forward_pass.stage(step))
+            starts_S = starts_S + piece_S
+        return starts_S
+
+    def _draft_one(
+        self,
+        rows_R: NDArray[np.int64],
+        starts_R: NDArray[np.int64],
+        ends_R: NDArray[np.int64],
+        offset: int,
+        earlier: list[Tensor],
+    ) -> Tensor:
+        """token_ids_R behind the tokens up to `ends_R`, of which those before `starts_R` are computed; -1: none."""
+        inputs, state = self._inputs, self._inputs.sampling
+        step = StepRows(rows_R, starts_R, ends_R - starts_R, np.arange(len(rows_R)))
+        offsets_R = np.full(len(rows_R), offset)
+        staged = self.forward_pass.stage(
+            step, () if self._is_greedy else self._sampler.host_parameters(rows_R, offsets_R)
+        )
+        logits_RV = self.forward_pass.logits(staged, self.forward_pass.hidden(step, staged))
+        if logits_RV.shape[1] != state.vocab_size:
+            # What one of both has more is padding.
+            own_RV, width = logits_RV, min(logits_RV.shape[1], state.vocab_size)
+            logits_RV = own_RV.new_full((len(own_RV), state.vocab_size), -torch.inf)
+            logits_RV[:, :width] = own_RV[:, :width]
+        before: Sequence[Sequence[int]] = ()
+        if earlier and (state.filters or state.penalties):
+            columns = [tokens.clamp(min=0).tolist() for tokens in self._on_host(earlier)]
+            before = [[column[index] for column in columns] for index in range(len(rows_R))]
+        token_ids_R, chosen_R = self._sampler.choose(logits_RV, rows_R.tolist(), staged.parameters, before)
+        token_ids_R = torch.where(chosen_R.isfinite(), token_ids_R, -1)
+        inputs.place_guesses(step, staged, token_ids_R)
+        return token_ids_R
+
+    def _on_host(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(self._device.download(tensors).wait())
+
+    def _keep(self, rows_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> None:
+        """All true tokens of the rows are computed now."""
+        first_S, behind_S = self._num_computed_C[rows_S] // self._inputs.block_size, lens_S // self._inputs.block_size
+        for row, first, behind in zip(rows_S.tolist(), first_S.tolist(), behind_S.tolist(), strict=True):
+            if first < behind:
+                self._is_computed_B[self._inputs.block_tables_NCM[self._table, row, first:behind]] = True
+        self._num_computed_C[rows_S] = lens_S
+        self._computed_drafts_CK[rows_S] = -1
+
+
+def draft_model_of(
+    model: CausalLM,
+    cache: PagedCache,
+    inputs: InputBatch,
+    device: Device,
+    captured: CapturedSteps | None,
+    settings: WorkerSettings,
+) -> DraftModel:
+    """With the limits and the way to draft of the settings, which have a drafter."""
+    drafter = settings.drafter
+    assert drafter is not None
+    limits = {"max_tokens": settings.max_num_batched_tokens, "max_drafts": drafter.max_drafts}
+    return DraftModel(model, cache, inputs, device, captured, **limits, is_greedy=drafter.is_greedy)

@@ -1,0 +1,39 @@
+"""The contract of what drafts in a worker, with a model: in the step that verifies its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.schedule import ScheduledBatch
+
+ANY_TOKEN = 0  # in place of a draft that could not be made: what the target samples there decides, as ever
+
+
+@dataclass(slots=True)
+class Drafted:
+    """Drafts of some rows."""
+
+    token_ids: list[list[int]]  # of each row as many as were asked for
+    failures: dict[int, str] = field(default_factory=dict)  # index of a row -> why some of its drafts are ANY_TOKEN
+
+
+class Drafter(Protocol):
+    """Drafts tokens for the rows of an InputBatch, whose tokens are all known.
+
+    What it keeps of a request is only ever an advantage: a wrong draft is rejected. So it may keep what it has of a
+    page that others hold too, and may be wrong about it.
+    """
+
+    def follow(self, batch: ScheduledBatch) -> None:
+        """The InputBatch has applied a batch: rows are others', and pages are handed out anew."""
+        ...
+
+    def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
+        """So many tokens behind those of each row. What it raises fails these drafts, and nothing else.
+
+        Args:
+            rows: of the InputBatch, distinct. Their tokens behind the known ones are its to write.
+        """
+        ...

@@ -1,0 +1,51 @@
+"""A model on the rows and the cache of a worker: its forward pass over a step, captured before or run.
+
+Dimensions: T tokens, R rows of logits, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.forward_batch import LayerCache
+from quire.models.registry import CausalLM
+from quire.worker.captured_steps import CapturedSteps
+from quire.worker.input_batch import InputBatch, StagedStep, StepRows
+
+
+class ForwardPass:
+    """The forward passes of one model.
+
+    Args:
+        captured: those that are repeated instead of run; None: every kernel is launched by itself.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        caches: list[LayerCache],
+        inputs: InputBatch,
+        captured: CapturedSteps | None = None,
+    ) -> None:
+        self.model, self.captured = model, captured
+        self._caches, self._inputs = caches, inputs
+
+    def stage(self, step: StepRows, parameters: Sequence[NDArray[Any]] = ()) -> StagedStep:
+        """See InputBatch.stage; brought to the size of a captured pass, if there is one that holds it."""
+        return self._inputs.stage(step, parameters, None if self.captured is None else self.captured.size_for(step))
+
+    def hidden(self, step: StepRows, staged: StagedStep) -> Tensor:
+        """hidden_TD of the step, the last one staged; overwritten by the next pass."""
+        if self.captured is None or staged.padding is None:
+            return self.model.forward(self._inputs.forward_batch(staged, self._caches))
+        return self.captured.run(staged.padding, staged)[: int(step.lens_S.sum())]
+
+    def logits(self, staged: StagedStep, hidden_TD: Tensor) -> Tensor:
+        """logits_RV of the rows that want some, float32."""
+        indices_R = staged.logits_indices_R
+        everything = len(indices_R) == len(hidden_TD)
+        return self.model.compute_logits(hidden_TD if everything else hidden_TD.index_select(0, indices_R))

@@ -1,0 +1,305 @@
+"""The bundled draft model drafts for the bundled target: nothing of it shows, and it drafts what it would say alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.engine.core import EngineCore
+from quire.formats.kv_groups import kv_groups
+from quire.messages import SetLimits
+from quire.request import Request
+from quire.sampling.batch_params import SamplingState
+from quire.sampling.sampler import Sampler
+from quire.sampling_params import SamplingParams
+from quire.spec_decode.by_worker import DraftedByWorker
+from quire.worker import kv_cache
+from quire.worker.accelerator import Host
+from quire.worker.draft_model import DraftModel
+from quire.worker.drafter import Drafted
+from quire.worker.input_batch import InputBatch, StagedStep, StepRows
+from quire.worker.model_runner import ModelRunner
+from tests.engine.harness import EOS, MOST_DRAFTS, Prompt, Schedule, build_core, demo_draft, run
+from tests.engine.test_drafts import GREEDY, KINDS, RANDOM, VOCAB_SIZE, answers, expected, params
+from tests.engine.test_sameness import prompts
+from tests.examples import examples
+from tests.worker.fake_accelerator import FakeAccelerator
+
+
+class ByWorker(DraftedByWorker):
+    """Up to `most` drafts; with a seed sometimes fewer, or none."""
+
+    def __init__(self, most: int = 5, seed: int | None = None) -> None:
+        self.most, self._random = most, None if seed is None else Random(seed)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        most = min(most, self.most)
+        return super().propose(request, most if self._random is None else self._random.randint(0, most))
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_sampling(name: str, is_greedy: bool) -> None:
+    core = build_core(Schedule(proposer=ByWorker(), draft=demo_draft(), drafts_greedily=is_greedy), "bfloat16")
+    assert answers(core, [name])[name] == expected(name)
+
+
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    names=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6, unique=True),
+    most=st.integers(1, MOST_DRAFTS),
+    seed=st.integers(0, 1000),
+    chunk=st.sampled_from([12, 16, 40, 2048]),
+    block_size=st.sampled_from([8, 16]),
+    num_blocks=st.sampled_from([12, 24, 256]),
+    depth=st.integers(1, 2),
+    prefix_caching=st.booleans(),
+    preempt_every=st.sampled_from([3, 7, 1000]),
+    on_a_device=st.booleans(),
+)
+def test_any_schedule(  # type: ignore[no-untyped-def]
+    names, most, seed, chunk, block_size, num_blocks, depth, prefix_caching, preempt_every, on_a_device
+) -> None:
+    schedule = Schedule(
+        chunk=chunk,
+        block_size=block_size,
+        num_blocks=num_blocks * 16 // block_size,
+        depth=depth,
+        prefix_caching=prefix_caching,
+        max_num_seqs=12,
+        accelerator=FakeAccelerator() if on_a_device else None,
+        graph_sizes=(4, 12) if on_a_device else (),
+        mixed_sizes=(8, 16) if on_a_device else (),
+        proposer=ByWorker(most, seed),
+        draft=demo_draft(),
+        drafts_greedily=bool(seed % 2),
+    )
+    core = build_core(schedule, "bfloat16")
+
+    def interfere(step: int) -> None:
+        if step < 60 and step % preempt_every == preempt_every - 1 and core.scheduler.num_running:
+            core.scheduler.preempt_last()
+        core.set_limits(SetLimits(max_num_batched_tokens=1 if step % 8 < 4 else chunk))
+
+    assert answers(core, names, interfere) == {name: expected(name) for name in names}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What was drafted behind the tokens of a row."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    drafts: tuple[int, ...]
+
+
+class Notes:
+    """What a core's draft model drafts, and how many tokens each of its forward passes computes.
+
+    The tokens of a row are noted when it drafts, so they are known to be true.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self.proposals: list[Proposal] = []
+        self.failures: dict[str, str] = {}
+        self.pass_tokens: list[int] = []
+        runner = core.executor
+        assert isinstance(runner, ModelRunner)
+        assert isinstance(runner.drafter, DraftModel)
+        self.drafter, inputs = runner.drafter, runner.input_batch
+        draft, stage = self.drafter.draft, self.drafter.forward_pass.stage
+
+        def noted_draft(rows: Sequence[int], counts: Sequence[int]) -> Drafted:
+            names = {row: name for name, row in inputs.row_of.items()}
+            before = [tuple(inputs.token_ids[row, : inputs.num_tokens[row]].tolist()) for row in rows]
+            drafted = draft(rows, counts)
+            self.failures |= {names[rows[index]]: why for index, why in drafted.failures.items()}
+            assert [len(drafts) for drafts in drafted.token_ids] == list(counts)
+            for row, token_ids, drafts in zip(rows, before, drafted.token_ids, strict=True):
+                self.proposals.append(Proposal(names[row], token_ids, tuple(drafts)))
+            return drafted
+
+        def noted_stage(step: StepRows, *arguments: Any) -> StagedStep:
+            self.pass_tokens.append(int(step.lens_S.sum()))
+            return stage(step, *arguments)
+
+        self.drafter.draft = noted_draft  # type: ignore[method-assign]
+        self.drafter.forward_pass.stage = noted_stage  # type: ignore[method-assign]
+
+
+@cache
+def plain_runner() -> ModelRunner:
+    """The draft model alone, on a cache of its own."""
+    config, model = demo_draft()
+    cache = kv_cache.allocate(kv_groups(config), 64, 16, torch.bfloat16, torch.device("cpu"))
+    return ModelRunner(model, cache, InputBatch(1, 1024, 16, config.vocab_size), "raw_logprobs", Host())
+
+
+def drafted_plainly(proposal: Proposal, num_prompt_tokens: int, sampling: SamplingParams) -> tuple[int, ...]:
+    """What the draft model samples alone behind each token of a proposal, with all tokens before appended."""
+    sequence = [*proposal.token_ids, *proposal.drafts[:-1]]
+    logits_TV = torch.cat(list(plain_runner().sequence_logits(sequence, 1024)))
+    found = []
+    for length in range(len(proposal.token_ids), len(sequence) + 1):
+        state = SamplingState(1, VOCAB_SIZE)
+        stop = [EOS, *(sampling.stop_token_ids or [])]
+        state.add_row(0, sampling, sequence[:num_prompt_tokens], sequence[num_prompt_tokens:length], stop)
+        found += Sampler(state)(logits_TV[length - 1 : length].clone(), [0]).token_ids
+    return tuple(found)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_drafts_are_those_of_the_model_alone(name: str) -> None:
+    core = build_core(Schedule(proposer=ByWorker(seed=4), draft=demo_draft()), "bfloat16")
+    notes = Notes(core)
+    assert answers(core, [name])[name] == expected(name)
+    assert len(notes.proposals) > 2
+    for proposal in notes.proposals:
+        assert proposal.drafts == drafted_plainly(proposal, len(prompts()[4].token_ids), params()[name])
+
+
+@pytest.mark.parametrize("drafts_greedily", [False, True])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_drafts_are_the_same_under_any_schedule(block_size: int, drafts_greedily: bool) -> None:
+    """Preempted and resumed, with prefix hits and forks, and with room for few: a page never has what is not its."""
+    sampling = [
+        SamplingParams(max_tokens=40, **fields)
+        for fields in (RANDOM, RANDOM | {"seed": 8}, GREEDY, RANDOM | {"seed": 9, "repetition_penalty": 1.2})
+    ]
+    asked = [Prompt(prompts()[index].token_ids, sampling[index % 4]) for index in (4, 0, 1, 4, 2)]
+    asked.append(Prompt(asked[0].token_ids, sampling[1], fork_of="r0"))
+    schedule = Schedule(block_size=block_size, num_blocks=30 * 16 // block_size, chunk=40, prefix_caching=True)
+    core = build_core(schedule, "bfloat16")
+    plain = run(core, asked) + run(core, asked, prefix="again ")
+    core = build_core(
+        replace(schedule, proposer=ByWorker(), draft=demo_draft(), drafts_greedily=drafts_greedily), "bfloat16"
+    )
+    notes = Notes(core)
+
+    def interfere(core: EngineCore, step: int) -> None:
+        if step % 5 == 4 and core.scheduler.num_running:
+            core.scheduler.preempt_last()
+
+    assert run(core, asked, before_step=interfere) + run(core, asked, prefix="again ") == plain
+    assert len(notes.proposals) > 40
+    assert not notes.failures
+    for proposal in notes.proposals:
+        prompt = asked[int(proposal.request_id[-1])]
+        twin = msgspec.structs.replace(prompt.params, temperature=0.0) if drafts_greedily else prompt.params
+        assert proposal.drafts == drafted_plainly(proposal, len(prompt.token_ids), twin)
+
+
+def test_nothing_is_computed_twice_or_for_nobody() -> None:
+    """The draft model computes a prompt when it drafts first; a prefix that it has computed is there for others."""
+    proposer = ByWorker(most=0)
+    core = build_core(Schedule(prefix_caching=True, proposer=proposer, draft=demo_draft()), "bfloat16")
+    notes = Notes(core)
+    prompt = max(prompts(), key=lambda prompt: len(prompt.token_ids))
+    long = Prompt(prompt.token_ids * 3, SamplingParams(temperature=0.0, max_tokens=20))
+    run(core, [long], prefix="without")
+    assert not notes.pass_tokens
+    proposer.most = 3
+    run(core, [long], prefix="first")
+    num_tokens = len(long.token_ids)
+    assert notes.pass_tokens[0] == num_tokens + 1
+    assert max(notes.pass_tokens[1:]) <= 2, "of what holds, only the last draft is computed again"
+    notes.pass_tokens.clear()
+    run(core, [long], prefix="second")
+    assert notes.pass_tokens[0] <= num_tokens % 16 + 16 + 1, "the blocks of the prefix are computed again"
+
+
+def test_a_long_prompt_is_computed_in_pieces() -> None:
+    core = build_core(Schedule(chunk=16, proposer=ByWorker(), draft=demo_draft()), "bfloat16")
+    notes = Notes(core)
+    assert answers(core, ["random", "flat"]) == {name: expected(name) for name in ("random", "flat")}
+    assert max(notes.pass_tokens) == 16
+    for proposal in notes.proposals:
+        sampling = params()[proposal.request_id]
+        assert proposal.drafts == drafted_plainly(proposal, len(prompts()[4].token_ids), sampling)
+
+
+@pytest.mark.parametrize("what", ["raises", "nan"])
+def test_a_drafter_that_fails_fails_nothing_else(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = demo_draft()
+    compute_logits, calls = model.compute_logits, []
+
+    def failing(hidden_RD: torch.Tensor) -> torch.Tensor:
+        logits_RV = compute_logits(hidden_RD)
+        calls.append(len(hidden_RD))
+        if len(calls) % 3 == 0:
+            if what == "raises":
+                raise ValueError("no drafts today")
+            logits_RV[-1, 5:7] = torch.nan
+        return logits_RV
+
+    monkeypatch.setattr(model, "compute_logits", failing)
+    core = build_core(Schedule(proposer=ByWorker(), draft=demo_draft()), "bfloat16")
+    results = []
+    monkeypatch.setattr(core.executor, "submit", noting(core.executor.submit, results))
+    names = ["greedy", "random", "penalties"]
+    assert answers(core, names) == {name: expected(name) for name in names}
+    failed = [failure for result in results for failure in result.draft_failures.items()]
+    assert {why for _, why in failed} == {
+        "The drafter failed (ValueError)"
+        if what == "raises"
+        else "The draft model's logits are not numbers (NaN) or infinite, or no token is left to draft"
+    }
+    assert all(result.draft_seconds > 0 for result in results if result.draft_failures)
+
+
+def noting(submit: Any, results: list[Any]) -> Any:
+    """submit, whose results are kept."""
+
+    def noted(batch: Any) -> Any:
+        pending = submit(batch)
+        results.append(pending.step_result)
+        return pending
+
+    return noted
+
+
+@pytest.mark.parametrize("width", [4094, 4200])
+def test_padding_of_the_vocabularies_may_differ(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the draft model has more is never drafted; what it lacks stops drafts once a request has such a token."""
+    config, model = demo_draft()
+    compute_logits = model.compute_logits
+
+    def other_width(hidden_RD: torch.Tensor) -> torch.Tensor:
+        logits_RV = compute_logits(hidden_RD)
+        more = torch.full((len(hidden_RD), max(width - VOCAB_SIZE, 0)), 100.0)
+        return torch.cat([logits_RV[:, :width], more], dim=1)
+
+    monkeypatch.setattr(model, "compute_logits", other_width)
+    monkeypatch.setattr(model, "config", replace(config, vocab_size=width))
+    core = build_core(Schedule(proposer=ByWorker(), draft=demo_draft()), "bfloat16")
+    notes = Notes(core)
+    unknown = Prompt((5, 4095, 9), SamplingParams(temperature=0.0, min_tokens=3, max_tokens=3))
+    (tokens,) = run(build_core(Schedule(), "bfloat16"), [unknown])
+    assert run(core, [unknown]) == [tokens]
+    assert answers(core, ["random"])["random"] == expected("random")
+    assert all(draft < min(width, VOCAB_SIZE) for proposal in notes.proposals for draft in proposal.drafts)
+    assert notes.failures == (
+        {"r0": "The draft model has 4094 tokens, and 4095 is not one of them"} if width < VOCAB_SIZE else {}
+    )
+
+
+def test_beyond_the_context_of_the_draft_model_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model = demo_draft()
+    length = len(prompts()[4].token_ids)
+    monkeypatch.setattr(model, "config", replace(config, max_model_len=length + 9))
+    core = build_core(Schedule(proposer=ByWorker(most=3), draft=demo_draft()), "bfloat16")
+    notes = Notes(core)
+    assert answers(core, ["flat"])["flat"] == expected("flat")
+    assert notes.failures["flat"].startswith(f"The draft model takes {length + 9} tokens, and there are")
+    assert {len(proposal.token_ids) for proposal in notes.proposals if any(proposal.drafts)} <= set(
+        range(length, length + 8)
+    )
