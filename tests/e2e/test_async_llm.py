@@ -180,7 +180,7 @@ async def test_limits_move_while_serving(engine: AsyncLLM, monkeypatch: pytest.M
     assert max(record.num_prefill_tokens + record.num_decode_tokens for record in records) <= 8
     with pytest.raises(InvalidRequestError, match="max_num_seqs"):
         await engine.set_limits(SetLimits(max_num_seqs=0))
-    await engine.set_limits(SetLimits(max_num_seqs=128, max_num_batched_tokens=2048))
+    await engine.set_limits(SetLimits(max_num_seqs=8, max_num_batched_tokens=64))
     assert await most_running("six") == 6
 
 

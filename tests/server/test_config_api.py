@@ -84,7 +84,7 @@ def test_get(running: RunningServer) -> None:
     assert body["settings"]["port"] == {"value": 0, "source": "argument", "detail": "", "limits": "", "live": False}
     assert body["live"] == {
         "max_num_seqs": {"value": 128, "min": 1, "max": 128},
-        "max_num_batched_tokens": {"value": 2048, "min": 1, "max": 2048},
+        "max_num_batched_tokens": {"value": 256, "min": 1, "max": 256},
         "long_prefill_token_threshold": {"value": 0, "min": 0, "max": 2**31 - 1},
         "max_num_queued_reqs": {"value": 1024, "min": 1, "max": 2**31 - 1},
         "max_shared_prefill_tokens": {"value": 64, "min": 0, "max": 2**31 - 1},
@@ -120,7 +120,7 @@ def test_move(running: RunningServer) -> None:
     moved = body["settings"]["max_num_seqs"]
     assert (moved["value"], moved["source"]) == (8, "live")
     assert moved["detail"] == "moved while serving; started as 128 (default)"
-    assert body["settings"]["max_num_batched_tokens"]["source"] == "default"
+    assert body["settings"]["max_num_batched_tokens"]["source"] == "formula"
 
 
 def test_move_back_and_forth(running: RunningServer) -> None:
@@ -173,7 +173,7 @@ def test_the_engine_obeys(running: RunningServer) -> None:
         ({"max_num_seqs": 8.5}, "max_num_seqs", "not a whole number"),
         ({"max_num_seqs": None}, "max_num_seqs", "not a whole number"),
         ({"max_num_seqs": [8]}, "max_num_seqs", "not a whole number"),
-        ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens", "Expected 1 to 2048"),
+        ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens", "Expected 1 to 256"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold", "Expected 0 or more"),
         ({"max_num_queued_reqs": 0}, "max_num_queued_reqs", "Expected 1 or more"),
         ({"max_num_queued_reqs": 2**64}, "max_num_queued_reqs", "Expected 1 or more"),
