@@ -71,13 +71,13 @@ class OnGpu:
         self._accelerator.release()
         free_bytes, total_bytes = self._accelerator.memory()
         num_tokens, seconds = work.largest_step
-        more = logits_bytes(model.config, settings.num_logits_rows - settings.max_num_seqs)  # than that step had
+        further = logits_bytes(model.config, settings.num_logits_rows - settings.max_num_seqs)  # than that step had
         memory = MemoryFacts(
             total_bytes=total_bytes,
             free_bytes=free_bytes,
             weight_bytes=model.weight_bytes() + drafter_bytes,
             drafter_weight_bytes=drafter_bytes,
-            work_bytes=work.step_bytes + work.graph_bytes + more,
+            work_bytes=work.step_bytes + work.graph_bytes + further,
             logits_bytes=logits_bytes(model.config, settings.num_logits_rows),
             work_detail=f"{work.step_bytes:,} in a step of {num_tokens} tokens, {work.graph_bytes:,} in graphs",
         )
