@@ -23,11 +23,13 @@ from torch import Tensor
 
 from quire import demo
 from quire.config import EngineConfig
+from quire.cost.model import CostModel
 from quire.demo.data import clean_entries, questions, render
 from quire.engine.bring_up import bring_up
 from quire.engine.core import EngineCore
 from quire.entry.launch import find_model, read_tokenizer
 from quire.messages import AddRequest
+from quire.planning.step_costs import assumed_fit, ceilings, step_arithmetic
 from quire.sampling_params import SamplingParams
 from quire.scheduler.from_settings import scheduler_of
 from quire.worker.model_runner import ModelRunner
@@ -55,7 +57,9 @@ def load(folder: str) -> Model:
     *_, model_config = find_model(config, None, weights=True)
     worker = DeviceWorker(model_config, lambda phase, share, detail: None)
     running = bring_up(config, model_config, [worker], is_server=False, progress=lambda phase, share, detail: None)
-    scheduler = scheduler_of(running.resolved, model_config, lambda *_: 1 << 30)
+    arithmetic = step_arithmetic(running.resolved, model_config)
+    cost = CostModel(arithmetic, assumed_fit(ceilings(running.resolved, arithmetic, running.facts)))
+    scheduler = scheduler_of(running.resolved, model_config, cost)
     return Model(config, worker.runner, EngineCore(scheduler, running.executor))
 
 

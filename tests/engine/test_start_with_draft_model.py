@@ -34,6 +34,7 @@ from quire.speculative_config import SpeculativeConfig
 from quire.worker import worker as worker_module
 from quire.worker.draft_model import DraftModel
 from quire.worker.worker import DeviceWorker
+from tests.cost.models import cost_model
 from tests.engine.harness import Prompt, demo_draft, demo_model, run
 from tests.engine.test_drafts import RANDOM
 from tests.engine.test_life_cycle import FACTS
@@ -55,7 +56,9 @@ def ignore(phase: str, share: float, detail: str) -> None: ...
 
 
 def config_with(**options: Any) -> EngineConfig:
-    speculation = SpeculativeConfig(method="draft_model", model=DRAFT.model, num_speculative_tokens=4, **options)
+    speculation = SpeculativeConfig(
+        method="draft_model", model=DRAFT.model, num_speculative_tokens=4, **{"adaptive": False, **options}
+    )
     limits: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens": 96, "max_model_len": 256}
     return EngineConfig.from_kwargs(speculative_config=speculation, num_threads=1, **limits)
 
@@ -103,7 +106,7 @@ def test_the_plan_is_what_is_allocated_and_it_serves() -> None:
     own = worker.model.weight_bytes() + worker.drafter.weight_bytes()
     assert resolved.memory.weight_bytes == own == planned_weight_bytes(resolved, WITH_DRAFT)
     logits = settings["drafter_logits_bytes"].value
-    assert logits == logits_bytes(DRAFT, 24) == logits_bytes(WITH_DRAFT, 24) - logits_bytes(TARGET, 24)
+    assert logits == logits_bytes(DRAFT, 32) == logits_bytes(WITH_DRAFT, 32) - logits_bytes(TARGET, 32)
     assert not any(name.startswith("drafter") for name in plain.resolved.settings)
 
 
@@ -121,7 +124,7 @@ def test_on_a_gpu(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     config = replace(config_with(), num_gpu_blocks_override=100, **arguments)
     running = bring_up(config, WITH_DRAFT, [worker], is_server=True, progress=ignore)
     resolved = running.resolved
-    scheduler = scheduler_of(resolved, WITH_DRAFT, lambda *_: 1 << 30)
+    scheduler = scheduler_of(resolved, WITH_DRAFT, cost_model())
     core = EngineCore(scheduler, running.executor, depth=resolved.scheduler.depth)
     tokens, num_drafts = drafted(core)
     plain = start_engine(
