@@ -74,7 +74,7 @@ class SpeculativeConfig:
         model: checkpoint of the drafter, a folder or a name on the hub.
         revision: revision of this checkpoint on the hub.
         quantization, kv_cache_dtype, max_model_len: of the drafter; None: the same as for the target.
-        draft_load_config: EngineConfig.load_format and similar fields, for the drafter.
+        draft_load_config: an object with the key load_format, as EngineConfig.load_format, for the drafter.
         draft_sample_method: how a model samples drafts; None: with the draws of the target.
         draft_tensor_parallel_size: devices of the drafter; 1 in this version.
         prompt_lookup_min, prompt_lookup_max: numbers of tokens of the pattern that ngram searches.
@@ -131,7 +131,9 @@ class SpeculativeConfig:
         if self.draft_tensor_parallel_size != 1:
             raise self._illegal("draft_tensor_parallel_size", "1: one device serves model and drafter in this version")
         if not isinstance(self.draft_load_config, Mapping | None):
-            raise self._illegal("draft_load_config", "an object of settings, such as load_format")
+            raise self._illegal("draft_load_config", "an object with the key load_format")
+        if unknown := self.draft_load_config and self.draft_load_config.keys() - {"load_format"}:
+            raise self._illegal("draft_load_config", f"the key load_format alone, not {', '.join(sorted(unknown))}")
         if self.method in ("draft_model", "eagle3") and not self.model:
             raise ConfigError(
                 f"Speculation by {self.method} needs a model that drafts",

@@ -158,6 +158,10 @@ def test_in_python_and_in_a_file(tmp_path: Path) -> None:
             ["--spec-method", "suffix", "-sc", '{"method": "ngram"}'],
             ["say different things", "Leave one of the two out"],
         ),
+        (
+            ["-sc", '{"model": "a/small", "method": "draft_model", "draft_load_config": {"download_dir": "/x"}}'],
+            ["Illegal draft_load_config", "the key load_format alone, not download_dir"],
+        ),
         (["--spec-method", "medusa"], ["Medusa's heads draft trees", "Use an EAGLE-3 head"]),
         (["--spec-method", "lookahead"], ["Use ngram or suffix"]),
         (["--spec-method", "deepseek_mtp"], ["only MiMo's are built"]),
@@ -210,6 +214,11 @@ def test_a_folder_is_looked_into(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "medusa"}')
     with pytest.raises(ConfigError, match="Medusa's heads draft trees"):
         speculative_config_of({"model": str(tmp_path)})
+
+
+def test_a_deep_suffix_tree_drafts_as_far_as_drafts_go() -> None:
+    config, _ = read("-sc", '{"method": "suffix", "suffix_decoding_max_tree_depth": 512}')
+    assert config.speculative_config.num_speculative_tokens == 255
 
 
 def test_a_key_of_another_method_has_a_notice(caplog: pytest.LogCaptureFixture) -> None:
