@@ -83,6 +83,8 @@ class StepResult:
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
     # row -> the reason why UNDRAFTED tokens got no drafts that are worth verifying. The row has its tokens as usual.
     draft_failures: dict[int, str] = field(default_factory=dict)
+    # row -> how many of its tokens the drafter has yet to read. UNDRAFTED tokens got no drafts, as with draft_failures.
+    unread: dict[int, int] = field(default_factory=dict)
     draft_seconds: float = 0.0  # of the worker's drafter
     prepare_seconds: float = 0.0
     forward_seconds: float = 0.0
@@ -147,7 +149,8 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     sample_seconds: float = 0.0
     output_seconds: float = 0.0
     step_seconds: float = 0.0
-    # The prediction of step_seconds, see cost.step_time.StepTime; 0: there was none.
+    draft_seconds: float = 0.0  # of step_seconds: a drafter in the worker
+    # The prediction of step_seconds without draft_seconds, see cost.step_time.StepTime; 0: there was none.
     predicted_seconds: float = 0.0
     predicted_low_seconds: float = 0.0
     predicted_high_seconds: float = 0.0

@@ -152,7 +152,8 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
 def _speculation(schedule: Schedule) -> Speculation | None:
     if schedule.proposer is None:
         return None
-    return Speculation(schedule.proposer, MOST_DRAFTS, waits=schedule.waits)
+    max_tokens = None if schedule.draft is None else schedule.draft[0].max_model_len
+    return Speculation(schedule.proposer, MOST_DRAFTS, max_tokens=max_tokens, waits=schedule.waits)
 
 
 def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: PagedCache) -> Executor:

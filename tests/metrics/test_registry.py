@@ -195,7 +195,7 @@ KV_BLOCK_BUCKETS = [
 
 
 def test_predictions(metrics):
-    metrics.engines[0].on_step(record(predicted_seconds=0.01, step_seconds=0.011))
+    metrics.engines[0].on_step(record(predicted_seconds=0.01, step_seconds=0.015, draft_seconds=0.004))
     metrics.engines[0].on_step(record(step_seconds=0.5))
     found = families(metrics)
     for name, value in (("quire_step_predicted_seconds", 0.01), ("quire_prediction_ratio", 1.1)):

@@ -14,6 +14,8 @@ from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime, StepSeconds
 from quire.scheduler.draft_depth import Acceptance, best_depths, chances
+from quire.scheduler.speculation import Speculation
+from quire.spec_decode.by_worker import DraftedByWorker
 from tests.examples import examples
 
 MOST = 7
@@ -195,6 +197,43 @@ def test_a_drafter_does_not_read_a_long_prompt_for_a_short_answer() -> None:
         adaptive = AdaptiveDepth(BFLOAT16, drafter)
         request = Request("a", [0] * 2000, SamplingParams(), max_tokens, frozenset(), output_token_ids=[0])
         assert adaptive.begin_step([request], MOST, MOST) == is_drafted
+
+
+def test_requests_that_draft_no_more_are_not_waited_for() -> None:
+    adaptive, stream = AdaptiveDepth(BFLOAT16, steps_in_flight=2), Stream(2, [1.0] * MOST, BFLOAT16)
+    speculation = Speculation(DraftedByWorker(), MOST, (), adaptive, max_tokens=200, waits=True)
+    beyond, failing = stream.requests
+    while beyond.num_tokens <= 200:
+        assert speculation.begin_step(stream.requests, 2 * MOST)
+        for request in stream.requests:
+            num_drafts = len(speculation.propose(request, MOST))
+            assert num_drafts <= 201 - request.num_tokens
+            speculation.settle(request, num_drafts, num_drafts)
+            request.output_token_ids.extend([0] * (1 + num_drafts))
+    assert speculation.waits
+    failing.output_token_ids.clear()
+    speculation.fail(failing, "no reason")
+    assert not speculation.propose(beyond, MOST)
+    assert not speculation.propose(failing, MOST)
+    assert speculation.begin_step(stream.requests, 2 * MOST) == 0
+    assert not speculation.waits
+
+
+def test_a_trial_pays_for_what_its_drafter_has_read() -> None:
+    """A prompt that is read in two steps costs what it costs in one."""
+    drafter, spent = DRAFTERS["model"], []
+    assert drafter is not None
+    for num_unread in (0, 100):
+        adaptive = AdaptiveDepth(BFLOAT16, drafter)
+        request = Request("a", [0] * 200, SamplingParams(), 2, frozenset(), output_token_ids=[0])
+        for _ in range(1000):
+            adaptive.begin_step([request], MOST, MOST)
+        assert adaptive.depth(request) == 1
+        before = adaptive._credit
+        adaptive.drafted(request)
+        adaptive.read_later(request, num_unread)
+        spent.append(before - adaptive._credit)
+    assert spent[0] - spent[1] == pytest.approx(drafter(100))
 
 
 def test_what_is_on_and_off_is_logged_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:

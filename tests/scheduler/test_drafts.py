@@ -308,10 +308,17 @@ def test_a_request_whose_drafter_fails_goes_on_without(caplog: pytest.LogCapture
             return pending
 
     driver = FailingDrafter(proposer=Guesser(1.0))
-    failures = []
+    failures, num_draft_tokens = [], 0
+
+    def count(index: int) -> None:
+        nonlocal num_draft_tokens
+        if index > 0:
+            failures.append(driver.core.last_record.num_draft_failures)
+            num_draft_tokens += driver.core.last_record.num_draft_tokens
+
     for i in range(3):
         driver.add(request(f"r{i}", prompt(5, i), max_tokens=30))
-    driver.run(lambda index: failures.append(driver.core.last_record.num_draft_failures if index > 0 else 0))
+    driver.run(count)
     driver.check_outputs()
     drafting = [
         request_id
@@ -321,4 +328,11 @@ def test_a_request_whose_drafter_fails_goes_on_without(caplog: pytest.LogCapture
     ]
     assert drafting.count("r1") == 1 < drafting.count("r0")
     assert sum(failures) == 1
+    made = [
+        len(drafts)
+        for batch in driver.batches
+        for request_id, drafts in zip(batch.request_ids, batch.draft_token_ids, strict=True)
+        if request_id != "r1"
+    ]
+    assert num_draft_tokens == sum(made), "drafts that could not be made are none"
     assert "Request r1 goes on without drafts: its logits were NaN" in caplog.text

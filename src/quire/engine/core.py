@@ -204,7 +204,7 @@ class EngineCore:
         self.last_record = self._record(step, result, end - arrived, end)
         self._last_end_time = end
         if self.cost is not None and step.load is not None and step.predicted is not None:
-            seconds = self.last_record.step_seconds - result.draft_seconds  # a drafter is no part of the model
+            seconds = self.last_record.step_seconds - self.last_record.draft_seconds
             self.cost.observe(step.load, step.predicted.seconds, seconds)
         return deltas
 
@@ -261,6 +261,7 @@ class EngineCore:
             output_seconds=output_seconds,
             # With two batches in flight a step begins where the one before ended.
             step_seconds=end - max(step.start_time, self._last_end_time),
+            draft_seconds=result.draft_seconds,
             evicted_blocks=None if pool.residency is None else pool.residency.take_evicted(),
         )
         if load is not None and predicted is not None:

@@ -254,7 +254,8 @@ class EngineSeries:
         self._observe("vllm:iteration_tokens_total", record.num_prefill_tokens + record.num_sampled_tokens)
         if record.predicted_seconds:
             self._observe("quire_step_predicted_seconds", record.predicted_seconds)
-            self._observe("quire_prediction_ratio", record.step_seconds / record.predicted_seconds)
+            seconds = record.step_seconds - record.draft_seconds
+            self._observe("quire_prediction_ratio", seconds / record.predicted_seconds)
         self._count("vllm:prefix_cache_queries", record.prefix_cache_queries)
         self._count("vllm:prefix_cache_hits", record.prefix_cache_hits)
         self._count("vllm:num_preemptions", record.num_preemptions)

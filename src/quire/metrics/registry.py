@@ -162,7 +162,7 @@ METRICS: tuple[Metric, ...] = (
         "quire_prediction_ratio",
         "histogram",
         "ratio",
-        "Measured time of a step over its predicted time.",
+        "Measured time of a step, without its drafter, over its predicted time.",
         buckets=_RATIO,
     ),
     Metric(

@@ -75,6 +75,7 @@ class _Drafting:
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, PRIOR_WEIGHT))
     num_read: int = 0  # tokens that a drafter in the worker has computed
     is_trial: bool = False  # what it drafted last
+    is_over: bool = False  # it drafts no more
     wait: int = 1  # steps to the next trial, after one that failed
     next_trial: int = 0  # not before this step
 
@@ -168,6 +169,20 @@ class AdaptiveDepth:
             drafting.wait = min(2 * drafting.wait, MOST_WAITED)
             drafting.next_trial = self._step + drafting.wait
 
+    def read_later(self, request: Request, num_unread: int) -> None:
+        """Its drafter has yet to read so many of its tokens, and has made no drafts."""
+        drafting = self._requests[request.request_id]
+        drafting.num_read -= num_unread
+        if drafting.is_trial:
+            self._credit += self._read_seconds(request, drafting)
+
+    def stop(self, request: Request) -> None:
+        """It drafts no more."""
+        drafting = self._drafting(request)
+        drafting.depth, drafting.is_over = 0, True
+        self._num_news += 1
+        self._promising.discard(request.request_id)
+
     def settle_drafter(self, seconds: float, depths: Sequence[int]) -> None:
         """The worker's drafter took so long for a step with as many drafts of each row."""
         if self._draft_seconds is not None and not self._is_reading:
@@ -201,7 +216,7 @@ class AdaptiveDepth:
             self._next_look = self._step + COST_STEPS
         prior = self._of_all.rates_of_all(most_each)
         known = [self._drafting(request) for request in requests]
-        chances_of = [chances(drafting.acceptance.rates(prior)) for drafting in known]
+        chances_of = [[] if drafting.is_over else chances(drafting.acceptance.rates(prior)) for drafting in known]
         gain = 0.0 if self._most_depth else MIN_GAIN
         depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
         if self._draft_seconds is not None and any(depths):

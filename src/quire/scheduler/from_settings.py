@@ -67,21 +67,33 @@ def scheduler_of(
         rope_switches_after=model_config.rope.switches_after(model.max_model_len),
         speculation=None
         if schedule.speculation is None
-        else speculation_of(schedule.speculation, cost, schedule.depth),
+        else speculation_of(
+            schedule.speculation,
+            cost,
+            schedule.depth,
+            None if resolved.drafter is None else resolved.drafter.form.max_model_len,
+        ),
         room_within=cost.room_within,
         clock=clock,
     )
 
 
-def speculation_of(config: SpeculativeConfig, cost: CostModel, steps_in_flight: int) -> Speculation:
-    """The drafter that was asked for."""
+def speculation_of(
+    config: SpeculativeConfig, cost: CostModel, steps_in_flight: int, max_tokens: int | None
+) -> Speculation:
+    """The drafter that was asked for.
+
+    Args:
+        max_tokens: see Speculation.
+    """
     adaptive = None
     if config.adaptive:
         is_model = config.method not in ("ngram", "suffix")
         drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if is_model else None
         adaptive = AdaptiveDepth(cost.with_drafts, drafter, steps_in_flight)
     most_by_rows = config.num_speculative_tokens_per_batch_size
-    return Speculation(proposer_of(config), config.num_speculative_tokens, most_by_rows, adaptive, waits=True)
+    proposer, most = proposer_of(config), config.num_speculative_tokens
+    return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=True)
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:

@@ -283,16 +283,17 @@ class Scheduler:
                 deltas.append(delta_of(request, []))
                 continue
             num_taken, reason = append_tokens(request, token_ids) if num_logits else (0, None)
+            has_drafts = False
             if num_logits > 1:
                 end = min(end, request.num_tokens)  # a stop may leave drafts behind it that held
-                self._settle_drafts(request, num_logits - 1, token_ids, result.draft_failures.get(row))
+                has_drafts = self._settle_drafts(request, row, num_logits - 1, result)
             if request.status is RUNNING and start // block_size != end // block_size:
                 self.kv.register_computed(request, start, end)
             if result.prompt_logprobs:
                 self._prompt_logprobs.collect(request, start, row, result)
             if num_logits:
                 delta = self._answer(request, row, token_ids[:num_taken], reason, result)
-                if num_logits > 1:
+                if has_drafts:
                     delta.drafts = num_logits - 1, max(len(token_ids) - 1, 0)
                 deltas.append(delta)
         if result.draft_seconds and self.speculation is not None:
@@ -438,12 +439,17 @@ class Scheduler:
         drafts = self.speculation.propose(request, most)
         return drafts if self.kv.extend(request, request.num_tokens + len(drafts)) else ()
 
-    def _settle_drafts(self, request: Request, num_drafts: int, token_ids: list[int], failure: str | None) -> None:
-        """The tokens of a row with drafts are here: the drafts that held and the token behind them."""
+    def _settle_drafts(self, request: Request, row: int, num_drafts: int, result: StepResult) -> bool:
+        """The tokens of a row with places of drafts are here: whether drafts were made, so that they count."""
         assert self.speculation is not None
-        self.speculation.settle(request, num_drafts, max(len(token_ids) - 1, 0))
-        if failure is not None:
+        if (failure := result.draft_failures.get(row)) is not None:
             self.speculation.fail(request, failure)
+        elif row in result.unread:
+            self.speculation.read_later(request, result.unread[row])
+        else:
+            self.speculation.settle(request, num_drafts, max(len(result.token_ids[row]) - 1, 0))
+            return True
+        return False
 
     def _add_prompt(self, step: _Step, request: Request, count: int) -> int:
         """Put `count` tokens of a prompt into the step, or fewer if its time does not allow them; answers how many."""

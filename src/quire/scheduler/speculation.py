@@ -41,6 +41,7 @@ class Speculation:
         most: drafts of one request in one step; may be moved.
         most_by_rows: (first, last, most): at most so many drafts each while the running requests are so many.
         adaptive: chooses depths; without it all requests draft as far as they may.
+        max_tokens: of a request that drafts, with all its drafts but the last: what the drafter can read. None: any.
         waits: requests that may draft are in no step before their newest token is known, unless `adaptive` says that
             this does not pay. Otherwise they draft only where it happens to be known.
     """
@@ -52,20 +53,22 @@ class Speculation:
         most_by_rows: Sequence[tuple[int, int, int]] = (),
         adaptive: AdaptiveDepth | None = None,
         *,
+        max_tokens: int | None = None,
         waits: bool = False,
     ) -> None:
         self.most = most
         self._proposer, self._most_by_rows, self._adaptive = proposer, most_by_rows, adaptive
-        self._waits, self._may_draft = waits, False
+        self._max_tokens, self._waits, self._may_draft = max_tokens, waits, False
         self._most_now = most  # drafts of a request in the step that is being made
         self._counts = DraftCounts()
-        self._failed: set[str] = set()  # requests without drafts from now on
+        self._stopped: set[str] = set()  # requests without drafts from now on
         self._failure_log = RateLimited(logger)
 
     def begin_step(self, running: Sequence[Request], most: int) -> int:
         """How many drafts the next step may have, of the `most` there is room for. 0: nobody need be asked."""
         self._most_now = min([self.most, *(k for low, high, k in self._most_by_rows if low <= len(running) <= high)])
-        self._may_draft = most > 0 and self._most_now > 0 and bool(running)
+        has_drafting = any(request.request_id not in self._stopped for request in running)
+        self._may_draft = most > 0 and self._most_now > 0 and has_drafting
         if self._may_draft and self._adaptive is not None:
             self._may_draft = self._adaptive.begin_step(running, self._most_now, most)
         return most if self._may_draft else 0
@@ -78,7 +81,10 @@ class Speculation:
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Up to `most` drafts behind the request's newest token: what this step verifies."""
         depth = min(most, self._most_now)
-        if depth <= 0 or request.request_id in self._failed:
+        if depth <= 0 or request.request_id in self._stopped:
+            return ()
+        if self._max_tokens is not None and (depth := min(depth, self._max_tokens + 1 - request.num_tokens)) <= 0:
+            self._stop(request)
             return ()
         if self._adaptive is not None and (depth := min(depth, self._adaptive.depth(request))) == 0:
             return ()
@@ -93,6 +99,11 @@ class Speculation:
         if self._adaptive is not None:
             self._adaptive.settle(request, num_drafts, num_held)
 
+    def read_later(self, request: Request, num_unread: int) -> None:
+        """The worker's drafter made no drafts of a request: it has yet to read so many tokens."""
+        if self._adaptive is not None:
+            self._adaptive.read_later(request, num_unread)
+
     def settle_drafter(self, seconds: float, drafts: Sequence[Sequence[int]]) -> None:
         """The worker's drafter took so long for the drafts of a step."""
         if self._adaptive is not None:
@@ -100,13 +111,13 @@ class Speculation:
 
     def fail(self, request: Request, why: str) -> None:
         """The drafter could not draft for this request: it goes on without."""
-        self._failed.add(request.request_id)
+        self._stop(request)
         self._counts.num_failures += 1
         self._failure_log.warning("Request %s goes on without drafts: %s", request.request_id, why)
 
     def forget(self, request_id: str) -> None:
         """The request has ended; unknown ids are fine."""
-        self._failed.discard(request_id)
+        self._stopped.discard(request_id)
         self._proposer.forget(request_id)
         if self._adaptive is not None:
             self._adaptive.forget(request_id)
@@ -115,3 +126,9 @@ class Speculation:
         """Counts since the last call."""
         counts, self._counts = self._counts, DraftCounts()
         return counts
+
+    def _stop(self, request: Request) -> None:
+        """No more drafts for this request."""
+        self._stopped.add(request.request_id)
+        if self._adaptive is not None:
+            self._adaptive.stop(request)

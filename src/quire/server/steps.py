@@ -66,6 +66,7 @@ def _line(engine: int, record: StepRecord) -> StepLine:
         draft_failures=record.num_draft_failures,
         predicted=predicted if record.predicted_seconds else None,
         seconds=_rounded(record.step_seconds),
+        draft_seconds=_rounded(record.draft_seconds),
         schedule_seconds=_rounded(record.schedule_seconds),
         prepare_seconds=_rounded(record.prepare_seconds),
         forward_seconds=_rounded(record.forward_seconds),

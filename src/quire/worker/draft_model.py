@@ -38,7 +38,7 @@ class DraftModel:
         cache: of the target, with layers of the model.
         inputs: of the target.
         captured: forward passes of the model that are repeated instead of run.
-        max_tokens: of one forward pass.
+        max_tokens: that it reads in one step.
         max_drafts: of one row.
         is_greedy: it drafts its likeliest token, however the request samples.
     """
@@ -89,8 +89,8 @@ class DraftModel:
             self._computed_drafts_CK[row] = -1
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
-        """See Drafter: a forward pass per place, over all rows."""
-        drafted = Drafted([[ANY_TOKEN] * count for count in counts], self._refusals(rows, counts))
+        """See Drafter: a forward pass per place, over all rows that have nothing left to read."""
+        drafted = Drafted([[ANY_TOKEN] * count for count in counts], self._refusals(rows))
         # The most drafts first: the rows of each pass are the first of those before.
         accepted = (index for index in range(len(rows)) if index not in drafted.failures)
         indices = sorted(accepted, key=lambda index: -counts[index])
@@ -98,7 +98,14 @@ class DraftModel:
             return drafted
         rows_S, counts_S = np.array(rows)[indices], np.array(counts)[indices]
         lens_S = self._inputs.num_tokens[rows_S]
-        starts_S = self._catch_up(rows_S, self._reusable(rows_S, lens_S), lens_S)
+        starts_S = self._reusable(rows_S, lens_S)
+        if int((lens_S - starts_S).sum()) > self._max_tokens:
+            unread_S = self._catch_up(rows_S, starts_S, lens_S)
+            drafted.unread = {index: count for index, count in zip(indices, unread_S.tolist(), strict=True) if count}
+            indices = [index for index in indices if index not in drafted.unread]
+            if not indices:
+                return drafted
+            rows_S, counts_S, lens_S, starts_S = (of_S[unread_S == 0] for of_S in (rows_S, counts_S, lens_S, starts_S))
         found: list[Tensor] = []
         for offset in range(int(counts_S[0])):
             num_rows = int((counts_S > offset).sum())
@@ -117,18 +124,16 @@ class DraftModel:
             self._computed_drafts_CK[row, : len(computed)] = computed
         return drafted
 
-    def _refusals(self, rows: Sequence[int], counts: Sequence[int]) -> dict[int, str]:
-        """Rows that are beyond what the model was made for."""
+    def _refusals(self, rows: Sequence[int]) -> dict[int, str]:
+        """Rows with tokens that the model does not have."""
         inputs, config = self._inputs, self.forward_pass.model.config
         refused: dict[int, str] = {}
-        for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            length = int(inputs.num_tokens[row])
-            if length + count - 1 > config.max_model_len:
-                refused[index] = f"The draft model takes {config.max_model_len} tokens, and there are {length}"
-            elif config.vocab_size < inputs.sampling.vocab_size:
-                highest = int(inputs.token_ids[row, self._num_computed_C[row] : length].max(initial=0))
-                if highest >= config.vocab_size:
-                    refused[index] = f"The draft model has {config.vocab_size} tokens, and {highest} is not one of them"
+        if config.vocab_size >= inputs.sampling.vocab_size:
+            return refused
+        for index, row in enumerate(rows):
+            highest = int(inputs.token_ids[row, self._num_computed_C[row] : inputs.num_tokens[row]].max(initial=0))
+            if highest >= config.vocab_size:
+                refused[index] = f"The draft model has {config.vocab_size} tokens, and {highest} is not one of them"
         return refused
 
     def _reusable(self, rows_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -143,17 +148,23 @@ class DraftModel:
     def _catch_up(
         self, rows_S: NDArray[np.int64], starts_S: NDArray[np.int64], lens_S: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Compute tokens until those that are left fit into one pass, the last one of each row aside."""
-        while int((lens_S - starts_S).sum()) > self._max_tokens:
-            wanted_S = lens_S - 1 - starts_S
-            before_S = np.cumsum(wanted_S) - wanted_S
-            piece_S = np.clip(self._max_tokens - before_S, 0, wanted_S)
-            some_S = piece_S > 0
+        """How many tokens each row has left to read: those with the fewest are read in this step, by their drafts.
+
+        What room they leave is for tokens of the next row, which are computed now.
+        """
+        missing_S = lens_S - starts_S
+        order_S = np.argsort(missing_S, kind="stable")
+        ends_S = np.cumsum(missing_S[order_S])
+        unread_S = np.empty_like(missing_S)
+        unread_S[order_S] = np.clip(ends_S - self._max_tokens, 0, missing_S[order_S])
+        some_S = (unread_S > 0) & (unread_S < missing_S)
+        if some_S.any():
+            ends_S = (lens_S - unread_S)[some_S]
             none = np.zeros(0, dtype=np.int64)
-            step = StepRows(rows_S[some_S], starts_S[some_S], piece_S[some_S], none)
+            step = StepRows(rows_S[some_S], starts_S[some_S], ends_S - starts_S[some_S], none)
             self.forward_pass.hidden(step, self.forward_pass.stage(step))
-            starts_S = starts_S + piece_S
-        return starts_S
+            self._keep(rows_S[some_S], ends_S)
+        return unread_S
 
     def _draft_one(
         self,
@@ -189,7 +200,7 @@ class DraftModel:
         return list(self._device.download(tensors).wait())
 
     def _keep(self, rows_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> None:
-        """All true tokens of the rows are computed now."""
+        """The first `lens_S` tokens of the rows are computed now."""
         first_S, behind_S = self._num_computed_C[rows_S] // self._inputs.block_size, lens_S // self._inputs.block_size
         for row, first, behind in zip(rows_S.tolist(), first_S.tolist(), behind_S.tolist(), strict=True):
             if first < behind:

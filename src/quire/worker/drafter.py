@@ -17,6 +17,8 @@ class Drafted:
 
     token_ids: list[list[int]]  # of each row as many as were asked for
     failures: dict[int, str] = field(default_factory=dict)  # index of a row -> why some of its drafts are ANY_TOKEN
+    # index of a row -> how many of its tokens are left to read in later steps; its drafts are ANY_TOKEN
+    unread: dict[int, int] = field(default_factory=dict)
 
 
 class Drafter(Protocol):

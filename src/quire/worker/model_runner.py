@@ -207,6 +207,7 @@ class ModelRunner:
             draft_token_ids[position] = token_ids
             self.input_batch.place_drafts(row, token_ids)
         result.draft_failures = {asked[index]: why for index, why in drafted.failures.items()}
+        result.unread = {asked[index]: count for index, count in drafted.unread.items()}
         result.draft_seconds = time.perf_counter() - started
         return replace(batch, draft_token_ids=draft_token_ids)
 

@@ -6,8 +6,8 @@ import msgspec
 
 
 class StepPrediction(msgspec.Struct, kw_only=True):
-    """What the step was taken to need before it ran. Nine of ten steps take between `low` and `high`, and most of the
-    time goes to `bound`: memory, arithmetic, attention or host."""
+    """What the step was taken to need before it ran, its `draft_seconds` aside. Nine of ten steps take between `low`
+    and `high`, and most of the time goes to `bound`: memory, arithmetic, attention or host."""
 
     seconds: float
     low_seconds: float
@@ -46,6 +46,7 @@ class StepLine(msgspec.Struct, kw_only=True):
     draft_failures: int
     predicted: StepPrediction | None
     seconds: float
+    draft_seconds: float
     schedule_seconds: float
     prepare_seconds: float
     forward_seconds: float
