@@ -163,7 +163,7 @@ def test_memory_settings_know_their_reason() -> None:
         (False, {"performance_mode": "throughput"}, (512, 2048), "formula"),
         (True, {"performance_mode": "throughput", "max_num_seqs": 64}, (64, 256), "formula"),
         (True, {"performance_mode": "throughput", "max_num_batched_tokens": 512}, (128, 512), "argument"),
-        (True, {"performance_mode": "interactivity"}, (128, 128), "formula"),
+        (True, {"performance_mode": "interactivity"}, (128, 256), "formula"),
         (True, {"performance_mode": "interactivity", "max_num_seqs": 1024}, (1024, 1024), "formula"),
         (True, {"max_model_len": 16, "max_num_seqs": 4}, (4, 64), "formula"),
         (True, {"max_num_seqs": 4096}, (4096, 4096), "default"),
@@ -171,8 +171,8 @@ def test_memory_settings_know_their_reason() -> None:
     ],
 )
 def test_batch_limits(is_server: bool, arguments: dict[str, Any], limits: tuple[int, int], source: str) -> None:
-    """vLLM's requests, tokens at the knee and two per request; twice for throughput if neither is set; a quarter of the
-    tokens for interactivity."""
+    """vLLM's requests, tokens at the knee and two per request; twice for throughput if neither is set; at most a
+    quarter of vLLM's tokens for interactivity."""
     resolved = _resolve(is_server, **arguments)
     assert (resolved.scheduler.max_num_seqs, resolved.scheduler.max_num_batched_tokens) == limits
     assert resolved.settings["max_num_batched_tokens"].source == source

@@ -422,7 +422,8 @@ def _step_sizes(
     of_page = page_bytes(groups, kv, form.block_size)
     if (num_pages := config.num_gpu_blocks_override) is None:
         weights = model.weight_bytes(form.dtype, form.quantization, is_packed=packs_floats(form.isa))
-        num_pages = (config.kv_cache_memory_bytes or device.total_memory_bytes - weights) // of_page
+        given = config.kv_cache_memory_bytes or int(envs.CPU_KVCACHE_SPACE.get() * GIB)
+        num_pages = (given or device.total_memory_bytes - weights) // of_page
     knee = Knee(arithmetic, described_constants(arithmetic, reached, is_gpu=False))
     fitting = num_pages // pages_for(groups, SHORT_REQUEST, form.block_size, 1)
     return StepSizes(config, knee, fitting, None, is_server)

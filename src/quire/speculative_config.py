@@ -74,7 +74,7 @@ class SpeculativeConfig:
         model: checkpoint of the drafter, a folder or a name on the hub.
         revision: revision of this checkpoint on the hub.
         quantization, kv_cache_dtype, max_model_len: of the drafter; None: the same as for the target.
-        draft_load_config: EngineConfig.load_format and similar fields, for the drafter.
+        draft_load_config: an object with the key load_format, as EngineConfig.load_format, for the drafter.
         draft_sample_method: how a model samples drafts; None: with the draws of the target.
         draft_tensor_parallel_size: devices of the drafter; 1 in this version.
         prompt_lookup_min, prompt_lookup_max: numbers of tokens of the pattern that ngram searches.
@@ -131,7 +131,9 @@ class SpeculativeConfig:
         if self.draft_tensor_parallel_size != 1:
             raise self._illegal("draft_tensor_parallel_size", "1: one device serves model and drafter in this version")
         if not isinstance(self.draft_load_config, Mapping | None):
-            raise self._illegal("draft_load_config", "an object of settings, such as load_format")
+            raise self._illegal("draft_load_config", "an object with the key load_format")
+        if unknown := self.draft_load_config and self.draft_load_config.keys() - {"load_format"}:
+            raise self._illegal("draft_load_config", f"the key load_format alone, not {', '.join(sorted(unknown))}")
         if self.method in ("draft_model", "eagle3") and not self.model:
             raise ConfigError(
                 f"Speculation by {self.method} needs a model that drafts",
@@ -142,15 +144,18 @@ class SpeculativeConfig:
         self._check_synthetic()
 
     def _check_schedule(self) -> None:
-        last = 0
-        for entry in self.num_speculative_tokens_per_batch_size:
-            is_range = len(entry) == 3 and all(type(number) is int for number in entry)
+        entries, last = self.num_speculative_tokens_per_batch_size, 0
+        illegal = self._illegal(
+            "num_speculative_tokens_per_batch_size",
+            "[first, last, tokens] of so many running requests, in ascending order, each with 0 to "
+            f"num_speculative_tokens = {self.num_speculative_tokens} tokens",
+        )
+        if not isinstance(entries, tuple):
+            raise illegal
+        for entry in entries:
+            is_range = isinstance(entry, tuple) and len(entry) == 3 and all(type(number) is int for number in entry)
             if not is_range or not last < entry[0] <= entry[1] or not 0 <= entry[2] <= self.num_speculative_tokens:
-                raise self._illegal(
-                    "num_speculative_tokens_per_batch_size",
-                    "[first, last, tokens] of so many running requests, in ascending order, each with 0 to "
-                    f"num_speculative_tokens = {self.num_speculative_tokens} tokens",
-                )
+                raise illegal
             last = entry[1]
 
     def _check_synthetic(self) -> None:
@@ -161,8 +166,10 @@ class SpeculativeConfig:
                     "synthetic_acceptance_rates", "nothing, unless rejection_sample_method is synthetic"
                 )
             return
-        is_falling = all(_is_between(rate, 0, before) for before, rate in zip((1.0, *rates), rates, strict=False))
-        if len(rates) != self.num_speculative_tokens or not is_falling:
+        is_list = isinstance(rates, tuple) and len(rates) == self.num_speculative_tokens
+        if not is_list or not all(
+            _is_between(rate, 0, before) for before, rate in zip((1.0, *rates), rates, strict=False)
+        ):
             raise self._illegal(
                 "synthetic_acceptance_rates",
                 f"{self.num_speculative_tokens} shares from 0 to 1, one per draft, none above the one before",

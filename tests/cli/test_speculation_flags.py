@@ -152,11 +152,21 @@ def test_in_python_and_in_a_file(tmp_path: Path) -> None:
             ["-sc", '{"method": "ngram", "num_speculative_tokens_per_batch_size": [[4, 8, 1], [8, 9, 1]]}'],
             ["ascending"],
         ),
+        (["-sc", '{"method": "ngram", "num_speculative_tokens_per_batch_size": 5}'], ["Got 5. Expected [first, last"]),
+        (["-sc", '{"method": "ngram", "num_speculative_tokens_per_batch_size": [1, 4, 5]}'], ["Expected [first, last"]),
+        (
+            ["-sc", '{"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": 0.5}'],
+            ["Illegal synthetic_acceptance_rates", "Expected 7 shares"],
+        ),
         (["-sc", '{"method": "ngram", "draft_tensor_parallel_size": 2}'], ["Got 2. Expected 1: one device"]),
         (["--spec-method", "draft_model"], ["Speculation by draft_model needs a model that drafts", "--spec-model"]),
         (
             ["--spec-method", "suffix", "-sc", '{"method": "ngram"}'],
             ["say different things", "Leave one of the two out"],
+        ),
+        (
+            ["-sc", '{"model": "a/small", "method": "draft_model", "draft_load_config": {"download_dir": "/x"}}'],
+            ["Illegal draft_load_config", "the key load_format alone, not download_dir"],
         ),
         (["--spec-method", "medusa"], ["Medusa's heads draft trees", "Use an EAGLE-3 head"]),
         (["--spec-method", "lookahead"], ["Use ngram or suffix"]),
@@ -192,6 +202,7 @@ def test_mistakes(words: list[str], parts: list[str], capsys: pytest.CaptureFixt
         ("mine", {"model_type": "medusa"}, "medusa"),
         ("mine", {"model_type": "mlp_speculator"}, "mlp_speculator"),
         ("z-lab/Qwen3-8B-DFlash-b16", None, "dflash"),
+        ("/home/medusa/eagle-eye/Qwen3-0.6B/", {"model_type": "qwen3"}, "draft_model"),
         ("mine", {"architectures": ["Qwen3DSparkModel"]}, "dspark"),
         ("XiaomiMiMo/MiMo-7B-RL", {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}, "mtp"),
         ("mine", {"model_type": "deepseek_mtp"}, "mtp"),
@@ -210,6 +221,11 @@ def test_a_folder_is_looked_into(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "medusa"}')
     with pytest.raises(ConfigError, match="Medusa's heads draft trees"):
         speculative_config_of({"model": str(tmp_path)})
+
+
+def test_a_deep_suffix_tree_drafts_as_far_as_drafts_go() -> None:
+    config, _ = read("-sc", '{"method": "suffix", "suffix_decoding_max_tree_depth": 512}')
+    assert config.speculative_config.num_speculative_tokens == 255
 
 
 def test_a_key_of_another_method_has_a_notice(caplog: pytest.LogCaptureFixture) -> None:

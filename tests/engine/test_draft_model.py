@@ -300,6 +300,6 @@ def test_beyond_the_context_of_the_draft_model_nothing_is_drafted(monkeypatch: p
     notes = Notes(core)
     assert answers(core, ["flat"])["flat"] == expected("flat")
     assert notes.failures["flat"].startswith(f"The draft model takes {length + 9} tokens, and there are")
-    assert {len(proposal.token_ids) for proposal in notes.proposals if any(proposal.drafts)} <= set(
-        range(length, length + 8)
-    )
+    lengths = {len(proposal.token_ids) for proposal in notes.proposals if any(proposal.drafts)}
+    assert lengths
+    assert lengths <= set(range(length, length + 8))

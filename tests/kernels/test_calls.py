@@ -86,7 +86,9 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def structs() -> set[str]:
-    return {name for name, member in vars(cpu._C).items() if isinstance(member, type)} - {"KernelCall"}
+    """Those that kernels are called by: not the indexes of text, which draft."""
+    others = {"KernelCall", "NgramIndex", "SuffixIndex", "SharedTexts"}
+    return {name for name, member in vars(cpu._C).items() if isinstance(member, type)} - others
 
 
 def test_every_struct_is_here() -> None:

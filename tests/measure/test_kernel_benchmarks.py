@@ -41,6 +41,7 @@ NO_KERNELS = {
     *("isa", "isas", "set_isa", "num_threads", "set_num_threads", "default_num_threads", "num_threads_described_in"),
     *("advise_huge_pages",),
     *("KernelCall", "KvCache", "AttentionRule", "HeadRotation", "GroupedForm", "PackedWeight"),
+    *("NgramIndex", "SuffixIndex", "SharedTexts"),  # of text: they draft
     *("gemm_packed_bytes", "gemm_grouped_packed_bytes", "gemm_fp8_packed_bytes"),
     *("read_bandwidth", "peak_flops", "peak_int8_ops"),
 }

@@ -103,6 +103,17 @@ def test_the_prefix_cache_holds_no_refused_draft(right: float) -> None:
         assert driver.last(again).num_cached_tokens == num_computed // SIZE * SIZE
 
 
+def test_those_who_wait_in_the_queue_take_no_drafts_from_those_who_run() -> None:
+    messages = [request(f"r{i}", prompt(5, i), max_tokens=20, seed=i) for i in range(80)]
+
+    def num_steps(right: float) -> int:
+        driver = Driver(proposer=Guesser(right), max_num_seqs=4, num_blocks=256)
+        driver.run_all(*messages)
+        return len(driver.batches)
+
+    assert num_steps(1.0) < 0.45 * num_steps(0.0)
+
+
 @pytest.mark.parametrize("right", RIGHT)
 @pytest.mark.parametrize("depth", [2, 3])
 def test_with_several_batches_in_flight(depth: int, right: float) -> None:

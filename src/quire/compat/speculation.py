@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.hf_config.drafter import method_of_checkpoint
 from quire.hf_config.json_file import read_object
 from quire.logs import get_logger
-from quire.speculative_config import FIELDS, METHODS, SpeculativeConfig, SpeculativeMethod, keys_of
+from quire.speculative_config import FIELDS, METHODS, MOST_DRAFTS, SpeculativeConfig, SpeculativeMethod, keys_of
 
 logger = get_logger(__name__)
 
@@ -102,7 +102,8 @@ def speculative_config_of(given: Mapping[str, Any]) -> SpeculativeConfig:
         if method == "ngram":
             keys |= _lookup(keys)
         elif method == "suffix":
-            keys.setdefault("num_speculative_tokens", keys.get("suffix_decoding_max_tree_depth", 24))
+            depth = keys.get("suffix_decoding_max_tree_depth", 24)
+            keys.setdefault("num_speculative_tokens", min(depth, MOST_DRAFTS) if isinstance(depth, int) else depth)
         _translate(keys)
         config = SpeculativeConfig(**keys)
     except ConfigError as error:

@@ -71,6 +71,12 @@ class StepSizes:
         """Tokens of a step: at least half of them are left for prompts while all requests decode."""
         (_, most), whose = self._vllm()
         source: Source = "default"
+        if self.config.performance_mode == "interactivity":
+            most, source, whose = (
+                most // INTERACTIVITY_DIVISOR,
+                "formula",
+                f"{whose}, tokens / {INTERACTIVITY_DIVISOR} for interactivity,",
+            )
         size, why = most, f"as {whose}"
         if self.knee is not None:
             knee = self.knee.prompt_tokens(KNEE_SHARE)
@@ -78,13 +84,8 @@ class StepSizes:
             size = min(knee, LONGEST_CPU_STEP)
             if size < (least := 2 * max_num_seqs):
                 size, why = least, f"{why}, and twice max_num_seqs leaves room for prompts beside all answers"
-            size, source, why = _at_most(size, most, why, whose)
-        if self.config.performance_mode == "interactivity":
-            return (
-                size // INTERACTIVITY_DIVISOR,
-                "formula",
-                f"{why}; tokens / {INTERACTIVITY_DIVISOR} for interactivity",
-            )
+            size, how, why = _at_most(size, most, why, whose)
+            source = how if source == "default" else source
         return self._in_mode((size, source, why), THROUGHPUT_FACTOR)
 
     def max_shared_prefill_tokens(self, budget: int) -> Size:

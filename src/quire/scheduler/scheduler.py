@@ -417,8 +417,9 @@ class Scheduler:
 
         Memory was planned for so many rows of logits; drafts have what others leave of them.
         """
-        num_others, num_logits = len(self._running) + len(self._queue), max(self.limits.max_num_seqs, LEAST_LOGITS_ROWS)
-        return min(self.limits.max_num_batched_tokens, num_logits) - num_others
+        limits, num_running = self.limits, len(self._running)
+        num_others = max(num_running, min(num_running + len(self._queue), limits.max_num_seqs))
+        return min(limits.max_num_batched_tokens, max(limits.max_num_seqs, LEAST_LOGITS_ROWS)) - num_others
 
     def _draft(self, request: Request, most: int) -> Sequence[int]:
         """Drafts behind the newest token, if that is known: see Speculation.
@@ -431,6 +432,7 @@ class Scheduler:
         most = min(most, request.max_tokens - len(request.output_token_ids) - 1)
         if self._rope_switches_after is not None and not request.rope_offset:
             most = min(most, self._rope_switches_after - request.num_tokens)
+        most = min(most, self.speculation.most)
         if most <= 0 or self.kv.num_free_blocks <= len(self._running) + most // self.kv.block_size:
             return ()
         drafts = self.speculation.propose(request, most)
