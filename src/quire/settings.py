@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from quire.config import EngineConfig, ServerConfig
 from quire.formats.kv_format import kv_format
-from quire.formats.kv_groups import DrafterLayers, full_table, kv_groups
+from quire.formats.kv_groups import DrafterLayers, full_table, kv_groups, num_tables
 from quire.formats.weight_format import packs_floats
 from quire.model_config import ModelConfig
 from quire.option import Source, options
@@ -168,6 +168,10 @@ class DrafterSettings:
         assert target.drafter is not None and table is not None
         kv = kv_format(self.form.kv_cache_dtype, self.form.dtype)
         return DrafterLayers(tuple(target.drafter.kv_specs()), kv, table)
+
+    def kv_bytes_per_token(self, target: ModelConfig) -> int:
+        """That the drafter adds to the KV cache: the pages of all block tables have room for it, and it uses one."""
+        return num_tables(kv_groups(target)) * self.layers(target).bytes_per_token()
 
     def weight_bytes(self, target: ModelConfig, isa: str) -> int:
         """That the drafter's weights will take in memory once they are loaded."""

@@ -144,15 +144,18 @@ class SpeculativeConfig:
         self._check_synthetic()
 
     def _check_schedule(self) -> None:
-        last = 0
-        for entry in self.num_speculative_tokens_per_batch_size:
-            is_range = len(entry) == 3 and all(type(number) is int for number in entry)
+        entries, last = self.num_speculative_tokens_per_batch_size, 0
+        illegal = self._illegal(
+            "num_speculative_tokens_per_batch_size",
+            "[first, last, tokens] of so many running requests, in ascending order, each with 0 to "
+            f"num_speculative_tokens = {self.num_speculative_tokens} tokens",
+        )
+        if not isinstance(entries, tuple):
+            raise illegal
+        for entry in entries:
+            is_range = isinstance(entry, tuple) and len(entry) == 3 and all(type(number) is int for number in entry)
             if not is_range or not last < entry[0] <= entry[1] or not 0 <= entry[2] <= self.num_speculative_tokens:
-                raise self._illegal(
-                    "num_speculative_tokens_per_batch_size",
-                    "[first, last, tokens] of so many running requests, in ascending order, each with 0 to "
-                    f"num_speculative_tokens = {self.num_speculative_tokens} tokens",
-                )
+                raise illegal
             last = entry[1]
 
     def _check_synthetic(self) -> None:
@@ -163,8 +166,10 @@ class SpeculativeConfig:
                     "synthetic_acceptance_rates", "nothing, unless rejection_sample_method is synthetic"
                 )
             return
-        is_falling = all(_is_between(rate, 0, before) for before, rate in zip((1.0, *rates), rates, strict=False))
-        if len(rates) != self.num_speculative_tokens or not is_falling:
+        is_list = isinstance(rates, tuple) and len(rates) == self.num_speculative_tokens
+        if not is_list or not all(
+            _is_between(rate, 0, before) for before, rate in zip((1.0, *rates), rates, strict=False)
+        ):
             raise self._illegal(
                 "synthetic_acceptance_rates",
                 f"{self.num_speculative_tokens} shares from 0 to 1, one per draft, none above the one before",

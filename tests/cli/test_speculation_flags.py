@@ -152,6 +152,12 @@ def test_in_python_and_in_a_file(tmp_path: Path) -> None:
             ["-sc", '{"method": "ngram", "num_speculative_tokens_per_batch_size": [[4, 8, 1], [8, 9, 1]]}'],
             ["ascending"],
         ),
+        (["-sc", '{"method": "ngram", "num_speculative_tokens_per_batch_size": 5}'], ["Got 5. Expected [first, last"]),
+        (["-sc", '{"method": "ngram", "num_speculative_tokens_per_batch_size": [1, 4, 5]}'], ["Expected [first, last"]),
+        (
+            ["-sc", '{"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": 0.5}'],
+            ["Illegal synthetic_acceptance_rates", "Expected 7 shares"],
+        ),
         (["-sc", '{"method": "ngram", "draft_tensor_parallel_size": 2}'], ["Got 2. Expected 1: one device"]),
         (["--spec-method", "draft_model"], ["Speculation by draft_model needs a model that drafts", "--spec-model"]),
         (
@@ -196,6 +202,7 @@ def test_mistakes(words: list[str], parts: list[str], capsys: pytest.CaptureFixt
         ("mine", {"model_type": "medusa"}, "medusa"),
         ("mine", {"model_type": "mlp_speculator"}, "mlp_speculator"),
         ("z-lab/Qwen3-8B-DFlash-b16", None, "dflash"),
+        ("/home/medusa/eagle-eye/Qwen3-0.6B/", {"model_type": "qwen3"}, "draft_model"),
         ("mine", {"architectures": ["Qwen3DSparkModel"]}, "dspark"),
         ("XiaomiMiMo/MiMo-7B-RL", {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}, "mtp"),
         ("mine", {"model_type": "deepseek_mtp"}, "mtp"),

@@ -86,10 +86,15 @@ def steps_of(rows: Sequence[int], costs: Sequence[float]) -> StepSeconds:
 BFLOAT16 = steps_of([1, 8, 16, 32, 128], [18.6e-3, 19.3e-3, 22e-3, 40e-3, 141e-3])
 INT4 = steps_of([1, 8, 16, 32, 128], [8.7e-3, 10.6e-3, 14e-3, 27e-3, 100e-3])
 ARITHMETIC = steps_of([1, 1000], [1e-3, 1.0])
+CHEAP = steps_of([1, 1000], [20e-3, 120e-3])
+LOST = 0.1  # of a step that waits for the tokens of the one before, with two steps in flight
 
 
 class Stream:
-    """Requests whose drafts hold with known chances. It counts the tokens and the seconds."""
+    """Requests whose drafts are found and hold with known chances. It counts the tokens and the seconds.
+
+    With two steps in flight, a newest token is known only in a step that has waited for it.
+    """
 
     def __init__(
         self,
@@ -97,7 +102,11 @@ class Stream:
         rates: Sequence[float],
         step_seconds: StepSeconds,
         draft_seconds: DrafterTime | None = None,
+        steps_in_flight: int = 1,
+        found: Sequence[float] | None = None,
     ) -> None:
+        self.is_known, self.steps_in_flight, self.num_waits = True, steps_in_flight, 0
+        self.found = [1.0] * num_requests if found is None else found
         self.requests = [
             Request(f"r{i}", [0] * 50, SamplingParams(), 10**6, frozenset(), output_token_ids=[0])
             for i in range(num_requests)
@@ -116,7 +125,9 @@ class Stream:
         tokens, seconds = 0, 0.0
         for _ in range(num_steps):
             depths = list(choose())
-            seconds += self.seconds_of[sum(depths)]
+            has_waited = self.steps_in_flight > 1 and self.is_known
+            seconds += self.seconds_of[sum(depths)] + LOST * self.seconds_of[0] * has_waited
+            self.num_waits += has_waited
             if self.draft_seconds is not None:
                 seconds += sum(self.draft_seconds(sum(d > at for d in depths)) for at in range(max(depths)))
             for request, depth in zip(self.requests, depths, strict=True):
@@ -131,13 +142,14 @@ class Stream:
 
     def adaptive(self, adaptive: AdaptiveDepth) -> Callable[[], Sequence[int]]:
         def choose() -> Sequence[int]:
-            if not adaptive.begin_step(self.requests, MOST, MOST * len(self.requests)):
-                return [0] * len(self.requests)
-            depths = []
-            for request in self.requests:
-                depths.append(adaptive.depth(request))
-                if depths[-1]:
-                    adaptive.drafted(request)
+            self.is_known = self.steps_in_flight == 1 or adaptive.waits
+            depths = [0] * len(self.requests)
+            if adaptive.begin_step(self.requests, MOST, MOST * len(self.requests)) and self.is_known:
+                for index, request in enumerate(self.requests):
+                    depth = adaptive.depth(request)
+                    if depth and self.random.random() < self.found[index]:
+                        depths[index] = depth
+                        adaptive.drafted(request, depth)
             return depths
 
         return choose
@@ -191,11 +203,72 @@ def test_a_text_that_becomes_predictable_is_drafted_again() -> None:
     assert stream.run(200, choose, adaptive.settle) > 0.8 * fixed_rate(200, (1, stream.rates, INT4, None), MOST)
 
 
+@pytest.mark.parametrize("num_requests", [1, 16])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("found", [1.0, 0.1, 0.0])
+def test_waiting_for_wrong_drafts_costs_little(found: float, drafter: str, num_requests: int) -> None:
+    case = num_requests, [0.0] * MOST, INT4, DRAFTERS[drafter]
+    stream, adaptive = Stream(*case, 2, [found] * num_requests), AdaptiveDepth(INT4, DRAFTERS[drafter], 2)
+    assert stream.run(1000, stream.adaptive(adaptive), adaptive.settle) > 0.98 * fixed_rate(1, case, 0)
+
+
+@pytest.mark.parametrize("num_requests", [1, 4])
+@pytest.mark.parametrize("found", [1.0, 0.1, 0.0])
+def test_drafts_worth_waiting_for_are_found_out(found: float, num_requests: int) -> None:
+    stream, adaptive = (
+        Stream(num_requests, [0.0] * MOST, INT4, None, 2, [found] * num_requests),
+        AdaptiveDepth(INT4, None, 2),
+    )
+    choose = stream.adaptive(adaptive)
+    stream.run(1000, choose, adaptive.settle)
+    stream.rates, stream.found = [0.95] * MOST, [1.0] * num_requests
+    stream.run(200, choose, adaptive.settle)
+    best = max(fixed_rate(100, (num_requests, stream.rates, INT4, None), depth) for depth in range(MOST + 1))
+    assert stream.run(100, choose, adaptive.settle) > 0.8 * best
+
+
+def test_one_request_whose_drafts_hold_is_worth_waiting_for_beside_many_without_drafts() -> None:
+    stream = Stream(16, [0.95] * MOST, CHEAP, None, 2, [1.0] + [0.0] * 15)
+    adaptive = AdaptiveDepth(CHEAP, None, 2)
+    stream.run(400, stream.adaptive(adaptive), adaptive.settle)
+    assert stream.num_waits > 0.8 * 400
+
+
+def test_what_is_read_of_a_request_follows_its_blocks() -> None:
+    def step() -> None:
+        assert adaptive.begin_step(requests, MOST, MOST * len(requests))
+        for request in requests:
+            if depth := adaptive.depth(request):
+                adaptive.drafted(request, depth)
+                is_drafted.append(request.request_id)
+
+    drafter, is_drafted = DrafterTime(2.5e-3), list[str]()
+    adaptive = AdaptiveDepth(BFLOAT16, drafter)
+    requests = [Request("a", [0] * 50, SamplingParams(), 99, frozenset(), output_token_ids=[0])]
+    adaptive.admit(requests[0], 0)
+    for seconds in (1.0, 2.5e-3):  # it reads, and it only drafts
+        step()
+        adaptive.settle_drafter(seconds, [1])
+        assert drafter(1) == pytest.approx(2.5e-3)
+    for name, num_cached in (("cached", 1990), ("long", 0)):
+        requests.append(Request(name, [0] * 2000, SamplingParams(), 5, frozenset(), output_token_ids=[0]))
+        adaptive.admit(requests[-1], num_cached)
+    is_drafted.clear()
+    step()
+    assert is_drafted == ["a", "cached"]
+    adaptive.settle_drafter(2.5e-3, [1])
+    adaptive.admit(requests[0], 0)  # it was preempted
+    requests[1:] = []
+    step()
+    adaptive.settle_drafter(1.0, [1])
+    assert drafter(1) == pytest.approx(2.5e-3)
+
+
 def test_a_drafter_does_not_read_a_long_prompt_for_a_short_answer() -> None:
     drafter = DRAFTERS["model"]
-    for max_tokens, is_drafted in ((4, False), (400, True)):
+    for length, max_tokens, is_drafted in ((2000, 4, False), (2000, 400, True), (8000, 40, False), (8000, 4000, True)):
         adaptive = AdaptiveDepth(BFLOAT16, drafter)
-        request = Request("a", [0] * 2000, SamplingParams(), max_tokens, frozenset(), output_token_ids=[0])
+        request = Request("a", [0] * length, SamplingParams(), max_tokens, frozenset(), output_token_ids=[0])
         assert adaptive.begin_step([request], MOST, MOST) == is_drafted
 
 
@@ -230,7 +303,7 @@ def test_a_trial_pays_for_what_its_drafter_has_read() -> None:
             adaptive.begin_step([request], MOST, MOST)
         assert adaptive.depth(request) == 1
         before = adaptive._credit
-        adaptive.drafted(request)
+        adaptive.drafted(request, 1)
         adaptive.read_later(request, num_unread)
         spent.append(before - adaptive._credit)
     assert spent[0] - spent[1] == pytest.approx(drafter(100))

@@ -156,6 +156,25 @@ def test_nobody_waits_for_drafts_that_do_not_pay() -> None:
     assert in_flight[20:].count(1) > 0.9 * len(in_flight[20:])
 
 
+def test_a_drafter_is_told_what_a_request_has_when_it_gets_blocks() -> None:
+    class Noting(AdaptiveDepth):
+        def admit(self, request: Request, num_cached: int) -> None:
+            super().admit(request, num_cached)
+            told.append((request.request_id, num_cached, request.num_preemptions))
+
+    told: list[tuple[str, int, int]] = []
+    driver = Driver(
+        proposer=Guesser(1.0), adaptive=Noting(lambda starts, most: [20e-3 + 1e-4 * n for n in range(most + 1)])
+    )
+    driver.run_all(request("a", prompt(4 * SIZE + 1), max_tokens=9))
+    driver.add(request("b", prompt(4 * SIZE + 1), max_tokens=9, seed=1))
+    driver.run(lambda index: driver.scheduler.preempt_last() if index == 3 else None)
+    (*first, (_, num_cached, _)) = told
+    assert first == [("a", 0, 0), ("b", 4 * SIZE, 0)]
+    assert told[-1][::2] == ("b", 1)
+    assert num_cached >= 4 * SIZE
+
+
 @pytest.mark.parametrize("at", range(3))
 def test_preemption_while_drafts_are_in_flight(at: int) -> None:
     driver = Driver(proposer=Guesser(0.7), depth=2, max_num_seqs=40, num_blocks=256)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.kernels import extension
+from quire.kernels import cpu, extension
 from quire.spec_decode.ngram import NgramProposer
 from tests.examples import examples
 from tests.spec_decode.requests import request
@@ -94,3 +96,25 @@ def test_without_the_extension_the_start_ends(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(extension, "C", None)
     with pytest.raises(ConfigError, match=r"Speculation by ngram needs the compiled extension.*C\+\+20 compiler"):
         NgramProposer(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cpu._C.NgramIndex(shortest=0, longest=3), "shortest is 0, less than 1"),
+        (lambda: cpu._C.NgramIndex(shortest=3, longest=2), "longest is 2, less than 3"),
+        (lambda: cpu._C.NgramIndex(shortest=1, longest=2).propose([1], -1), "most is -1, less than 0"),
+        (lambda: cpu._C.SharedTexts(max_bytes=0, max_requests=-1), "max_requests is -1, less than 0"),
+        (lambda: suffix_index(max_depth=0), "max_depth is 0, less than 1"),
+        (lambda: suffix_index(num_prompt=-1), "num_prompt is -1, less than 0"),
+        (lambda: suffix_index(tenant=b"me"), "16 bytes"),
+    ],
+)
+def test_wrong_numbers_are_exceptions(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def suffix_index(**arguments: Any) -> object:
+    usual = {"max_depth": 8, "max_spec_factor": 1.0, "min_token_prob": 0.1, "shared": None, "tenant": bytes(16)}
+    return cpu._C.SuffixIndex(**{**usual, "num_prompt": 0, **arguments})

@@ -36,9 +36,8 @@ def method_of_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> 
         return "mtp"
     if "draft_vocab_size" in config:  # only EAGLE-3 has it: its output layer knows only the likely tokens
         return "eagle3"
-    return next(
-        (method for method, marks in _MARKS.items() if any(mark in name.lower() for mark in marks)), DRAFT_MODEL
-    )
+    own_name = name.rstrip("/").rpartition("/")[2].lower()
+    return next((method for method, marks in _MARKS.items() if any(mark in own_name for mark in marks)), DRAFT_MODEL)
 
 
 def _list(config: Mapping[str, Any], name: str) -> list[Any]:

@@ -239,7 +239,7 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
         record.put("drafter_logits_bytes", logits_bytes(drafter, num_rows), "formula", detail)
         layers = resolved.drafter.layers(model)
         detail = f"{len(layers.specs)} layers in {layers.kv.name}, in the blocks of the model"
-        record.put("drafter_kv_bytes_per_token", layers.bytes_per_token(), "formula", detail)
+        record.put("drafter_kv_bytes_per_token", resolved.drafter.kv_bytes_per_token(model), "formula", detail)
     return record
 
 

@@ -121,9 +121,7 @@ class ModelPlan:
             }.get(speculation.method, "")
             if (drafter := self.resolved.drafter) is not None:
                 weights = shown_bytes(drafter.weight_bytes(model, self.resolved.device.isa))
-                own = (
-                    f", with weights of {weights} and {drafter.layers(model).bytes_per_token():,} bytes of KV per token"
-                )
+                own = f", with weights of {weights} and {drafter.kv_bytes_per_token(model):,} bytes of KV per token"
             yield f"drafts   {speculation.method}, at most {speculation.num_speculative_tokens} tokens a step{own}"
         yield ""
         yield from self._weights_table()

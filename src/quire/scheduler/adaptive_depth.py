@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 MEMORY, MEMORY_OF_ALL = 32, 256
 PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
 TRIAL_SHARE = 1 / 128  # of the time of steps, for trials
-MOST_SAVED = 16  # steps whose time this share may have left over
+MOST_SAVED = 16  # steps whose time this share may have left over, or one trial that takes longer
 MOST_BORROWED = 8  # trials behind others that held
 MOST_WAITED = 64  # steps of a request between two trials that failed
 NEWS_SHARE = 1 / 4  # of the running requests: after so many results, depths are chosen anew
@@ -29,9 +29,8 @@ LEAST_MISSED = 32  # tokens that a drafter has not read: fewer it reads beside i
 READ_TOKENS = 16  # a 0.6B model with two cores: 17 ms a token, and 1.1 ms for each more in a prompt
 DRAFTER_MEMORY = 8  # steps that count in what a drafter takes
 HIDDEN_SHARE = 0.1  # of a step: what the host does meanwhile, with two steps in flight
-FOUND_MEMORY = 8  # requests for drafts that count in the share of them that got some
-FOUND_AGAIN = 1 / 1024  # by which that share rises in a step that asks for none
-HORIZON = 128  # tokens of a request, at most, that have to pay for what its drafter must read first
+FOUND_MEMORY = 8  # steps that count in the share of drafts that are found where they are asked for
+HORIZON = 1024  # tokens of a request, at most, that have to pay for what its drafter must read first
 
 
 class StepSeconds(Protocol):
@@ -73,7 +72,8 @@ class _Drafting:
 
     depth: int
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY, PRIOR_WEIGHT))
-    num_read: int = 0  # tokens that a drafter in the worker has computed
+    num_read: int = 0  # tokens that a drafter in the worker has computed, as far as is known here
+    is_read: bool = False  # it has drafted with the blocks that it has
     is_trial: bool = False  # what it drafted last
     is_over: bool = False  # it drafts no more
     wait: int = 1  # steps to the next trial, after one that failed
@@ -102,7 +102,8 @@ class AdaptiveDepth:
         self._step_seconds, self._draft_seconds = step_seconds, draft_seconds
         self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
         self.waits = self._is_reading = False
-        self._gain, self._found_share = 0.0, 1.0  # of tokens per second, where drafts are found; and how often they are
+        self._gain, self._found_share = 0.0, 1.0  # of tokens per second, if all drafts are found; and how many are
+        self._num_asked = self._num_found = 0  # drafts of this step
         self._requests: dict[str, _Drafting] = {}
         self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
         self._promising: set[str] = set()  # requests whose last trial held
@@ -110,7 +111,8 @@ class AdaptiveDepth:
         self._depth_of_new, self._most_depth = 0, 0
         self._seconds: list[float] = []  # of a step, by its drafts
         self._looked_at, self._next_look = (0, 0), 0  # requests and drafts; in which step again
-        self._credit = self._trial_seconds = 0.0
+        self._credit = self._trial_seconds = self._wait_seconds = 0.0
+        self._cheapest = 0.0  # seconds of a trial that somebody lacks, its waiting included
         self._log = RateLimited(logger)
 
     def begin_step(self, running: Sequence[Request], most_each: int, most: int) -> bool:
@@ -121,39 +123,60 @@ class AdaptiveDepth:
             most_each: drafts of a request, at least 1, and `most` of the step.
         """
         self._step += 1
+        has_waited = self.waits
+        if self._seconds:
+            if self._credit < max(MOST_SAVED * self._seconds[0], self._cheapest):
+                self._credit += TRIAL_SHARE * self._seconds[0]
+            if has_waited and not self._pays():
+                self._credit -= self._wait_seconds
+        if self._num_asked:
+            self._found_share += (self._num_found / self._num_asked - self._found_share) / FOUND_MEMORY
+            self._num_asked = self._num_found = 0
         num_running = len(running)
         self._num_news += abs(num_running - self._num_running)
         self._num_running = num_running
         if self._num_news and self._num_news >= NEWS_SHARE * num_running:
             self._choose([r for r in running if r.output_token_ids], most_each, most)
-        if self._seconds:
-            self._credit = min(self._credit + TRIAL_SHARE * self._seconds[0], MOST_SAVED * self._seconds[0])
-        self._found_share = min(self._found_share + (0.0 if self.waits else FOUND_AGAIN), 1.0)
         if self._most_depth > 0:
-            self.waits = self._gain * self._found_share > self._hidden_share
+            self.waits = self._pays() or self._credit >= self._wait_seconds
             return True
-        self.waits = self._may_try(0.0) or (bool(self._promising) and self._may_try_again())
-        return self.waits
+        self.waits = not has_waited and self._is_trial_due(running)
+        return self.waits or has_waited
 
     def depth(self, request: Request) -> int:
         """How many tokens to draft for this request now."""
         drafting = self._drafting(request)
-        self._found_share *= 1 - 1 / FOUND_MEMORY
         if drafting.depth:
+            self._num_asked += drafting.depth
             return drafting.depth
         if request.request_id in self._promising and self._may_try_again():
+            self._promising.remove(request.request_id)  # until this one holds
             return 1
-        return 1 if self._step >= drafting.next_trial and self._may_try(self._read_seconds(request, drafting)) else 0
+        may_try = self._credit >= self._trial_seconds + self._read_seconds(request, drafting)
+        return 1 if may_try and self._step >= drafting.next_trial else 0
 
-    def drafted(self, request: Request) -> None:
-        """The request has drafts in this step."""
+    def drafted(self, request: Request, num_drafts: int) -> None:
+        """The request has so many drafts in this step."""
         drafting = self._requests[request.request_id]
-        self._found_share += 1 / FOUND_MEMORY
-        self._is_reading |= self._read_seconds(request, drafting) > 0
+        read_seconds = self._read_seconds(request, drafting)
+        self._is_reading |= read_seconds > 0 or not drafting.is_read
         drafting.is_trial = not drafting.depth
         if drafting.is_trial:
-            self._credit -= self._trial_seconds + self._read_seconds(request, drafting)
-        drafting.num_read = request.num_tokens
+            self._credit -= self._trial_seconds + read_seconds
+            self.waits = True  # for what becomes of it
+        else:
+            self._num_found += num_drafts
+        drafting.num_read, drafting.is_read = request.num_tokens, True
+
+    def admit(self, request: Request, num_cached: int) -> None:
+        """The request has new blocks; those of the first tokens come from others, whose drafter has read them too.
+
+        Where nobody drafts, it has not.
+        """
+        if self._draft_seconds is None:
+            return
+        drafting = self._drafting(request)
+        drafting.num_read, drafting.is_read = num_cached if self._most_depth else 0, False
 
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
         """So many of its drafts were verified; the first `num_held` of them held."""
@@ -164,15 +187,17 @@ class AdaptiveDepth:
         if drafting.is_trial and num_held:
             self._promising.add(request.request_id)
             drafting.wait = 1
+            # Its cost is given back, as far as its token is worth that.
+            cost = self._trial_seconds + 2 * self._wait_seconds
+            self._credit += min(cost, self._seconds[0] / self._num_running)
         elif drafting.is_trial:
-            self._promising.discard(request.request_id)
             drafting.wait = min(2 * drafting.wait, MOST_WAITED)
             drafting.next_trial = self._step + drafting.wait
 
     def read_later(self, request: Request, num_unread: int) -> None:
         """Its drafter has yet to read so many of its tokens, and has made no drafts."""
         drafting = self._requests[request.request_id]
-        drafting.num_read -= num_unread
+        drafting.num_read, drafting.is_read = drafting.num_read - num_unread, False
         if drafting.is_trial:
             self._credit += self._read_seconds(request, drafting)
 
@@ -194,12 +219,33 @@ class AdaptiveDepth:
         self._requests.pop(request_id, None)
         self._promising.discard(request_id)
 
-    def _may_try(self, read_seconds: float) -> bool:
-        return self._credit >= self._trial_seconds + read_seconds > 0
+    def _pays(self) -> bool:
+        """Whether drafts gain more than the time of the host that waiting for their requests' newest tokens costs."""
+        return self._gain * self._found_share > self._hidden_share
 
-    def _may_try_again(self) -> bool:
-        """A trial may be borrowed from the time to come, but not more and more of them."""
-        return self._credit >= -MOST_BORROWED * self._trial_seconds
+    def _is_trial_due(self, running: Sequence[Request]) -> bool:
+        """Whether some request may try a draft once its newest token is known."""
+        if self._promising and self._may_try_again(self._wait_seconds):
+            return True
+        seconds = self._trial_seconds + self._wait_seconds
+        if self._credit < seconds:
+            return False
+        answering = ((request, self._drafting(request)) for request in running if request.output_token_ids)
+        due = [
+            self._read_seconds(request, known)
+            for request, known in answering
+            if self._step >= known.next_trial and not known.is_over
+        ]
+        self._cheapest = seconds + min(due, default=0.0)
+        return bool(due) and self._credit >= self._cheapest
+
+    def _may_try_again(self, seconds: float = 0.0) -> bool:
+        """A trial may be borrowed from the time to come, but not more and more of them.
+
+        Args:
+            seconds: that are lost before the trial.
+        """
+        return self._credit - seconds >= -MOST_BORROWED * (self._trial_seconds + self._wait_seconds)
 
     def _choose(self, requests: Sequence[Request], most_each: int, most: int) -> None:
         """The depths until there is more news."""
@@ -210,14 +256,15 @@ class AdaptiveDepth:
         if self._step >= self._next_look or self._looked_at != (len(requests), most):
             self._looked_at = len(requests), most
             self._seconds = self._step_seconds([request.num_computed_tokens for request in requests], most)
-            self._trial_seconds = self._seconds[1] - self._seconds[0] + self._hidden_share * self._seconds[0]
+            self._trial_seconds = self._seconds[1] - self._seconds[0]
+            self._wait_seconds = self._hidden_share * self._seconds[0]
             if self._draft_seconds is not None:
                 self._trial_seconds += self._draft_seconds(1)
             self._next_look = self._step + COST_STEPS
         prior = self._of_all.rates_of_all(most_each)
         known = [self._drafting(request) for request in requests]
         chances_of = [[] if drafting.is_over else chances(drafting.acceptance.rates(prior)) for drafting in known]
-        gain = 0.0 if self._most_depth else MIN_GAIN
+        gain = self._hidden_share + (0.0 if self._most_depth else MIN_GAIN)
         depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
         if self._draft_seconds is not None and any(depths):
             for index in self._too_far_behind(requests, known, chances_of, depths):

@@ -536,6 +536,8 @@ class Scheduler:
         self._queue.remove(request)
         request.status = RUNNING
         start_at(request, prefix.num_tokens)
+        if self.speculation is not None:
+            self.speculation.admit(request, prefix.num_tokens)
         insort(self._running, request, key=self._key)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._clock()

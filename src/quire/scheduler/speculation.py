@@ -64,6 +64,11 @@ class Speculation:
         self._stopped: set[str] = set()  # requests without drafts from now on
         self._failure_log = RateLimited(logger)
 
+    def admit(self, request: Request, num_cached: int) -> None:
+        """The request has new blocks, of which those of its first `num_cached` tokens were computed for others."""
+        if self._adaptive is not None:
+            self._adaptive.admit(request, num_cached)
+
     def begin_step(self, running: Sequence[Request], most: int) -> int:
         """How many drafts the next step may have, of the `most` there is room for. 0: nobody need be asked."""
         self._most_now = min([self.most, *(k for low, high, k in self._most_by_rows if low <= len(running) <= high)])
@@ -90,7 +95,7 @@ class Speculation:
             return ()
         drafts = self._proposer.propose(request, depth)[:depth]
         if drafts and self._adaptive is not None:
-            self._adaptive.drafted(request)
+            self._adaptive.drafted(request, len(drafts))
         return drafts
 
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
