@@ -437,7 +437,10 @@ class Scheduler:
         if most <= 0 or self.kv.num_free_blocks <= len(self._running) + most // self.kv.block_size:
             return ()
         drafts = self.speculation.propose(request, most)
-        return drafts if self.kv.extend(request, request.num_tokens + len(drafts)) else ()
+        if not drafts or not self.kv.extend(request, request.num_tokens + len(drafts)):
+            return ()
+        self.speculation.take(request, len(drafts))
+        return drafts
 
     def _settle_drafts(self, request: Request, row: int, num_drafts: int, result: StepResult) -> bool:
         """The tokens of a row with places of drafts are here: whether drafts were made, so that they count."""

@@ -84,7 +84,7 @@ class Speculation:
         return self._waits and self._may_draft and (self._adaptive is None or self._adaptive.waits)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Up to `most` drafts behind the request's newest token: what this step verifies."""
+        """Up to `most` drafts behind the request's newest token. `take` says that they are in the step."""
         depth = min(most, self._most_now)
         if depth <= 0 or request.request_id in self._stopped:
             return ()
@@ -93,10 +93,12 @@ class Speculation:
             return ()
         if self._adaptive is not None and (depth := min(depth, self._adaptive.depth(request))) == 0:
             return ()
-        drafts = self._proposer.propose(request, depth)[:depth]
-        if drafts and self._adaptive is not None:
-            self._adaptive.drafted(request, len(drafts))
-        return drafts
+        return self._proposer.propose(request, depth)[:depth]
+
+    def take(self, request: Request, num_drafts: int) -> None:
+        """The step verifies so many of the drafts that were proposed."""
+        if self._adaptive is not None:
+            self._adaptive.drafted(request, num_drafts)
 
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
         """So many drafts of a request were verified; the first `num_held` were what the target sampled."""
