@@ -474,7 +474,8 @@ def main() -> None:
     }
     print(markdown(result))
     if arguments.save:
-        report.save_published(Path(__file__).parent, "speculation", arguments.save, result, markdown(result))
+        numbers = json.loads(json.dumps(result), parse_constant=lambda constant: None)  # JSON has no nan
+        report.save_published(Path(__file__).parent, "speculation", arguments.save, numbers, markdown(result))
 
 
 if __name__ == "__main__":
