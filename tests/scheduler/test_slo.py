@@ -198,7 +198,7 @@ def test_without_a_target_the_batches_are_those_without_a_cost_model(arguments: 
 def test_everybody_progresses(
     prompts: list[tuple[int, int, int]], target: float, shared: int, depth: int, threshold: int, num_blocks: int
 ) -> None:
-    """The oldest prompt that runs or is admitted has tokens in every step, and all get what they would get without a target."""
+    """The oldest prompt that runs or is admitted has tokens in every step. A target changes no token."""
     run = Driver(
         num_blocks=num_blocks,
         slo_itl=target,
