@@ -13,7 +13,7 @@ from quire.metrics.stopwatch import Lap
 from quire.planning.graph_sizes import GraphSizes, graph_sizes
 from quire.planning.memory_plan import MemoryFacts
 from quire.resolve import DeviceFacts
-from quire.schedule import Executor, Pending, ScheduledBatch, StepResult
+from quire.schedule import Executor, Pending, Preparation, ScheduledBatch, StepResult
 from quire.settings import DeviceSettings, DrafterSettings, ModelSettings, Resolved
 
 
@@ -100,6 +100,14 @@ class Worker(Protocol):
         """Compute a step."""
         ...
 
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        """The vocabulary of grammars: see messages.UseTokenizer."""
+        ...
+
+    def prepare_grammar(self, text: str) -> Preparation:
+        """Compile a grammar beside the steps. The result raises InvalidRequestError if it cannot be used."""
+        ...
+
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Do a little of the work that must be done at some time; False: there is none now."""
         ...
@@ -120,5 +128,9 @@ class WorkerExecutor(Executor, Protocol):
     def allocate(self, size: CacheSize) -> None: ...
 
     def capture(self) -> None: ...
+
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None: ...
+
+    def prepare_grammar(self, text: str) -> Preparation: ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool: ...

@@ -83,7 +83,6 @@ _NULLABLE: Final = frozenset(("seed", "max_tokens", "logprobs", "prompt_logprobs
 # vLLM's fields that are not implemented here. Only these values are accepted; others are refused, never ignored.
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "watermarking": (None,),
-    "structured_outputs": (None,),
     "extra_args": (None, {}),
     "thinking_token_budget": (None, -1),
     "repetition_detection": (None,),
@@ -135,7 +134,7 @@ class _KnownFieldsOnly(msgspec.StructMeta):
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=_KnownFieldsOnly):
-    """A constraint on the output text: exactly one of the first six. SamplingParams refuses it in this version."""
+    """A constraint on the output text: exactly one of the first six."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -146,6 +145,52 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, 
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    @property
+    def kind(self) -> str:
+        """The name of the constraint that is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        # json may be False, a schema that nothing satisfies. json_object: False asks for nothing.
+        return [
+            name
+            for name in _CONSTRAINTS
+            if getattr(self, name) is not None and (name, self.json_object) != ("json_object", False)
+        ]
+
+    def verify(self) -> None:
+        """Check every field. Raises InvalidRequestError."""
+        given = self._given()
+        if len(given) != 1:
+            raise InvalidRequestError(
+                "structured_outputs needs exactly one constraint",
+                value=", ".join(given) or "none",
+                expected=f"one of {', '.join(_CONSTRAINTS)}",
+                param="structured_outputs",
+            )
+        for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
+            if getattr(self, name) is not None:
+                check_type(f"structured_outputs.{name}", getattr(self, name), str, "a string")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            check_type(f"structured_outputs.{name}", getattr(self, name), bool, "true or false")
+        if self.json is not None:
+            check_type("structured_outputs.json", self.json, (str, dict, bool), "a JSON Schema")
+        choice = self.choice
+        if choice is not None and not (
+            isinstance(choice, list) and choice and all(isinstance(each, str) and each for each in choice)
+        ):
+            raise InvalidRequestError(
+                "structured_outputs.choice is not usable",
+                expected="a list of texts that are not empty",
+                param="structured_outputs",
+            )
+
+
+_CONSTRAINTS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class SpelledWord(msgspec.Struct, frozen=True, array_like=True):
@@ -219,6 +264,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     # The last id of a sequence is forbidden if the output so far ends with the ids before it.
     bad_words_token_ids: list[list[int]] | None = None
     bad_words_spelled: SpelledWords | None = None  # set by the front end, which has the tokenizer
+    grammar: str | None = None  # set by the front end: the text of structured_outputs, see grammar.text
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:

@@ -110,6 +110,14 @@ class Pending(Protocol[T_co]):
         ...
 
 
+class Preparation(Pending[None], Protocol):
+    """Something that a request needs and that is made beside the steps."""
+
+    def done(self) -> bool:
+        """Whether `result` answers at once."""
+        ...
+
+
 class Executor(Protocol):
     """Runs batches in the order submitted."""
 

@@ -10,7 +10,7 @@ from quire.errors import EngineDeadError, QuireError
 from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
 from quire.logs import get_logger
 from quire.resolve import DeviceFacts
-from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
+from quire.schedule import Pending, Preparation, RowsFailedError, ScheduledBatch, StepResult
 
 logger = get_logger(__name__)
 
@@ -37,6 +37,12 @@ class InlineExecutor:
 
     def capture(self) -> None:
         self._tell(lambda worker: worker.capture())
+
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        self._tell(lambda worker: worker.use_tokenizer(tokenizer, eos_token_ids))
+
+    def prepare_grammar(self, text: str) -> Preparation:
+        return _OnAllRanks([worker.prepare_grammar(text) for worker in self.workers])
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return any(self._tell(lambda worker: worker.use_idle_time(num_blocks_ever_used)))
@@ -83,6 +89,19 @@ class _AllRanks:
 
     def result(self) -> StepResult:
         return _results(self._pending)[0]
+
+
+class _OnAllRanks:
+    """A Preparation of several ranks."""
+
+    def __init__(self, parts: Sequence[Preparation]) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def result(self) -> None:
+        _results(self._parts)
 
 
 def _together(pending: Sequence[Pending[StepResult]]) -> Pending[StepResult]:

@@ -40,6 +40,7 @@ from quire.messages import (
     EngineProgress,
     RequestDelta,
     SetLimits,
+    UseTokenizer,
 )
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class EngineProcess:
             AddRequest: core.add,
             Abort: lambda message: core.abort(message.request_ids),
             SetLimits: core.set_limits,
+            UseTokenizer: core.use_tokenizer,
             Command: self._command(core),
         }
         while True:

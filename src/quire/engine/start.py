@@ -96,7 +96,7 @@ def start_engine(
     guess = assumed_fit(ceilings(resolved, arithmetic, running.facts)).constants
     cost = CostModel(arithmetic, fit([first], guess))
     scheduler = scheduler_of(resolved, model_config, cost)
-    core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost)
+    core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost, preparer=running.executor)
     file = calibration_file(resolved, model_config, running.facts)
     if (known := file.read()) is not None:
         cost.calibrate(known)

@@ -34,6 +34,7 @@ from quire.messages import (
     EngineProgress,
     EngineReady,
     SetLimits,
+    UseTokenizer,
 )
 from quire.outputs import FinishReason
 from quire.sampling_params import RequestOutputKind
@@ -77,6 +78,7 @@ class Replica:
         self._streams: dict[str, RequestStream] = {}
         self._supervisor = Supervisor(self, client, starter, recovery, clock)
         self._moved_limits: dict[str, Any] = {}  # since the start of the first engine
+        self._tokenizer: UseTokenizer | None = None  # what the engine has
         self._task: asyncio.Task[None] | None = None
 
     def start(self, on_change: Callable[[], None], on_progress: Callable[[EngineProgress], None]) -> None:
@@ -134,6 +136,9 @@ class Replica:
         stream = RequestStream(processed.request_id, is_delta=is_delta, on_leave=self._on_leave)
         self._streams[processed.request_id] = stream
         with suppress(EngineDeadError):  # `receive` reports it too, and the next engine gets the request
+            if processed.tokenizer is not None and self._tokenizer is None:
+                self._tokenizer = processed.tokenizer
+                self.client.send(self._tokenizer)
             for message in processed.requests:
                 self.client.send(message)
             self.admission.on_sent(processed.request_id, len(processed.prompt_token_ids), len(processed.requests))
@@ -206,6 +211,8 @@ class Replica:
         ready.max_num_batched_tokens = moved.get("max_num_batched_tokens", ready.max_num_batched_tokens)
         if moved:
             self.client.send(SetLimits(**moved))
+        if self._tokenizer is not None:
+            self.client.send(self._tokenizer)
         for message in self.output_processor.send_again():
             self.client.send(message)
         logger.info("the engine is ready again; %d requests are sent to it again", self.num_unfinished)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
 from quire.planning import devices
 from quire.resolve import DeviceFacts, shown_bytes
-from quire.schedule import ScheduledBatch, StepResult
+from quire.schedule import Preparation, ScheduledBatch, StepResult
 from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
 from quire.worker.drafts import HoldAtRandom
@@ -133,6 +133,12 @@ class DeviceWorker:
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         return self.runner.execute(batch)
+
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        self.runner.input_batch.grammars.use_tokenizer(tokenizer, eos_token_ids)
+
+    def prepare_grammar(self, text: str) -> Preparation:
+        return self.runner.input_batch.grammars.prepare(text)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""
