@@ -28,8 +28,6 @@ def drafter_settings(
     if (drafter := model.drafter) is None:
         raise _error("There is no drafter of this kind", speculation.method, "ngram, suffix or draft_model")
     max_model_len = min(speculation.max_model_len or drafter.max_model_len, drafter.max_model_len)
-    if not drafter.is_native:
-        raise _error("The draft model has an architecture without native implementation", drafter.architecture)
     _check(model, form.max_model_len)
     _check(drafter, max_model_len)
     if full_table(kv_groups(model)) is None:

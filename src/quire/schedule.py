@@ -81,8 +81,10 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     vectors: dict[int, list[float]] = field(default_factory=dict)  # row -> the vector for NewRow.wants_vector
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
-    # row -> the reason why UNDRAFTED tokens got no drafts that are worth verifying. The row has its tokens as usual.
+    # row -> the reason why UNDRAFTED tokens got no drafts that are worth verifying, now and later. The row has its
+    # tokens as usual.
     draft_failures: dict[int, str] = field(default_factory=dict)
+    draft_error: str = ""  # the reason why no row got drafts in this step; later steps may have some
     # row -> how many of its tokens the drafter has yet to read. UNDRAFTED tokens got no drafts, as with draft_failures.
     unread: dict[int, int] = field(default_factory=dict)
     draft_seconds: float = 0.0  # of the worker's drafter

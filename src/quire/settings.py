@@ -30,6 +30,7 @@ _FURTHER_LIMITS = {
     "drafter_weight_bytes": "memory left for the KV cache",
     "drafter_logits_bytes": "memory left for the KV cache",
     "drafter_kv_bytes_per_token": "how many tokens the KV cache holds",
+    "draft_text_bytes": "memory left for the KV cache",
     "kv_cache_bytes": "context held for all requests together",
     "unplanned_bytes": "what other programs may take",
     "num_blocks": "context held for all requests together",

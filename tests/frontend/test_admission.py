@@ -74,6 +74,16 @@ def test_a_place_in_the_batch_is_free_when_an_answer_ends() -> None:
     assert door._place_seconds() == 0
 
 
+def test_drafts_take_time_and_shorten_answers() -> None:
+    """Where two drafts of each row hold, answers take a third of the steps. A drafter makes the steps longer."""
+    door, record_of = admission(), {"num_decode_tokens": 12, "num_sampled_tokens": 12, "num_accepted_tokens": 8}
+    for index in range(5000):
+        door.on_step(record(4, 3, **record_of, predicted_seconds=0.01, draft_seconds=0.02))
+        door.on_answers(index % 5 == 0)
+    assert door._place_seconds() == pytest.approx((3 + 1) * 20 * 0.03 / 4, rel=0.05)
+    assert door.predicted_ttft(0) == pytest.approx(0.03 + door._place_seconds())
+
+
 def test_what_is_cached_takes_no_time() -> None:
     door = admission()
     for _ in range(3):

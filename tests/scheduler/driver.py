@@ -15,7 +15,7 @@ from quire.messages import AddRequest, RequestDelta
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
-from quire.scheduler.adaptive_depth import AdaptiveDepth
+from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import NO_PAGE, BlockTable, KVCacheManager
 from quire.scheduler.residency import BlockResidency
@@ -102,6 +102,7 @@ class Driver:
         proposer: Guesser | None = None,
         adaptive: AdaptiveDepth | None = None,
         waits: bool = False,
+        drafter_time: DrafterTime | None = None,
         cost: CostModel | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, residency)
@@ -132,7 +133,7 @@ class Driver:
             rope_switches_after=rope_switches_after,
             speculation=None
             if proposer is None
-            else Speculation(proposer, proposer.longest, (), adaptive, waits=waits),
+            else Speculation(proposer, proposer.longest, (), adaptive, waits=waits, drafter_time=drafter_time),
             room_within=None if cost is None else cost.room_within,
             clock=clock,
         )

@@ -34,11 +34,7 @@ class _Step:
     schedule_seconds: float
     load: Load | None
     predicted: StepTime | None
-
-    @property
-    def predicted_seconds(self) -> float:
-        """At most, nine times in ten; 0 without a cost model."""
-        return 0.0 if self.predicted is None else self.predicted.high
+    predicted_seconds: float  # with the drafter's: at most, nine times in ten; 0 without a cost model
 
 
 class EngineCore:
@@ -178,13 +174,16 @@ class EngineCore:
             return False
         scheduled = self._clock()
 
-        load = predicted = None
+        load, predicted, predicted_seconds = None, None, 0.0
         if self.cost is not None:
             load = self.cost.arithmetic.load(
                 batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
             )
             predicted = self.cost.predict(load)
-            self.predicted_seconds += predicted.high
+            predicted_seconds = predicted.high
+            if self.scheduler.speculation is not None:
+                predicted_seconds += self.scheduler.speculation.drafter_seconds(batch.draft_token_ids)
+            self.predicted_seconds += predicted_seconds
         try:
             pending = self.executor.submit(batch)
         except EngineDeadError:
@@ -194,7 +193,9 @@ class EngineCore:
             pending.set_exception(error)
 
         stats = self.scheduler.take_stats()
-        self._in_flight.append(_Step(batch, pending, stats, start, scheduled - start, load, predicted))
+        self._in_flight.append(
+            _Step(batch, pending, stats, start, scheduled - start, load, predicted, predicted_seconds)
+        )
         return True
 
     def _update(self, step: _Step, result: StepResult) -> list[RequestDelta]:

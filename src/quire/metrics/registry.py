@@ -380,7 +380,7 @@ SPECULATION_METRICS = (
         "quire_spec_decode_draft_failures",
         "counter",
         "requests",
-        "Requests that continued without drafts because their drafter failed.",
+        "Requests that continued without drafts, for a while or for good, each time that their drafter failed.",
     ),
 )
 

@@ -18,6 +18,7 @@ from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
 from quire.resolve import GIB, DeviceFacts, shown_bytes
 from quire.settings import MemorySettings, Planned, Record, Resolved, Setting
+from quire.speculative_config import text_index_bytes
 
 # Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
 MAX_USEFUL_CONTEXTS = 2
@@ -41,6 +42,7 @@ class MemoryFacts:
     is_predicted: bool = False  # weights and work are from config.json, not measured
     work_detail: str = ""  # how work was measured; empty: a short step, scaled
     drafter_weight_bytes: int = 0  # the part of weight_bytes that is the drafter's
+    draft_text_bytes: int = 0  # of the host's memory, for texts in which drafts are searched; on a CPU a part of work
 
 
 def logits_bytes(model: ModelConfig, num_rows: int) -> int:
@@ -79,7 +81,7 @@ def predict_memory(
     weights = planned_weight_bytes(resolved, model) if weight_bytes is None else weight_bytes + drafter
     logits = logits_bytes(model, resolved.scheduler.num_logits_rows)
     total, free = device.memory_of(resolved.device.device)
-    return MemoryFacts(
+    facts = MemoryFacts(
         total_bytes=total,
         free_bytes=free - weights,
         weight_bytes=weights,
@@ -88,6 +90,16 @@ def predict_memory(
         is_predicted=True,
         drafter_weight_bytes=drafter,
     )
+    return with_draft_texts(resolved, model, facts)
+
+
+def with_draft_texts(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> MemoryFacts:
+    """With the texts in which drafts are searched: those of requests that run, which are in the KV cache too."""
+    pages, steps = KvPages.of(resolved, model), resolved.scheduler
+    num_cached = max(memory.free_bytes, 0) // pages.page_bytes * pages.block_size
+    num_bytes = text_index_bytes(steps.speculation, min(steps.max_num_seqs * resolved.model.max_model_len, num_cached))
+    work = memory.work_bytes + (num_bytes if resolved.device.device == "cpu" else 0)
+    return replace(memory, work_bytes=work, draft_text_bytes=num_bytes)
 
 
 @dataclass(frozen=True)
@@ -231,6 +243,10 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
         record.put("weight_bytes", memory.weight_bytes, "measured", weights)
         detail = memory.work_detail or f"a short step, scaled to {budget} tokens, and {logits}"
         record.put("work_bytes", memory.work_bytes, "measured", detail)
+    if memory.draft_text_bytes:
+        part = "a part of work_bytes" if resolved.device.device == "cpu" else "host memory"
+        detail = f"at most, for texts in which drafts are searched; {part}"
+        record.put("draft_text_bytes", memory.draft_text_bytes, "formula", detail)
     if (drafter := model.drafter) is not None and resolved.drafter is not None:
         source: Source = "formula" if memory.is_predicted else "measured"
         detail = f"{drafter.num_parameters():,} parameters; a part of weight_bytes"
@@ -342,7 +358,8 @@ class _Shortage:
             max(resolved.scheduler.max_num_seqs, MIN_SUGGESTED_BUDGET),
         )
         if offer.is_measured and config.enable_chunked_prefill and budget > lowest:
-            saved = (memory.work_bytes - memory.logits_bytes) * (budget - lowest) // budget
+            fixed = memory.logits_bytes + (memory.draft_text_bytes if resolved.device.device == "cpu" else 0)
+            saved = (memory.work_bytes - fixed) * (budget - lowest) // budget
             if saved >= missing:
                 fixes.append(f"--max-num-batched-tokens {lowest} (less work memory, slower prompts)")
         return fixes

@@ -20,7 +20,7 @@ from quire.settings import Planned
 from quire.spec_decode.by_worker import DraftedByWorker
 from quire.spec_decode.ngram import NgramProposer
 from quire.spec_decode.suffix import SuffixProposer
-from quire.speculative_config import SUFFIX_SHARED_BYTES, SpeculativeConfig
+from quire.speculative_config import BY_WORKER, SUFFIX_SHARED_BYTES, SpeculativeConfig
 
 DRAFTER_SHARE = 0.15  # of the time of the model: a drafter a tenth of its size, until it has drafted
 
@@ -86,14 +86,11 @@ def speculation_of(
     Args:
         max_tokens: see Speculation.
     """
-    adaptive = None
-    if config.adaptive:
-        is_model = config.method not in ("ngram", "suffix")
-        drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if is_model else None
-        adaptive = AdaptiveDepth(cost.with_drafts, drafter, steps_in_flight)
+    drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if config.method in BY_WORKER else None
+    adaptive = AdaptiveDepth(cost.with_drafts, drafter, steps_in_flight) if config.adaptive else None
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
-    return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=True)
+    return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=True, drafter_time=drafter)
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:

@@ -196,6 +196,8 @@ class Scheduler:
         num_drafts_left = 0
         if self.speculation is not None:
             num_drafts_left = self.speculation.begin_step(self._running, self._num_drafts())
+            if self._in_flight and self.speculation.drafter_time is not None:
+                num_drafts_left = 0  # the worker drafts once all before is done: that would be time of the step before
 
         prompts: list[Request] = []
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
@@ -296,7 +298,7 @@ class Scheduler:
                 if has_drafts:
                     delta.drafts = num_logits - 1, max(len(token_ids) - 1, 0)
                 deltas.append(delta)
-        if result.draft_seconds and self.speculation is not None:
+        if result.draft_seconds and not result.draft_error and self.speculation is not None:
             self.speculation.settle_drafter(result.draft_seconds, batch.draft_token_ids)
         self._drop_stopped()
         return deltas
@@ -331,8 +333,11 @@ class Scheduler:
         limits = self.limits
         if not limits.slo_itl or self._room_within is None or not self._enable_chunked_prefill:
             return None
+        seconds = limits.slo_itl
+        if self.speculation is not None:
+            seconds -= self.speculation.drafter_seconds(batch.draft_token_ids)
         rows = batch.num_computed_tokens, batch.num_scheduled_tokens
-        return self._room_within(limits.slo_itl, limits.slo_attainment, *rows)
+        return self._room_within(seconds, limits.slo_attainment, *rows, sum(batch.num_logits))
 
     def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Answers take all the time: the oldest prompt goes on slowly, and who waits does so until an answer ends."""
@@ -447,6 +452,8 @@ class Scheduler:
         assert self.speculation is not None
         if (failure := result.draft_failures.get(row)) is not None:
             self.speculation.fail(request, failure)
+        elif result.draft_error:
+            self.speculation.fail_for_now(request, num_drafts, result.draft_error)
         elif row in result.unread:
             self.speculation.read_later(request, result.unread[row])
         else:

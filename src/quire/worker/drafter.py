@@ -19,6 +19,7 @@ class Drafted:
     failures: dict[int, str] = field(default_factory=dict)  # index of a row -> why some of its drafts are ANY_TOKEN
     # index of a row -> how many of its tokens are left to read in later steps; its drafts are ANY_TOKEN
     unread: dict[int, int] = field(default_factory=dict)
+    error: str = ""  # why there are none: all of them are ANY_TOKEN
 
 
 class Drafter(Protocol):

@@ -58,12 +58,13 @@ class OnGpu:
         """The largest step, and all graphs."""
         gc.collect()  # what loading has left of tensors
         cache = kv_cache.allocate_for(model.config, settings.model, 1, self.memory_device)
-        work = measure_work(model, cache, settings, self._accelerator)
+        max_model_len = settings.model.max_model_len
+        work = measure_work(model, cache, settings, self._accelerator, max_model_len)
         drafter_bytes = 0
         if drafter is not None:
             form, drafter_bytes = settings.of_drafter(), drafter.weight_bytes()
             cache = kv_cache.allocate_for(drafter.config, form.model, 1, self.memory_device)
-            more = measure_work(drafter, cache, form, self._accelerator)
+            more = measure_work(drafter, cache, form, self._accelerator, max_model_len)
             step_bytes, graph_bytes = max(work.step_bytes, more.step_bytes), work.graph_bytes + more.graph_bytes
             work = replace(work, step_bytes=step_bytes, graph_bytes=graph_bytes)
         del cache
@@ -92,7 +93,7 @@ class OnGpu:
         progress: Progress,
     ) -> ModelRunner:
         """Captures the graphs."""
-        inputs = make_inputs(settings, model.config, self._accelerator)
+        inputs = make_inputs(settings, model.config, self._accelerator, settings.model.max_model_len)
 
         def captured(model: CausalLM, caches: list[LayerCache], settings: WorkerSettings) -> StepGraphs | None:
             if not (sizes := paddings(settings)):
@@ -109,11 +110,13 @@ class OnGpu:
         return ModelRunner(model, cache, inputs, mode, self._accelerator, graphs, draft_model)
 
 
-def make_inputs(settings: WorkerSettings, model: ModelConfig, accelerator: Accelerator) -> DeviceInputBatch:
+def make_inputs(
+    settings: WorkerSettings, model: ModelConfig, accelerator: Accelerator, max_model_len: int
+) -> DeviceInputBatch:
     """Rows for all requests that may run, and staging for the largest step."""
     return DeviceInputBatch(
         settings.max_num_seqs,
-        settings.model.max_model_len,
+        max_model_len,
         settings.model.block_size,
         model.vocab_size,
         num_tables(kv_groups(model)),
@@ -123,14 +126,18 @@ def make_inputs(settings: WorkerSettings, model: ModelConfig, accelerator: Accel
     )
 
 
-def measure_work(model: CausalLM, cache: PagedCache, settings: WorkerSettings, accelerator: Accelerator) -> GpuWork:
+def measure_work(
+    model: CausalLM, cache: PagedCache, settings: WorkerSettings, accelerator: Accelerator, max_model_len: int
+) -> GpuWork:
     """Load all kernels, run the largest step, twice, and capture the two largest graphs.
 
     Args:
         cache: of one page.
+        max_model_len: of the rows, which are the target's for a drafter too: kernels are compiled for the width of
+            their block tables.
     """
     before = accelerator.release()
-    inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator)
+    inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator, max_model_len)
     runner, tables = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator), inputs.num_tables
     for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
         for params in (GREEDY, RANDOM):

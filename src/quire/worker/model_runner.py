@@ -43,8 +43,7 @@ PROMPT_LOGPROBS_CHUNK = 64
 def _failed(counts: Sequence[int], error: Exception) -> Drafted:
     """No drafts, because of an error that nobody has to care for."""
     logger.warning("The drafter failed: %s", error, exc_info=error)
-    why = f"The drafter failed ({type(error).__name__})"
-    return Drafted([[ANY_TOKEN] * count for count in counts], dict.fromkeys(range(len(counts)), why))
+    return Drafted([[ANY_TOKEN] * count for count in counts], error=f"The drafter failed ({type(error).__name__})")
 
 
 @dataclass(slots=True)
@@ -206,6 +205,7 @@ class ModelRunner:
         for position, row, token_ids in zip(asked, rows, drafted.token_ids, strict=True):
             draft_token_ids[position] = token_ids
             self.input_batch.place_drafts(row, token_ids)
+        result.draft_error = drafted.error
         result.draft_failures = {asked[index]: why for index, why in drafted.failures.items()}
         result.unread = {asked[index]: count for index, count in drafted.unread.items()}
         result.draft_seconds = time.perf_counter() - started

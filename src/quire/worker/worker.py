@@ -27,6 +27,8 @@ from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner, PendingStep
 from quire.worker.prefault import Prefault
 
+LOADED_BEFORE_DRAFTER = 0.9  # share of loading: most drafters are a tenth of the model, or less
+
 
 class Place(Protocol):
     """Where a model runs: what differs between devices in the life of a worker."""
@@ -88,7 +90,8 @@ class DeviceWorker:
         if device.deterministic and is_on_gpu:
             gpu.be_deterministic()
         config = replace(self._model_config, max_model_len=form.max_model_len)
-        model = load_model(config, form, device, self._progress)
+        share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
+        model = load_model(config, form, device, self._loading(0.0, share))
         self.settings, self.model = settings, model
         self.drafter = self._load_drafter(settings)
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost()
@@ -101,7 +104,11 @@ class DeviceWorker:
         if config is None or drafter is None:
             return None
         config = replace(config, max_model_len=drafter.form.max_model_len)
-        return load_model(config, drafter.form, settings.device, self._progress)
+        return load_model(config, drafter.form, settings.device, self._loading(LOADED_BEFORE_DRAFTER, 1.0))
+
+    def _loading(self, first: float, last: float) -> Progress:
+        """Progress of a part of loading."""
+        return lambda phase, share, detail: self._progress(phase, first + share * (last - first), detail)
 
     def measure(self) -> Measured:
         self.measured = self.place.measure(self.model, self.drafter, self.settings)
