@@ -105,13 +105,16 @@ def predict_memory(
     drafter = _drafter_weight_bytes(resolved, model)
     weights = planned_weight_bytes(resolved, model) if weight_bytes is None else weight_bytes + drafter
     logits = logits_bytes(model, resolved.scheduler.num_logits_rows)
-    buffers = buffer_bytes(model, resolved.scheduler.max_num_batched_tokens, resolved.model.dtype)
+    steps, hidden = resolved.scheduler, 0
+    if resolved.drafter is not None:
+        hidden = resolved.drafter.hidden_bytes(model, steps.max_num_seqs, steps.most_tokens)
+    buffers = buffer_bytes(model, steps.max_num_batched_tokens, resolved.model.dtype)
     total, free = device.memory_of(resolved.device.device)
     return MemoryFacts(
         total_bytes=total,
         free_bytes=free - weights,
         weight_bytes=weights,
-        work_bytes=work_bytes(buffers, resolved.device.device) + logits,
+        work_bytes=work_bytes(buffers, resolved.device.device) + hidden + logits,
         logits_bytes=logits,
         is_predicted=True,
         drafter_weight_bytes=drafter,
@@ -266,6 +269,11 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
         record.put("drafter_weight_bytes", memory.drafter_weight_bytes, source, detail)
         detail = f"of {num_rows} tokens; a part of work_bytes"
         record.put("drafter_logits_bytes", logits_bytes(drafter, num_rows), "formula", detail)
+        if drafter.head is not None:
+            steps = resolved.scheduler
+            hidden = resolved.drafter.hidden_bytes(model, steps.max_num_seqs, steps.most_tokens)
+            detail = f"of a step, and of {resolved.drafter.positions_kept} tokens of each request; a part of work_bytes"
+            record.put("drafter_hidden_bytes", hidden, "formula", detail)
         layers = resolved.drafter.layers(model)
         detail = f"{len(layers.specs)} layers in {layers.kv.name}, in the blocks of the model"
         record.put("drafter_kv_bytes_per_token", resolved.drafter.kv_bytes_per_token(model), "formula", detail)

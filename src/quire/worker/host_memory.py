@@ -17,7 +17,7 @@ from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch
 from quire.worker import kv_cache
 from quire.worker.accelerator import Host
-from quire.worker.draft_model import draft_model_of
+from quire.worker.drafters import drafter_of, streams_for
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_cache import PagedCache
 from quire.worker.live_buffers import LiveBuffers
@@ -46,7 +46,7 @@ class OnHost:
             total_bytes=devices.total_memory_bytes(),
             free_bytes=devices.free_memory_bytes() - mapped_bytes,
             weight_bytes=model.weight_bytes() + drafter_bytes,
-            work_bytes=work_bytes(buffer_bytes, "cpu") + logits,
+            work_bytes=work_bytes(buffer_bytes, "cpu") + logits + settings.hidden_bytes(model.config),
             logits_bytes=logits,
             drafter_weight_bytes=drafter_bytes,
         )
@@ -64,13 +64,12 @@ class OnHost:
         form = settings.model
         sizes = (settings.max_num_seqs, form.max_model_len, form.block_size, model.config.vocab_size)
         inputs = InputBatch(*sizes, num_tables(kv_groups(model.config)))
-        device, draft_model = Host(), None
+        device, drafts, streams = Host(), None, streams_for(model, drafter, settings)
         if drafter is not None:
-            draft_model = draft_model_of(
-                drafter, cache, inputs, device, _recorded(drafter, inputs, cache.drafter_layers), settings
-            )
+            recorded = _recorded(drafter, inputs, cache.drafter_layers)
+            drafts = drafter_of(drafter, streams, cache, inputs, device, recorded, settings)
         recorded = _recorded(model, inputs, cache.layers)
-        return ModelRunner(model, cache, inputs, form.logprobs_mode, device, recorded, draft_model)
+        return ModelRunner(model, cache, inputs, form.logprobs_mode, device, recorded, drafts)
 
 
 def _recorded(model: CausalLM, inputs: InputBatch, caches: list[LayerCache]) -> RecordedSteps | None:
