@@ -246,7 +246,7 @@ def test_a_drafter_that_fails_fails_nothing_else(what: str, monkeypatch: pytest.
         assert set(errors) == {"", "The drafter failed (ValueError)"}
         assert errors.count("") - errors.index("The drafter failed (ValueError)") > 3, "nothing was drafted again"
     else:
-        assert why == {"The draft model's logits are not numbers (NaN) or infinite, or no token is left to draft"}
+        assert why == {"The drafter's logits are not numbers (NaN) or infinite, or no token is left to draft"}
         assert not any(errors)
     assert all(result.draft_seconds > 0 for result in results if result.draft_failures or result.draft_error)
 

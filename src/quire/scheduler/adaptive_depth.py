@@ -104,9 +104,9 @@ class AdaptiveDepth:
 
     Args:
         step_seconds: what a step costs.
-        draft_seconds: of a drafter in the worker; None: drafts cost no time. It reads what it has not seen of a
-            request when it drafts for it.
+        draft_seconds: of a drafter in the worker; None: drafts cost no time.
         steps_in_flight: with more than one, drafts cost the time of the host too, which is not hidden then.
+        reads_late: that drafter reads what it has not seen of a request when it drafts for it.
 
     Attributes:
         waits: steps with drafts are worth waiting for the tokens that they begin with.
@@ -118,8 +118,11 @@ class AdaptiveDepth:
         step_seconds: StepSeconds,
         draft_seconds: DrafterTime | None = None,
         steps_in_flight: int = 1,
+        *,
+        reads_late: bool = True,
     ) -> None:
         self._step_seconds, self._draft_seconds = step_seconds, draft_seconds
+        self._reads_late = draft_seconds is not None and reads_late
         self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
         self.waits = self._is_reading = False
         self.reading_seconds = 0.0
@@ -194,7 +197,7 @@ class AdaptiveDepth:
 
         Where nobody drafts, it has not.
         """
-        if self._draft_seconds is None:
+        if not self._reads_late:
             return
         drafting = self._drafting(request)
         drafting.num_read, drafting.is_read = num_cached if self._most_depth else 0, False
@@ -306,7 +309,7 @@ class AdaptiveDepth:
         for drafting, depth in zip(known, depths, strict=True):
             drafting.depth = depth
         least = min((row[depth - 1] for row, depth in zip(chances_of, depths, strict=True) if depth), default=2.0)
-        self._depth_of_new = sum(chance >= least for chance in chances(prior)) if self._draft_seconds is None else 0
+        self._depth_of_new = sum(chance >= least for chance in chances(prior)) if not self._reads_late else 0
         self._gain = self._gain_of(chances_of, depths)
         was_on, self._most_depth = self._most_depth > 0, max(depths)
         if was_on != (self._most_depth > 0):
@@ -317,7 +320,7 @@ class AdaptiveDepth:
         is_first, num_requests = not self._seconds, len(starts)
         self._seconds = self._step_seconds(starts, most)
         self._next_look = self._step + COST_STEPS
-        if self._draft_seconds is not None:  # while nobody drafts, there is more and more to read
+        if self._reads_late and self._draft_seconds is not None:  # there is more and more to read
             needed = 1.1 * (self._draft_seconds(2) - self._draft_seconds(1)) / self._seconds[0]
             self._share = max(needed, TRIAL_SHARE) if needed <= READING_SHARE else TRIAL_SHARE
         if is_first:
@@ -334,7 +337,7 @@ class AdaptiveDepth:
         chances_of = [[] if each.is_over else chances(each.acceptance.rates(prior, doubt)) for each in known]
         gain = self._hidden_share + (0.0 if self._most_depth else MIN_GAIN)
         depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
-        if self._draft_seconds is not None and any(depths):
+        if self._reads_late and any(depths):
             for index in self._too_far_behind(requests, known, chances_of, depths):
                 chances_of[index] = []
             depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
@@ -374,7 +377,7 @@ class AdaptiveDepth:
     def _read_seconds(self, request: Request, drafting: _Drafting) -> float:
         """In which the drafter reads what it has missed of a request; what it reads at every turn does not count."""
         num_missed = request.num_tokens - drafting.num_read
-        if self._draft_seconds is None or num_missed <= LEAST_MISSED:
+        if self._draft_seconds is None or not self._reads_late or num_missed <= LEAST_MISSED:
             return 0.0
         return self._draft_seconds(num_missed)
 

@@ -289,6 +289,8 @@ class Scheduler:
             if num_logits > 1:
                 end = min(end, request.num_tokens)  # a stop may leave drafts behind it that held
                 has_drafts = self._settle_drafts(request, row, num_logits - 1, result)
+            elif row in result.draft_failures and self.speculation is not None:
+                self.speculation.fail(request, result.draft_failures[row])
             if request.status is RUNNING and start // block_size != end // block_size:
                 self.kv.register_computed(request, start, end)
             if result.prompt_logprobs:
@@ -567,7 +569,7 @@ class Scheduler:
             sampling_params=request.sampling_params,
             block_ids=self.kv.table(request).take_new(),
             stop_token_ids=request.stop_token_ids,
-            lora_name=request.lora_name,
+            adapter=request.adapter,
             rope_offset=request.rope_offset,
             wants_vector=request.wants_vector,
         )

@@ -93,18 +93,18 @@ class DeviceWorker:
         share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
         model = load_model(config, form, device, self._loading(0.0, share))
         self.settings, self.model = settings, model
-        self.drafter = self._load_drafter(settings)
+        self.drafter = self._load_drafter(model, settings)
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost()
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
         self._progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {name}")
 
-    def _load_drafter(self, settings: WorkerSettings) -> CausalLM | None:
+    def _load_drafter(self, target: CausalLM, settings: WorkerSettings) -> CausalLM | None:
         config, drafter = self._model_config.drafter, settings.drafter
         if config is None or drafter is None:
             return None
         config = replace(config, max_model_len=drafter.form.max_model_len)
-        return load_model(config, drafter.form, settings.device, self._loading(LOADED_BEFORE_DRAFTER, 1.0))
+        return load_model(config, drafter.form, settings.device, self._loading(LOADED_BEFORE_DRAFTER, 1.0), target)
 
     def _loading(self, first: float, last: float) -> Progress:
         """Progress of a part of loading."""
