@@ -113,13 +113,15 @@ class ModelConfig:
         """The parts of `weight_bytes`."""
         if not self.is_native:
             is_packed = False  # transformers' code multiplies by them
-        held = {linear: self._held_bytes(linear, dtype, quantization, is_packed) for linear in self.linears()}
-        output = held.pop(self.output_linear(), 0)
+        held = [(linear, self._held_bytes(linear, dtype, quantization, is_packed)) for linear in self.linears()]
+        output_linear = self.output_linear()
+        output = sum(num_bytes for linear, num_bytes in held if linear == output_linear)
+        blocks = sum(num_bytes for _, num_bytes in held) - output
         others = sum(linear.num_biases for linear in self.linears()) + self._num_norm_elements()
         looked_up = self._looked_up_bytes(dtype)
         if self.head is not None and self.head.maps_tokens:
             looked_up += self.head.num_tokens * TOKEN_ID_BYTES
-        return WeightBytes(sum(held.values()), output, looked_up, others * DTYPE_BYTES[dtype])
+        return WeightBytes(blocks, output, looked_up, others * DTYPE_BYTES[dtype])
 
     def read_bytes_per_step(self, dtype: str, quantization: str | None = None) -> int:
         """Bytes of the weights that a step of one token reads, without idle experts.
