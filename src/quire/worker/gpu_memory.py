@@ -85,12 +85,7 @@ class OnGpu:
         return Measured(memory, num_tokens, Lap(seconds))
 
     def runner(
-        self,
-        model: CausalLM,
-        drafter: CausalLM | None,
-        cache: PagedCache,
-        settings: WorkerSettings,
-        progress: Progress,
+        self, model: CausalLM, drafter: CausalLM | None, cache: PagedCache, settings: WorkerSettings, progress: Progress
     ) -> ModelRunner:
         """Captures the graphs."""
         inputs = make_inputs(settings, model.config, self._accelerator, settings.model.max_model_len)

@@ -53,12 +53,7 @@ class OnHost:
         return Measured(memory, num_tokens, step)
 
     def runner(
-        self,
-        model: CausalLM,
-        drafter: CausalLM | None,
-        cache: PagedCache,
-        settings: WorkerSettings,
-        progress: Progress,
+        self, model: CausalLM, drafter: CausalLM | None, cache: PagedCache, settings: WorkerSettings, progress: Progress
     ) -> ModelRunner:
         """Steps are recorded when they first come."""
         form = settings.model

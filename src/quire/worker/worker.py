@@ -41,12 +41,7 @@ class Place(Protocol):
         ...
 
     def runner(
-        self,
-        model: CausalLM,
-        drafter: CausalLM | None,
-        cache: PagedCache,
-        settings: WorkerSettings,
-        progress: Progress,
+        self, model: CausalLM, drafter: CausalLM | None, cache: PagedCache, settings: WorkerSettings, progress: Progress
     ) -> ModelRunner:
         """What runs the steps, with those captured that are repeated."""
         ...
