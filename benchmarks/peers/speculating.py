@@ -16,6 +16,7 @@ Q4_0.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import socket
 import subprocess
@@ -77,6 +78,7 @@ def llama_server(arguments: argparse.Namespace) -> Generate:
         command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(LOOKUP_TOKENS)]
         command += ["--spec-ngram-simple-size-m", str(arguments.drafts)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(server.terminate)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     while True:
         try:
