@@ -1,13 +1,17 @@
 // Matrix product with grouped integer weights in vector registers: VNNI dot products (vpdpbusd) if the instruction set
-// has them, else 16-bit multiply-adds (vpmaddwd), which are exact too.
+// has them, else 16-bit multiply-adds (vpmaddwd), which are exact too; on ARM64 see gemm_grouped_neon.h.
 #include "gemm_grouped_blocks.h"
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
 #include "gemm_grouped_vnni_factors.h"
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
+#include "gemm_grouped_neon.h"
 #endif
 
 namespace quire::QUIRE_ISA {
 namespace {
+
+#if QUIRE_ISA_LEVEL < QUIRE_LEVEL_NEON
 
 // The place of a register of codes, and its conversion: bytes, or the low or high halves of bytes.
 enum class Half { none, low, high };
@@ -275,9 +279,17 @@ struct DotTile {
   }
 };
 
+using Tile = DotTile;
+
+#else
+
+using Tile = NeonTile;
+
+#endif
+
 int64_t rows_per_block(int64_t) { return 240; }
 
-void run(const GemmBlock& block) { run_grouped<DotTile>(block); }
+void run(const GemmBlock& block) { run_grouped<Tile>(block); }
 
 }  // namespace
 

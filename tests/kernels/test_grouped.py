@@ -250,7 +250,7 @@ def test_every_instruction_set_gives_the_same_bits(N: int, K: int, weight_format
     """But for the scalar one, which has no fused multiply-adds. Few rows take other tiles than many."""
     x_TK, weight = make(weight_format, N, K, 20, torch.bfloat16)
     packed = pack_grouped(weight)
-    before, results = cpu.isa(), {}
+    before, results, first = cpu.isa(), {}, cpu.isas()[1]
     try:
         for isa in cpu.isas()[1:]:
             cpu.set_isa(isa)
@@ -258,8 +258,8 @@ def test_every_instruction_set_gives_the_same_bits(N: int, K: int, weight_format
     finally:
         cpu.set_isa(before)
     for isa, found in results.items():
-        for y_TN, expected_TN in zip(found, results["avx2"], strict=True):
-            assert torch.equal(y_TN, expected_TN), f"{isa} and avx2 differ with {len(y_TN)} rows"
+        for y_TN, expected_TN in zip(found, results[first], strict=True):
+            assert torch.equal(y_TN, expected_TN), f"{isa} and {first} differ with {len(y_TN)} rows"
 
 
 @pytest.mark.skipif("amx" not in cpu.isas(), reason="this CPU has no AMX")
