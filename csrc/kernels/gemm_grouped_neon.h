@@ -163,8 +163,7 @@ template <Codes kCodes>
 
 template <int kRows, Codes kCodes>
 struct MatrixSums {
-  // 16 sums; g++ 12 keeps some of 24 on the stack
-  static constexpr int kPairs = (kRows + 1) / 2, kVectors = kPairs == 1 ? 8 : kPairs == 2 ? 4 : 2;
+  static constexpr int kPairs = (kRows + 1) / 2, kVectors = kPairs == 1 ? 8 : 4;
 
   int32x4_t sums[kPairs][kVectors][2] = {};  // of two columns each: [column][row]
 
@@ -282,7 +281,7 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
 
 struct NeonTile {
   static constexpr int64_t kBlockQuads = 64;
-  static constexpr int64_t kMaxRows = kHasMatrices ? 8 : kHasDots ? 6 : 2, kRowUnit = 1;
+  static constexpr int64_t kMaxRows = kHasDots ? 6 : 2, kRowUnit = 1;
   static constexpr bool kSigned = true, kAddsGroups = true;
   static bool adds_groups(int64_t) { return true; }
   static bool reads_packed(int64_t rows, int64_t) { return rows <= 2 * kMaxRows; }

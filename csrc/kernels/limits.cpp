@@ -114,6 +114,7 @@ int64_t multiply_int8(int64_t rounds) {
   return rounds * kChains * 16 * 2;
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
   run_chains(rounds, vreinterpretq_s32_s8(vdupq_n_s8(1)), [](int32x4_t sum, int32x4_t ones) {
+    keep(ones);  // each chain has products of its own
     const int8x16_t x = vreinterpretq_s8_s32(ones);
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM
     return vmmlaq_s32(sum, x, x);

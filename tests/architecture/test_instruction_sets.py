@@ -54,8 +54,6 @@ def test_families_have_steps_of_the_ladder(architecture: str) -> None:
     for family, steps in of_family.items():
         assert steps[0] == "scalar", f"the dispatcher of {family} is compiled with its scalar variant"
         assert steps == [step for step in ladder if step in steps], f"{family}: unknown steps, or another order"
-    if architecture == "ARM64":
-        assert set(of_family) == FAMILIES, "a family without a list here would take that of x86-64"
     assert {f"FLAGS_{step}" for step in ladder} - {"FLAGS_scalar"} <= set(lists)
 
 
