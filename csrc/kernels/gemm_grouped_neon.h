@@ -279,7 +279,7 @@ void add_groups(const GroupRun& run, Prefetch& prefetch) {
   }
 }
 
-struct NeonTile {
+struct DotTile {
   static constexpr int64_t kBlockQuads = 64;
   static constexpr int64_t kMaxRows = kHasDots ? 6 : 2, kRowUnit = 1;
   static constexpr bool kSigned = true, kAddsGroups = true;
@@ -295,12 +295,12 @@ struct NeonTile {
   template <Codes kCodes, Offset kOffset, bool kSignedCodes>
   static void add_supers(int rows, const SuperRun& run, int32_t* sums, int32_t* supers, const PrefetchPlan& plan,
                          int pass) {
-    add_supers_through_memory<NeonTile, kCodes, kOffset, kSignedCodes>(rows, run, sums, supers, plan.of_pass(pass));
+    add_supers_through_memory<DotTile, kCodes, kOffset, kSignedCodes>(rows, run, sums, supers, plan.of_pass(pass));
   }
 
   template <Codes kCodes, bool kSignedCodes>
-  static void run(int rows, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* sums,
-                  bool is_first, Prefetch& prefetch) {
+  static void run(int rows, int, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads,
+                  int32_t* sums, bool is_first, Prefetch& prefetch) {
     of_rows(rows, [&]<int kRows>() {
       run_rows<kRows, kCodes, kSignedCodes>(codes, stride, weights, quads, sums, is_first, prefetch);
     });
