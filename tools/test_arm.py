@@ -22,7 +22,7 @@ DEBIAN = ("python3", "libpython3-dev", "libstdc++6", "libgomp1", "libatomic1")
 # Later wheels for ARM64 in the package index are CUDA builds. It has what the extension reads tensors with.
 TORCH = "torch==2.10.0"
 WHEELS = ("numpy", "typing_extensions", "filelock", "sympy", "networkx", "fsspec", "jinja2")  # what torch imports
-WHEELS += ("pytest", "hypothesis", "msgspec", "tqdm", "tokenizers", "safetensors")
+WHEELS += ("pytest", "pytest-timeout", "pytest-asyncio", "hypothesis", "msgspec", "tqdm", "tokenizers", "safetensors")
 TESTS = [f"tests/kernels/test_{name}.py" for name in (
     "activation", "attention", "attention_codes", "fp8", "grouped", "linear", "norm_rope", "sampling",
 )]  # fmt: skip
@@ -93,7 +93,9 @@ def emulate(interpreter: Path, cpu: str, *arguments: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arguments", nargs="*", help="of pytest, in place of the files of tests/kernels and `not slow`")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="of pytest, in place of the files of tests/kernels and `not slow`"
+    )
     arguments = parser.parse_args().arguments or ["-m", "not slow", *TESTS]
     if missing := [package for tool, package in TOOLS.items() if shutil.which(tool) is None]:
         sys.exit(f"make test-arm needs Debian's packages {' and '.join(missing)}: apt-get install {' '.join(missing)}")
@@ -104,7 +106,8 @@ def main() -> None:
     if not (SITE / "torch").exists():
         fetch_wheels(interpreter.name.removeprefix("python"))
     build(interpreter)
-    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.other_extension", "--deselect", LEFT_OUT)
+    pytest = ("-m", "pytest", "-q", "--timeout=0", "-p", "no:cacheprovider", "--deselect", LEFT_OUT)
+    pytest += ("-p", "tests.other_extension")
     for cpu, best in OLDER.items():
         check = (
             f"from tests import other_extension; from quire.kernels import cpu; assert cpu.isa() == '{best}', cpu.isa()"
