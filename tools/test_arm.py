@@ -93,11 +93,12 @@ def emulate(interpreter: Path, cpu: str, *arguments: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="of pytest, in place of the files of tests/kernels and `not slow`"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="Other arguments are pytest's, in place of the files of tests/kernels and `not slow`.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    arguments = parser.parse_args().arguments or ["-m", "not slow", *TESTS]
+    arguments = parser.parse_known_args()[1] or ["-m", "not slow", *TESTS]
     if missing := [package for tool, package in TOOLS.items() if shutil.which(tool) is None]:
         sys.exit(f"make test-arm needs Debian's packages {' and '.join(missing)}: apt-get install {' '.join(missing)}")
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # cmake and ninja
