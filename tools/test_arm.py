@@ -28,7 +28,7 @@ TESTS = [f"tests/kernels/test_{name}.py" for name in (
 )]  # fmt: skip
 # Its profiler warns of something else, and warnings are errors.
 LEFT_OUT = "tests/kernels/test_grouped.py::test_rows_copy_no_more_than_was_asked_for"
-# QEMU's name: the best step. PyTorch's wheels need Armv8.2, so Armv8.0's CPUs (Cortex-A72) cannot take part.
+# QEMU's name: the best step. PyTorch's wheels do not run on Armv8.0's CPUs (Cortex-A72).
 OLDER = {"neoverse-n1": "neon_dotprod", "a64fx": "neon"}
 
 
