@@ -1,11 +1,13 @@
 // Matrix product with grouped integer weights in vector registers: VNNI of 512 bits (vpdpbusd), products of bytes that
-// need more instructions (gemm_grouped_words.h), or plain loops.
+// need more instructions (gemm_grouped_words.h), NEON (gemm_grouped_neon.h), or plain loops.
 #include "quire/isa.h"
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
 #include "gemm_grouped_vnni_factors.h"
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 #include "gemm_grouped_words.h"
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
+#include "gemm_grouped_neon.h"
 #else
 #include "gemm_grouped_blocks.h"
 #endif
@@ -139,7 +141,7 @@ struct DotTile {
   }
 };
 
-#else
+#elif QUIRE_ISA_LEVEL < QUIRE_LEVEL_NEON
 
 struct DotTile {
   static constexpr int64_t kBlockQuads = 64;

@@ -89,6 +89,11 @@ int64_t multiply_bf16(int64_t rounds) {
     return _mm512_dpbf16_ps(sum, std::bit_cast<__m512bh>(x), std::bit_cast<__m512bh>(x));
   });
   return rounds * kChains * 16 * 2 * 2;
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM
+  run_chains(rounds, vreinterpretq_f32_u16(vdupq_n_u16(0x3f80)), [](float32x4_t sum, float32x4_t x) {
+    return vbfmmlaq_f32(sum, vreinterpretq_bf16_f32(x), vreinterpretq_bf16_f32(x));
+  });
+  return rounds * kChains * 16 * 2;
 #else
   return multiply_f32(rounds);
 #endif
@@ -128,7 +133,7 @@ inline int64_t multiply_quads(int64_t rounds) {
 #endif
 
 // The instructions of gemm_grouped: vpdpbusd, or else (gemm_grouped_words.h) vpmaddwd for 8 bits and vpmaddubsw for
-// fewer.
+// fewer; on ARM64 smmla, sdot, or products of 16 bits.
 int64_t multiply_codes([[maybe_unused]] int bits, int64_t rounds) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
   run_chains(rounds, _mm512_set1_epi8(1), [](__m512i sum, __m512i x) { return _mm512_dpbusd_epi32(sum, x, x); });
@@ -139,6 +144,20 @@ int64_t multiply_codes([[maybe_unused]] int bits, int64_t rounds) {
   if (bits == 6) return multiply_quads<2>(rounds);
   run_chains(rounds, all_ones(), add_pair_products);
   return rounds * kChains * static_cast<int64_t>(sizeof(Integers));
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
+  run_chains(rounds, vreinterpretq_s32_s8(vdupq_n_s8(1)), [](int32x4_t sum, int32x4_t ones) {
+    keep(ones);  // each chain has products of its own
+    const int8x16_t x = vreinterpretq_s8_s32(ones);
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM
+    return vmmlaq_s32(sum, x, x);
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_DOTPROD
+    return vdotq_s32(sum, x, x);
+#else
+    const int16x8_t products = vmull_s8(vget_low_s8(x), vget_low_s8(x));
+    return vpadalq_s16(sum, vmlal_high_s8(products, x, x));
+#endif
+  });
+  return rounds * kChains * (QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM ? 32 : 16) * 2;
 #else
   return multiply_f32(rounds);
 #endif

@@ -145,7 +145,8 @@ def test_the_largest_products_fit_into_all_sums(isa: str, weight_format: Grouped
         x_TK[step % 7, is_first_K] = 1
     weight = replace(random_weight(weight_format, N, K), codes_NK=codes_NK)
     packed = pack_grouped(weight)
-    expected_TN = reference.grouped_linear(x_TK, weight, None, torch.float32)
+    # in float64: the sums of the twin may lose more to cancellation than the kernels' exact ones
+    expected_TN = (x_TK.double() @ reference.dequantize_grouped(weight).double().T).float()
     for T in (1, 7):
         torch.testing.assert_close(grouped_linear(x_TK[:T], packed), expected_TN[:T], atol=1e-4, rtol=1e-5)
 
@@ -267,7 +268,7 @@ def test_every_instruction_set_gives_the_same_bits(N: int, K: int, weight_format
     """But for the scalar one, which has no fused multiply-adds. Few rows take other tiles than many."""
     x_TK, weight = make(weight_format, N, K, 20, torch.bfloat16)
     packed = pack_grouped(weight)
-    before, results = cpu.isa(), {}
+    before, results, first = cpu.isa(), {}, cpu.isas()[1]
     try:
         for isa in cpu.isas()[1:]:
             cpu.set_isa(isa)
@@ -275,8 +276,8 @@ def test_every_instruction_set_gives_the_same_bits(N: int, K: int, weight_format
     finally:
         cpu.set_isa(before)
     for isa, found in results.items():
-        for y_TN, expected_TN in zip(found, results["avx2"], strict=True):
-            assert torch.equal(y_TN, expected_TN), f"{isa} and avx2 differ with {len(y_TN)} rows"
+        for y_TN, expected_TN in zip(found, results[first], strict=True):
+            assert torch.equal(y_TN, expected_TN), f"{isa} and {first} differ with {len(y_TN)} rows"
 
 
 @pytest.mark.skipif("amx" not in cpu.isas(), reason="this CPU has no AMX")

@@ -36,6 +36,9 @@ _ISA_NAMES = {
     "avx512_bf16": "AVX-512 BF16",
     "avx512": "AVX-512",
     "avx2": "AVX2",
+    "neon_i8mm": "NEON I8MM",
+    "neon_dotprod": "NEON DOTPROD",
+    "neon": "NEON",
     "torch": "(plain torch)",
 }
 # The demo model can answer it.
