@@ -164,7 +164,7 @@ def _field_types(config_type: type) -> dict[str, tuple[type, bool, bool]]:
 
 def check_types(config: Any) -> None:
     """Raise ConfigError for a value with another type than its field."""
-    for name, (kind, is_tuple, is_optional) in _field_types(type(config)).items():
+    for name, (kind, is_tuple, is_optional) in _field_types(config.__class__).items():
         value = getattr(config, name)
         if value is None and is_optional:
             continue
