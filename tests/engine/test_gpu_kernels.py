@@ -58,9 +58,20 @@ def tiny_model(folder: Path, seed: int = 0) -> tuple[ModelConfig, CausalLM]:
     return config, model
 
 
-@pytest.mark.parametrize("is_deterministic", [False, True])
-def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Prompts in pieces beside decodes, padded graphs, a random row among greedy ones, two steps in flight."""
+@pytest.mark.parametrize(
+    ("is_deterministic", "drafts"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_the_cpu(
+    is_deterministic: bool, drafts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Prompts in pieces beside decodes, padded graphs, a random row among greedy ones; two steps in flight, or drafts
+    of another model."""
     from quire.kernels.triton import kernels
     from quire.kernels.triton.launch import IS_INTERPRETED
 
@@ -75,6 +86,11 @@ def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest
             called.add(name)
             return getattr(kernels, name)
 
+    num_drafts = []
+
+    def note(core: EngineCore, step: int) -> None:
+        num_drafts.append(0 if core.last_record is None else core.last_record.num_draft_tokens)
+
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "serves", lambda device: True)
         patch.setattr(gpu, "kernels", Kernels)
@@ -84,16 +100,10 @@ def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest
         schedule = Schedule(
             chunk=16, max_num_seqs=4, num_blocks=16, depth=2, accelerator=accelerator, graph_sizes=(2, 4)
         )
-        assert run(core_over(*tiny_model(tmp_path), schedule, "float32"), requests()) == expected
-        schedule = replace(schedule, depth=1, draft=tiny_model(tmp_path, seed=1), proposer=DraftedByWorker())
-        core = core_over(*tiny_model(tmp_path), schedule, "float32")
-        num_drafts = []
-
-        def note(core: EngineCore, step: int) -> None:
-            num_drafts.append(0 if core.last_record is None else core.last_record.num_draft_tokens)
-
-        assert run(core, requests(), before_step=note) == expected
-        assert sum(num_drafts) > 0
+        if drafts:
+            schedule = replace(schedule, depth=1, draft=tiny_model(tmp_path, seed=1), proposer=DraftedByWorker())
+        assert run(core_over(*tiny_model(tmp_path), schedule, "float32"), requests(), before_step=note) == expected
+    assert (sum(num_drafts) > 0) == drafts
     assert sum(graph.num_replays for graph in accelerator.graphs) >= 2
     products = {"linear"} if is_deterministic else set()
     assert called == products | {
