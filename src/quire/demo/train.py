@@ -12,7 +12,7 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def main() -> None:
     model = build_model(SIZES[args.size], args.start_from)
     print(f"{len(all_entries)} entries, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
     train(model, tokenizer, all_entries, rng, args.steps, args.learning_rate, args.output)
-    exact = count_exact_answers(model, tokenizer, all_entries, args.questions)
+    exact = count_exact_answers(model, tokenizer, questions(all_entries, args.questions), lambda entry: entry.answer)
     print(f"exact answers: {exact} of {args.questions}")
 
 
@@ -206,11 +206,13 @@ def save(model: Any, tokenizer: Any, output: Path) -> None:
 
 
 @torch.inference_mode()
-def count_exact_answers(model: Any, tokenizer: Any, all_entries: list[Entry], num_questions: int) -> int:
+def count_exact_answers(
+    model: Any, tokenizer: Any, asked: Iterable[tuple[str, Entry]], expected: Callable[[Entry], str]
+) -> int:
     """The number of greedy answers that equal the data word for word."""
     model.eval()
     exact = 0
-    for question, entry in questions(all_entries, num_questions):
+    for question, entry in asked:
         turns = render([("user", question)]) + f"{START_OF_TURN}assistant\n"
         prompt = tokenizer.encode(turns, add_special_tokens=False)
         output = model.generate(
@@ -219,7 +221,7 @@ def count_exact_answers(model: Any, tokenizer: Any, all_entries: list[Entry], nu
             max_new_tokens=150,
             do_sample=False,
         )
-        exact += tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).strip() == entry.answer
+        exact += tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).strip() == expected(entry)
     return exact
 
 
