@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from quire.config import EngineConfig
+from quire.lora.facts import AdapterFacts
 from quire.option import ATTAINMENTS
 from quire.sampling_params import SamplingParams
 from quire.schedule import StepRecord, TokenLogprobs
@@ -39,7 +40,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
-    lora_name: str | None = None
+    adapter: str | None = None  # AdapterFacts.digest of a loaded adapter
     fork_of: str | None = None
     wants_vector: bool = False  # the request gets a vector of the prompt instead of tokens; max_tokens is 1
     is_retry: bool = False  # an engine that has ended had accepted it, so the queue's limit does not count
@@ -68,13 +69,27 @@ class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
     slo_attainment: Annotated[float, msgspec.Meta(ge=ATTAINMENTS[0], le=ATTAINMENTS[1])] | None = None
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", omit_defaults=True):
+    """Read an adapter's folder, check it, and keep it for requests. The answer is an AdapterState."""
+
+    operation: int  # chosen by the sender, returned with the answer
+    path: str
+    digest: str | None = None  # the content that it must have: another one is an error
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
+    """No new request will name this adapter. Those that named it finish with it."""
+
+    digest: str
+
+
 class Command(msgspec.Struct, tag="command"):
     """A rare control message: name is one of reset_prefix_cache, shutdown."""
 
     name: str
 
 
-EngineInput = AddRequest | Abort | SetLimits | Command
+EngineInput = AddRequest | Abort | SetLimits | LoadAdapter | UnloadAdapter | Command
 
 
 _encode_logprobs = msgspec.msgpack.Encoder().encode
@@ -168,6 +183,15 @@ class EngineBeat(_FromEngine, tag="beat"):
     predicted_seconds: float  # of the batches in flight; 0: there are none
 
 
+class AdapterState(_FromEngine, tag="adapter", omit_defaults=True):
+    """The answer to a LoadAdapter: its facts, or an error for the user. The engine and other adapters go on."""
+
+    operation: int
+    facts: AdapterFacts | None = None
+    error: str | None = None
+    error_code: str | None = None  # QuireError.code of `error`
+
+
 class EngineFailed(_FromEngine, tag="failed"):
     """The engine could not start or has ended. The message is for the user."""
 
@@ -175,4 +199,4 @@ class EngineFailed(_FromEngine, tag="failed"):
     code: str = "engine_dead"
 
 
-EngineMessage = EngineOutputs | EngineReady | EngineProgress | EngineBeat | EngineFailed
+EngineMessage = EngineOutputs | EngineReady | EngineProgress | EngineBeat | AdapterState | EngineFailed

@@ -36,7 +36,7 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0  # lower runs first
     cache_salt: str | None = None
-    lora_name: str | None = None
+    adapter: str | None = None  # AdapterFacts.digest: only requests with the same adapter share KV
     rope_offset: int = 0  # see NewRow; only requests with the same offset share KV
     fork_of: str | None = None  # request_id that shares its prompt blocks once they are computed (n > 1)
     wants_vector: bool = False  # a vector of the prompt instead of tokens

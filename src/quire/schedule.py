@@ -25,7 +25,7 @@ class NewRow:
     sampling_params: SamplingParams
     block_ids: list[int]  # the pages of its blocks in order: each block has a page for each block table of the model
     stop_token_ids: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
-    lora_name: str | None = None
+    adapter: str | None = None  # AdapterFacts.digest
     wants_vector: bool = False  # a vector instead of logits
     rope_offset: int = 0  # row of the rotary table for position 0: not 0 for long sequences under longrope
 

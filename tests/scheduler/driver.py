@@ -57,7 +57,7 @@ def continuation(message: AddRequest) -> list[int]:
         message.sampling_params,
         message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
-        lora_name=message.lora_name,
+        adapter=message.adapter,
         vocab_size=VOCAB_SIZE,
     )
 

@@ -148,8 +148,8 @@ def test_a_hash_names_everything_before_it() -> None:
 
 
 def test_adapter_and_salt_separate() -> None:
-    kinds = [{}, {"lora_name": "a"}, {"cache_salt": "a"}, {"lora_name": "a", "cache_salt": "a"}, {"cache_salt": "None"}]
-    kinds += [{"lora_name": "a', 'b"}, {"lora_name": "a", "cache_salt": "b"}, {"cache_salt": "\ud800"}]
+    kinds = [{}, {"adapter": "a"}, {"cache_salt": "a"}, {"adapter": "a", "cache_salt": "a"}, {"cache_salt": "None"}]
+    kinds += [{"adapter": "a', 'b"}, {"adapter": "a", "cache_salt": "b"}, {"cache_salt": "\ud800"}]
     assert len({hashes([1, 2, 3, 4], [], **kind)[0] for kind in kinds}) == len(kinds)
 
 

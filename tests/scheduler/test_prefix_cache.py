@@ -26,8 +26,8 @@ def test_salt_and_adapter_isolate() -> None:
     kinds: list[dict[str, object]] = [
         {},
         {"cache_salt": "x"},
-        {"lora_name": "x"},
-        {"cache_salt": "x", "lora_name": "x"},
+        {"adapter": "x"},
+        {"cache_salt": "x", "adapter": "x"},
     ]
     assert [cached(driver, f"cold{i}", prompt, **kind) for i, kind in enumerate(kinds)] == [0, 0, 0, 0]
     assert [cached(driver, f"warm{i}", prompt, **kind) for i, kind in enumerate(kinds)] == [12, 12, 12, 12]

@@ -112,7 +112,7 @@ class Histories(RuleBasedStateMachine):
                     seed=seed + i,
                     priority=priority,
                     cache_salt=salt,
-                    lora_name=lora,
+                    adapter=lora,
                     stop_token_ids=list(range(20)) if stop else [],
                     prompt_logprobs=1 if logprobs else None,
                     fork_of=parent if i else None,

@@ -37,7 +37,7 @@ class SuffixTwin:
         self._share(request, PAGE_TOKENS)
         text = request.token_ids()
         best, best_score = self._draft(text, [(text, list(range(len(text))))], len(text) - 1, most)
-        tenant = (request.cache_salt, request.lora_name)
+        tenant = (request.cache_salt, request.adapter)
         texts = [(answer.tokens, answer.ages) for answer in self.answers if answer.tenant == tenant]
         draft, score = self._draft(text, texts, None, most)
         return draft if score > best_score else best
@@ -49,7 +49,7 @@ class SuffixTwin:
             del self.open[request.request_id]
 
     def _share(self, request: Request, least: int) -> None:
-        tenant = (request.cache_salt, request.lora_name)
+        tenant = (request.cache_salt, request.adapter)
         answer, start = self.open.get(request.request_id, (Answer(tenant), 0))
         while self.max_requests and len(request.output_token_ids) - start >= least:
             page = request.output_token_ids[start : start + PAGE_TOKENS]

@@ -113,8 +113,8 @@ def test_answers_of_those_who_still_run_are_read() -> None:
     assert proposer.propose(request("a", [0, *ANSWER[5:9]]), 3) == ANSWER[9:12]
 
 
-@pytest.mark.parametrize("mine", [{}, {"cache_salt": "x"}, {"lora_name": "x"}, {"cache_salt": "x", "lora_name": "x"}])
-@pytest.mark.parametrize("theirs", [{}, {"cache_salt": "x"}, {"lora_name": "x"}, {"cache_salt": "y"}])
+@pytest.mark.parametrize("mine", [{}, {"cache_salt": "x"}, {"adapter": "x"}, {"cache_salt": "x", "adapter": "x"}])
+@pytest.mark.parametrize("theirs", [{}, {"cache_salt": "x"}, {"adapter": "x"}, {"cache_salt": "y"}])
 def test_nobody_reads_what_another_tenant_got(mine: dict[str, str], theirs: dict[str, str]) -> None:
     drafts = _after_an_answer(**theirs).propose(request("a", [0, *ANSWER[5:9]], **mine), 3)
     assert drafts == (ANSWER[9:12] if mine == theirs else [])

@@ -85,7 +85,7 @@ class EngineCore:
             arrival_time=message.arrival_time,
             priority=message.priority,
             cache_salt=message.cache_salt,
-            lora_name=message.lora_name,
+            adapter=message.adapter,
             fork_of=message.fork_of,
             wants_vector=message.wants_vector,
         )

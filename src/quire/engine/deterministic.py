@@ -38,11 +38,11 @@ def expected_tokens(
     num_tokens: int,
     *,
     stop_token_ids: frozenset[int] = frozenset(),
-    lora_name: str | None = None,
+    adapter: str | None = None,
     vocab_size: int = 1000,
 ) -> list[int]:
     """The first `num_tokens` tokens that DeterministicExecutor gives for a prompt, computed without any cache."""
-    state = zlib.crc32((lora_name or "").encode())
+    state = zlib.crc32((adapter or "").encode())
     output: list[int] = []
     for position, token in enumerate(prompt_token_ids):
         state = _mix(state, _mix(token, position, state))
@@ -153,7 +153,7 @@ class DeterministicExecutor:
             self.rows.pop(request_id, None)
         for new in batch.new_rows:
             assert new.request_id not in self.rows, f"{new.request_id} is added twice"
-            state = zlib.crc32((new.lora_name or "").encode())
+            state = zlib.crc32((new.adapter or "").encode())
             self.rows[new.request_id] = _Row(new, list(new.token_ids), list(new.block_ids), [state])
         for request_id, block_ids in zip(batch.request_ids, batch.new_block_ids, strict=True):
             self.rows[request_id].block_ids += block_ids

@@ -31,7 +31,7 @@ class BlockHasher:
         hashes, prompt, output = request.block_hashes, request.prompt_token_ids, request.output_token_ids
         assert num_blocks * self._block_size <= request.num_tokens, "a block with unknown tokens has no hash"
         size, num_prompt = self._block_size, len(prompt)
-        parent = hashes[-1] if hashes else _seed(request.lora_name, request.cache_salt, request.rope_offset)
+        parent = hashes[-1] if hashes else _seed(request.adapter, request.cache_salt, request.rope_offset)
         for start in range(len(hashes) * size, num_blocks * size, size):
             end = start + size
             if end <= num_prompt:
@@ -45,6 +45,6 @@ class BlockHasher:
         return hashes
 
 
-def _seed(lora_name: str | None, cache_salt: str | None, rope_offset: int) -> bytes:
+def _seed(adapter: str | None, cache_salt: str | None, rope_offset: int) -> bytes:
     """Start of the chain. repr() of str | None, str | None and int is injective: no other three print the same."""
-    return hashlib.sha256(repr((lora_name, cache_salt, rope_offset)).encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(repr((adapter, cache_salt, rope_offset)).encode("utf-8", "surrogatepass")).digest()

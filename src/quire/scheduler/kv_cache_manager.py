@@ -63,7 +63,7 @@ def share_prompt(parent: Request, child: Request) -> bool:
     """Whether a fork may take over the parent's KV: not if anything differs that the KV depends on."""
     return (
         parent.prompt_token_ids == child.prompt_token_ids
-        and parent.lora_name == child.lora_name
+        and parent.adapter == child.adapter
         and parent.cache_salt == child.cache_salt
         and parent.rope_offset == child.rope_offset
     )

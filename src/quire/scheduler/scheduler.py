@@ -560,7 +560,7 @@ class Scheduler:
             sampling_params=request.sampling_params,
             block_ids=self.kv.table(request).take_new(),
             stop_token_ids=request.stop_token_ids,
-            lora_name=request.lora_name,
+            adapter=request.adapter,
             rope_offset=request.rope_offset,
             wants_vector=request.wants_vector,
         )

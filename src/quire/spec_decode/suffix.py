@@ -92,5 +92,5 @@ def _not_seen(request: Request, index: Any) -> list[int]:
 
 def _tenant(request: Request) -> bytes:
     """16 bytes for who may read a request's text: nobody can find two names with the same (SHA-256)."""
-    name = repr((request.lora_name, request.cache_salt)).encode("utf-8", "surrogatepass")
+    name = repr((request.adapter, request.cache_salt)).encode("utf-8", "surrogatepass")
     return hashlib.sha256(name).digest()[:16]

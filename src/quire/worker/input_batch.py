@@ -156,8 +156,8 @@ class InputBatch:
         for new in batch.new_rows:
             if new.wants_vector:
                 raise RowsFailedError([new.request_id], "The model gives tokens, and no vector of a prompt.")
-            if new.lora_name is not None:
-                raise RowsFailedError([new.request_id], f"No adapter is loaded, and {new.lora_name!r} was asked for.")
+            if new.adapter is not None:
+                raise RowsFailedError([new.request_id], f"No adapter is loaded, and {new.adapter!r} was asked for.")
             try:
                 self._add(new)
             except Exception as error:

@@ -1,0 +1,14 @@
+"""What an engine knows of an adapter that it has read."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class AdapterFacts(msgspec.Struct, frozen=True):
+    """A valid adapter. Its identity is its content: other weights have another digest, under any name."""
+
+    digest: str  # SHA-256 over its config and tensors, hexadecimal
+    rank: int  # the largest of its modules
+    num_bytes: int  # of memory that it takes
+    num_modules: int
