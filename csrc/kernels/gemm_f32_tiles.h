@@ -89,16 +89,18 @@ struct Bf16Tile {
       for (int64_t step = 0; step < steps; ++step, tiles += kBf16KUnit * kPanelWidth) {
         for (int64_t pair = 0; pair < kBf16KUnit / 2; ++pair, x += 2) {
           if (column == 0) prefetch.fetch();
-          F32 even[kVectors], odd[kVectors];
-#pragma GCC unroll 16
-          for (int v = 0; v < kVectors; ++v) {
+          const auto words_of = [&](int v) {
             const int64_t offset = v * F32::kWidth;  // in columns
-            const bf16* words = tiles + offset / kTileColumns * kBf16TileElements + offset % kTileColumns * 2;
-            even[v] = load_even(words + pair * kTileColumns * 2);
-            odd[v] = load_odd(words + pair * kTileColumns * 2);
-          }
-          multiply_add(x, a_stride, even, sums);
-          multiply_add(x + 1, a_stride, odd, sums);
+            return tiles + offset / kTileColumns * kBf16TileElements +
+                   (offset % kTileColumns + pair * kTileColumns) * 2;
+          };
+          F32 w[kVectors];  // the first of the pair, then the second: there are no registers for both
+#pragma GCC unroll 16
+          for (int v = 0; v < kVectors; ++v) w[v] = load_even(words_of(v));
+          multiply_add(x, a_stride, w, sums);
+#pragma GCC unroll 16
+          for (int v = 0; v < kVectors; ++v) w[v] = load_odd(words_of(v));
+          multiply_add(x + 1, a_stride, w, sums);
         }
       }
       store_sums(out + column, sums);
