@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -167,18 +167,28 @@ class Twin:
     Args:
         tensors: of its checkpoint.
         norm_before_residual: see EAGLE-3.
+        layers: before which it reads the target.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], norm_before_residual: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        norm_before_residual: bool = False,
+        layers: Sequence[int] = STREAMS,
+        head_dim: int = HEAD_DIM,
+    ) -> None:
+        self._layers, self._head_dim = layers, head_dim
         self._tensors = {name.removeprefix("midlayer.").removeprefix("layers.0."): t for name, t in tensors.items()}
         self._is_mtp = any("mtp" in name for name in tensors)
         self._tensors = {name.removeprefix(MTP): tensor for name, tensor in self._tensors.items()}
+        self._tensors = {name: t.float() if t.is_floating_point() else t for name, t in self._tensors.items()}
         self._norm_before_residual = norm_before_residual
 
     def drafts(self, token_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
         """The likeliest tokens behind these, one after the other."""
         of = self._tensors
-        layers = [TARGET["num_hidden_layers"]] if self._is_mtp else STREAMS
+        layers = [TARGET["num_hidden_layers"]] if self._is_mtp else self._layers
         hidden_TD = torch.cat([streams(token_ids)[layer] for layer in layers], dim=-1)[:-1]
         hidden_TD = hidden_TD if self._is_mtp else hidden_TD @ of["fc.weight"].T
         tokens = list(token_ids)
@@ -215,20 +225,22 @@ class Twin:
         return out_D, out_D if self._is_mtp else last_D
 
     def _attention(self, x_TD: Tensor) -> Tensor:
-        def heads(name: str, count: int) -> Tensor:
+        size = self._head_dim
+
+        def heads(name: str) -> Tensor:
             y = x_TD @ self._tensors[f"self_attn.{name}_proj.weight"].T
             y = y + self._tensors.get(f"self_attn.{name}_proj.bias", torch.zeros(()))
-            return y.view(len(x_TD), count, HEAD_DIM).transpose(0, 1)
+            return y.view(len(x_TD), -1, size).transpose(0, 1)
 
-        angles = torch.arange(len(x_TD))[:, None] / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        angles = torch.arange(len(x_TD))[:, None] / 10_000.0 ** (torch.arange(0, size, 2) / size)
         cos, sin = angles.cos(), angles.sin()
 
         def rotated(x: Tensor) -> Tensor:
             first, second = x.chunk(2, dim=-1)
             return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-        q, k, v = rotated(heads("q", HEADS)), rotated(heads("k", KV_HEADS)), heads("v", KV_HEADS)
-        k, v = (each.repeat_interleave(HEADS // KV_HEADS, dim=0) for each in (k, v))
+        q, k, v = rotated(heads("q")), rotated(heads("k")), heads("v")
+        k, v = (each.repeat_interleave(len(q) // len(k), dim=0) for each in (k, v))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(0, 1).reshape(len(x_TD), -1) @ self._tensors["self_attn.o_proj.weight"].T
 

@@ -129,7 +129,7 @@ class HeadDrafter:
             if len(long_S):
                 self._read_step(rows_S[long_S], starts_S[long_S], known_S[long_S], firsts_S[long_S])
         begins_S = np.maximum(np.maximum(computed_C[rows_S], starts_S), ends_S - num_kept)
-        self._keep(rows_S, begins_S, ends_S, firsts_S + begins_S - starts_S)
+        self._keep(rows_S, begins_S, ends_S, firsts_S + begins_S - starts_S, int(step.lens_S.sum()))
         computed_C[rows_S] = np.maximum(computed_C[rows_S], ends_S - num_kept)
         self._num_seen_C[rows_S] = ends_S
 
@@ -201,10 +201,19 @@ class HeadDrafter:
         begins_S: NDArray[np.int64],
         ends_S: NDArray[np.int64],
         firsts_S: NDArray[np.int64],
+        num_tokens: int,
     ) -> None:
-        """Keep the hidden states of these positions; `firsts_S`: the first of each row in the target's step."""
+        """Keep the hidden states of these positions.
+
+        Args:
+            firsts_S: the first of each row in the target's step, which has `num_tokens` tokens.
+        """
         lens_S = ends_S - begins_S
-        streams_NX = self._streams.of(_ranges(firsts_S, lens_S))
+        num_kept = int(lens_S.sum())
+        # The usual step is kept as a whole.
+        streams_NX = (
+            self._streams.kept_TX[:num_kept] if num_kept == num_tokens else self._streams.of(_ranges(firsts_S, lens_S))
+        )
         self._kept_CWX.view(-1, streams_NX.shape[1]).index_copy_(0, self._places(rows_S, begins_S, lens_S), streams_NX)
 
     def _kept(self, step: StepRows) -> Tensor:
