@@ -13,25 +13,10 @@ from quire.errors import AdapterNotFoundError, InvalidRequestError, UnsupportedF
 from quire.lora.modules import is_name
 from quire.lora.paths import allowed_folder
 from quire.server.limits import read_json
+from quire.server.protocol.adapters import LoadRequest, UnloadRequest
 from quire.server.state import ServerState, state_of
 
 B = TypeVar("B")
-
-
-class LoadRequest(msgspec.Struct, kw_only=True):
-    """The body of vLLM's route."""
-
-    lora_name: str = ""
-    lora_path: str = ""
-    load_inplace: bool = False
-    is_3d_lora_weight: bool = False
-
-
-class UnloadRequest(msgspec.Struct, kw_only=True):
-    """The body of vLLM's route. The name decides."""
-
-    lora_name: str = ""
-    lora_int_id: int | None = None
 
 
 def routes() -> list[Route]:
