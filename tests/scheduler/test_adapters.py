@@ -100,7 +100,7 @@ def test_300_adapters_through_32_places() -> None:
 @pytest.mark.parametrize("most", [2, 4])
 def test_who_was_overtaken_for_64_steps_has_the_next_place(most: int) -> None:
     """Two adapters with new requests in every step would keep both places for ever; with `most` 2, memory too."""
-    driver = driver_of(3, most=most, max_loras=2, max_num_seqs=6)
+    driver = driver_of(3, most=most, max_loras=2, max_num_seqs=16)
     start = None
     for step in range(400):
         for i in range(2):

@@ -6,9 +6,9 @@ from typing import Any
 
 from quire.entry.offline import OfflineRunner
 from quire.errors import InvalidRequestError
-from quire.frontend.adapters import absolute, check_enabled
+from quire.frontend.adapters import absolute, check_request
 from quire.frontend.input_processor import ProcessedRequest
-from quire.lora.request import LoRARequest, Registration
+from quire.lora.request import Registration
 
 
 class OfflineAdapters:
@@ -34,11 +34,7 @@ class OfflineAdapters:
         ]
 
     def _find(self, request: Any) -> Registration:
-        if not isinstance(request, LoRARequest):
-            raise InvalidRequestError(
-                f"lora_request is a {type(request).__name__}", expected="LoRARequest", param="lora_request"
-            )
-        check_enabled(self._is_enabled)
+        check_request(request, is_enabled=self._is_enabled)
         name, path = request.lora_name, absolute(request.lora_path)
         before = self._by_name.get(name)
         if before is not None and not request.load_inplace:

@@ -27,7 +27,7 @@ from quire.entry.launch import (
 )
 from quire.entry.listen import BACKLOG, Listener, allowed_hosts, check_guarded
 from quire.entry.spawn import EngineInterpreter
-from quire.errors import ConfigError, QuireError
+from quire.errors import AdapterError, ConfigError, QuireError
 from quire.kernels import extension
 from quire.lora.modules import parse_module
 from quire.messages import EngineProgress
@@ -270,7 +270,7 @@ class ServingProcess:
             await self._engine.shutdown()
             self._process.stop()
         if self._error is not None:
-            return 2 if isinstance(self._error, ConfigError) else 1
+            return 2 if isinstance(self._error, (ConfigError, AdapterError)) else 1
         logs.say("stopped")
         return 0
 

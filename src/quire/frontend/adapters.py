@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from quire.errors import InvalidRequestError, ModelNotFoundError, NotReadyError, UnsupportedFieldError
@@ -34,13 +34,21 @@ def absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def check_enabled(is_enabled: bool) -> None:
-    """Raises UnsupportedFieldError if adapters are not computed."""
+def _check_enabled(is_enabled: bool) -> None:
     if not is_enabled:
         raise UnsupportedFieldError(
             "Adapters are not computed unless they are asked for at the start",
             fix="Start with enable_lora (--enable-lora)",
             param="lora_request",
+        )
+
+
+def check_request(request: Any, *, is_enabled: bool) -> None:
+    """Raises UnsupportedFieldError if adapters are not computed, InvalidRequestError for something else."""
+    _check_enabled(is_enabled)
+    if not isinstance(request, LoRARequest):
+        raise InvalidRequestError(
+            f"lora_request is a {type(request).__name__}", expected="LoRARequest", param="lora_request"
         )
 
 
@@ -94,7 +102,7 @@ class Adapters:
         Raises InvalidRequestError for the name, AdapterError for the files, NotReadyError, EngineDeadError.
         """
         check_name(name, "lora_name")
-        check_enabled(self._is_enabled)
+        _check_enabled(self._is_enabled)
         async with self._lock(name):
             before = self._by_name.get(name)
             if before is not None and not load_inplace:
@@ -120,6 +128,7 @@ class Adapters:
 
     async def ensure(self, request: LoRARequest) -> Registration:
         """The adapter of a LoRARequest, which is read if its name is new. Raises as `load` does."""
+        check_request(request, is_enabled=self._is_enabled)
         return await self.load(
             request.lora_name,
             absolute(request.lora_path),

@@ -139,8 +139,9 @@ def build(
     """The OpenAPI 3.1 document. Every route of the app is in OPERATIONS; a test compares them."""
     absent = (() if has_tokenizer_info else ("/tokenizer_info",)) + (() if changes_adapters else ADAPTER_PATHS)
     keyless = PUBLIC_PATHS | ({"/metrics"} if has_public_metrics else set())
+    operations = {key: operation for key, operation in OPERATIONS.items() if key[1] not in absent}
     structs: list[type[msgspec.Struct]] = [ErrorBody, Starting]
-    for operation in OPERATIONS.values():
+    for operation in operations.values():
         for kind in (operation.request, operation.response, operation.events, operation.lines):
             if isinstance(kind, type) and kind not in structs:
                 structs.append(kind)
@@ -148,10 +149,9 @@ def build(
     by_struct = dict(zip(structs, schemas, strict=True))
     refine(components, bounds)
     paths: dict[str, dict[str, Any]] = {}
-    for (method, path), operation in OPERATIONS.items():
-        if path not in absent:
-            described = _operation(path, operation, by_struct.__getitem__, is_public=path in keyless)
-            paths.setdefault(path, {})[method.lower()] = described
+    for (method, path), operation in operations.items():
+        described = _operation(path, operation, by_struct.__getitem__, is_public=path in keyless)
+        paths.setdefault(path, {})[method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {
