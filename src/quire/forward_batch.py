@@ -71,6 +71,7 @@ class ForwardBatch:
     tables: tuple[StepTable, ...]
     caches: list[LayerCache]  # one per layer
     host: HostStep | None = None  # None: on CPU, or if the step was prepared already
+    hidden_TD: Tensor | None = None  # what a head that drafts reads beside the tokens; a pass may write to it
 
     @property
     def num_tokens(self) -> int:

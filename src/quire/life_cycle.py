@@ -11,6 +11,7 @@ from typing import Protocol
 
 from quire.lora.facts import AdapterFacts
 from quire.metrics.stopwatch import Lap
+from quire.model_config import ModelConfig
 from quire.planning.graph_sizes import GraphSizes, graph_sizes
 from quire.planning.memory_plan import MemoryFacts
 from quire.resolve import DeviceFacts
@@ -46,6 +47,15 @@ class WorkerSettings:
         mode = "NONE" if self.device.cudagraph_mode == "NONE" else "FULL_DECODE_ONLY"
         device = replace(self.device, cudagraph_mode=mode)
         return replace(self, model=self.drafter.form, device=device, drafter=None, lora=None)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a step, padding included."""
+        return max(self.max_num_batched_tokens, self.max_num_seqs)
+
+    def hidden_bytes(self, target: ModelConfig) -> int:
+        """Of what is kept for a head that drafts."""
+        return 0 if self.drafter is None else self.drafter.hidden_bytes(target, self.max_num_seqs, self.most_tokens)
 
     def graph_sizes(self) -> GraphSizes:
         """The steps that are captured on a GPU."""

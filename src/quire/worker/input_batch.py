@@ -33,6 +33,7 @@ class StepRows:
     lens_S: NDArray[np.int64]  # tokens of this step
     sampling_R: NDArray[np.int64]  # position in the batch
     drafts: Drafts | None = None
+    ahead: int = 0  # each position reads the token so many places behind it
 
     def expecting_rows(self) -> NDArray[np.int64]:
         """Rows, in the arrays, that sample one token. How many those with drafts get is known with the result."""
@@ -212,7 +213,7 @@ class InputBatch:
 
     def place_guesses(self, step: StepRows, staged: StagedStep, token_ids_S: Tensor) -> None:
         """The tokens behind those of a step that was staged are inputs of the next one (-1: any token is)."""
-        ends_S = step.starts_S + step.lens_S
+        ends_S = step.starts_S + step.lens_S + step.ahead
         self.token_ids[step.rows_S, ends_S] = token_ids_S.clamp(min=0).numpy()
 
     def step_rows(self, batch: ScheduledBatch) -> StepRows:
@@ -258,7 +259,7 @@ class InputBatch:
             array[len(values) :] = padding
             return tensor
 
-        token_ids = put(self.token_ids[row_T, positions_T], width_T, np.int64)
+        token_ids = put(self.token_ids[row_T, positions_T + step.ahead], width_T, np.int64)
         positions = put(positions_T + self.rope_offsets[row_T], width_T, np.int64)
         slots = [put(of_table_T, width_T, np.int64, -1) for of_table_T in slots_T]
         rows = put(rows_S, width_S, np.int64)
@@ -284,7 +285,9 @@ class InputBatch:
         arrays.send()
         return staged
 
-    def forward_batch(self, staged: StagedStep, caches: list[LayerCache]) -> ForwardBatch:
+    def forward_batch(
+        self, staged: StagedStep, caches: list[LayerCache], hidden_TD: Tensor | None = None
+    ) -> ForwardBatch:
         """What the forward pass reads of a step whose tokens are all known."""
         rows_S = staged.rows_S.numpy()
         num_table_blocks = -(-int(staged.host.seq_lens_S.max()) // self.block_size)
@@ -298,6 +301,7 @@ class InputBatch:
                 for slots_T, table_CM in zip(staged.slot_mappings_T, self.block_tables_NCM, strict=True)
             ),
             caches=caches,
+            hidden_TD=hidden_TD,
         )
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
