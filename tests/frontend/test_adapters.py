@@ -14,9 +14,10 @@ from quire.errors import (
     ModelNotFoundError,
 )
 from quire.frontend.stream import RequestStream
+from quire.lora.facts import AdapterFacts
 from quire.lora.modules import LoraModule
 from quire.lora.request import LoRARequest
-from quire.messages import AddRequest, EngineInput, LoadAdapter, UnloadAdapter
+from quire.messages import AdapterState, AddRequest, EngineInput, LoadAdapter, UnloadAdapter
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from tests.frontend.test_replicas import Two, text_of
 from tests.frontend.test_supervisor import until
@@ -170,6 +171,21 @@ async def test_who_leaves_during_a_load_leaves_nothing() -> None:
         client.holds_adapters = False
         client._load(LoadAdapter(0, "/sql"))
         await until(lambda: UnloadAdapter("digest 1", "/sql") in told(engine, 0))
+        assert not engine.engine.adapters.by_name
+
+
+async def test_who_leaves_at_the_moment_of_the_answer_leaves_nothing() -> None:
+    async with two() as engine:
+        client = engine.launchers[0].client
+        client.holds_adapters = True
+        load = asyncio.create_task(engine.engine.adapters.load("sql", "/sql"))
+        await until(lambda: told(engine, 0))
+        client.holds_adapters = False
+        engine.replicas[0].on_message(AdapterState(path="/sql", operation=0, facts=AdapterFacts("digest 1", 8, 1, 1)))
+        client._loaded.append("digest 1")
+        load.cancel()
+        await asyncio.wait([load])
+        assert told(engine, 0)[-1] == UnloadAdapter("digest 1", "/sql")
         assert not engine.engine.adapters.by_name
 
 

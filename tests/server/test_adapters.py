@@ -88,7 +88,7 @@ def test_replacing(server: RunningServer) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["missing", "../root/sql", "../elsewhere/outside", "/etc", "linked", "empty", "sql\0", "sql/../sql", "\ud800"],
+    ["missing", "../root/sql", "../elsewhere/outside", "/etc", "linked", "empty", "sql\0", "sql/../sql"],
 )
 def test_one_answer_for_every_path_that_is_none(server: RunningServer, path: str) -> None:
     """Existing or not, a client learns nothing of other folders."""

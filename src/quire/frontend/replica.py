@@ -184,6 +184,10 @@ class Replica:
         try:
             self.client.send(LoadAdapter(operation, path))
             return await reading
+        except asyncio.CancelledError:
+            if reading.done() and not reading.cancelled() and reading.exception() is None:
+                self.unregister_adapter(path, reading.result().digest)  # it came at the same moment
+            raise
         finally:
             self._reading.pop(operation, None)
 
