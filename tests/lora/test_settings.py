@@ -13,6 +13,7 @@ from quire.errors import ConfigError, InvalidRequestError
 from quire.life_cycle import WorkerSettings
 from quire.lora.modules import LoraModule, check_name, parse_module
 from quire.model_config import load_model_config
+from quire.planning.memory_plan import MemoryFacts, plan_kv_cache
 from quire.resolve import DeviceFacts, resolve
 from quire.settings import LoraSettings, Resolved
 
@@ -47,6 +48,8 @@ def test_given_numbers() -> None:
     )
     assert lora.lora == LoraSettings(3, 64, 9, "float32")
     assert WorkerSettings.of(lora).lora == lora.lora
+    memory = MemoryFacts(8 << 30, 6 << 30, 1 << 29, 1 << 28)
+    assert plan_kv_cache(EngineConfig(), MODEL, lora, memory).lora == lora.lora
     few = resolved(enable_lora=True, max_cpu_loras=4).lora
     assert few is not None
     assert few.max_loras == 4, "a step holds no more than memory does"

@@ -14,8 +14,8 @@ from quire.measure.serving import Server
 from quire.measure.workload import BenchRequest
 
 LINES = (Path(__file__).parent / "vllm_0_32_bench_flags.txt").read_text().splitlines()[1:]
-# serve has --backend of its own
-REFUSED = [line for line in LINES if line.split()[1] in ABSENT_BENCH_FLAGS and line != "serve --backend"]
+OWN = ("serve --backend", "serve --lora-assignment")  # the other commands do not have these
+REFUSED = [line for line in LINES if line.split()[1] in ABSENT_BENCH_FLAGS and line not in OWN]
 
 
 @cache

@@ -21,13 +21,13 @@ KEY = "secret"
 def root(tmp_path: Path) -> Path:
     """Folders of adapters; of `linked` the files lie elsewhere."""
     for name in ("sql", "fin", "outside"):
-        folder = tmp_path / ("elsewhere" if name == "outside" else "root") / name
+        folder = tmp_path / ("elsewhere" if name == "outside" else "roots") / name
         folder.mkdir(parents=True)
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             (folder / file).write_text("{}")
-    (tmp_path / "root" / "linked").symlink_to(tmp_path / "elsewhere" / "outside")
-    (tmp_path / "root" / "empty").mkdir()
-    return tmp_path / "root"
+    (tmp_path / "roots" / "linked").symlink_to(tmp_path / "elsewhere" / "outside")
+    (tmp_path / "roots" / "empty").mkdir()
+    return tmp_path / "roots"
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_replacing(server: RunningServer) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["missing", "../root/sql", "../elsewhere/outside", "/etc", "linked", "empty", "sql\0", "sql/../sql"],
+    ["missing", "../roots/sql", "../elsewhere/outside", "/etc", "linked", "empty", "sql\0", "sql/../sql"],
 )
 def test_one_answer_for_every_path_that_is_none(server: RunningServer, path: str) -> None:
     """Existing or not, a client learns nothing of other folders."""

@@ -9,6 +9,7 @@ _PLOTS = "use --plot FILE.html, which has the timeline"
 
 ABSENT_BENCH_FLAGS: dict[str, str] = {
     "--use-beam-search": "beams are measured by LLM.beam_search",
+    "--lora-assignment": "all requests have the adapter of --lora-path",
     "--profile": "use py-spy on the engine process",
     "--random-batch-size": "embeddings are not in this version",
     "--no-reranker": "scores are not in this version",

@@ -180,7 +180,8 @@ class Replica:
     async def read_adapter(self, path: str) -> AdapterFacts:
         """Let the engine read an adapter and keep it. Raises AdapterError, EngineDeadError."""
         operation = next(self._operations)
-        reading = self._reading[operation] = asyncio.get_running_loop().create_future()
+        reading: asyncio.Future[AdapterFacts] = asyncio.get_running_loop().create_future()
+        self._reading[operation] = reading
         try:
             self.client.send(LoadAdapter(operation, path))
             return await reading
