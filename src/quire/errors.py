@@ -180,3 +180,15 @@ class AdapterChangedError(AdapterError):
     """The files of a registered adapter are gone, or have another content than at its registration."""
 
     code, status = "adapter_changed", 503
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, or that was the cause: a MemoryError, or torch's RuntimeErrors for it."""
+    while error is not None:
+        is_torch = isinstance(error, RuntimeError) and (
+            "allocate memory" in str(error) or "out of memory" in str(error)
+        )
+        if is_torch or isinstance(error, MemoryError):
+            return True
+        error = error.__cause__
+    return False

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from quire.lora.facts import AdapterFacts
 from quire.metrics.stopwatch import Lap
 from quire.model_config import ModelConfig
 from quire.planning.graph_sizes import GraphSizes, graph_sizes
 from quire.planning.memory_plan import MemoryFacts
 from quire.resolve import DeviceFacts
-from quire.schedule import Executor, Pending, ScheduledBatch, StepResult
-from quire.settings import DeviceSettings, DrafterSettings, ModelSettings, Resolved
+from quire.schedule import Executor, Pending, Polled, ScheduledBatch, StepResult
+from quire.settings import DeviceSettings, DrafterSettings, LoraSettings, ModelSettings, Resolved
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class WorkerSettings:
     steps_in_flight: int
     synthetic_acceptance_rates: tuple[float, ...] = ()  # see SpeculativeConfig
     drafter: DrafterSettings | None = None
+    lora: LoraSettings | None = None
 
     @classmethod
     def of(cls, resolved: Resolved) -> WorkerSettings:
@@ -37,13 +39,14 @@ class WorkerSettings:
         steps = resolved.scheduler
         limits = (steps.max_num_seqs, steps.num_logits_rows, steps.max_num_batched_tokens, steps.depth)
         rates = steps.speculation.synthetic_acceptance_rates if steps.speculation is not None else ()
-        return cls(resolved.model, resolved.device, *limits, rates, resolved.drafter)
+        return cls(resolved.model, resolved.device, *limits, rates, resolved.drafter, resolved.lora)
 
     def of_drafter(self) -> WorkerSettings:
         """As if the drafter were the model. Of its steps those that are captured compute one token of each row."""
         assert self.drafter is not None
         mode = "NONE" if self.device.cudagraph_mode == "NONE" else "FULL_DECODE_ONLY"
-        return replace(self, model=self.drafter.form, device=replace(self.device, cudagraph_mode=mode), drafter=None)
+        device = replace(self.device, cudagraph_mode=mode)
+        return replace(self, model=self.drafter.form, device=device, drafter=None, lora=None)
 
     @property
     def most_tokens(self) -> int:
@@ -114,11 +117,26 @@ class Worker(Protocol):
         """Do a little of the work that must be done at some time; False: there is none now."""
         ...
 
+    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
+        """Begin to read an adapter, while steps go on. Once the result was asked for, steps may have it.
+
+        One that is in memory already stays there once. The result raises AdapterError.
+
+        Args:
+            digest: the content that it must have: another one is an AdapterChangedError.
+        """
+        ...
+
+    def drop_adapter(self, digest: str) -> None:
+        """Give an adapter's memory back: no later step has it."""
+        ...
+
 
 class WorkerExecutor(Executor, Protocol):
     """Takes all ranks through the life of a worker.
 
-    Each method goes to every rank and returns when all ranks are done. It raises an error of one rank after that.
+    Each method goes to every rank and returns when all ranks are done. It raises an error of one rank after that. Only
+    reading and dropping adapters is not waited for.
     """
 
     def facts(self, wants_gpu: bool) -> Sequence[DeviceFacts]: ...
@@ -132,3 +150,7 @@ class WorkerExecutor(Executor, Protocol):
     def capture(self) -> None: ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool: ...
+
+    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]: ...
+
+    def drop_adapter(self, digest: str) -> None: ...

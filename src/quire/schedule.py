@@ -112,6 +112,14 @@ class Pending(Protocol[T_co]):
         ...
 
 
+class Polled(Pending[T_co], Protocol):
+    """A result that need not be waited for."""
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+
 class Executor(Protocol):
     """Runs batches in the order submitted."""
 
@@ -168,3 +176,5 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     num_draft_failures: int = 0
+    num_adapters: int = 0  # that requests may name
+    num_adapters_in_memory: int = 0

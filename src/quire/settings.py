@@ -201,6 +201,25 @@ class DrafterSettings:
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """Which adapters are served.
+
+    Attributes:
+        max_loras: different adapters of a step.
+        max_rank: of an adapter; memory is planned for it.
+        max_cpu_loras: adapters in memory, at least max_loras.
+        dtype: of their weights in memory, torch's name.
+        target_modules: last names of modules that adapters may change; none: all that can be.
+    """
+
+    max_loras: int
+    max_rank: int
+    max_cpu_loras: int
+    dtype: str
+    target_modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class MemorySettings:
     """What memory is spent on. In bytes, but for the number of blocks."""
 
@@ -220,6 +239,7 @@ class Resolved:
     scheduler: SchedulerSettings
     settings: Mapping[str, Setting]  # every setting by name, with where it came from
     drafter: DrafterSettings | None = field(default=None, kw_only=True)
+    lora: LoraSettings | None = field(default=None, kw_only=True)
 
     def noting(self: R, more: Mapping[str, Setting]) -> R:
         """The same, with what was found out since."""

@@ -6,16 +6,20 @@ DeterministicExecutor: a hash of the tokens before.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import ModuleType
 
 from quire.engine import process
 from quire.engine.deterministic import DeterministicExecutor
+from quire.errors import AdapterChangedError, AdapterNotFoundError
 from quire.formats.weight_format import packs_floats
 from quire.kernels import extension
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
+from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.metrics.stopwatch import Lap
 from quire.model_config import ModelConfig
@@ -79,6 +83,24 @@ class LightWorker:
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return False
+
+    def load_adapter(self, path: str, digest: str | None) -> Future[AdapterFacts]:
+        """Any folder with weights is an adapter, whose content is their bytes."""
+        future: Future[AdapterFacts] = Future()
+        try:
+            content = (Path(path) / "adapter_model.safetensors").read_bytes()
+        except OSError:
+            future.set_exception(AdapterNotFoundError("There is no adapter at this path", value=path))
+            return future
+        found = hashlib.sha256(content).hexdigest()
+        if digest in (None, found):
+            future.set_result(AdapterFacts(found, 8, len(content), 1))
+        else:
+            future.set_exception(AdapterChangedError("The adapter's files changed after it was loaded"))
+        return future
+
+    def drop_adapter(self, digest: str) -> None:
+        """There is no memory to give back."""
 
 
 def without_torch() -> None:

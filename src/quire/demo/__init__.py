@@ -12,5 +12,5 @@ DEMO_MODEL_NAME = "quire-demo"  # the served name
 
 
 def path(name: Literal["target", "draft", "eagle3", "lora"] = "target") -> Path:
-    """The folder of the demo model, of its draft model with the same tokenizer, of its EAGLE-3 head or of its adapter."""
+    """The folder of the demo model, of its smaller draft model, of its EAGLE-3 head or of its adapter."""
     return Path(__file__).parent / name

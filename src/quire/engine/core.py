@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from quire.cost.arithmetic import Load
 from quire.cost.model import CostModel
 from quire.cost.step_time import StepTime
-from quire.errors import EngineDeadError, OutOfMemoryError, QuireError
+from quire.errors import AdapterError, EngineDeadError, OutOfMemoryError, QuireError, is_out_of_memory
 from quire.logs import get_logger
+from quire.lora.registry import AdapterRegistry
 from quire.messages import AddRequest, Command, RequestDelta, SetLimits
 from quire.request import Request
 from quire.schedule import Executor, Pending, RowsFailedError, ScheduledBatch, StepRecord, StepResult
@@ -51,6 +52,7 @@ class EngineCore:
         cost: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"The engine needs a depth of at least 1, got {depth}.")
@@ -58,6 +60,7 @@ class EngineCore:
         self.executor = executor
         self.depth = depth
         self.cost = cost
+        self.adapters = adapters
         # Of the batches in flight; other threads may read it.
         self.predicted_seconds = 0.0
         self.last_record: StepRecord | None = None  # of the batch whose result the last step() took in, if it did
@@ -86,6 +89,8 @@ class EngineCore:
             wants_vector=message.wants_vector,
         )
         try:
+            if message.adapter is not None and self.adapters is not None and message.adapter not in self.adapters:
+                raise AdapterError("The adapter is not loaded", value=message.adapter, fix="Load it again")
             self.scheduler.add(request, is_retry=message.is_retry, is_ready=is_ready)
         except QuireError as error:
             delta = RequestDelta(message.request_id, finish_reason="error", error=error.message, error_code=error.code)
@@ -136,7 +141,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether step() has something to do."""
-        return bool(self._in_flight or self._refused) or self.scheduler.has_requests()
+        is_reading = self.adapters is not None and self.adapters.is_busy
+        return bool(self._in_flight or self._refused) or self.scheduler.has_requests() or is_reading
 
     def step(self) -> list[RequestDelta]:
         """Submit the next batch, and once `depth` are in flight, or no more can be, take in the oldest result.
@@ -145,13 +151,16 @@ class EngineCore:
         """
         self.last_record = None
         refused, self._refused = self._refused, []
+        if self.adapters is not None:
+            refused += self._step_adapters(self.adapters)
 
         is_submitted = len(self._in_flight) < self.depth and self._submit()
         if is_submitted and len(self._in_flight) < self.depth and self.scheduler.has_ready_requests():
             return refused
 
         if not self._in_flight:
-            if self.scheduler.num_deferred and not refused:
+            is_waiting = self.scheduler.num_deferred or (self.adapters is not None and self.adapters.is_busy)
+            if is_waiting and not refused:
                 self._sleep(DEFERRED_SECONDS)
             return refused
         step = self._in_flight.popleft()
@@ -165,6 +174,17 @@ class EngineCore:
         except Exception as error:
             return refused + self._fail(step, error)
         return refused + self._update(step, result)
+
+    def _step_adapters(self, adapters: AdapterRegistry) -> list[RequestDelta]:
+        """Let adapters come and go. Requests end whose adapter is lost."""
+        assert self.scheduler.adapters is not None
+        lost = adapters.step(self.scheduler.adapters)
+        if lost is None:
+            return []
+        deltas = self.scheduler.fail_waiting(lost.digest, lost.error.message)
+        for delta in deltas:
+            delta.error_code = lost.error.code
+        return deltas
 
     def _submit(self) -> bool:
         """Schedule and submit a batch, if there is anything to compute."""
@@ -274,19 +294,9 @@ class EngineCore:
             record.num_drafts, record.num_draft_tokens = counts.num_drafts, counts.num_draft_tokens
             record.num_accepted_tokens, record.num_draft_failures = counts.num_accepted_tokens, counts.num_failures
             record.accepted_per_position = tuple(counts.accepted_per_position)
+        if self.adapters is not None:
+            record.num_adapters, record.num_adapters_in_memory = self.adapters.num_known, self.adapters.num_in_memory
         return record
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed, or that was the cause: a MemoryError, or torch's RuntimeErrors for it."""
-    while error is not None:
-        is_torch = isinstance(error, RuntimeError) and (
-            "allocate memory" in str(error) or "out of memory" in str(error)
-        )
-        if is_torch or isinstance(error, MemoryError):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _wait_for_void(step: _Step) -> None:

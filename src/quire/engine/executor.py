@@ -9,8 +9,9 @@ from typing import TypeVar
 from quire.errors import EngineDeadError, QuireError
 from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
 from quire.logs import get_logger
+from quire.lora.facts import AdapterFacts
 from quire.resolve import DeviceFacts
-from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
+from quire.schedule import Pending, Polled, RowsFailedError, ScheduledBatch, StepResult
 
 logger = get_logger(__name__)
 
@@ -41,6 +42,14 @@ class InlineExecutor:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return any(self._tell(lambda worker: worker.use_idle_time(num_blocks_ever_used)))
 
+    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
+        loads = [worker.load_adapter(path, digest) for worker in self.workers]
+        return loads[0] if len(loads) == 1 else _AllLoads(loads)
+
+    def drop_adapter(self, digest: str) -> None:
+        for worker in self.workers:
+            worker.drop_adapter(digest)
+
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         return _together([worker.submit(batch) for worker in self.workers])
 
@@ -65,6 +74,11 @@ class ThreadExecutor(InlineExecutor):
             [thread.submit(worker.execute, batch) for thread, worker in zip(self._threads, self.workers, strict=True)]
         )
 
+    def drop_adapter(self, digest: str) -> None:
+        """Behind the steps that were submitted, which may compute with it."""
+        for thread, worker in zip(self._threads, self.workers, strict=True):
+            thread.submit(worker.drop_adapter, digest)
+
     def shutdown(self) -> None:
         for thread in self._threads:
             thread.shutdown(wait=True)
@@ -83,6 +97,19 @@ class _AllRanks:
 
     def result(self) -> StepResult:
         return _results(self._pending)[0]
+
+
+class _AllLoads:
+    """An adapter that all ranks read."""
+
+    def __init__(self, loads: Sequence[Polled[AdapterFacts]]) -> None:
+        self._loads = loads
+
+    def done(self) -> bool:
+        return all(load.done() for load in self._loads)
+
+    def result(self) -> AdapterFacts:
+        return _results(self._loads)[0]
 
 
 def _together(pending: Sequence[Pending[StepResult]]) -> Pending[StepResult]:

@@ -19,6 +19,7 @@ from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Worker, WorkerExecutor
 from quire.loader.drafter import load_drafter_config
+from quire.lora.registry import AdapterRegistry
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning.step_costs import (
@@ -97,8 +98,9 @@ def start_engine(
     first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
     guess = assumed_fit(ceilings(resolved, arithmetic, running.facts)).constants
     cost = CostModel(arithmetic, fit([first], guess))
-    scheduler = scheduler_of(resolved, model_config, cost)
-    core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost)
+    adapters = None if resolved.lora is None else AdapterRegistry(running.executor, resolved.lora.max_cpu_loras)
+    scheduler = scheduler_of(resolved, model_config, cost, adapters=adapters)
+    core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost, adapters=adapters)
     file = calibration_file(resolved, model_config, running.facts)
     if (known := file.read()) is not None:
         cost.calibrate(known)

@@ -36,6 +36,7 @@ from quire.loader.drafter import load_drafter_config
 from quire.loader.gguf_choice import find_gguf
 from quire.loader.hub import local_path, resolve_model, resolve_tokenizer_files
 from quire.loader.safetensors_headers import read_headers
+from quire.lora.modules import parse_module
 from quire.messages import EngineLaunch, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.speculative_config import BY_WORKER, SpeculativeConfig
@@ -298,4 +299,5 @@ def start_async_engine(
     outputs = OutputProcessor(parts.tokenizer, metrics, new_draft_metrics=draft_metrics(config))
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
     replica = Replica(handle.launch(), outputs, starter=handle, recovery=recovery)
-    return AsyncEngine([replica], parts.input_processor), handle
+    modules = [parse_module(word) for word in config.lora_modules] if config.enable_lora else None
+    return AsyncEngine([replica], parts.input_processor, modules=modules), handle

@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
+import msgspec
+
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
 from quire.frontend.choices import check_choices
 from quire.frontend.prompts import PromptType, check_cache_salt, is_unicode, read_prompt
 from quire.frontend.tokenizer import Tokenizer
+from quire.lora.request import Registration
 from quire.messages import AddRequest
 from quire.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 
@@ -53,6 +56,12 @@ class ProcessedRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams  # a copy: the caller may change theirs
     requests: list[AddRequest]
+    adapter: Registration | None = None
+
+    def with_adapter(self, adapter: Registration) -> ProcessedRequest:
+        """The same for an adapter."""
+        requests = [msgspec.structs.replace(request, adapter=adapter.digest) for request in self.requests]
+        return dataclasses.replace(self, requests=requests, adapter=adapter)
 
 
 @dataclass(frozen=True, slots=True)

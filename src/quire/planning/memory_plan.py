@@ -239,6 +239,7 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
         record,
         MemorySettings(memory.weight_bytes, memory.work_bytes, num_blocks, kv_bytes, unplanned),
         drafter=resolved.drafter,
+        lora=resolved.lora,
     )
 
 

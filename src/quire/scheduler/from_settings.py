@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 from quire.cost.model import CostModel
 from quire.formats.kv_groups import kv_groups
+from quire.lora.registry import AdapterRegistry
 from quire.model_config import ModelConfig
+from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.proposer import Proposer
+from quire.scheduler.queue import ORDER_KEYS
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
@@ -30,13 +33,19 @@ def scheduler_of(
     model_config: ModelConfig,
     cost: CostModel,
     clock: Callable[[], float] = time.monotonic,
+    adapters: AdapterRegistry | None = None,
 ) -> Scheduler:
     """A scheduler with an empty KV cache of the planned size.
 
     Args:
         cost: knows how long steps take.
+        adapters: that requests may name.
     """
     model, schedule = resolved.model, resolved.scheduler
+    turns = None
+    if adapters is not None and resolved.lora is not None:
+        order = ORDER_KEYS[schedule.scheduling_policy]
+        turns = AdapterTurns(resolved.lora.max_loras, order, adapters.is_in_memory)
     kv = KVCacheManager(
         BlockPool(
             resolved.memory.num_blocks,
@@ -73,6 +82,7 @@ def scheduler_of(
             schedule.depth,
             None if resolved.drafter is None else resolved.drafter.form.max_model_len,
         ),
+        adapters=turns,
         room_within=cost.room_within,
         clock=clock,
     )

@@ -8,16 +8,17 @@ from typing import Protocol
 
 import torch
 
-from quire.errors import MemoryPlanError
+from quire.errors import ConfigError, MemoryPlanError
 from quire.kernels import cpu, extension, gpu, gpu_facts
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
 from quire.loader.load import load_model
+from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
 from quire.models.registry import CausalLM
 from quire.planning import devices
 from quire.resolve import DeviceFacts, shown_bytes
-from quire.schedule import ScheduledBatch, StepResult
+from quire.schedule import Polled, ScheduledBatch, StepResult
 from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
 from quire.worker.drafts import HoldAtRandom
@@ -77,6 +78,8 @@ class DeviceWorker:
         return devices.detect(isa, gpu_facts.detect() if wants_gpu else "none was looked for")
 
     def load(self, settings: WorkerSettings) -> None:
+        if settings.lora is not None:
+            raise ConfigError("Adapters are not computed in this version", param="enable_lora")
         device, form = settings.device, settings.model
         is_on_gpu = device.device == "cuda"
         if cpu.available():
@@ -135,6 +138,12 @@ class DeviceWorker:
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         return self.runner.execute(batch)
+
+    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
+        raise NotImplementedError
+
+    def drop_adapter(self, digest: str) -> None:
+        raise NotImplementedError
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""
