@@ -55,7 +55,7 @@ def calls_of(K: int, columns: Sequence[int], case: str, dtype: torch.dtype) -> t
     given = [(torch.randn(rank, K).to(dtype), torch.randn(num, rank).to(dtype)) for num in columns]
     calls: list[Callable[[], Any]] = []
     for _ in range(max(2, min(32, COLD_BYTES // (elements * dtype.itemsize)))):
-        table = LoraTable(adapters, K, columns, dtype, torch.device("cpu"))
+        table = LoraTable(adapters, rank, K, columns, dtype, torch.device("cpu"))
         for slot in range(adapters):
             table.set(slot, [pack_delta(a, b, 1.0) for a, b in given])
         calls.append(partial(add_lora, base, x, slots, table, dtype, out))

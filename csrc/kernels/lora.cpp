@@ -285,6 +285,10 @@ inline void finish_row(const float* base, const float* added, int64_t count, Out
   }
 }
 
+inline void fetch_row(const float* base, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(float)) __builtin_prefetch(base + i, 0, 3);
+}
+
 template <class B, class Out>
 void expand(const Plan& plan, const Unit& unit, const Unit& following) {
   const LoraArgs& args = *plan.args;
@@ -306,15 +310,16 @@ void expand(const Plan& plan, const Unit& unit, const Unit& following) {
                          ? nullptr
                          : reinterpret_cast<const char*>(static_cast<const B*>(following.delta->b) +
                                                          following.begin * following.delta->rank);
-  for (int64_t column = unit.begin; column < unit.end; column += kTileColumns) {
-    const int64_t count = std::min(kTileColumns, unit.end - column), panels = ceil_div(count, kLoraColumns);
-    const B* tile_b = b + column * rank;
-    const int64_t ahead = (column - unit.begin) * rank * static_cast<int64_t>(sizeof(B));
-    for (int64_t row = unit.row, rows; row < unit.row_end; row += rows) {
-      rows = unit.row_end - row >= kExpandTile ? kExpandTile : 1;
-      const char* fetched = row == unit.row && next != nullptr ? next + ahead : nullptr;
-      const auto tile = rows == 1 ? expand_tile<1, B> : expand_tile<kExpandTile, B>;
-      tile(plan.sums + row * plan.sums_stride + unit.sums, plan.sums_stride, tile_b, rank, panels, added, fetched);
+  for (int64_t row = unit.row, rows; row < unit.row_end; row += rows) {
+    rows = unit.row_end - row >= kExpandTile ? kExpandTile : 1;
+    const auto tile = rows == 1 ? expand_tile<1, B> : expand_tile<kExpandTile, B>;
+    const float* sums = plan.sums + row * plan.sums_stride + unit.sums;
+    for (int64_t column = unit.begin; column < unit.end; column += kTileColumns) {
+      const int64_t count = std::min(kTileColumns, unit.end - column);
+      for (int64_t i = 0; i < rows; ++i) fetch_row(base_of(plan.order[row + i]) + column, count);
+      const int64_t ahead = (column - unit.begin) * rank * static_cast<int64_t>(sizeof(B));
+      tile(sums, plan.sums_stride, b + column * rank, rank, ceil_div(count, kLoraColumns), added,
+           row == unit.row && next != nullptr ? next + ahead : nullptr);
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t at = plan.order[row + i];
         finish_row<Out>(base_of(at) + column, added + i * kTileColumns, count, out_of(at) + column);

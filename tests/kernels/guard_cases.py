@@ -468,7 +468,7 @@ def weights() -> Iterator[Case]:
 @cache
 def adapter_table(looks_up: bool = False) -> LoraTable:
     """Kept: a call keeps no tensor alive."""
-    table = LoraTable(2, 8, (5, 3), torch.float32, torch.device("cpu"), looks_up=looks_up)
+    table = LoraTable(2, 4, 8, (5, 3), torch.float32, torch.device("cpu"), looks_up=looks_up)
     table.set(1, [pack_delta(torch.ones(2, 8), torch.ones(5, 2), 1.0, looks_up=looks_up), None])
     return table
 
@@ -525,6 +525,8 @@ def additions() -> Iterator[Case]:
     half = pack_delta(torch.ones(2, 8).half(), torch.ones(5, 2).half(), 1.0)
     held.add(ValueError, "a is [2, 9], expected [2, 8]", "more in-features", deltas=[wide, None])
     held.add(ValueError, "a delta has 4 out-features, expected 5 of part 0", "too narrow", deltas=[narrow, None])
+    high = pack_delta(torch.ones(5, 8), torch.ones(5, 5), 1.0)
+    held.add(ValueError, "a delta has rank 5, expected 4 at most", "a rank too high", deltas=[high, None])
     held.add(TypeError, "a is torch.float16", "another dtype", deltas=[half, None])
     held.add(ValueError, "zip() argument", "a part too few", deltas=[None])
     yield from held.cases

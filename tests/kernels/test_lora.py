@@ -46,7 +46,7 @@ def layer(
     """Random adapters; `ranks` by slot and part, 0: none. `columns` negative: an embedding of K tokens."""
     random = torch.Generator().manual_seed(seed)
     looks_up, columns = columns[0] < 0, [abs(N) for N in columns]
-    table = LoraTable(len(ranks), K, columns, dtype, HOST, looks_up=looks_up)
+    table = LoraTable(len(ranks), 512, K, columns, dtype, HOST, looks_up=looks_up)
     given: list[list[tuple[Tensor, Tensor, float] | None]] = []
     for slot, of_parts in enumerate(ranks):
         deltas: list[tuple[Tensor, Tensor, float] | None] = []

@@ -83,6 +83,7 @@ class LoraTable:
     """The additions of all adapters to one layer: a row of pointers for each slot. Rows change between steps.
 
     Args:
+        max_rank: of any delta.
         columns: N of each part, in order.
         dtype: of A and B.
         looks_up: the layer is an embedding of K tokens.
@@ -91,6 +92,7 @@ class LoraTable:
     def __init__(
         self,
         num_slots: int,
+        max_rank: int,
         K: int,
         columns: Sequence[int],
         dtype: torch.dtype,
@@ -102,7 +104,7 @@ class LoraTable:
             raise ValueError(f"the layer has {len(columns)} parts, expected 1 to {MOST_PARTS}")
         check_dtype("a table", torch.empty(0, dtype=dtype), *cpu.DTYPE_CODES)
         self.K, self.columns, self.dtype, self.looks_up = K, tuple(columns), dtype, looks_up
-        self.N = sum(columns)
+        self.N, self.max_rank = sum(columns), max_rank
         self._filled: set[int] = set()
         self.deltas: list[list[PackedDelta | None]] = [[None] * len(columns) for _ in range(num_slots)]
         # Address of A, address of B, rank, bits of the scale as float64: struct LoraDelta.
@@ -129,6 +131,8 @@ class LoraTable:
             shape = (self.K, delta.rank) if self.looks_up else (delta.rank, self.K)
             check_shape("a", delta.a, *shape)
             check_dtype("a", delta.a, self.dtype)
+            if delta.rank > self.max_rank:
+                raise ValueError(f"a delta has rank {delta.rank}, expected {self.max_rank} at most")
             if delta.N != N:
                 raise ValueError(f"a delta has {delta.N} out-features, expected {N} of part {part}")
             (scale,) = struct.unpack("q", struct.pack("d", delta.scale))

@@ -69,7 +69,7 @@ def add_lora(base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_
     if table.looks_up:
         _check_indices("token_ids", x, table.K)
     y_TN = base_TN.clone()
-    for slot in slots_T.unique().tolist():
+    for slot in sorted(set(slots_T.tolist())):
         rows = slots_T == slot
         first = 0
         for delta, num_columns in zip(table.deltas[slot] if slot >= 0 else (), table.columns, strict=slot >= 0):

@@ -5,7 +5,8 @@ Dimensions: T tokens, R rows with logits, D hidden, V vocabulary, L positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,15 +17,34 @@ from torch import Tensor
 from quire.attention.select import SharedBackends
 from quire.formats.kv_groups import kv_groups, table_of_layer
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.hf_config.quantization import OUTPUT
 from quire.kernels.fp8 import Rows
 from quire.layer_spec import RopeConfig
-from quire.layers.embedding import Embedding, OutputProjection, PackedEmbedding
+from quire.layers.embedding import Embedding, Lookup, OutputProjection, PackedEmbedding
+from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import WeightSlot
 from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Sublayer, Weighted
 from quire.models.weights import WeightTable
+
+EMBEDDINGS = "model.embed_tokens"
+
+
+@dataclass(frozen=True)
+class Adaptable:
+    """A layer to whose results adapters may add.
+
+    Attributes:
+        parts: the names of its weights in Llama's style, without suffix, and their out-features.
+        looks_up: the in-features are tokens.
+    """
+
+    layer: Linear | Lookup
+    parts: tuple[tuple[str, int], ...]
+    in_features: int
+    looks_up: bool = False
 
 
 class Decoder:
@@ -79,7 +99,7 @@ class Decoder:
             self._parts.append((own.shape.prefix, packed))
             return PackedEmbedding(packed)
         table = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self._parts.append(("model.embed_tokens.", table))
+        self._parts.append((f"{EMBEDDINGS}.", table))
         return table
 
     def _make_layers(self, quantization: str | None) -> Iterable[list[Sublayer]]:
@@ -152,7 +172,7 @@ class Decoder:
         """hidden_TD of the step's tokens after the final norm. Their K and V go to `batch.caches`."""
         if batch.host is not None:
             self.prepare(batch.host, batch.caches)
-        return self.run_blocks(self.embed(batch.token_ids_T), batch)
+        return self.run_blocks(self.embed(batch.token_ids_T, batch.adapter_slots_T), batch)
 
     def run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
         """Run all layers and the final norm. They change the residual stream [T, D]."""
@@ -160,12 +180,21 @@ class Decoder:
         assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD
 
-    def embed(self, token_ids_T: Tensor) -> Tensor:
+    def embed(self, token_ids_T: Tensor, adapter_slots_T: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer."""
-        residual_TD = self._embed(token_ids_T)
+        residual_TD = self._embed(token_ids_T, adapter_slots_T)
         if self._embedding_multiplier != 1.0:
             residual_TD *= self._embedding_multiplier
         return residual_TD
+
+    def adaptable(self) -> Iterator[Adaptable]:
+        """Every layer to whose results adapters may add, the embeddings first and the logits last."""
+        hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
+        yield Adaptable(self._embed, ((EMBEDDINGS, hidden_size),), vocab_size, looks_up=True)
+        for prefix, part in self._parts:
+            if isinstance(part, Linear) and not isinstance(part, OutputProjection):
+                yield Adaptable(part, tuple((prefix + name, size) for name, size in part.shards), part.in_features)
+        yield Adaptable(self._output, ((OUTPUT, vocab_size),), hidden_size)
 
     def own_name(self, checkpoint_name: str) -> str | None:
         """Our name, in Llama's style, of a tensor of the checkpoint; None: the model does not use it."""
@@ -187,9 +216,9 @@ class Decoder:
         """
         _run(self._layers[layer], residual_TD, batch)
 
-    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
         """logits_RV in float32, with the family's scale and soft cap."""
-        logits_RV = self._output.logits(hidden_RD)
+        logits_RV = self._output.logits(hidden_RD, adapter_slots_R)
         config = self.config
         if config.logits_scaling != 1.0:
             logits_RV /= config.logits_scaling
