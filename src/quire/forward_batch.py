@@ -72,6 +72,7 @@ class ForwardBatch:
     caches: list[LayerCache]  # one per layer
     adapter_slots_T: Tensor | None = None  # int32, -1: no adapter (kernels.lora); None: no row of the step has one
     host: HostStep | None = None  # None: on CPU, or if the step was prepared already
+    hidden_TD: Tensor | None = None  # what a head that drafts reads beside the tokens; a pass may write to it
 
     @property
     def num_tokens(self) -> int:

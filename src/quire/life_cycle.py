@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from quire.metrics.stopwatch import Lap
+from quire.model_config import ModelConfig
 from quire.planning.graph_sizes import GraphSizes, graph_sizes
 from quire.planning.memory_plan import MemoryFacts
 from quire.resolve import DeviceFacts
@@ -43,6 +44,15 @@ class WorkerSettings:
         assert self.drafter is not None
         mode = "NONE" if self.device.cudagraph_mode == "NONE" else "FULL_DECODE_ONLY"
         return replace(self, model=self.drafter.form, device=replace(self.device, cudagraph_mode=mode), drafter=None)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a step, padding included."""
+        return max(self.max_num_batched_tokens, self.max_num_seqs)
+
+    def hidden_bytes(self, target: ModelConfig) -> int:
+        """Of what is kept for a head that drafts."""
+        return 0 if self.drafter is None else self.drafter.hidden_bytes(target, self.max_num_seqs, self.most_tokens)
 
     def graph_sizes(self) -> GraphSizes:
         """The steps that are captured on a GPU."""

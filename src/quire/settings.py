@@ -13,10 +13,11 @@ from quire.config import EngineConfig, ServerConfig
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import DrafterLayers, full_table, kv_groups, num_tables
 from quire.formats.weight_format import packs_floats
-from quire.model_config import ModelConfig
+from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
 from quire.speculative_config import LEAST_LOGITS_ROWS, SpeculativeConfig
 
+LEAST_KEPT = 8  # positions whose hidden states wait for a head: it reads them in about the time of one
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ _FURTHER_LIMITS = {
     "work_bytes": "memory left for the KV cache",
     "drafter_weight_bytes": "memory left for the KV cache",
     "drafter_logits_bytes": "memory left for the KV cache",
+    "drafter_hidden_bytes": "memory left for the KV cache",
     "drafter_kv_bytes_per_token": "how many tokens the KV cache holds",
     "kv_cache_bytes": "context held for all requests together",
     "unplanned_bytes": "what other programs may take",
@@ -144,6 +146,11 @@ class SchedulerSettings:
         return self.max_num_seqs if self.speculation is None else max(self.max_num_seqs, LEAST_LOGITS_ROWS)
 
     @property
+    def most_tokens(self) -> int:
+        """Of a step, padding included."""
+        return max(self.max_num_batched_tokens, self.max_num_seqs)
+
+    @property
     def depth(self) -> int:
         """Batches in flight."""
         return 2 if self.async_scheduling else 1
@@ -172,6 +179,18 @@ class DrafterSettings:
     def kv_bytes_per_token(self, target: ModelConfig) -> int:
         """That the drafter adds to the KV cache: the pages of all block tables have room for it, and it uses one."""
         return num_tables(kv_groups(target)) * self.layers(target).bytes_per_token()
+
+    @property
+    def positions_kept(self) -> int:
+        """Of each request, whose hidden states wait for a head: at least all that a step verifies."""
+        return max(self.max_drafts + 1, LEAST_KEPT)
+
+    def hidden_bytes(self, target: ModelConfig, max_num_seqs: int, max_tokens: int) -> int:
+        """Of the target's hidden states that are kept for a head: of the largest step, twice, and of its rows."""
+        if target.drafter is None or (head := target.drafter.head) is None:
+            return 0
+        num_positions = 2 * max_tokens + max_num_seqs * self.positions_kept
+        return num_positions * head.hidden_width * DTYPE_BYTES[self.form.dtype]
 
     def weight_bytes(self, target: ModelConfig, isa: str) -> int:
         """That the drafter's weights will take in memory once they are loaded."""

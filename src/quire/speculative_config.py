@@ -31,7 +31,7 @@ _OF_METHOD: dict[SpeculativeMethod, tuple[str, ...]] = {
     ),
     "draft_model": _OF_MODELS,
     "eagle3": _OF_MODELS,
-    "mtp": _OF_MODELS,
+    "mtp": _OF_MODELS[2:],
 }  # fmt: skip
 _LEAST = {
     "num_speculative_tokens": 1,

@@ -20,7 +20,7 @@ from quire.messages import Progress
 from quire.metrics.stopwatch import Lap
 from quire.model_config import ModelConfig
 from quire.planning import devices
-from quire.planning.memory_plan import MemoryFacts, least_work_bytes, logits_bytes
+from quire.planning.memory_plan import MemoryFacts, buffer_bytes, logits_bytes, work_bytes
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.schedule import Pending, ScheduledBatch, StepResult
 
@@ -45,12 +45,12 @@ class LightWorker:
     def measure(self) -> Measured:
         settings = self._settings
         logits = logits_bytes(self._model, settings.num_logits_rows)
-        work = least_work_bytes(self._model, settings.max_num_batched_tokens, settings.model.dtype)
+        buffers = buffer_bytes(self._model, settings.max_num_batched_tokens, settings.model.dtype)
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes(),
             free_bytes=devices.free_memory_bytes() - self._weights,
             weight_bytes=self._weights,
-            work_bytes=work + logits,
+            work_bytes=work_bytes(buffers, "cpu") + logits,
             logits_bytes=logits,
         )
         return Measured(memory, 256, Lap(0.01))

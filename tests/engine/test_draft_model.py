@@ -269,7 +269,7 @@ def test_a_drafter_that_fails_fails_nothing_else(what: str, monkeypatch: pytest.
     assert {why for _, why in failed} == {
         "The drafter failed (ValueError)"
         if what == "raises"
-        else "The draft model's logits are not numbers (NaN) or infinite, or no token is left to draft"
+        else "The drafter's logits are not numbers (NaN) or infinite, or no token is left to draft"
     }
     assert all(result.draft_seconds > 0 for result in results if result.draft_failures)
 

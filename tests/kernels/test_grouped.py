@@ -134,6 +134,23 @@ def test_codes_of_every_value(isa: str, weight_format: GroupedFormat) -> None:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=str)
+def test_the_largest_products_fit_into_all_sums(isa: str, weight_format: GroupedFormat) -> None:
+    """Every code and every element at an end of its range, with equal signs and with signs that alternate."""
+    N, K = 66, 1280
+    codes_NK = torch.zeros(N, K, dtype=torch.uint8)
+    x_TK = -torch.ones(7, K)
+    for step in (1, 2, 4, 8):
+        is_first_K = torch.arange(K) // step % 2 == 0
+        codes_NK[step, is_first_K] = codes_NK[step + 16] = (1 << weight_format.bits) - 1
+        x_TK[step % 7, is_first_K] = 1
+    weight = replace(random_weight(weight_format, N, K), codes_NK=codes_NK)
+    packed = pack_grouped(weight)
+    expected_TN = reference.grouped_linear(x_TK, weight, None, torch.float32)
+    for T in (1, 7):
+        torch.testing.assert_close(grouped_linear(x_TK[:T], packed), expected_TN[:T], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 def test_rows_of_the_weight_are_what_was_packed(weight_format: GroupedFormat) -> None:
     weight = random_weight(weight_format, 130, 611)
     packed = pack_grouped(weight)

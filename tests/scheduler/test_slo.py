@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.cost.calibrate import Fit
@@ -178,7 +178,15 @@ def test_without_a_target_the_batches_are_those_without_a_cost_model(arguments: 
     assert driven[0].batches == driven[1].batches
 
 
-@settings(derandomize=True, max_examples=examples(60))
+@settings(max_examples=examples(60))
+@example(  # an older request that was preempted runs again, and takes the tokens of the prompt that ran
+    prompts=[(2, 1, 11), (6, 1, 9), (52, 1, 0), (52, 1, 0)],
+    target=0.0625,
+    shared=5,
+    depth=1,
+    threshold=0,
+    num_blocks=60,
+)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 12), st.integers(0, 20)), min_size=1, max_size=12),
     target=st.floats(1e-4, 0.1),
@@ -190,7 +198,7 @@ def test_without_a_target_the_batches_are_those_without_a_cost_model(arguments: 
 def test_everybody_progresses(
     prompts: list[tuple[int, int, int]], target: float, shared: int, depth: int, threshold: int, num_blocks: int
 ) -> None:
-    """The oldest prompt that runs has tokens in every step, and all get what they would get without a target."""
+    """The oldest prompt that runs or is admitted has tokens in every step. A target changes no token."""
     run = Driver(
         num_blocks=num_blocks,
         slo_itl=target,
@@ -213,13 +221,15 @@ def test_everybody_progresses(
             if not arrivals:
                 break
             continue
-        lacking = [r for r in run.live() if r.request_id in run.running_ids()]
-        oldest = next((r for r in lacking if r.num_tokens - r.num_computed_tokens > 1), None)
+        prompts_in_order = [r.request_id for r in run.live() if r.num_tokens - r.num_computed_tokens > 1]
+        before = run.running_ids()
         num_batches = len(run.batches)
         run.step()
-        is_preempted = oldest is not None and oldest.request_id not in run.running_ids()
-        if oldest is not None and len(run.batches) > num_batches and not is_preempted:
-            assert oldest.request_id in run.batches[-1].request_ids
+        if len(run.batches) > num_batches:
+            computed = run.batches[-1].request_ids
+            oldest = next((name for name in prompts_in_order if name in before or name in computed), None)
+            is_preempted = oldest in before and oldest not in run.running_ids()
+            assert oldest is None or is_preempted or oldest in computed
     run.check_outputs()
 
 

@@ -18,6 +18,7 @@ from quire.engine.warm_up import produce_tokens
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Worker, WorkerExecutor
+from quire.loader.drafter import load_drafter_config
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning.step_costs import (
@@ -85,8 +86,9 @@ def start_engine(
     model_config = load_model_config(
         model_folder, config.hf_overrides, any_architecture=config.model_impl in ("auto", "transformers")
     )
-    if drafter_folder is not None:
-        model_config = replace(model_config, drafter=load_model_config(drafter_folder))
+    if drafter_folder is not None and config.speculative_config is not None:
+        drafter = load_drafter_config(drafter_folder, config.speculative_config, model_config)
+        model_config = replace(model_config, drafter=drafter)
     workers = make_workers(model_config, progress)
     running = bring_up(config, model_config, workers, is_server=is_server, progress=progress)
     resolved, measured = running.resolved, running.measured

@@ -240,12 +240,13 @@ def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
     return max(float(_C.peak_flops(DTYPE_CODES[dtype], _PEAK_ROUNDS)) for _ in range(repeats))
 
 
-def peak_int8_ops(repeats: int = 3) -> float:
-    """The same for 8-bit integers (multiplications and additions per second), as in products with grouped weights.
+def peak_int8_ops(bits: int = 8, repeats: int = 3) -> float:
+    """The same for codes times 8-bit integers (multiplications and additions per second), as with grouped weights.
 
-    It uses AMX tiles, vpdpbusd, or 16-bit multiply-adds. It needs the extension.
+    Args:
+        bits: of a code: 2 to 6 or 8. Only AVX2, and AVX-512 without VNNI, multiply fewer bits faster.
     """
-    return max(float(_C.peak_int8_ops(_PEAK_ROUNDS)) for _ in range(repeats))
+    return max(float(_C.peak_int8_ops(bits, _PEAK_ROUNDS)) for _ in range(repeats))
 
 
 def advise_huge_pages(x: Tensor) -> None:

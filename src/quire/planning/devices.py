@@ -66,12 +66,6 @@ def free_memory_bytes() -> int:
     return max(free, 0)
 
 
-def resident_memory_bytes() -> int:
-    """Memory this process holds now."""
-    text = _read_text(Path("/proc/self/statm"))
-    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
-
-
 def num_cores() -> int:
     """Physical cores this process may use: affinity without SMT siblings, cut by the cgroup's CPU quota."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

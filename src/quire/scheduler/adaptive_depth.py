@@ -85,9 +85,9 @@ class AdaptiveDepth:
 
     Args:
         step_seconds: what a step costs.
-        draft_seconds: of a drafter in the worker; None: drafts cost no time. It reads what it has not seen of a
-            request when it drafts for it.
+        draft_seconds: of a drafter in the worker; None: drafts cost no time.
         steps_in_flight: with more than one, drafts cost the time of the host too, which is not hidden then.
+        reads_late: that drafter reads what it has not seen of a request when it drafts for it.
 
     Attributes:
         waits: steps with drafts are worth waiting for the tokens that they begin with.
@@ -98,8 +98,11 @@ class AdaptiveDepth:
         step_seconds: StepSeconds,
         draft_seconds: DrafterTime | None = None,
         steps_in_flight: int = 1,
+        *,
+        reads_late: bool = True,
     ) -> None:
         self._step_seconds, self._draft_seconds = step_seconds, draft_seconds
+        self._reads_late = draft_seconds is not None and reads_late
         self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
         self.waits = self._is_reading = False
         self._gain, self._found_share = 0.0, 1.0  # of tokens per second, if all drafts are found; and how many are
@@ -173,7 +176,7 @@ class AdaptiveDepth:
 
         Where nobody drafts, it has not.
         """
-        if self._draft_seconds is None:
+        if not self._reads_late:
             return
         drafting = self._drafting(request)
         drafting.num_read, drafting.is_read = num_cached if self._most_depth else 0, False
@@ -266,12 +269,12 @@ class AdaptiveDepth:
         chances_of = [[] if drafting.is_over else chances(drafting.acceptance.rates(prior)) for drafting in known]
         gain = self._hidden_share + (0.0 if self._most_depth else MIN_GAIN)
         depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
-        if self._draft_seconds is not None and any(depths):
+        if self._reads_late and any(depths):
             for index in self._too_far_behind(requests, known, chances_of, depths):
                 chances_of[index] = []
             depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
         least = min((row[depth - 1] for row, depth in zip(chances_of, depths, strict=True) if depth), default=2.0)
-        self._depth_of_new = sum(chance >= least for chance in chances(prior)) if self._draft_seconds is None else 0
+        self._depth_of_new = sum(chance >= least for chance in chances(prior)) if not self._reads_late else 0
         for request, drafting, depth in zip(requests, known, depths, strict=True):
             drafting.depth = depth
             if depth:
@@ -321,7 +324,7 @@ class AdaptiveDepth:
     def _read_seconds(self, request: Request, drafting: _Drafting) -> float:
         """In which the drafter reads what it has missed of a request; what it reads at every turn does not count."""
         num_missed = request.num_tokens - drafting.num_read
-        if self._draft_seconds is None or num_missed <= LEAST_MISSED:
+        if self._draft_seconds is None or not self._reads_late or num_missed <= LEAST_MISSED:
             return 0.0
         return self._draft_seconds(num_missed)
 

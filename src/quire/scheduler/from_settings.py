@@ -90,7 +90,8 @@ def speculation_of(
     if config.adaptive:
         is_model = config.method not in ("ngram", "suffix")
         drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if is_model else None
-        adaptive = AdaptiveDepth(cost.with_drafts, drafter, steps_in_flight)
+        reads_late = config.method == "draft_model"  # heads read what the model computes
+        adaptive = AdaptiveDepth(cost.with_drafts, drafter, steps_in_flight, reads_late=reads_late)
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
     return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=True)

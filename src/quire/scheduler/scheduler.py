@@ -287,6 +287,8 @@ class Scheduler:
             if num_logits > 1:
                 end = min(end, request.num_tokens)  # a stop may leave drafts behind it that held
                 has_drafts = self._settle_drafts(request, row, num_logits - 1, result)
+            elif row in result.draft_failures and self.speculation is not None:
+                self.speculation.fail(request, result.draft_failures[row])
             if request.status is RUNNING and start // block_size != end // block_size:
                 self.kv.register_computed(request, start, end)
             if result.prompt_logprobs:

@@ -117,7 +117,9 @@ class Speculation:
             self._adaptive.settle_drafter(seconds, [len(row) for row in drafts])
 
     def fail(self, request: Request, why: str) -> None:
-        """The drafter could not draft for this request: it goes on without."""
+        """The drafter cannot draft for this request: it goes on without."""
+        if request.request_id in self._stopped:
+            return
         self._stop(request)
         self._counts.num_failures += 1
         self._failure_log.warning("Request %s goes on without drafts: %s", request.request_id, why)

@@ -92,6 +92,7 @@ class StepGraphs:
         self._hidden_TD = torch.empty(
             (max(size.tokens for size in sizes), model.config.hidden_size), dtype=model.dtype, device=accelerator.device
         )
+        self._given_TD = None if model.config.head is None else torch.zeros_like(self._hidden_TD)
 
     @torch.inference_mode()
     def capture(self, on_captured: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -114,7 +115,8 @@ class StepGraphs:
                 on_captured(done, len(self._sizes))
 
     def _forward(self, staged: StagedStep, size: Padding) -> None:
-        hidden_TD = self._model.forward(self._inputs.forward_batch(staged, self._caches, is_prepared=True))
+        given_TD = None if self._given_TD is None else self._given_TD[: size.tokens]
+        hidden_TD = self._model.forward(self._inputs.forward_batch(staged, self._caches, given_TD, is_prepared=True))
         self._hidden_TD[: size.tokens].copy_(hidden_TD)
 
     def size_for(self, step: StepRows) -> Padding | None:
@@ -129,9 +131,11 @@ class StepGraphs:
             return None
         return Padding(*self._mixed[at], has_adapters)
 
-    def run(self, size: Padding, staged: StagedStep) -> Tensor:
-        """hidden_TD of a step that was staged with this padding; overwritten by the next run."""
+    def run(self, size: Padding, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
+        """See CapturedSteps."""
         captured = self._captured[size]
+        if self._given_TD is not None and hidden_TD is not None:
+            self._given_TD[: len(hidden_TD)].copy_(hidden_TD)
         assert captured.staged.token_ids_T.data_ptr() == staged.token_ids_T.data_ptr(), "the step lies elsewhere"
         self._model.prepare(staged.host, self._caches)
         captured.graph.replay()

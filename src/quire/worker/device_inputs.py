@@ -77,7 +77,14 @@ class DeviceInputBatch(InputBatch):
         self._write_new_blocks()
         return super().stage(step, parameters, pad_to)
 
-    def forward_batch(self, staged: StagedStep, caches: list[LayerCache], is_prepared: bool = False) -> ForwardBatch:
+    def forward_batch(
+        self,
+        staged: StagedStep,
+        caches: list[LayerCache],
+        hidden_TD: Tensor | None = None,
+        *,
+        is_prepared: bool = False,
+    ) -> ForwardBatch:
         """What the forward pass reads. Launches only: it can be captured.
 
         Args:
@@ -97,6 +104,7 @@ class DeviceInputBatch(InputBatch):
             caches=caches,
             adapter_slots_T=staged.adapter_slots_T,
             host=None if is_prepared else staged.host,
+            hidden_TD=hidden_TD,
         )
 
     def _write_new_blocks(self) -> None:
@@ -118,7 +126,7 @@ class DeviceInputBatch(InputBatch):
     def place_guesses(self, step: StepRows, staged: StagedStep, token_ids_S: Tensor) -> None:
         """See InputBatch; the device keeps the tokens as the newest of their rows, and the host does not know them."""
         self._newest_C.index_copy_(0, staged.expecting_rows, token_ids_S.clamp(min=0))
-        self.token_ids[step.rows_S, step.starts_S + step.lens_S] = -1 - step.rows_S
+        self.token_ids[step.rows_S, step.starts_S + step.lens_S + step.ahead] = -1 - step.rows_S
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
         """See InputBatch; the device keeps the tokens as the newest of their rows."""

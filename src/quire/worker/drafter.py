@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.schedule import ScheduledBatch
+from quire.worker.input_batch import StepRows
 
 ANY_TOKEN = 0  # in place of a draft that could not be made: what the target samples there decides, as ever
 
@@ -30,6 +31,13 @@ class Drafter(Protocol):
 
     def follow(self, batch: ScheduledBatch) -> None:
         """The InputBatch has applied a batch: rows are others', and pages are handed out anew."""
+        ...
+
+    def learn(self, step: StepRows) -> None:
+        """The target's forward pass over a step, and what it samples from there, have been launched.
+
+        What it raises fails the drafts of these rows, and nothing else.
+        """
         ...
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:

@@ -25,7 +25,7 @@ from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator
 from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_inputs import DeviceInputBatch
-from quire.worker.draft_model import draft_model_of
+from quire.worker.drafters import drafter_of, streams_for
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 
@@ -77,7 +77,7 @@ class OnGpu:
             free_bytes=free_bytes,
             weight_bytes=model.weight_bytes() + drafter_bytes,
             drafter_weight_bytes=drafter_bytes,
-            work_bytes=work.step_bytes + work.graph_bytes + further,
+            work_bytes=work.step_bytes + work.graph_bytes + further + settings.hidden_bytes(model.config),
             logits_bytes=logits_bytes(model.config, settings.num_logits_rows),
             work_detail=f"{work.step_bytes:,} in a step of {num_tokens} tokens, {work.graph_bytes:,} in graphs",
         )
@@ -101,12 +101,13 @@ class OnGpu:
             graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
             return graphs
 
-        graphs, draft_model = captured(model, cache.layers, settings), None
+        streams = streams_for(model, drafter, settings)
+        graphs, drafts = captured(model, cache.layers, settings), None
         if drafter is not None:
             own = captured(drafter, cache.drafter_layers, settings.of_drafter())
-            draft_model = draft_model_of(drafter, cache, inputs, self._accelerator, own, settings)
+            drafts = drafter_of(drafter, streams, cache, inputs, self._accelerator, own, settings)
         mode = settings.model.logprobs_mode
-        return ModelRunner(model, cache, inputs, mode, self._accelerator, graphs, draft_model)
+        return ModelRunner(model, cache, inputs, mode, self._accelerator, graphs, drafts)
 
 
 def make_inputs(settings: WorkerSettings, model: ModelConfig, accelerator: Accelerator) -> DeviceInputBatch:
@@ -117,7 +118,7 @@ def make_inputs(settings: WorkerSettings, model: ModelConfig, accelerator: Accel
         settings.model.block_size,
         model.vocab_size,
         num_tables(kv_groups(model)),
-        max_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        max_tokens=settings.most_tokens,
         accelerator=accelerator,
         steps_in_flight=settings.steps_in_flight,
     )

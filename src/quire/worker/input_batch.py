@@ -34,6 +34,7 @@ class StepRows:
     lens_S: NDArray[np.int64]  # tokens of this step
     sampling_R: NDArray[np.int64]  # position in the batch
     drafts: Drafts | None = None
+    ahead: int = 0  # each position reads the token so many places behind it
     adapter_slots_S: NDArray[np.int32] | None = None  # None: no row has an adapter, or the model takes none
 
     def expecting_rows(self) -> NDArray[np.int64]:
@@ -233,7 +234,7 @@ class InputBatch:
 
     def place_guesses(self, step: StepRows, staged: StagedStep, token_ids_S: Tensor) -> None:
         """The tokens behind those of a step that was staged are inputs of the next one (-1: any token is)."""
-        ends_S = step.starts_S + step.lens_S
+        ends_S = step.starts_S + step.lens_S + step.ahead
         self.token_ids[step.rows_S, ends_S] = token_ids_S.clamp(min=0).numpy()
 
     def step_rows(self, batch: ScheduledBatch) -> StepRows:
@@ -246,8 +247,8 @@ class InputBatch:
             slots_S = None
         if any(batch.draft_token_ids):
             drafts = Drafts.of(batch.num_logits, batch.draft_token_ids)
-            return StepRows(rows_S, starts_S, lens_S, drafts.sampling_R, drafts, slots_S)
-        return StepRows(rows_S, starts_S, lens_S, np.flatnonzero(batch.num_logits), None, slots_S)
+            return StepRows(rows_S, starts_S, lens_S, drafts.sampling_R, drafts, adapter_slots_S=slots_S)
+        return StepRows(rows_S, starts_S, lens_S, np.flatnonzero(batch.num_logits), adapter_slots_S=slots_S)
 
     def stage(
         self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None
@@ -282,7 +283,7 @@ class InputBatch:
             array[len(values) :] = padding
             return tensor
 
-        token_ids = put(self.token_ids[row_T, positions_T], width_T, np.int64)
+        token_ids = put(self.token_ids[row_T, positions_T + step.ahead], width_T, np.int64)
         positions = put(positions_T + self.rope_offsets[row_T], width_T, np.int64)
         slots = [put(of_table_T, width_T, np.int64, -1) for of_table_T in slots_T]
         rows = put(rows_S, width_S, np.int64)
@@ -316,7 +317,9 @@ class InputBatch:
         arrays.send()
         return staged
 
-    def forward_batch(self, staged: StagedStep, caches: list[LayerCache]) -> ForwardBatch:
+    def forward_batch(
+        self, staged: StagedStep, caches: list[LayerCache], hidden_TD: Tensor | None = None
+    ) -> ForwardBatch:
         """What the forward pass reads of a step whose tokens are all known."""
         rows_S = staged.rows_S.numpy()
         num_table_blocks = -(-int(staged.host.seq_lens_S.max()) // self.block_size)
@@ -331,6 +334,7 @@ class InputBatch:
             ),
             caches=caches,
             adapter_slots_T=staged.adapter_slots_T,
+            hidden_TD=hidden_TD,
         )
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:

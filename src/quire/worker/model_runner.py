@@ -180,7 +180,20 @@ class ModelRunner:
         if inputs.num_prompt_logprobs:
             launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step, staged))
         marks = (start, forwarded, device.mark())
-        return PendingStep(self, result, launched, device.download(launched.tensors()), marks)
+        pending = PendingStep(self, result, launched, device.download(launched.tensors()), marks)
+        if self.drafter is not None and len(step.rows_S):
+            self._learn(self.drafter, step, result)
+        return pending
+
+    def _learn(self, drafter: Drafter, step: StepRows, result: StepResult) -> None:
+        try:
+            drafter.learn(step)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # as for drafts
+            self.device.synchronize()
+            drafted = _failed([0] * len(step.rows_S), error)
+            result.draft_failures |= drafted.failures
 
     def _drafted(self, batch: ScheduledBatch, drafter: Drafter, result: StepResult) -> ScheduledBatch:
         """The batch with drafts in place of UNDRAFTED, which go into the rows too.

@@ -90,18 +90,18 @@ class DeviceWorker:
         config = replace(self._model_config, max_model_len=form.max_model_len)
         model = load_model(config, form, device, self._progress)
         self.settings, self.model = settings, model
-        self.drafter = self._load_drafter(settings)
+        self.drafter = self._load_drafter(model, settings)
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost()
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
         self._progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {name}")
 
-    def _load_drafter(self, settings: WorkerSettings) -> CausalLM | None:
+    def _load_drafter(self, target: CausalLM, settings: WorkerSettings) -> CausalLM | None:
         config, drafter = self._model_config.drafter, settings.drafter
         if config is None or drafter is None:
             return None
         config = replace(config, max_model_len=drafter.form.max_model_len)
-        return load_model(config, drafter.form, settings.device, self._progress)
+        return load_model(config, drafter.form, settings.device, self._progress, target)
 
     def measure(self) -> Measured:
         self.measured = self.place.measure(self.model, self.drafter, self.settings)
