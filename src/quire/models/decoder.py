@@ -78,7 +78,7 @@ class Decoder:
         self._parts: list[tuple[str, Weighted]] = []
         self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
         self._output: OutputProjection
-        self._embed: Callable[[Tensor], Tensor] = self._make_embeddings(quantization)
+        self._embed: Lookup = self._make_embeddings(quantization)
         self._layers = list(self._make_layers(quantization))
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype)
         self._parts.append(("model.norm.", final_norm))
@@ -98,7 +98,7 @@ class Decoder:
         self._parts.append((stored.shape.prefix, output))
         return output
 
-    def _make_embeddings(self, quantization: str | None) -> Callable[[Tensor], Tensor]:
+    def _make_embeddings(self, quantization: str | None) -> Lookup:
         config, dtype = self.config, self.dtype
         self._output = self._make_output(quantization)
         if config.tie_word_embeddings:
