@@ -116,8 +116,8 @@ class MLP:
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
         slots_T = batch.adapter_slots_T
-        gate_up = self.reader(x_TD, adapter_slots_T=slots_T)
-        return self._down(self._activation(gate_up), adapter_slots_T=slots_T)
+        # No name holds the wide results: each is freed as soon as it was read.
+        return self._down(self._activation(self.reader(x_TD, adapter_slots_T=slots_T)), adapter_slots_T=slots_T)
 
 
 @dataclass
