@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,6 +90,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     params: SamplingParams
     fork_of: str | None = None
+    adapter: str | None = None  # its digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,7 @@ class Schedule:
     waits: bool = False  # Speculation.waits
     draft: tuple[ModelConfig, CausalLM] | None = None  # a model or head that drafts in the worker
     drafts_greedily: bool = False
+    adapters: Mapping[str, int] = field(default_factory=dict)  # slots by digest
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
@@ -165,17 +167,20 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
     tables = num_tables(kv_groups(config))
     sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size, tables)
     if (accelerator := schedule.accelerator) is None:
-        inputs = InputBatch(*sizes)
+        inputs = InputBatch(*sizes, schedule.adapters)
         recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
         drafter = _drafter(schedule, _streams(schedule, model), cache, inputs, Host())
         runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded, drafter)
         return runner if schedule.depth == 1 else ThreadExecutor([runner])
     max_tokens = max(schedule.chunk, *sizes[:1])
-    inputs = DeviceInputBatch(*sizes, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth)
+    inputs = DeviceInputBatch(
+        *sizes, schedule.adapters, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth
+    )
     graphs, streams = None, _streams(schedule, model)
     if schedule.graph_sizes:
         captured = [Padding(size, size) for size in schedule.graph_sizes]
         captured += [Padding(size, min(sizes[0], size - 1)) for size in schedule.mixed_sizes if size <= max_tokens]
+        captured += [replace(size, has_adapters=True) for size in captured if schedule.adapters]
         graphs = StepGraphs(model, cache.layers, inputs, accelerator, in_order(captured))
         graphs.capture()
     drafter = _drafter(schedule, streams, cache, inputs, accelerator)
@@ -235,6 +240,7 @@ def run(
                 max_tokens,
                 stop_token_ids=[EOS],
                 fork_of=prompt.fork_of,
+                adapter=prompt.adapter,
             )
         )
     step = 0

@@ -224,8 +224,8 @@ def test_a_drafter_that_fails_fails_nothing_else(what: str, monkeypatch: pytest.
     _, model = demo_draft()
     compute_logits, calls = model.compute_logits, []
 
-    def failing(hidden_RD: torch.Tensor) -> torch.Tensor:
-        logits_RV = compute_logits(hidden_RD)
+    def failing(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
+        logits_RV = compute_logits(hidden_RD, adapter_slots_R)
         calls.append(len(hidden_RD))
         if len(calls) % 3 == 0:
             if what == "raises":
@@ -268,8 +268,8 @@ def test_padding_of_the_vocabularies_may_differ(width: int, monkeypatch: pytest.
     config, model = demo_draft()
     compute_logits = model.compute_logits
 
-    def other_width(hidden_RD: torch.Tensor) -> torch.Tensor:
-        logits_RV = compute_logits(hidden_RD)
+    def other_width(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
+        logits_RV = compute_logits(hidden_RD, adapter_slots_R)
         more = torch.full((len(hidden_RD), max(width - VOCAB_SIZE, 0)), 100.0)
         return torch.cat([logits_RV[:, :width], more], dim=1)
 

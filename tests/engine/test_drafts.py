@@ -183,8 +183,8 @@ def test_logits_of_a_verifying_step_are_those_of_single_steps(precision: str, mo
     _, model = demo_model(precision, None)
     compute_logits, seen = model.compute_logits, []
 
-    def noted(hidden_RD: torch.Tensor) -> torch.Tensor:
-        logits_RV = compute_logits(hidden_RD)
+    def noted(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
+        logits_RV = compute_logits(hidden_RD, adapter_slots_R)
         seen.append(logits_RV.clone())
         return logits_RV
 
@@ -217,8 +217,8 @@ def steps_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> tuple[list[to
         sizes.append(batch.num_tokens)
         return submit(batch)
 
-    def noted(hidden_RD: torch.Tensor) -> torch.Tensor:
-        logits.append(compute_logits(hidden_RD).clone())
+    def noted(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
+        logits.append(compute_logits(hidden_RD, adapter_slots_R).clone())
         return logits[-1]
 
     def run_anew(residual_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

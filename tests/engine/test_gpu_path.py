@@ -229,8 +229,8 @@ def test_a_row_without_numbers_ends_alone(accelerator: FakeAccelerator, monkeypa
     assert isinstance(runner, ModelRunner)
     compute_logits, calls = runner.model.compute_logits, []
 
-    def poisoned(hidden_RD):  # type: ignore[no-untyped-def]
-        logits_RV = compute_logits(hidden_RD)
+    def poisoned(hidden_RD, adapter_slots_R):  # type: ignore[no-untyped-def]
+        logits_RV = compute_logits(hidden_RD, adapter_slots_R)
         calls.append(len(logits_RV))
         if len(calls) == 4:
             logits_RV[1, 7] = float("nan")
@@ -251,11 +251,11 @@ def test_a_failed_allocation_ends_the_newest_request(
     assert isinstance(runner, ModelRunner)
     compute_logits, calls = runner.model.compute_logits, []
 
-    def fails_once(hidden_RD):  # type: ignore[no-untyped-def]
+    def fails_once(hidden_RD, adapter_slots_R):  # type: ignore[no-untyped-def]
         calls.append(None)
         if len(calls) == 5:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return compute_logits(hidden_RD)
+        return compute_logits(hidden_RD, adapter_slots_R)
 
     monkeypatch.setattr(runner.model, "compute_logits", fails_once)
     last = len(QUESTIONS) - 1

@@ -239,8 +239,8 @@ def test_a_row_without_numbers_fails_alone(depth: int, monkeypatch: pytest.Monke
     _, model = demo_model("bfloat16", None)
     compute_logits, num_steps = model.compute_logits, count()
 
-    def poisoned(hidden_RD: torch.Tensor) -> torch.Tensor:
-        logits_RV = compute_logits(hidden_RD)
+    def poisoned(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
+        logits_RV = compute_logits(hidden_RD, adapter_slots_R)
         if next(num_steps) == 4:
             logits_RV[1] = float("nan")
         return logits_RV

@@ -23,6 +23,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "attention_kv": (*SHORT, "--cases", "2x1@40", "--rounds", "1"),
     "formats": ("--seconds", "0.001", "--layers", "1", "--m", "1", "--formats", "int8"),
     "gemm": (*SHORT, "--shapes", "64x128", "--m", "1"),
+    "lora": (*SHORT, "--shapes", "o", "--cases", "2x1@4"),
     "packing": (*SHORT, "--shape", "256x128", "--cold-mib", "1"),
     "sampling": ("--threads", "1", "--repeats", "1", "--rows", "2", "--vocab", "500"),
     "step_ops": (*SHORT, "--rows", "2", "--vocab", "500"),
@@ -32,6 +33,7 @@ TIMED = {  # per script the function that takes the times: a kernel that only bu
     "attention_kv": "median_seconds",
     "formats": "time_rows",
     "gemm": "measure",
+    "lora": "median_seconds",
     "packing": "median_seconds",
     "sampling": "bench",
     "step_ops": "median_us",
@@ -40,7 +42,7 @@ TIMED = {  # per script the function that takes the times: a kernel that only bu
 NO_KERNELS = {
     *("isa", "isas", "set_isa", "num_threads", "set_num_threads", "default_num_threads", "num_threads_described_in"),
     *("advise_huge_pages",),
-    *("KernelCall", "KvCache", "AttentionRule", "HeadRotation", "GroupedForm", "PackedWeight"),
+    *("KernelCall", "KvCache", "AttentionRule", "HeadRotation", "GroupedForm", "PackedWeight", "LoraTable"),
     *("NgramIndex", "SuffixIndex", "SharedTexts"),  # of text: they draft
     *("gemm_packed_bytes", "gemm_grouped_packed_bytes", "gemm_fp8_packed_bytes"),
     *("read_bandwidth", "peak_flops", "peak_int8_ops"),

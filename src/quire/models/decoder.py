@@ -5,7 +5,8 @@ Dimensions: T tokens, R rows with logits, D hidden, V vocabulary, L positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,9 +17,11 @@ from torch import Tensor
 from quire.attention.select import SharedBackends
 from quire.formats.kv_groups import kv_groups, table_of_layer
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.hf_config.quantization import OUTPUT
 from quire.kernels.fp8 import Rows
 from quire.layer_spec import RopeConfig
-from quire.layers.embedding import Embedding, OutputProjection, PackedEmbedding
+from quire.layers.embedding import Embedding, Lookup, OutputProjection, PackedEmbedding
+from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import WeightSlot
@@ -26,8 +29,25 @@ from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Sublayer, Weighted
 from quire.models.weights import WeightTable
 
+EMBEDDINGS = "model.embed_tokens"
+
 # Makes the input of the next part, and may change the residual stream.
 _PartOfPass = Callable[[Rows, Tensor, ForwardBatch], Rows]
+
+
+@dataclass(frozen=True)
+class Adaptable:
+    """A layer to whose results adapters may add.
+
+    Attributes:
+        parts: the names of its weights in Llama's style, without suffix, and their out-features.
+        looks_up: the in-features are tokens.
+    """
+
+    layer: Linear | Lookup
+    parts: tuple[tuple[str, int], ...]
+    in_features: int
+    looks_up: bool = False
 
 
 class Decoder:
@@ -58,7 +78,7 @@ class Decoder:
         self._parts: list[tuple[str, Weighted]] = []
         self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
         self._output: OutputProjection
-        self._embed: Callable[[Tensor], Tensor] = self._make_embeddings(quantization)
+        self._embed: Lookup = self._make_embeddings(quantization)
         self._layers = list(self._make_layers(quantization))
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype)
         self._parts.append(("model.norm.", final_norm))
@@ -78,7 +98,7 @@ class Decoder:
         self._parts.append((stored.shape.prefix, output))
         return output
 
-    def _make_embeddings(self, quantization: str | None) -> Callable[[Tensor], Tensor]:
+    def _make_embeddings(self, quantization: str | None) -> Lookup:
         config, dtype = self.config, self.dtype
         self._output = self._make_output(quantization)
         if config.tie_word_embeddings:
@@ -91,7 +111,7 @@ class Decoder:
 
     def _make_own_embeddings(self) -> Embedding:
         table = Embedding(self.config.vocab_size, self.config.hidden_size, self.dtype)
-        self._parts.append(("model.embed_tokens.", table))
+        self._parts.append((f"{EMBEDDINGS}.", table))
         return table
 
     def _make_layers(self, quantization: str | None) -> Iterable[list[Sublayer]]:
@@ -185,16 +205,25 @@ class Decoder:
         assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD
 
-    def embed(self, token_ids_T: Tensor) -> Tensor:
+    def embed(self, token_ids_T: Tensor, adapter_slots_T: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer."""
-        residual_TD = self._embed(token_ids_T)
+        residual_TD = self._embed(token_ids_T, adapter_slots_T)
         if self._embedding_multiplier != 1.0:
             residual_TD *= self._embedding_multiplier
         return residual_TD
 
     def embed_step(self, batch: ForwardBatch) -> Tensor:
         """What `run_blocks` gets first."""
-        return self.embed(batch.token_ids_T)
+        return self.embed(batch.token_ids_T, batch.adapter_slots_T)
+
+    def adaptable(self) -> Iterator[Adaptable]:
+        """Every layer to whose results adapters may add, the embeddings first and the logits last."""
+        hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
+        yield Adaptable(self._embed, ((EMBEDDINGS, hidden_size),), vocab_size, looks_up=True)
+        for prefix, part in self._parts:
+            if isinstance(part, Linear) and not isinstance(part, OutputProjection):
+                yield Adaptable(part, tuple((prefix + name, size) for name, size in part.shards), part.in_features)
+        yield Adaptable(self._output, ((OUTPUT, vocab_size),), hidden_size)
 
     def own_name(self, checkpoint_name: str) -> str | None:
         """Our name, in Llama's style, of a tensor of the checkpoint; None: the model does not use it."""
@@ -216,9 +245,9 @@ class Decoder:
         """
         _run(self._layers[layer][0].input_norm, self._layers[layer], residual_TD, batch)
 
-    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
         """logits_RV in float32, with the family's scale and soft cap."""
-        logits_RV = self._output.logits(hidden_RD)
+        logits_RV = self._output.logits(hidden_RD, adapter_slots_R)
         config = self.config
         if config.logits_scaling != 1.0:
             logits_RV /= config.logits_scaling

@@ -8,14 +8,13 @@ Dimensions: T tokens, R rows with logits, D hidden, X hidden states of the targe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from quire.errors import WeightsError
 from quire.forward_batch import ForwardBatch
 from quire.kernels.fp8 import Rows
+from quire.layers.embedding import Lookup
 from quire.layers.linear import make_linear
 from quire.layers.norm import RMSNorm
 from quire.layers.weight_slot import WeightSlot, WeightSlots
@@ -46,7 +45,7 @@ class Head(Decoder):
         self.head, self._target = config.head, target
         super().__init__(config, dtype, quantization, device, attention_backend, cache_dtype)
 
-    def _make_embeddings(self, quantization: str | None) -> Callable[[Tensor], Tensor]:
+    def _make_embeddings(self, quantization: str | None) -> Lookup:
         config, head = self.config, self.head
         self._input = make_linear(config.stored(head.input, quantization), self.dtype)
         self._parts += [(head.input.prefix, part) for part in self._input.parts]
@@ -94,8 +93,9 @@ class Head(Decoder):
             given = part(given, hidden_TD, batch)
         return hidden_TD
 
-    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
         """logits_RV in float32; minus infinity for tokens that it cannot draft."""
+        assert adapter_slots_R is None, "a head drafts without adapters"
         x_RD = self._final_norm(hidden_RD) if self.head.kind == "eagle3" else hidden_RD
         logits_RK = self._output.logits(x_RD)
         if self.config.logits_scaling != 1.0:

@@ -49,8 +49,8 @@ class CausalLM(Protocol):
         """hidden_TD after the final norm. K and V of the step's tokens go to batch.caches."""
         ...
 
-    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
-        """logits_RV in float32."""
+    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
+        """logits_RV in float32. `adapter_slots_R`: as in ForwardBatch."""
         ...
 
 

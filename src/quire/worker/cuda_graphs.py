@@ -39,7 +39,7 @@ def paddings(settings: WorkerSettings) -> list[Padding]:
 
 def in_order(sizes: Sequence[Padding]) -> list[Padding]:
     """The largest first."""
-    return sorted(sizes, key=lambda size: (size.tokens, size.rows), reverse=True)
+    return sorted(sizes, key=lambda size: (size.tokens, size.rows, size.has_adapters), reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class StepGraphs:
     ) -> None:
         self._model, self._caches, self._inputs, self._accelerator = model, caches, inputs, accelerator
         self._sizes = list(sizes)
-        self._decodes = sorted(size.tokens for size in sizes if size.tokens == size.rows)
-        self._mixed = sorted((size.tokens, size.rows) for size in sizes if size.tokens != size.rows)
+        self._decodes = sorted({size.tokens for size in sizes if size.tokens == size.rows})
+        self._mixed = sorted({(size.tokens, size.rows) for size in sizes if size.tokens != size.rows})
         self._captured: dict[Padding, _Captured] = {}
         # One place for all sizes: what is left in the graphs' own memory may be overwritten by another graph.
         self._hidden_TD = torch.empty(
@@ -122,13 +122,14 @@ class StepGraphs:
     def size_for(self, step: StepRows) -> Padding | None:
         """The size to run a step on; None: there is none that holds it."""
         num_rows, num_tokens = len(step.lens_S), int(step.lens_S.sum())
+        has_adapters = step.adapter_slots_S is not None
         if num_tokens == num_rows:
             at = bisect_left(self._decodes, num_rows)
-            return Padding(self._decodes[at], self._decodes[at]) if at < len(self._decodes) else None
+            return Padding(self._decodes[at], self._decodes[at], has_adapters) if at < len(self._decodes) else None
         at = bisect_left(self._mixed, (num_tokens, 0))
         if at == len(self._mixed) or num_rows > self._mixed[at][1]:
             return None
-        return Padding(*self._mixed[at])
+        return Padding(*self._mixed[at], has_adapters)
 
     def run(self, size: Padding, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
         """See CapturedSteps."""

@@ -8,7 +8,8 @@ N block tables of a request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from quire.worker.input_batch import ExpectedTokens, InputBatch, Padding, Staged
 from quire.worker.staging import ALIGNMENT, Staging
 
 # Bytes per token and per row of a step, and how many arrays there are: see InputBatch.stage.
-_TOKEN_BYTES, _ROW_BYTES, _NUM_ARRAYS = 2 * 8, 3 * 8 + 2 * 4 + 4 * 4 + 8, 15
+_TOKEN_BYTES, _ROW_BYTES, _NUM_ARRAYS = 2 * 8 + 4, 3 * 8 + 3 * 4 + 4 * 4 + 8, 17
 _SLOT_BYTES = 8  # per token and block table
 
 
@@ -44,6 +45,7 @@ class DeviceInputBatch(InputBatch):
         block_size: int,
         vocab_size: int,
         num_tables: int = 1,
+        adapters: Mapping[str, int] = MappingProxyType({}),
         *,
         max_tokens: int,
         accelerator: Accelerator,
@@ -54,7 +56,7 @@ class DeviceInputBatch(InputBatch):
         )
         num_bytes += 4 + ALIGNMENT * (_NUM_ARRAYS + num_tables)
         staging = Staging(accelerator, num_bytes, steps_in_flight + 1)
-        super().__init__(max_num_rows, max_model_len, block_size, vocab_size, num_tables, staging)
+        super().__init__(max_num_rows, max_model_len, block_size, vocab_size, num_tables, adapters, staging)
         device = accelerator.device
         self._block_tables_NCM = torch.zeros(self.block_tables_NCM.shape, dtype=torch.int32, device=device)
         self._newest_C = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
@@ -100,6 +102,7 @@ class DeviceInputBatch(InputBatch):
             seq_lens_S=staged.seq_lens_S,
             tables=tuple(map(StepTable, staged.slot_mappings_T, tables_NSM.unbind(0))),
             caches=caches,
+            adapter_slots_T=staged.adapter_slots_T,
             host=None if is_prepared else staged.host,
             hidden_TD=hidden_TD,
         )

@@ -52,4 +52,5 @@ class ForwardPass:
         """logits_RV of the rows that want some, float32."""
         indices_R = staged.logits_indices_R
         everything = len(indices_R) == len(hidden_TD)
-        return self.model.compute_logits(hidden_TD if everything else hidden_TD.index_select(0, indices_R))
+        hidden_RD = hidden_TD if everything else hidden_TD.index_select(0, indices_R)
+        return self.model.compute_logits(hidden_RD, staged.adapter_slots_R)

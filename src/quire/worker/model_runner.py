@@ -31,7 +31,7 @@ from quire.worker.captured_steps import CapturedSteps
 from quire.worker.drafter import ANY_TOKEN, Drafted, Drafter
 from quire.worker.drafts import Drafts, Verify, verify
 from quire.worker.forward_pass import ForwardPass
-from quire.worker.input_batch import ExpectedTokens, InputBatch, StepRows
+from quire.worker.input_batch import ExpectedTokens, InputBatch, StagedStep, StepRows
 from quire.worker.kv_cache import PagedCache
 
 logger = get_logger(__name__)
@@ -177,7 +177,7 @@ class ModelRunner:
         else:
             forwarded = device.mark()
         if inputs.num_prompt_logprobs:
-            launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step))
+            launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step, staged))
         marks = (start, forwarded, device.mark())
         pending = PendingStep(self, result, launched, device.download(launched.tensors()), marks)
         if self.drafter is not None and len(step.rows_S):
@@ -251,7 +251,7 @@ class ModelRunner:
         finally:
             inputs.apply(ScheduledBatch(0, removed_request_ids=[row.request_id]))
 
-    def _launch_prompt_logprobs(self, hidden_TD: Tensor, step: StepRows) -> Iterator[_PromptPiece]:
+    def _launch_prompt_logprobs(self, hidden_TD: Tensor, step: StepRows, staged: StagedStep) -> Iterator[_PromptPiece]:
         """Logprobs of the prompt tokens that follow the positions computed in this step."""
         inputs = self.input_batch
         ends = np.cumsum(step.lens_S)
@@ -264,7 +264,9 @@ class ModelRunner:
             stop = min(start + length, int(inputs.num_prompt_tokens[row]) - 1)
             for begin in range(start, stop, PROMPT_LOGPROBS_CHUNK):
                 end = min(begin + PROMPT_LOGPROBS_CHUNK, stop)
-                logits_XV = self.model.compute_logits(hidden_TD[offset + begin : offset + end])
+                places, slots_T = slice(offset + begin, offset + end), staged.adapter_slots_T
+                slots_X = None if slots_T is None else slots_T[places]
+                logits_XV = self.model.compute_logits(hidden_TD[places], slots_X)
                 next_ids_X = torch.from_numpy(inputs.token_ids[row, begin + 1 : end + 1].copy())
                 numbers = scores(logits_XV, gpu.place(next_ids_X, logits_XV.device), num_top, as_logits=False)
                 yield _PromptPiece(position, next_ids_X, list(numbers))

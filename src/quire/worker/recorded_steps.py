@@ -27,7 +27,7 @@ MAX_TOKENS = 32  # with more, what Python costs is lost in the kernels' time
 _MIN_TABLE_WIDTH = 64
 # Fields of ForwardBatch that may be no tensors: then they must be the object that was there when the calls were
 # recorded. All others are copied.
-_UNCOPIED_FIELDS = frozenset({"caches", "host", "hidden_TD"})
+_UNCOPIED_FIELDS = frozenset({"adapter_slots_T", "caches", "host", "hidden_TD"})
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Recording:
 
 
 class RecordedSteps:
-    """The steps of one model on one KV cache, by their number of tokens.
+    """The steps of one model on one KV cache, by their number of tokens, and whether a row has an adapter.
 
     A step is padded with sequences of no tokens to as many sequences as tokens. So one recording serves the decodes of
     T sequences and every other step of T tokens.
@@ -50,13 +50,15 @@ class RecordedSteps:
     def __init__(self, model: Decoder, inputs: InputBatch, caches: list[LayerCache]) -> None:
         self._model, self._inputs, self._caches = model, inputs, caches
         self._arena = Arena()
-        self._recordings: dict[int, _Recording] = {}
+        self._recordings: dict[tuple[int, bool], _Recording] = {}
         self._is_possible = cpu.available()
 
     def size_for(self, step: StepRows) -> Padding | None:
         """See CapturedSteps."""
         num_tokens = int(step.lens_S.sum())
-        return Padding(num_tokens, num_tokens) if self._is_possible and num_tokens <= MAX_TOKENS else None
+        if not self._is_possible or num_tokens > MAX_TOKENS:
+            return None
+        return Padding(num_tokens, num_tokens, step.adapter_slots_S is not None)
 
     def run(self, size: Padding, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
         """See CapturedSteps."""
@@ -64,7 +66,7 @@ class RecordedSteps:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of a step with as many sequences as tokens."""
-        recording = self._recordings.get(batch.num_tokens)
+        recording = self._recordings.get(_size_of(batch))
         if recording is None or not _copy_inputs(batch, recording.batch):
             return self._record(batch)
         recording.residual_TD.copy_(self._model.embed_step(batch))
@@ -84,8 +86,12 @@ class RecordedSteps:
             logger.debug("steps are not recorded: the model does more than kernel calls")
             self._is_possible = False
         else:
-            self._recordings[batch.num_tokens] = _Recording(residual_TD, own, result_TD, calls)
+            self._recordings[_size_of(batch)] = _Recording(residual_TD, own, result_TD, calls)
         return result_TD
+
+
+def _size_of(batch: ForwardBatch) -> tuple[int, bool]:
+    return batch.num_tokens, batch.adapter_slots_T is not None
 
 
 def _with_own_inputs(batch: Inputs) -> Inputs | None:
