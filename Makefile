@@ -14,7 +14,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -nam
 MODEL ?=
 ARGS ?=
 
-.PHONY: run setup test test-full test-sanitize check format bench bench-gpu test-gpu clean
+.PHONY: run setup test test-full test-sanitize test-arm check format bench bench-gpu test-gpu clean
 
 run: setup  ## server on the bundled demo model (or MODEL=...), with the playground at /
 	$(BIN)/quire serve $(MODEL) $(ARGS)
@@ -49,8 +49,11 @@ test-sanitize: $(VENV)/.installed-dev  ## the tests of what is compiled with Add
 		-DPython_EXECUTABLE=$(abspath $(BIN)/python) -DQUIRE_SANITIZE=ON
 	$(BIN)/cmake --build $(SANITIZED)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		QUIRE_SANITIZED_EXTENSION=$(SANITIZED) $(BIN)/python -m pytest -q -p tests.sanitized_extension tests/kernels \
+		QUIRE_SANITIZED=1 QUIRE_OTHER_EXTENSION=$(SANITIZED) $(BIN)/python -m pytest -q -p tests.other_extension tests/kernels \
 		tests/spec_decode --ignore=tests/kernels/triton $(ARGS)
+
+test-arm: $(VENV)/.installed-dev  ## the kernels for ARM64 in an emulator (Debian: g++-aarch64-linux-gnu, qemu-user; the first run downloads 250 MB)
+	$(BIN)/python tools/test_arm.py $(ARGS)
 
 check: $(VENV)/.installed-dev  ## format, lint, types, architecture
 	$(BIN)/ruff format --check .

@@ -6,15 +6,20 @@ every round the engines with and without speculation answer the same prompts in 
 
     python benchmarks/speculation.py FOLDER [--workloads chat copy-edit] [--formats none int4] [--requests 1 8]
                                      [--methods ngram suffix draft_model] [--drafts 7] [--fixed 2 4] [--tokens 96]
-                                     [--rounds 5] [--draft-steps 200] [--peer NAME OFF ON] [--save HARDWARE]
-    python benchmarks/speculation.py FOLDER --shape MODEL [--rates 0.2 0.5 0.8] ...
+                                     [--temperature 0] [--rounds 5] [--draft-steps 600] [--peer NAME OFF ON]
+                                     [--save HARDWARE [--name NAME]]
+    python benchmarks/speculation.py FOLDER --shape MODEL [--rates 0.2 0.5 0.8] [--prompt-tokens 32] ...
 
---shape times a checkpoint of any weights in their place. Its first layers draft for it, and the drafts hold at random,
-with these shares: the tokens are wrong, the times are not.
+--shape times a checkpoint of any weights in their place, with random prompts. Its first layers draft for it, and the
+drafts hold at random, with these shares: the tokens are wrong, the times are not. With --rates 0 no draft holds: then
+the gain says what trying costs.
+
+A draft of 600 steps, which take 2.5 minutes on two cores of a Zen 4, holds 0.7 of its drafts (200 steps: 0.3, the
+bundled draft of 2,000 steps: nearly all).
 
 --fixed adds engines with these depths, which do not adapt. --peer adds another engine, as two commands that speak the
 protocol of benchmarks/peers/speculating.py, without and with speculation; they may have {folder}, {workload} and
-{format}. --save writes benchmarks/results/HARDWARE/speculation_DATE.md and .json.
+{format}. --save writes benchmarks/results/HARDWARE/NAME_DATE.md and .json.
 
 The gain that is possible is E / (c (k + 1) + k d), with E = (1 - a^(k + 1)) / (1 - a): k drafts of each request, the
 acceptance a of one draft behind those that held, the cost c of a step that verifies, and the cost d of a step of the
@@ -51,6 +56,7 @@ from quire.demo.data import clean_entries, questions, render
 from quire.engine.core import EngineCore
 from quire.engine.start import start_engine
 from quire.measure import report
+from quire.measure.statistics import mean_interval
 from quire.messages import AddRequest
 from quire.model_config import load_model_config
 from quire.sampling_params import SamplingParams
@@ -59,7 +65,8 @@ from quire.speculative_config import SpeculativeConfig
 
 SMALL = (Shape(1024, 7, 1024, 3), Shape(512, 3, 512, 2))  # of --small: to see that the script works
 TEXT_TOKENS, EDITS = 160, 1 / 32  # of a prompt to copy
-SHAPE_PROMPT, SHAPE_LAYERS = 32, 2  # tokens of a prompt of --shape, and layers of its draft model
+SHAPE_LAYERS = 2  # of the draft model of --shape
+CONTEXT = 1024  # of a request at least
 WANTED_GAIN = {"none": 3.0, "int4": 2.5}  # of copy-edit, one request
 WANTED_SHARE = 0.9
 VERIFY_STEPS = 5
@@ -105,11 +112,13 @@ class Noted:
 class Engine:
     """Quire with some speculation, or none."""
 
-    def __init__(self, model: Path, quantization: str | None, most: int, speculation: SpeculativeConfig | None) -> None:
+    def __init__(
+        self, model: Path, quantization: str | None, most: int, context: int, speculation: SpeculativeConfig | None
+    ) -> None:
         config = EngineConfig(
             model=str(model),
             quantization=quantization,
-            max_model_len=1024,
+            max_model_len=context,
             max_num_seqs=max(most, LOGIT_ROWS),
             kv_cache_memory_bytes=1 << 30,
             enable_prefix_caching=False,
@@ -120,9 +129,9 @@ class Engine:
         self.core = started.core
         self._noted = Noted(self.core)
 
-    def run(self, prompts: Prompts, num_tokens: int) -> Answer:
+    def run(self, prompts: Prompts, num_tokens: int, temperature: float) -> Answer:
         """All at once; `num_tokens` tokens for each."""
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, seed=0, max_tokens=num_tokens, ignore_eos=True)
         found: dict[str, list[int]] = {f"r{index}": [] for index in range(len(prompts))}
         self._noted.steps.clear()
         started = decoding = time.perf_counter()
@@ -159,7 +168,8 @@ class Peer:
                 return found
         raise SystemExit(f"{shlex.join(map(str, self._process.args))} ended without {key!r}")  # type: ignore[arg-type]
 
-    def run(self, prompts: Prompts, num_tokens: int) -> Answer:
+    def run(self, prompts: Prompts, num_tokens: int, temperature: float) -> Answer:
+        """Greedy, whatever the temperature."""
         assert self._process.stdin is not None
         os.killpg(self._process.pid, signal.SIGCONT)
         self._process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
@@ -175,30 +185,37 @@ class Peer:
 
 
 def write_models(folder: Path, draft_steps: int, is_small: bool) -> None:
-    """Those that are not there: chat, draft (inflated from one that is trained here), and copy-edit."""
+    """Those that are not there: chat, its draft (inflated from one that is trained here), and copy-edit."""
     target, draft = SMALL if is_small else (TARGET, DRAFT)
     if not (folder / "chat").exists():
         inflate(quire.demo.path("target"), folder / "chat", target)
     if not (folder / "copy-edit").exists():
         copy_edit(folder / "copy-edit", target, quire.demo.path("target"))
-    if not (folder / "draft").exists():
-        trained = quire.demo.path("draft")
-        if draft_steps:
-            trained = folder / f"draft of {draft_steps} steps"
+    if not draft_folder(folder, draft_steps).exists():
+        trained = folder / f"draft of {draft_steps} steps" if draft_steps else quire.demo.path("draft")
+        if not trained.exists():
             options = ["--size", "draft", "--tokenizer", str(quire.demo.path("target"))]
             options += ["--learning-rate", "3e-3", "--questions", "0"]
             command = [sys.executable, "-m", "quire.demo.train", str(trained), "--steps", str(draft_steps), *options]
             subprocess.run(command, check=True)
-        inflate(trained, folder / "draft", draft)
+        inflate(trained, draft_folder(folder, draft_steps), draft)
 
 
-def prompts_of(workload: str, vocab_size: int) -> Callable[[int, int], Prompts]:
-    """The prompts of a round, by its number and how many are wanted."""
+def draft_folder(folder: Path, draft_steps: int) -> Path:
+    return folder / f"draft-{draft_steps}"
+
+
+def prompts_of(workload: str, vocab_size: int, num_tokens: int) -> Callable[[int, int], Prompts]:
+    """The prompts of a round, by its number and how many are wanted.
+
+    Args:
+        num_tokens: of a random prompt.
+    """
     if workload == "shape":
 
         def any_tokens(number: int, count: int) -> Prompts:
             draw = random.Random(1000 * number + count)
-            return [draw.choices(range(10, vocab_size // 2), k=SHAPE_PROMPT) for _ in range(count)]
+            return [draw.choices(range(10, vocab_size // 2), k=num_tokens) for _ in range(count)]
 
         return any_tokens
     if workload == "copy-edit":
@@ -247,8 +264,10 @@ def possible_gain(
 
 def speculations(arguments: argparse.Namespace, workload: str, draft: Path) -> dict[str, SpeculativeConfig]:
     """What is compared with no speculation, by the name that is shown."""
-    if workload == "shape":
-        return {
+    methods = [method for method in arguments.methods if workload == "chat" or method != "draft_model"]
+    found: dict[str, SpeculativeConfig] = {}
+    if workload == "shape" and "draft_model" in arguments.methods:
+        found = {
             f"draft_model, {rate:g} hold": SpeculativeConfig(
                 method="draft_model",
                 num_speculative_tokens=arguments.drafts,
@@ -258,8 +277,7 @@ def speculations(arguments: argparse.Namespace, workload: str, draft: Path) -> d
             )
             for rate in arguments.rates
         }
-    methods = [method for method in arguments.methods if workload == "chat" or method != "draft_model"]
-    return {
+    return found | {
         method if depth is None else f"{method}, always {depth}": SpeculativeConfig(
             method=method,
             num_speculative_tokens=depth or arguments.drafts,
@@ -279,25 +297,26 @@ class Case:
         folder, most = arguments.folder, max(arguments.requests)
         quantization = None if form == "none" else form
         target = arguments.shape or folder / workload
-        draft = folder / ("first layers" if arguments.shape else "draft")
+        draft = folder / "first layers" if arguments.shape else draft_folder(folder, arguments.draft_steps)
+        context = max(CONTEXT, arguments.prompt_tokens + 2 * arguments.tokens)
         found = speculations(arguments, workload, draft)
-        self.engines: dict[str, Engine | Peer] = {OFF: Engine(target, quantization, most, None)}
+        self.engines: dict[str, Engine | Peer] = {OFF: Engine(target, quantization, most, context, None)}
         for name, speculation in found.items():
-            self.engines[name] = Engine(target, quantization, most, speculation)
+            self.engines[name] = Engine(target, quantization, most, context, speculation)
         has_draft = any(speculation.method == "draft_model" for speculation in found.values())
-        self._draft = Engine(draft, quantization, most, None) if has_draft else None
+        self._draft = Engine(draft, quantization, most, context, None) if has_draft else None
         for name, *commands in arguments.peer:
             for state, command in zip(("off", "on"), commands, strict=True):
                 filled = command.format(folder=folder, workload=workload, format=form)
                 self.engines[f"{name} {state}"] = Peer(filled)
-        self._prompts = prompts_of(workload, load_model_config(target).vocab_size)
+        self._prompts = prompts_of(workload, load_model_config(target).vocab_size, arguments.prompt_tokens)
 
     def round(self, number: int, requests: int) -> dict[str, Any]:
         """Every engine once on the same prompts; what a step costs; and what all of that means."""
         arguments = self._arguments
         prompts = self._prompts(number, requests)
         names = list(self.engines) if number % 2 else list(reversed(self.engines))
-        answers = {name: self.engines[name].run(prompts, arguments.tokens) for name in names}
+        answers = {name: self.engines[name].run(prompts, arguments.tokens, arguments.temperature) for name in names}
         off, context = self.engines[OFF], len(prompts[0]) + arguments.tokens // 2
         assert isinstance(off, Engine)
         deepest = 1 + max(arguments.drafts, *arguments.fixed, 0)
@@ -322,6 +341,8 @@ class Case:
                 one |= {
                     "decode_tokens_per_second": answer.decode_tokens / answer.decode_seconds,
                     "gain": gain,
+                    "first_token": (answer.seconds - answer.decode_seconds)
+                    / (expected.seconds - expected.decode_seconds),
                     "acceptance": share,
                     "drafts": statistics.mean(drafts for step in answer.steps for drafts, _ in step),
                     "possible": 1.0 if share != share else possible_gain(answer.steps, share, costs, cost),
@@ -346,19 +367,28 @@ def middle(rounds: list[dict[str, Any]], name: str, key: str) -> float:
     return statistics.median(values) if values else float("nan")
 
 
+def with_interval(rounds: list[dict[str, Any]], name: str, key: str) -> str:
+    values = [each["engines"][name][key] for each in rounds]
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    low, high = mean_interval(values)
+    return f"{statistics.median(values):.3f} ({low:.3f}, {high:.3f})"
+
+
 def markdown(result: dict[str, Any]) -> str:
     lines = [
         *report.heading("What speculation gains", result),
-        f"- {result['tokens']} tokens of each request, greedy; {result['rounds']} rounds in turns, all engines on the "
-        "same prompts of a round. "
+        f"- {result['tokens']} tokens of each request, temperature {result['temperature']:g}; "
+        f"{result['rounds']} rounds in turns, all engines on the same prompts of a round. "
         + ("Drafts hold at random." if result["shape"] else "Every answer is that of the engine without, to a token."),
-        "- gain: decoded tokens a second over the engine without, the median of the rounds (least, most). k: drafts of "
-        "a request in a step. a: share of drafts that held, of those whose predecessors held. c: a step that verifies "
+        "- gain: decoded tokens a second over the engine without, the median of the rounds (95% interval of the mean). "
+        "first: the time to the first token of every request over that of the engine without, likewise. k: drafts of a "
+        "request in a step. a: share of drafts that held, of those whose predecessors held. c: a step that verifies "
         f"{result['drafts']} drafts of each request over a step of one token. d: a step of the draft model over it.",
         f"- possible: E / (c (k + 1) + k d) of the same round. {WANTED_SHARE:.0%} of it are wanted.",
         "",
         *report.table_head(
-            "text | weights | requests | drafts by | gain | k | a | c | d | possible | share | tokens/s"
+            "text | weights | requests | drafts by | gain | first | k | a | c | d | possible | share | tokens/s"
         ),
     ]
     for case in result["cases"]:
@@ -367,14 +397,14 @@ def markdown(result: dict[str, Any]) -> str:
         for name, one in rounds[0]["engines"].items():
             if "gain" not in one:
                 continue
-            gains = [each["engines"][name]["gain"] for each in rounds]
             possible = middle(rounds, name, "possible")
             share = statistics.median(
                 each["engines"][name]["gain"] / each["engines"][name]["possible"] for each in rounds
             )
             draft = statistics.median(each["draft_cost"] for each in rounds) if name.startswith("draft_model") else 0.0
             lines.append(
-                f"| {where} | {name} | {statistics.median(gains):.2f} ({min(gains):.2f}, {max(gains):.2f}) | "
+                f"| {where} | {name} | {with_interval(rounds, name, 'gain')} | "
+                f"{with_interval(rounds, name, 'first_token')} | "
                 f"{middle(rounds, name, 'drafts'):.2f} | {middle(rounds, name, 'acceptance'):.2f} | {cost:.2f} | "
                 f"{draft:.2f} | {possible:.2f} | {share:.0%} | {middle(rounds, name, 'tokens_per_second'):.1f} |"
             )
@@ -432,13 +462,16 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=7, help="most drafts of a request in a step")
     parser.add_argument("--fixed", type=int, nargs="*", default=[])
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="of each prompt of --shape")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--draft-steps", type=int, default=200, help="of training; 0: the bundled draft, which is too good"
+        "--draft-steps", type=int, default=600, help="of training; 0: the bundled draft, which is too good"
     )
     parser.add_argument("--small", action="store_true", help="write small models: to see that the script works")
     parser.add_argument("--peer", nargs=3, action="append", default=[], metavar=("NAME", "OFF", "ON"))
     parser.add_argument("--save", metavar="HARDWARE", help="write result files with this name of the machine")
+    parser.add_argument("--name", default="speculation", help="of the result files")
     arguments = parser.parse_args()
     if arguments.tokens > TEXT_TOKENS:
         parser.error(f"--tokens is at most {TEXT_TOKENS}, the length of the texts that are copied")
@@ -467,6 +500,7 @@ def main() -> None:
         **environment,
         "shape": arguments.shape and arguments.shape.name,
         "tokens": arguments.tokens,
+        "temperature": arguments.temperature,
         "rounds": arguments.rounds,
         "drafts": arguments.drafts,
         "peers": [name for name, *_ in arguments.peer],
@@ -475,7 +509,7 @@ def main() -> None:
     print(markdown(result))
     if arguments.save:
         numbers = json.loads(json.dumps(result), parse_constant=lambda constant: None)  # JSON has no nan
-        report.save_published(Path(__file__).parent, "speculation", arguments.save, numbers, markdown(result))
+        report.save_published(Path(__file__).parent, arguments.name, arguments.save, numbers, markdown(result))
 
 
 if __name__ == "__main__":

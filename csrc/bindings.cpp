@@ -69,6 +69,7 @@ NB_MODULE(_C, m) {
   quire::bind_attention(m);
   quire::bind_gemm(m);
   quire::bind_limits(m);
+  quire::bind_lora(m);
   quire::bind_norm_rope(m);
   quire::bind_sampling(m);
   quire::bind_spec_decode(m);

@@ -56,9 +56,9 @@ double peak_flops(int dtype, int64_t rounds) {
   return operations_per_second([&] { return kernels.multiply(static_cast<DType>(dtype), rounds); });
 }
 
-double peak_int8_ops(int64_t rounds) {
+double peak_int8_ops(int bits, int64_t rounds) {
   const LimitKernels& kernels = limit_kernels();
-  return operations_per_second([&] { return kernels.multiply_int8(rounds); });
+  return operations_per_second([&] { return kernels.multiply_codes(bits, rounds); });
 }
 
 }  // namespace
@@ -71,8 +71,8 @@ void bind_limits(nb::module_& m) {
       "Asks the operating system for huge pages; only a hint");
   m.def("peak_flops", peak_flops, nb::arg("dtype"), nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>(),
         "Floating point operations per second without memory");
-  m.def("peak_int8_ops", peak_int8_ops, nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>(),
-        "The same of 8-bit integers");
+  m.def("peak_int8_ops", peak_int8_ops, nb::arg("bits"), nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>(),
+        "The same of codes with this number of bits times 8-bit integers");
 }
 
 }  // namespace quire

@@ -1,4 +1,5 @@
-// The number of threads for this process: physical cores of its CPU affinity, limited by the cgroup CPU quota.
+// The number of threads for this process: on Linux physical cores of its CPU affinity, limited by the cgroup CPU quota;
+// on macOS performance cores.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -11,6 +12,8 @@
 
 #if defined(__linux__)
 #include <sched.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace quire {
@@ -67,6 +70,15 @@ double cgroup_quota(const std::string& root) {
   return quota;
 }
 
+#elif defined(__APPLE__)
+
+// 0: macOS does not know this name.
+int system_number(const char* name) {
+  int value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 ? value : 0;
+}
+
 #endif
 
 }  // namespace
@@ -77,6 +89,10 @@ int num_threads_described_in([[maybe_unused]] const std::string& root) {
 #if defined(__linux__)
   const double cores = std::min<double>(physical_cores_of_affinity(root), std::floor(cgroup_quota(root)));
   return std::max(1, static_cast<int>(cores));
+#elif defined(__APPLE__)
+  // Level 0 has the performance cores. Macs with Intel's CPUs have no levels.
+  const int fast = system_number("hw.perflevel0.physicalcpu");
+  return std::max(1, fast > 0 ? fast : system_number("hw.physicalcpu"));
 #else
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 #endif

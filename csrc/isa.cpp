@@ -1,4 +1,5 @@
-// Detects the features that CPU and operating system allow (CPUID, XCR0, and Linux's permission for AMX tile data).
+// Detects the features that CPU and operating system allow: on x86-64 CPUID, XCR0, and Linux's permission for AMX tile
+// data; on ARM64 what Linux or macOS says.
 #include "quire/isa.h"
 
 #include <atomic>
@@ -9,6 +10,13 @@
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace quire {
@@ -57,6 +65,40 @@ Isa detect() {
   return has_amx && request_amx() ? Isa::amx : Isa::avx512_bf16;
 }
 
+#elif defined(__aarch64__)
+
+#if defined(__linux__)
+
+bool has_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+bool has_i8mm() { return (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0; }
+bool has_bf16() { return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0; }
+
+#elif defined(__APPLE__)
+
+// Apple names features after the manual; a name that an older macOS does not know is a feature that it does not have.
+bool has_feature(const char* name) {
+  int value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_i8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+bool has_bf16() { return has_feature("hw.optional.arm.FEAT_BF16"); }
+
+#else
+
+bool has_dotprod() { return false; }
+bool has_i8mm() { return false; }
+bool has_bf16() { return false; }
+
+#endif
+
+Isa detect() {
+  if (!has_dotprod()) return Isa::neon;  // every ARM64 CPU has it
+  // From Armv8.6 on both are mandatory, and no CPU so far has only one of them.
+  return has_i8mm() && has_bf16() ? Isa::neon_i8mm : Isa::neon_dotprod;
+}
+
 #else
 
 Isa detect() { return Isa::scalar; }
@@ -71,7 +113,11 @@ std::atomic<int>& active() {
 }  // namespace
 
 const char* isa_name(Isa isa) {
+#if defined(__aarch64__)
+  constexpr const char* kNames[kNumIsas] = {"scalar", "neon", "neon_dotprod", "neon_i8mm"};
+#else
   constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+#endif
   return kNames[static_cast<int>(isa)];
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <functional>
 #include <new>
 
 #include "quire/token_hash.h"
@@ -93,20 +94,33 @@ int64_t most_behind(const SuffixRule& rule, int length, int64_t most) {
   return std::min({most, static_cast<int64_t>(by_length), int64_t{rule.max_depth} - length});
 }
 
-// Puts a better draft out of a text in the place of `best`, if there is one.
+// The most for matches of `shortest` to `longest` tokens.
+int64_t most_behind(const SuffixRule& rule, int shortest, int longest, int64_t most) {
+  int64_t found = 0;
+  for (int length = shortest; length <= longest; ++length) found = std::max(found, most_behind(rule, length, most));
+  return found;
+}
+
+// Puts a better draft out of a text in the place of `best`, if there is one. Lengths with the same places differ only
+// in how long their drafts may be, and each draft begins the longer ones: so there is one draft for all of them.
 template <class Text>
 void improve(Draft& best, const Text& text, const Newest& newest, std::span<const int32_t> context, int64_t most,
              const SuffixRule& rule) {
   for (int chain = kNumChains - 1; chain >= 0; --chain) {
     const int longest = std::min<int>(context.size(), chain + 1 < kNumChains ? kChainLengths[chain + 1] - 1 : 1 << 30);
-    Places places;
-    bool is_searched = false;
-    for (int length = longest; length >= kChainLengths[chain]; --length) {
-      const int64_t most_here = most_behind(rule, length, most);
-      if (static_cast<double>(most_here) <= best.score) continue;  // no token counts more than 1
-      if (!is_searched) places = find_places(text, chain, newest[chain], context.last(longest));
-      is_searched = true;
-      Draft draft = follow(text, places, length, most_here, rule.min_token_prob);
+    const int shortest = kChainLengths[chain];
+    const auto may_improve = [&](int64_t most_here) { return static_cast<double>(most_here) > best.score; };
+    if (longest < shortest || !may_improve(most_behind(rule, shortest, longest, most))) continue;
+    const Places places = find_places(text, chain, newest[chain], context.last(longest));
+    int lengths[kMostPlaces + 1];
+    std::copy_n(places.length, places.count, lengths);
+    std::sort(lengths, lengths + places.count, std::greater<>());
+    lengths[places.count] = shortest - 1;
+    for (int i = 0; i < places.count; ++i) {
+      if (lengths[i] == lengths[i + 1]) continue;
+      const int64_t most_here = most_behind(rule, lengths[i + 1] + 1, lengths[i], most);
+      if (!may_improve(most_here)) continue;  // no token counts more than 1
+      Draft draft = follow(text, places, lengths[i], most_here, rule.min_token_prob);
       if (draft.score > best.score) best = std::move(draft);
     }
   }

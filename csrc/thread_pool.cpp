@@ -7,6 +7,10 @@
 #include <pthread.h>
 #include <sched.h>
 
+#if defined(__APPLE__)
+#include <pthread/qos.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -29,6 +33,13 @@ inline void pause_cpu() {
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   __asm__ volatile("yield");
+#endif
+}
+
+// macOS runs threads of a lower class on efficiency cores, and a job waits for its slowest thread.
+inline void ask_for_fast_core() {
+#if defined(__APPLE__)
+  pthread_set_qos_class_self_np(QOS_CLASS_USER_INITIATED, 0);
 #endif
 }
 
@@ -114,6 +125,7 @@ class Pool {
   }
 
   void worker_loop(int index, int seen) {
+    ask_for_fast_core();
     for (;;) {
       seen = wait_for_job(seen);
       if (stopping_.load(std::memory_order_relaxed)) return;

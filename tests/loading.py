@@ -25,9 +25,15 @@ MODEL: dict[str, Any] = {
 
 
 def load_model(
-    config: ModelConfig, dtype: torch.dtype, progress: Progress | None = None, *, device: str = "cpu", **fields: Any
+    config: ModelConfig,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    *,
+    device: str = "cpu",
+    target: CausalLM | None = None,
+    **fields: Any,
 ) -> CausalLM:
     """`fields` of ModelSettings."""
     model = ModelSettings(dtype=str(dtype).removeprefix("torch."), **MODEL | fields)
     place = DeviceSettings(device, "", 1, False, "auto", "NONE", (), None, None)
-    return load.load_model(config, model, place, progress)
+    return load.load_model(config, model, place, progress, target)

@@ -3,10 +3,10 @@
 Every engine walks through enough copies of the weight that each call finds it outside the caches, as in a model. The
 engines take turns in short bursts (after a pause, because OpenMP threads spin for some milliseconds after a call and
 would take a core from the next engine); a reading is the median call. The limit of a shape is the larger of weight
-bytes over the measured read bandwidth and operations over the measured register-only peak, of 8-bit integers where
-weights are integers; both are measured between the bursts, so that a noisy machine hits numerator and denominator
-alike. `--quantization` lists how weights are held (`none`: in `--dtype`); formats of checkpoints (`q4_k`, `awq` ...)
-are random codes in the form the kernels hold.
+bytes over the measured read bandwidth and operations over the measured register-only peak. Where weights are integers,
+that is the peak of codes with as many bits times 8-bit integers. Both are measured between the bursts, so that a noisy
+machine hits numerator and denominator alike. `--quantization` lists how weights are held (`none`: in `--dtype`);
+formats of checkpoints (`q4_k`, `awq` ...) are random codes in the form the kernels hold.
 
     python benchmarks/kernels/gemm.py --quantization none --shapes 1024x3072,1024x151936 --m 1,4,16,64,256 --isa amx
 """
@@ -146,8 +146,9 @@ def bench_shape(
     weights = [torch.randn(N, K).to(dtype) for _ in range(num_copies)]
     packed = [pack(w, quantization) for w in weights]
     rows = []
-    is_float = isinstance(packed[0], PackedLinear | PackedFp8)  # FP8 becomes bfloat16
-    peak_of = partial(cpu.peak_flops, dtype, repeats=2) if is_float else partial(cpu.peak_int8_ops, repeats=2)
+    peak_of = partial(cpu.peak_flops, dtype, repeats=2)  # FP8 becomes bfloat16
+    if isinstance(held := FORMATS.get(quantization), GroupedFormat):
+        peak_of = partial(cpu.peak_int8_ops, held.bits, repeats=2)
     for M in Ms:
         calls = engines(torch.randn(M, K).to(dtype), torch.empty(M, N, dtype=dtype), weights, packed, peers)
         medians, bandwidth, peak = measure(calls, peak_of, seconds)

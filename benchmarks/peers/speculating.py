@@ -16,6 +16,7 @@ Q4_0.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import socket
 import subprocess
@@ -71,11 +72,13 @@ def llama_server(arguments: argparse.Namespace) -> Generate:
     command = [arguments.binary, "--model", arguments.model, "--port", str(port), "--parallel", str(arguments.requests)]
     command += ["--ctx-size", str(1024 * arguments.requests), "--threads", str(arguments.threads)]
     if arguments.draft:
-        command += ["--model-draft", arguments.draft, "--draft-max", str(arguments.drafts)]
+        command += ["--spec-type", "draft-simple", "--spec-draft-model", arguments.draft]
+        command += ["--spec-draft-n-max", str(arguments.drafts), "--spec-draft-threads", str(arguments.threads)]
     if arguments.lookup:
-        command += ["--spec-type", "ngram-simple", "--spec-ngram-size-n", str(LOOKUP_TOKENS)]
-        command += ["--draft-max", str(arguments.drafts)]
+        command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(LOOKUP_TOKENS)]
+        command += ["--spec-ngram-simple-size-m", str(arguments.drafts)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(server.terminate)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     while True:
         try:

@@ -6,10 +6,10 @@
 
 #include <cstdint>
 
-#include "amx_tiles.h"
 #include "attention_tile.h"
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AMX
+#include "amx_tiles.h"
 
 namespace quire::QUIRE_ISA {
 namespace {

@@ -39,6 +39,12 @@ constexpr int kWordFloats = kMostWords * kMostSteps * kStep;
     x[i].v = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
     x[i + 4].v = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
   }
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
+  const float32x4x2_t low = vtrnq_f32(x[0].v, x[1].v), high = vtrnq_f32(x[2].v, x[3].v);
+  for (int i = 0; i < 2; ++i) {
+    x[i].v = vcombine_f32(vget_low_f32(low.val[i]), vget_low_f32(high.val[i]));
+    x[i + 2].v = vcombine_f32(vget_high_f32(low.val[i]), vget_high_f32(high.val[i]));
+  }
 #else
   for (int i = 0; i < kLanes; ++i) {
     for (int j = 0; j < i; ++j) {

@@ -211,7 +211,7 @@ inline void outer_block(const typename Lanes::Element* a, const typename Lanes::
 template <class Lanes, bool kAlongK>
 inline void outer(const typename Lanes::Element* a, const typename Lanes::Element* b, int64_t stride, int size,
                   float* out) {
-  constexpr int kBlock = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 ? 16 : 8;
+  constexpr int kBlock = kHas32Registers ? 16 : 8;
   for (int j = 0; j < kTile; j += kBlock) {
     outer_block<Lanes, kBlock, kAlongK>(a, b + (kAlongK ? j * stride : j), stride, size, out + j * kLanes);
   }

@@ -1,10 +1,10 @@
-// Matrix product of bfloat16 by vdpbf16ps (AVX512-BF16): 6 rows x 64 columns of sums in registers, pairs along K.
+// Matrix product of bfloat16 by vdpbf16ps (AVX512-BF16) or bfmmla (ARM64).
 #include "gemm_bf16_tile.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_HAS_BF16_PRODUCTS
 
 int64_t rows_per_block(int64_t) { return 240; }
 
@@ -15,7 +15,7 @@ void run(const GemmBlock& block) { run_row_tiles<DotTile>(block); }
 }  // namespace
 
 extern const GemmKernels gemm_bf16_table;
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_HAS_BF16_PRODUCTS
 const GemmKernels gemm_bf16_table = {1, dot_input_bytes, dot_prepare, rows_per_block, run};
 #else
 const GemmKernels gemm_bf16_table = {};

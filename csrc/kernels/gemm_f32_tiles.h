@@ -7,40 +7,38 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Vectors of columns of a tile with this number of rows: 6 x 4 sums in the 32 registers of AVX-512, 6 x 2 in 16
-// registers. With 16 registers a tile of few rows takes more columns, so that enough independent sums hide the latency
-// of a multiply-add.
-constexpr int num_vectors([[maybe_unused]] int rows) {
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-  return 4;
-#else
-  return rows == 1 ? 8 : rows == 2 ? 4 : 2;
-#endif
+// Vectors of columns of a tile with this number of rows: 6 x 4 sums in 32 registers, 6 x 2 in 16. Where 4 vectors are
+// less than the panel, a tile of few rows takes more columns, so that enough independent sums hide the latency of a
+// multiply-add.
+constexpr int num_vectors(int rows) {
+  if (F32::kWidth == 16) return 4;
+  const int usual = kHas32Registers ? 4 : 2;
+  return rows == 1 ? 4 * usual : rows == 2 ? 2 * usual : usual;
 }
 
 template <int kRows, int kVectors>
 inline void multiply_add(const float* a, int64_t a_stride, const F32 (&w)[kVectors], F32 (&sums)[kRows][kVectors]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     const F32 x = broadcast(a[r * a_stride]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(x, w[v], sums[r][v]);
   }
 }
 
 template <int kRows, int kVectors>
 inline void load_sums(const float* from, bool is_first, F32 (&sums)[kRows][kVectors]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) sums[r][v] = is_first ? zero() : load(from + r * kPanelWidth + v * F32::kWidth);
 }
 
 template <int kRows, int kVectors>
 inline void store_sums(float* to, const F32 (&sums)[kRows][kVectors]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) store(to + r * kPanelWidth + v * F32::kWidth, sums[r][v]);
 }
 
@@ -62,7 +60,7 @@ struct FloatTile {
       for (int64_t step = 0; step < steps; ++step) {
         if (column == 0) prefetch.fetch();
         F32 w[kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) w[v] = load(b + step * kPanelWidth + column + v * F32::kWidth);
         multiply_add(a + step, a_stride, w, sums);
       }
@@ -91,16 +89,18 @@ struct Bf16Tile {
       for (int64_t step = 0; step < steps; ++step, tiles += kBf16KUnit * kPanelWidth) {
         for (int64_t pair = 0; pair < kBf16KUnit / 2; ++pair, x += 2) {
           if (column == 0) prefetch.fetch();
-          F32 even[kVectors], odd[kVectors];
-#pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) {
+          const auto words_of = [&](int v) {
             const int64_t offset = v * F32::kWidth;  // in columns
-            const bf16* words = tiles + offset / kTileColumns * kBf16TileElements + offset % kTileColumns * 2;
-            even[v] = load_even(words + pair * kTileColumns * 2);
-            odd[v] = load_odd(words + pair * kTileColumns * 2);
-          }
-          multiply_add(x, a_stride, even, sums);
-          multiply_add(x + 1, a_stride, odd, sums);
+            return tiles + offset / kTileColumns * kBf16TileElements +
+                   (offset % kTileColumns + pair * kTileColumns) * 2;
+          };
+          F32 w[kVectors];  // the first of the pair, then the second: there are no registers for both
+#pragma GCC unroll 16
+          for (int v = 0; v < kVectors; ++v) w[v] = load_even(words_of(v));
+          multiply_add(x, a_stride, w, sums);
+#pragma GCC unroll 16
+          for (int v = 0; v < kVectors; ++v) w[v] = load_odd(words_of(v));
+          multiply_add(x + 1, a_stride, w, sums);
         }
       }
       store_sums(out + column, sums);

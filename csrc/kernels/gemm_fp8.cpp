@@ -28,19 +28,19 @@ struct VectorRows {
 
 constexpr Fp8Blocking kBlocking = {4, 1};  // 16 KiB of bfloat16, in L1 beside sums and rows of x
 
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_HAS_BF16_PRODUCTS
 bool takes_dots(const GemmArgs& args) { return args.dtype == DType::bf16; }
 #endif
 
 int64_t input_bytes(const GemmArgs& args) {
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_HAS_BF16_PRODUCTS
   if (takes_dots(args)) return dot_input_bytes(args);
 #endif
   return float_input_bytes(args);
 }
 
 void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* input) {
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_HAS_BF16_PRODUCTS
   if (takes_dots(args)) return dot_prepare(args, row_begin, row_end, input);
 #endif
   float_prepare(args, row_begin, row_end, input);
@@ -49,7 +49,7 @@ void prepare(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* inp
 int64_t rows_per_block(int64_t) { return 120; }
 
 void run(const GemmBlock& block) {
-#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
+#if QUIRE_HAS_BF16_PRODUCTS
   if (takes_dots(*block.args)) return run_fp8<VectorRows<DotTile>>(block, kBlocking);
 #endif
   run_fp8<VectorRows<Bf16Tile>>(block, kBlocking);

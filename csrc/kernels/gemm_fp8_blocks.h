@@ -75,6 +75,26 @@ inline void unpack_line(const uint8_t* from, bf16* to) {
   }
 }
 
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
+
+inline void unpack_line(const uint8_t* from, bf16* to) {
+  const uint8x16_t magnitude_bits = vdupq_n_u8(0x7f), upper_of_exponent = vld1q_u8(kUpperOfExponent.data()),
+                   upper_of_subnormal = vld1q_u8(kUpperOfSubnormal.data()),
+                   lower_of_subnormal = vld1q_u8(kLowerOfSubnormal.data());
+  for (int64_t i = 0; i < kFp8LineCodes; i += 16) {
+    const uint8x16_t codes = vld1q_u8(from + i), magnitudes = vandq_u8(codes, magnitude_bits);
+    const uint8x16_t subnormals = vaddq_u8(magnitudes, vdupq_n_u8(8));  // above 15, which gives zero, for other codes
+    uint8x16_t upper =
+        vorrq_u8(vqtbl1q_u8(upper_of_exponent, vshrq_n_u8(magnitudes, 3)), vqtbl1q_u8(upper_of_subnormal, subnormals));
+    upper = vorrq_u8(upper, vbicq_u8(codes, magnitude_bits));
+    upper = vorrq_u8(upper, vandq_u8(vceqq_u8(magnitudes, magnitude_bits), magnitude_bits));  // NaN
+    const uint8x16_t lower = veorq_u8(vshlq_n_u8(codes, 4), vqtbl1q_u8(lower_of_subnormal, subnormals));
+    uint8_t* const place = reinterpret_cast<uint8_t*>(to + i / 2);
+    vst1q_u8(place, vzip1q_u8(lower, upper));
+    vst1q_u8(place + 64, vzip2q_u8(lower, upper));
+  }
+}
+
 #else
 
 inline bf16 bf16_of_code(uint8_t code) {

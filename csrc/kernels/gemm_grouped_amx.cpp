@@ -77,8 +77,8 @@ struct AmxTile {
   }
 
   template <Codes, bool kSignedCodes>
-  static void run(int rows, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int32_t* sums,
-                  bool is_first, Prefetch& prefetch) {
+  static void run(int rows, int, const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads,
+                  int32_t* sums, bool is_first, Prefetch& prefetch) {
     written_for_tiles();
     const int64_t steps = quads / kStepQuads;
     if (rows <= kTileRows) {

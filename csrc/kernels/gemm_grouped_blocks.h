@@ -109,6 +109,7 @@ enum class Codes { bytes, packed, unpacked };
 struct GroupRun {
   const QuantizedRows* input;
   int64_t row, first_group, num_groups, group_quads;
+  int bits;                     // of a code
   const uint8_t* weights;       // [groups][quads][64][4]
   const DecodedGroup* numbers;  // [groups]
   float* totals;                // [rows][64]
@@ -118,6 +119,7 @@ struct GroupRun {
 struct SuperRun {
   const QuantizedRows* input;
   int64_t row, first_super, num_supers, super_groups, group_quads;
+  int bits;                // of a code
   const uint8_t* weights;  // [supers][groups][quads][64][4]
   FactorNumbers numbers;   // of the first
   float* totals;           // [rows][64]
@@ -185,7 +187,8 @@ inline void add_supers_through_memory(int rows, const SuperRun& run, int32_t* su
   FactorNumbers numbers = run.numbers;
   for (int64_t super = 0; super < run.num_supers; ++super, numbers.next_super(run.super_groups)) {
     for (int64_t g = 0; g < run.super_groups; ++g, codes += run.group_quads * kQuad, weights += group_bytes) {
-      Tile::template run<kCodes, kSigned>(rows, codes, input.stride, weights, run.group_quads, sums, true, prefetch);
+      Tile::template run<kCodes, kSigned>(rows, run.bits, codes, input.stride, weights, run.group_quads, sums, true,
+                                          prefetch);
       add_factor_group_of_rows<kOffset, kSigned>(run, numbers, super, g, rows, sums, supers);
     }
     add_super_of_rows<kOffset>(run, numbers, super, rows, supers);
@@ -197,7 +200,7 @@ inline void add_supers_through_memory(int rows, const SuperRun& run, int32_t* su
 // Tile::kRowUnit   whole rows of sums that run() may write
 // Tile::reads_packed(rows, group_quads)  4-bit codes are taken as they are stored
 // Tile::kSigned    run<> can take unpacked codes with a sign
-// Tile::run<codes, signed>(rows, codes, stride, weights, quads, sums, is_first, prefetch)
+// Tile::run<codes, signed>(rows, bits, codes, stride, weights, quads, sums, is_first, prefetch)
 //                  sums[rows][64] = (is_first ? 0 : sums) + codes[rows][quads] * weights[quads][64][4], and
 //                  prefetch.fetch() once per quad, or, packed, per two
 // Tile::kAddsGroups, Tile::adds_groups(rows)    there is a faster way for whole groups:
@@ -280,6 +283,7 @@ inline void run_form(const GemmBlock& block) {
                              .num_supers = (end - begin) / (super_groups * group_quads),
                              .super_groups = super_groups,
                              .group_quads = group_quads,
+                             .bits = args.weight.form.bits,
                              .weights = weights,
                              .numbers = {layout, packed, first_super, args.weight.form.super_size},
                              .totals = totals + row * kPanelWidth};
@@ -295,6 +299,7 @@ inline void run_form(const GemmBlock& block) {
                                .first_group = first_group,
                                .num_groups = (end - begin) / group_quads,
                                .group_quads = group_quads,
+                               .bits = args.weight.form.bits,
                                .weights = weights,
                                .numbers = numbers,
                                .totals = totals + row * kPanelWidth};
@@ -306,9 +311,10 @@ inline void run_form(const GemmBlock& block) {
           const int64_t group = quad / group_quads;
           next = std::min(end, (group + 1) * group_quads);
           int32_t* const tile_sums = sums + row * kPanelWidth;
-          Tile::template run<kCodes, kSigned>(
-              static_cast<int>(rows), input.codes + (block.row_begin + row) * input.stride + quad * kQuad, input.stride,
-              weights + (quad - begin) * kWeightBytes, next - quad, tile_sums, quad == group * group_quads, prefetch);
+          Tile::template run<kCodes, kSigned>(static_cast<int>(rows), args.weight.form.bits,
+                                              input.codes + (block.row_begin + row) * input.stride + quad * kQuad,
+                                              input.stride, weights + (quad - begin) * kWeightBytes, next - quad,
+                                              tile_sums, quad == group * group_quads, prefetch);
           if (next == (group + 1) * group_quads)
             add_group_of_rows<kOffset, kSigned>(input, block.row_begin + row, rows, group, numbers[group - first_group],
                                                 tile_sums, totals + row * kPanelWidth);

@@ -122,10 +122,13 @@ struct RowNumbers {
   F32 scale, offset_factor;
   int32_t zero_sum;
 
-  RowNumbers(const QuantizedRows& input, int64_t at)
-      : scale(broadcast(input.scales[at])),
-        offset_factor(broadcast(input.offset_factors[at])),
-        zero_sum(input.zero_sums[at]) {}
+  // An offset factor may be a zero sum: they share memory.
+  RowNumbers(float row_scale, float row_factor)
+      : scale(broadcast(row_scale)),
+        offset_factor(broadcast(row_factor)),
+        zero_sum(std::bit_cast<int32_t>(row_factor)) {}
+
+  RowNumbers(const QuantizedRows& input, int64_t at) : RowNumbers(input.scales[at], input.offset_factors[at]) {}
 };
 
 // The float sums of a row with one more group. `sums` are its codes times the codes of the weight; `scales` and

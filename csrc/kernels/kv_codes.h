@@ -57,6 +57,26 @@ inline F32 load(const C* p) {
   return decode(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), C{});
 }
 
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
+
+inline F32 decode(uint8x8_t x, int8_t) {
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(x)))))};
+}
+inline F32 decode(uint8x8_t x, e5m2) { return {vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(vshll_n_u8(x, 8))))}; }
+// Read as an f16, the bits mean 2^-8 of the number, because the exponent bias is 15, but 7 in e4m3.
+inline F32 decode(uint8x8_t x, e4m3) {
+  const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(x));
+  const int16x8_t half = vandq_s16(vshlq_n_s16(wide, 7), vdupq_n_s16(~0x4000));
+  const float32x4_t y = vmulq_n_f32(vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_s16(half))), 256.0f);
+  const int32x4_t magnitude = vandq_s32(vmovl_s16(vget_low_s16(wide)), vdupq_n_s32(0x7f));
+  return {vbslq_f32(vceqq_s32(magnitude, vdupq_n_s32(0x7f)), vdupq_n_f32(kNaN), y)};
+}
+template <class C>
+  requires(sizeof(C) == 1)
+inline F32 load(const C* p) {
+  return decode(load_bytes(p), C{});
+}
+
 #endif
 
 // ---- codes to bfloat16 ----

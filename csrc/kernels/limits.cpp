@@ -76,7 +76,7 @@ int64_t multiply_bf16(int64_t rounds) {
   return rounds * 6 * (16 * 16 * 32 * 2);
 }
 
-int64_t multiply_int8(int64_t rounds) {
+int64_t multiply_codes(int, int64_t rounds) {
   QUIRE_MULTIPLY_TILES(rounds, _tile_dpbusd)
   return rounds * 6 * (16 * 16 * 64 * 2);
 }
@@ -89,24 +89,75 @@ int64_t multiply_bf16(int64_t rounds) {
     return _mm512_dpbf16_ps(sum, std::bit_cast<__m512bh>(x), std::bit_cast<__m512bh>(x));
   });
   return rounds * kChains * 16 * 2 * 2;
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM
+  run_chains(rounds, vreinterpretq_f32_u16(vdupq_n_u16(0x3f80)), [](float32x4_t sum, float32x4_t x) {
+    return vbfmmlaq_f32(sum, vreinterpretq_bf16_f32(x), vreinterpretq_bf16_f32(x));
+  });
+  return rounds * kChains * 16 * 2;
 #else
   return multiply_f32(rounds);
 #endif
 }
 
-// 64 products of one vpdpbusd; without it, the products of 16-bit multiply-adds.
-int64_t multiply_int8(int64_t rounds) {
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512
+using Integers = __m512i;
+inline Integers all_ones() { return _mm512_set1_epi8(1); }
+#elif QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
+using Integers = __m256i;
+inline Integers all_ones() { return _mm256_set1_epi8(1); }
+#endif
+
+#if QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX512 || QUIRE_ISA_LEVEL == QUIRE_LEVEL_AVX2
+
+// Assembly keeps the multiplication of each chain, though all chains have the same operands.
+inline Integers add_pair_products(Integers sum, Integers x) {
+  Integers products;
+  __asm__ volatile("vpmaddwd %2, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(x));
+  return sum;
+}
+
+// vpmaddubsw for quads of codes whose sums fit into 16 bits, and one vpmaddwd for all of them.
+template <int kQuads>
+inline int64_t multiply_quads(int64_t rounds) {
+  rounds /= kQuads;
+  run_chains(rounds, all_ones(), [](Integers sum, Integers x) {
+    Integers words{}, products;
+#pragma GCC unroll 8
+    for (int quad = 0; quad < kQuads; ++quad)
+      __asm__ volatile("vpmaddubsw %2, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(words), "=&v"(products) : "v"(x));
+    return add_pair_products(sum, words);
+  });
+  return rounds * kQuads * kChains * static_cast<int64_t>(sizeof(Integers)) * 2;
+}
+
+#endif
+
+// The instructions of gemm_grouped: vpdpbusd, or else (gemm_grouped_words.h) vpmaddwd for 8 bits and vpmaddubsw for
+// fewer; on ARM64 smmla, sdot, or products of 16 bits.
+int64_t multiply_codes([[maybe_unused]] int bits, int64_t rounds) {
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512_BF16
   run_chains(rounds, _mm512_set1_epi8(1), [](__m512i sum, __m512i x) { return _mm512_dpbusd_epi32(sum, x, x); });
   return rounds * kChains * 64 * 2;
-#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
-  run_chains(rounds, _mm512_set1_epi8(1),
-             [](__m512i sum, __m512i x) { return _mm512_add_epi32(sum, _mm512_madd_epi16(x, x)); });
-  return rounds * kChains * 32 * 2;
 #elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
-  run_chains(rounds, _mm256_set1_epi8(1),
-             [](__m256i sum, __m256i x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(x, x)); });
-  return rounds * kChains * 16 * 2;
+  if (bits <= 4) return multiply_quads<8>(rounds);
+  if (bits == 5) return multiply_quads<4>(rounds);
+  if (bits == 6) return multiply_quads<2>(rounds);
+  run_chains(rounds, all_ones(), add_pair_products);
+  return rounds * kChains * static_cast<int64_t>(sizeof(Integers));
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
+  run_chains(rounds, vreinterpretq_s32_s8(vdupq_n_s8(1)), [](int32x4_t sum, int32x4_t ones) {
+    keep(ones);  // each chain has products of its own
+    const int8x16_t x = vreinterpretq_s8_s32(ones);
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM
+    return vmmlaq_s32(sum, x, x);
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_DOTPROD
+    return vdotq_s32(sum, x, x);
+#else
+    const int16x8_t products = vmull_s8(vget_low_s8(x), vget_low_s8(x));
+    return vpadalq_s16(sum, vmlal_high_s8(products, x, x));
+#endif
+  });
+  return rounds * kChains * (QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM ? 32 : 16) * 2;
 #else
   return multiply_f32(rounds);
 #endif
@@ -121,7 +172,7 @@ int64_t multiply(DType dtype, int64_t rounds) {
 }  // namespace
 
 extern const LimitKernels limit_table;
-const LimitKernels limit_table = {read, multiply, multiply_int8};
+const LimitKernels limit_table = {read, multiply, multiply_codes};
 
 }  // namespace quire::QUIRE_ISA
 

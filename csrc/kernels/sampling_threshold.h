@@ -71,6 +71,15 @@ class WholeSum {
     return _mm256_castpd_si256(_mm256_xor_pd(_mm256_add_pd(_mm256_cvtps_pd(x), magic), magic));
   }
   __m256i low_ = _mm256_setzero_si256(), high_ = _mm256_setzero_si256();
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
+  void add(F32 x) {
+    low_ = vaddq_u64(low_, vcvtq_u64_f64(vcvt_f64_f32(vget_low_f32(x.v))));
+    high_ = vaddq_u64(high_, vcvtq_u64_f64(vcvt_high_f64_f32(x.v)));
+  }
+  uint64_t total() const { return vaddvq_u64(vaddq_u64(low_, high_)); }
+
+ private:
+  uint64x2_t low_ = vdupq_n_u64(0), high_ = vdupq_n_u64(0);
 #else
   void add(F32 x) {
     for (int i = 0; i < F32::kWidth; ++i) total_ += static_cast<uint64_t>(static_cast<int64_t>(x.v[i]));

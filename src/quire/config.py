@@ -20,6 +20,7 @@ from quire.formats.kv_format import KV_CACHE_DTYPES
 from quire.formats.weight_format import ON_LOAD
 from quire.hf_config.quantization import QUANTIZATION_NAMES
 from quire.logs import get_logger
+from quire.lora.modules import RANKS, parse_module
 from quire.option import (
     ATTAINMENTS,
     DURATION,
@@ -278,6 +279,39 @@ class EngineConfig:
         "a number per step.",
         choices=("none", "summary", "detailed"),
     )
+    enable_lora: bool = option(False, "Serve LoRA adapters: each request names one of them, or the base model.")
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "Adapters of the start: name=path, or JSON objects with name, path and base_model_name.",
+        many=True,
+    )
+    max_loras: int | None = option(
+        None,
+        "Most different adapters in a step; none: as many as --lora-modules, 8 or more where others may be loaded.",
+        limits="adapters that run at once; requests for others wait",
+    )
+    max_lora_rank: int = option(
+        16,
+        f"Largest rank of an adapter: {', '.join(map(str, RANKS))}. Memory is planned for it; each runs at its own.",
+        limits="which adapters are taken, and memory left for the KV cache",
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        "Most adapters in memory, at least --max-loras; the others are read again when requests come; none: "
+        "--max-loras.",
+        limits="memory left for the KV cache, and how often adapters are read again",
+    )
+    lora_dtype: str = option(
+        "auto",
+        "Weights of adapters in memory: auto (the model's dtype), bfloat16, float16, float32.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    lora_target_modules: tuple[str, ...] = option(
+        (), "Only these modules may be changed by adapters, such as q_proj; none: all that can be.", many=True
+    )
+    lora_dir: tuple[str, ...] = option(
+        (), "Folders that adapters may be loaded from while serving; none: nothing is loaded from a path.", many=True
+    )
     sources: dict[str, Source] = field(default_factory=dict, compare=False, repr=False)  # of every setting
 
     def __post_init__(self) -> None:
@@ -287,6 +321,7 @@ class EngineConfig:
         check_choices(self)
         _take_slo(self)
         _check_engine(self)
+        _check_lora(self)
         complete_sources(self)
 
     @classmethod
@@ -522,6 +557,39 @@ def _take_speculation(config: EngineConfig) -> None:
         config.sources.pop(name, None)
 
 
+def _check_lora(config: EngineConfig) -> None:
+    names = [parse_module(word).name for word in config.lora_modules]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            "Two adapters have one name", value=repeated[0], fix="Give each another name", param="lora_modules"
+        )
+    if not config.enable_lora:
+        if names:
+            raise ConfigError(
+                "There are adapters, and nothing that computes them", fix="Give --enable-lora too", param="lora_modules"
+            )
+        for name in ("max_loras", "max_cpu_loras", "lora_target_modules", "lora_dir"):
+            if getattr(config, name):
+                logger.warning("%s has no effect without enable_lora", name)
+    if config.max_lora_rank not in RANKS:
+        raise ConfigError(
+            "Illegal max_lora_rank",
+            value=config.max_lora_rank,
+            expected=f"one of {', '.join(map(str, RANKS))}",
+            fix="Take the next larger one",
+            param="max_lora_rank",
+        )
+    most, in_memory = config.max_loras, config.max_cpu_loras
+    if most is not None and in_memory is not None and in_memory < most:
+        raise ConfigError(
+            "Fewer adapters fit into memory than a step may hold",
+            value=in_memory,
+            expected=f"max_cpu_loras of at least max_loras = {most}",
+            fix="Raise --max-cpu-loras or lower --max-loras",
+            param="max_cpu_loras",
+        )
+
+
 def _check_engine(config: EngineConfig) -> None:
     if config.per_request_spec_decode_metrics != "none" and config.speculative_config is None:
         raise ConfigError(
@@ -596,6 +664,8 @@ def _check_engine(config: EngineConfig) -> None:
         "num_gpu_blocks_override",
         "num_threads",
         "max_num_queued_reqs",
+        "max_loras",
+        "max_cpu_loras",
     ):
         number = getattr(config, name)
         if number is not None and number < 1:

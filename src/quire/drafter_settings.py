@@ -1,4 +1,5 @@
-"""How a draft model is loaded beside its target, and what of it cannot be. What is not said is as the target's."""
+"""How a model or head that drafts is loaded beside its target, and what of it cannot be. What is not said is as the
+target's."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ def drafter_settings(
     if speculation is None or speculation.method not in BY_WORKER:
         return None
     if (drafter := model.drafter) is None:
-        raise _error("There is no drafter of this kind", speculation.method, "ngram, suffix or draft_model")
+        raise _error("There is no drafter of this kind", speculation.method)
+    if drafter.head is not None and (not model.is_native or form.model_impl == "transformers"):
+        raise _error("The hidden states of a model in transformers' code are not there for a head", model.architecture)
     max_model_len = min(speculation.max_model_len or drafter.max_model_len, drafter.max_model_len)
-    if not drafter.is_native:
-        raise _error("The draft model has an architecture without native implementation", drafter.architecture)
     _check(model, form.max_model_len)
     _check(drafter, max_model_len)
     if full_table(kv_groups(model)) is None:

@@ -67,6 +67,12 @@ ENGINE_READY_TIMEOUT_S = Variable("VLLM_ENGINE_READY_TIMEOUT_S", 600, int, "seco
 ALLOW_LONG_MAX_MODEL_LEN = Variable(
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN", False, _boolean, "1 allows --max-model-len above what the model was trained for"
 )
+ALLOW_RUNTIME_LORA_UPDATING = Variable(
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING", False, _boolean, "1: adapters are loaded and unloaded over HTTP"
+)
+LORA_RESOLVER_CACHE_DIR = Variable(
+    "VLLM_LORA_RESOLVER_CACHE_DIR", "", str, "folder in which adapters of unknown model names are looked for"
+)
 BATCH_INVARIANT = Variable("VLLM_BATCH_INVARIANT", False, _boolean, "1 is --deterministic")
 FORCE_REFERENCE = Variable(
     "QUIRE_FORCE_REFERENCE", False, _boolean, "1 runs the plain-torch path instead of the compiled kernels"
@@ -78,7 +84,8 @@ ISA = Variable(
     "QUIRE_ISA",
     "",
     str,
-    "instruction set of the CPU kernels: scalar, avx2, avx512, avx512_bf16, amx; empty = best present",
+    "instruction set of the CPU kernels: scalar, avx2, avx512, avx512_bf16, amx, or on ARM64 scalar, neon, "
+    "neon_dotprod, neon_i8mm; empty = best present",
 )
 NUM_THREADS = Variable(
     "QUIRE_NUM_THREADS", 0, int, "threads of the CPU kernels; 0 = physical cores allowed by affinity and cgroup"
@@ -103,6 +110,8 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     LOG_STATS_INTERVAL,
     ENGINE_READY_TIMEOUT_S,
     ALLOW_LONG_MAX_MODEL_LEN,
+    ALLOW_RUNTIME_LORA_UPDATING,
+    LORA_RESOLVER_CACHE_DIR,
     BATCH_INVARIANT,
     FORCE_REFERENCE,
     ATTENTION_BACKEND,

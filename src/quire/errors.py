@@ -162,3 +162,33 @@ class MemoryPlanError(ConfigError):
     """Weights, KV cache and reserve do not fit into the allowed memory."""
 
     code = "out_of_memory_plan"
+
+
+class AdapterError(QuireError):
+    """A LoRA adapter is malformed, of an unsupported kind, or does not fit the model or the settings."""
+
+    code, status = "bad_adapter", 400
+
+
+class AdapterNotFoundError(AdapterError):
+    """There is no adapter in this place, or the place may not be read. The two are not told apart."""
+
+    code, status = "adapter_not_found", 404
+
+
+class AdapterChangedError(AdapterError):
+    """The files of a registered adapter are gone, or have another content than at its registration."""
+
+    code, status = "adapter_changed", 503
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, or that was the cause: a MemoryError, or torch's RuntimeErrors for it."""
+    while error is not None:
+        is_torch = isinstance(error, RuntimeError) and (
+            "allocate memory" in str(error) or "out of memory" in str(error)
+        )
+        if is_torch or isinstance(error, MemoryError):
+            return True
+        error = error.__cause__
+    return False

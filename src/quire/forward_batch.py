@@ -70,7 +70,9 @@ class ForwardBatch:
     seq_lens_S: Tensor  # int32, KV length after this step
     tables: tuple[StepTable, ...]
     caches: list[LayerCache]  # one per layer
+    adapter_slots_T: Tensor | None = None  # int32, -1: no adapter (kernels.lora); None: no row of the step has one
     host: HostStep | None = None  # None: on CPU, or if the step was prepared already
+    hidden_TD: Tensor | None = None  # what a head that drafts reads beside the tokens; a pass may write to it
 
     @property
     def num_tokens(self) -> int:

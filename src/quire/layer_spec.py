@@ -364,3 +364,40 @@ class LayerSpec:
         """The number of elements of all norms."""
         around = [norm for _, norms in self.parts for norm in norms if norm is not None]
         return sum(norm.size for norm in (*around, *(() if self.attention is None else self.attention.norms)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHead:
+    """A head drafts from the hidden states of another model, its target. Its own layers are those of its ModelConfig.
+
+    At each position it reads the target's hidden state there and the embedding of the token behind it.
+
+    Attributes:
+        kind: `eagle3`: the first layer's attention reads both side by side, and the hidden state is the residual
+            stream. `mtp`: `input` makes the residual stream of both.
+        streams: the residual streams of the target that are the hidden state: before these of its layers. The number
+            of its layers means: behind the last one.
+        stream_size: elements of one stream.
+        input: `eagle3`: the streams to the hidden state. `mtp`: hidden state and embedding to the residual stream.
+        norms: of the embedding, and of the hidden state.
+        norm_before_residual: eagle3: the residual stream begins with the norm of the hidden state.
+        num_tokens: tokens that it can draft.
+        maps_tokens: a table has the target's ids of these tokens; else they are its first ones.
+        owns_embeddings, owns_output: else the target's are used.
+    """
+
+    kind: Literal["eagle3", "mtp"]
+    streams: tuple[int, ...]
+    stream_size: int
+    input: LinearShape
+    norms: tuple[NormShape, NormShape]
+    norm_before_residual: bool = False
+    num_tokens: int
+    maps_tokens: bool = False
+    owns_embeddings: bool = False
+    owns_output: bool = False
+
+    @property
+    def hidden_width(self) -> int:
+        """Elements of all streams of a token."""
+        return len(self.streams) * self.stream_size

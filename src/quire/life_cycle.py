@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from quire.lora.facts import AdapterFacts
 from quire.metrics.stopwatch import Lap
+from quire.model_config import ModelConfig
 from quire.planning.graph_sizes import GraphSizes, graph_sizes
 from quire.planning.memory_plan import MemoryFacts
 from quire.resolve import DeviceFacts
-from quire.schedule import Executor, Pending, Preparation, ScheduledBatch, StepResult
-from quire.settings import DeviceSettings, DrafterSettings, ModelSettings, Resolved
+from quire.schedule import Executor, Pending, Polled, ScheduledBatch, StepResult
+from quire.settings import DeviceSettings, DrafterSettings, LoraSettings, ModelSettings, Resolved
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class WorkerSettings:
     steps_in_flight: int
     synthetic_acceptance_rates: tuple[float, ...] = ()  # see SpeculativeConfig
     drafter: DrafterSettings | None = None
+    lora: LoraSettings | None = None
 
     @classmethod
     def of(cls, resolved: Resolved) -> WorkerSettings:
@@ -36,13 +39,23 @@ class WorkerSettings:
         steps = resolved.scheduler
         limits = (steps.max_num_seqs, steps.num_logits_rows, steps.max_num_batched_tokens, steps.depth)
         rates = steps.speculation.synthetic_acceptance_rates if steps.speculation is not None else ()
-        return cls(resolved.model, resolved.device, *limits, rates, resolved.drafter)
+        return cls(resolved.model, resolved.device, *limits, rates, resolved.drafter, resolved.lora)
 
     def of_drafter(self) -> WorkerSettings:
         """As if the drafter were the model. Of its steps those that are captured compute one token of each row."""
         assert self.drafter is not None
         mode = "NONE" if self.device.cudagraph_mode == "NONE" else "FULL_DECODE_ONLY"
-        return replace(self, model=self.drafter.form, device=replace(self.device, cudagraph_mode=mode), drafter=None)
+        device = replace(self.device, cudagraph_mode=mode)
+        return replace(self, model=self.drafter.form, device=device, drafter=None, lora=None)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a step, padding included."""
+        return max(self.max_num_batched_tokens, self.max_num_seqs)
+
+    def hidden_bytes(self, target: ModelConfig) -> int:
+        """Of what is kept for a head that drafts."""
+        return 0 if self.drafter is None else self.drafter.hidden_bytes(target, self.max_num_seqs, self.most_tokens)
 
     def graph_sizes(self) -> GraphSizes:
         """The steps that are captured on a GPU."""
@@ -67,6 +80,14 @@ class CacheSize:
     num_blocks: int
     num_bytes: int
     max_model_len: int  # the final value: little memory may have made it smaller
+
+
+class AdapterLoad(Polled[AdapterFacts], Protocol):
+    """An adapter that is being read. The result raises AdapterError."""
+
+    def add(self) -> None:
+        """Keep it for later steps, once the result was asked for. One that is in memory already stays there once."""
+        ...
 
 
 class Worker(Protocol):
@@ -104,7 +125,7 @@ class Worker(Protocol):
         """The vocabulary of grammars: see messages.UseTokenizer."""
         ...
 
-    def prepare_grammar(self, text: str) -> Preparation:
+    def prepare_grammar(self, text: str) -> Polled[None]:
         """Compile a grammar beside the steps. The result raises InvalidRequestError if it cannot be used."""
         ...
 
@@ -112,11 +133,24 @@ class Worker(Protocol):
         """Do a little of the work that must be done at some time; False: there is none now."""
         ...
 
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        """Begin to read an adapter, while steps go on.
+
+        Args:
+            digest: the content that it must have: another one is an AdapterChangedError.
+        """
+        ...
+
+    def drop_adapter(self, digest: str) -> None:
+        """Give an adapter's memory back: no later step has it."""
+        ...
+
 
 class WorkerExecutor(Executor, Protocol):
     """Takes all ranks through the life of a worker.
 
-    Each method goes to every rank and returns when all ranks are done. It raises an error of one rank after that.
+    Each method goes to every rank and returns when all ranks are done. It raises an error of one rank after that. Only
+    reading and dropping adapters is not waited for. Once the result of a load was asked for, steps may have it.
     """
 
     def facts(self, wants_gpu: bool) -> Sequence[DeviceFacts]: ...
@@ -131,6 +165,10 @@ class WorkerExecutor(Executor, Protocol):
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None: ...
 
-    def prepare_grammar(self, text: str) -> Preparation: ...
+    def prepare_grammar(self, text: str) -> Polled[None]: ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool: ...
+
+    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]: ...
+
+    def drop_adapter(self, digest: str) -> None: ...

@@ -77,17 +77,21 @@ class UseTokenizer(msgspec.Struct, tag="tokenizer", frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", omit_defaults=True):
-    """Read an adapter's folder, check it, and keep it for requests. The answer is an AdapterState."""
+    """Read an adapter's folder, check it, and keep it for requests. The answer is an AdapterState.
+
+    One whose digest is known, because an engine has read it, is read when a request needs it, and not answered.
+    """
 
     operation: int  # chosen by the sender, returned with the answer
     path: str
-    digest: str | None = None  # the content that it must have: another one is an error
+    digest: str | None = None  # the content that it must have: another one is an error of its requests
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
-    """No new request will name this adapter. Those that named it finish with it."""
+    """Takes back one LoadAdapter. Without any, no new request names the digest; those that did finish with it."""
 
     digest: str
+    path: str
 
 
 class Command(msgspec.Struct, tag="command"):
@@ -191,9 +195,11 @@ class EngineBeat(_FromEngine, tag="beat"):
 
 
 class AdapterState(_FromEngine, tag="adapter", omit_defaults=True):
-    """The answer to a LoadAdapter: its facts, or an error for the user. The engine and other adapters go on."""
+    """What became of reading an adapter: its facts, or an error for the user. The engine and other adapters go on."""
 
-    operation: int
+    path: str
+    operation: int | None = None  # of the LoadAdapter; None: requests waited for it
+    seconds: float = 0.0
     facts: AdapterFacts | None = None
     error: str | None = None
     error_code: str | None = None  # QuireError.code of `error`

@@ -5,7 +5,7 @@ hf_config/ translates Hugging Face's names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from quire.formats.kv_format import KvFormat
 from quire.formats.stored_linear import StoredLinear, stored_from
 from quire.formats.weight_format import DTYPE_BYTES, ON_LOAD
 from quire.gguf.file import is_gguf, open_gguf
+from quire.hf_config import head as head_config
 from quire.hf_config.fields import Fields
 from quire.hf_config.from_gguf import family_of, to_hf_config
 from quire.hf_config.gguf_types import GgufWeights, gguf_weights
@@ -22,9 +23,12 @@ from quire.hf_config.json_file import read_object
 from quire.hf_config.layer_format import QuantizedCheckpoint
 from quire.hf_config.quantization import OUTPUT, SEPARATE_FILES, parse_description
 from quire.hf_config.translate import merge, translate
-from quire.layer_spec import Cut, KvSpec, LayerSpec, LinearShape, RopeConfig
+from quire.layer_spec import Cut, DraftHead, KvSpec, LayerSpec, LinearShape, RopeConfig
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeConfig", "load_model_config"]
+
+
+TOKEN_ID_BYTES = 8
 
 
 class WeightBytes(NamedTuple):
@@ -62,7 +66,8 @@ class ModelConfig:
     ignored_prefixes: tuple[str, ...]  # parts of the checkpoint that we do not run
     ignored_fields: tuple[str, ...]  # fields of config.json that the architecture's modelling code does not read
     hf_overrides: dict[str, Any] = field(default_factory=dict, hash=False)  # merged over config.json
-    drafter: ModelConfig | None = field(default=None, repr=False)  # a model that drafts for it
+    drafter: ModelConfig | None = field(default=None, repr=False)  # a model or a head that drafts for it
+    head: DraftHead | None = None  # it is no model of its own, but a head that drafts for one
 
     @property
     def num_layers(self) -> int:
@@ -108,9 +113,15 @@ class ModelConfig:
         """The parts of `weight_bytes`."""
         if not self.is_native:
             is_packed = False  # transformers' code multiplies by them
-        *blocks, output = (self._held_bytes(linear, dtype, quantization, is_packed) for linear in self.linears())
+        held = [(linear, self._held_bytes(linear, dtype, quantization, is_packed)) for linear in self.linears()]
+        output_linear = self.output_linear()
+        output = sum(num_bytes for linear, num_bytes in held if linear == output_linear)
+        blocks = sum(num_bytes for _, num_bytes in held) - output
         others = sum(linear.num_biases for linear in self.linears()) + self._num_norm_elements()
-        return WeightBytes(sum(blocks), output, self._looked_up_bytes(dtype), others * DTYPE_BYTES[dtype])
+        looked_up = self._looked_up_bytes(dtype)
+        if self.head is not None and self.head.maps_tokens:
+            looked_up += self.head.num_tokens * TOKEN_ID_BYTES
+        return WeightBytes(blocks, output, looked_up, others * DTYPE_BYTES[dtype])
 
     def read_bytes_per_step(self, dtype: str, quantization: str | None = None) -> int:
         """Bytes of the weights that a step of one token reads, without idle experts.
@@ -157,7 +168,10 @@ class ModelConfig:
         """All linear layers; layers with the same input are fused."""
         for layer in self.layers:
             yield from layer.linears()
-        yield self.output_linear()
+        if self.head is not None:
+            yield self.head.input
+        if self.head is None or self.head.owns_output:
+            yield self.output_linear()
 
     def active_linears(self) -> Iterator[LinearShape]:
         """The linear layers that one token uses, without the output."""
@@ -166,12 +180,13 @@ class ModelConfig:
     def output_linear(self) -> LinearShape:
         """hidden -> logits."""
         prefix, name = ("model.", "embed_tokens") if self.tie_word_embeddings else ("", OUTPUT)
-        shards = ((name, self.vocab_size),)
+        shards = ((name, self.vocab_size if self.head is None else self.head.num_tokens),)
         return LinearShape(prefix=prefix, shards=shards, in_features=self.hidden_size, cut=Cut("rows"))
 
     def _num_looked_up_parameters(self) -> int:
-        """Elements of the embeddings; 0 if they are the output projection too."""
-        return 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        """Elements of the embeddings; 0 if they are the output projection too, or the target's."""
+        is_shared = self.tie_word_embeddings if self.head is None else not self.head.owns_embeddings
+        return 0 if is_shared else self.vocab_size * self.hidden_size
 
     def _looked_up_bytes(self, dtype: str) -> int:
         """Bytes in memory of `_num_looked_up_parameters`."""
@@ -179,7 +194,8 @@ class ModelConfig:
         return self._num_looked_up_parameters() * DTYPE_BYTES[dtype] if table is None else table.num_bytes(dtype)
 
     def _num_norm_elements(self) -> int:
-        return sum(layer.num_norm_elements() for layer in self.layers) + self.hidden_size
+        around = () if self.head is None else self.head.norms
+        return sum(layer.num_norm_elements() for layer in self.layers) + self.hidden_size + sum(n.size for n in around)
 
     def _held_bytes(self, linear: LinearShape, dtype: str, quantization: str | None, is_packed: bool) -> int:
         return sum(part.num_bytes(dtype, is_packed=is_packed) for part in self.stored(linear, quantization))
@@ -219,3 +235,20 @@ def load_model_config(
     if generation.get("eos_token_id") is not None:  # it replaces config.json's, as in transformers
         facts["eos_token_ids"] = Fields(generation, str(path)).token_ids("eos_token_id")
     return ModelConfig(model=str(folder), hf_overrides=dict(overrides or {}), **facts)
+
+
+def load_head_config(folder: Path, method: str, target: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """Read config.json of a head that drafts for `target`, whose own folder it is for a layer of the target.
+
+    Args:
+        method: eagle3 or mtp.
+        names: of the tensors in the folder; empty: nobody has looked.
+
+    Raises ModelConfigError: as load_model_config, or the head does not fit the target.
+    """
+    path = folder / "config.json"
+    raw = merge(read_object(path, required=True), target.hf_overrides if method == "mtp" else {})
+    facts = head_config.Target(target.num_layers, target.hidden_size, target.vocab_size)
+    if method == "mtp":
+        return ModelConfig(model=str(folder), **head_config.mtp(raw, str(path), FAMILIES, facts, names))
+    return ModelConfig(model=str(folder), **head_config.eagle3(raw, str(path), facts, names))

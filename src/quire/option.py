@@ -7,6 +7,7 @@ import difflib
 import math
 import os
 import types
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quire.compat.values import SAME_VALUES, why_not
@@ -155,10 +156,15 @@ def field_type(annotation: Any) -> tuple[type, bool, bool]:
     return get_origin(annotation) or annotation, False, is_optional
 
 
+@cache
+def _field_types(config_type: type) -> dict[str, tuple[type, bool, bool]]:
+    """`field_type` of every field."""
+    return {name: field_type(annotation) for name, annotation in get_type_hints(config_type).items()}
+
+
 def check_types(config: Any) -> None:
     """Raise ConfigError for a value with another type than its field."""
-    for name, annotation in get_type_hints(type(config)).items():
-        kind, is_tuple, is_optional = field_type(annotation)
+    for name, (kind, is_tuple, is_optional) in _field_types(config.__class__).items():
         value = getattr(config, name)
         if value is None and is_optional:
             continue

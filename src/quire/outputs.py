@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quire.lora.request import LoRARequest
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -100,7 +102,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    lora_request: object | None = None
+    lora_request: LoRARequest | None = None
     spec_decode_metrics: SpecDecodeMetrics | None = None  # with per_request_spec_decode_metrics, for n = 1
 
     def finished(self) -> bool:
@@ -118,7 +120,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
-    lora_request: object | None = None
+    lora_request: LoRARequest | None = None
     num_cached_tokens: int = 0
     error: str | None = None
 

@@ -18,6 +18,7 @@ from quire.formats.kv_format import KV_CACHE_DTYPES, kv_format
 from quire.formats.kv_groups import kv_groups, page_bytes, pages_for
 from quire.formats.weight_format import ON_LOAD, packs_floats
 from quire.hf_config.quantization import QUANTIZATION_NAMES
+from quire.lora.from_config import lora_settings
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
 from quire.planning.flashinfer_facts import flashinfer_version, why_not_flashinfer
@@ -158,7 +159,6 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         source = config.sources["speculative_config"]
         put("speculative_config", speculation.effective(), source, speculation.describe())
         put("spec_tokens", speculation.num_speculative_tokens, source, "num_speculative_tokens of speculative_config")
-    _put_rest(record, config)
     form = ModelSettings(
         dtype=dtype,
         quantization=quantization,
@@ -170,6 +170,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         packed_weights_cache=config.packed_weights_cache,
         logprobs_mode=config.logprobs_mode,
     )
+    lora = lora_settings(config, model, form, record)
+    _put_rest(record, config)
     return Resolved(
         form,
         DeviceSettings(
@@ -203,6 +205,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceFacts, *, is
         ),
         record,
         drafter=drafter_settings(config.speculative_config, model, form),
+        lora=lora,
     )
 
 
@@ -246,6 +249,8 @@ _UNSET = {
     "spec_method": "part of speculative_config",
     "spec_model": "part of speculative_config",
     "spec_tokens": "part of speculative_config",
+    "max_loras": "no adapters",
+    "max_cpu_loras": "no adapters",
     "slo": "taken apart into slo_ttft and slo_itl",
 }
 

@@ -81,8 +81,10 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     vectors: dict[int, list[float]] = field(default_factory=dict)  # row -> the vector for NewRow.wants_vector
     errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed; its token list is empty
-    # row -> the reason why UNDRAFTED tokens got no drafts that are worth verifying. The row has its tokens as usual.
+    # row -> the reason why UNDRAFTED tokens got no drafts that are worth verifying, now and later. The row has its
+    # tokens as usual.
     draft_failures: dict[int, str] = field(default_factory=dict)
+    draft_error: str = ""  # the reason why no row got drafts in this step; later steps may have some
     # row -> how many of its tokens the drafter has yet to read. UNDRAFTED tokens got no drafts, as with draft_failures.
     unread: dict[int, int] = field(default_factory=dict)
     draft_seconds: float = 0.0  # of the worker's drafter
@@ -110,11 +112,11 @@ class Pending(Protocol[T_co]):
         ...
 
 
-class Preparation(Pending[None], Protocol):
-    """Something that a request needs and that is made beside the steps."""
+class Polled(Pending[T_co], Protocol):
+    """A result that need not be waited for."""
 
     def done(self) -> bool:
-        """Whether `result` answers at once."""
+        """Whether `result` would not wait."""
         ...
 
 
@@ -174,3 +176,5 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     num_draft_failures: int = 0
+    num_adapters: int = 0  # that requests may name
+    num_adapters_in_memory: int = 0

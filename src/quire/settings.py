@@ -12,11 +12,12 @@ from typing import Any, Literal, TypeVar
 from quire.config import EngineConfig, ServerConfig
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import DrafterLayers, full_table, kv_groups, num_tables
-from quire.formats.weight_format import packs_floats
-from quire.model_config import ModelConfig
+from quire.formats.weight_format import LORA_PANEL, packs_floats
+from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
 from quire.speculative_config import LEAST_LOGITS_ROWS, SpeculativeConfig
 
+LEAST_KEPT = 8  # positions whose hidden states wait for a head: it reads them in about the time of one
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 T = TypeVar("T")
@@ -29,7 +30,10 @@ _FURTHER_LIMITS = {
     "work_bytes": "memory left for the KV cache",
     "drafter_weight_bytes": "memory left for the KV cache",
     "drafter_logits_bytes": "memory left for the KV cache",
+    "drafter_hidden_bytes": "memory left for the KV cache",
     "drafter_kv_bytes_per_token": "how many tokens the KV cache holds",
+    "draft_text_bytes": "memory left for the KV cache",
+    "lora_bytes": "memory left for the KV cache",
     "kv_cache_bytes": "context held for all requests together",
     "unplanned_bytes": "what other programs may take",
     "num_blocks": "context held for all requests together",
@@ -144,6 +148,11 @@ class SchedulerSettings:
         return self.max_num_seqs if self.speculation is None else max(self.max_num_seqs, LEAST_LOGITS_ROWS)
 
     @property
+    def most_tokens(self) -> int:
+        """Of a step, padding included."""
+        return max(self.max_num_batched_tokens, self.max_num_seqs)
+
+    @property
     def depth(self) -> int:
         """Batches in flight."""
         return 2 if self.async_scheduling else 1
@@ -173,11 +182,53 @@ class DrafterSettings:
         """That the drafter adds to the KV cache: the pages of all block tables have room for it, and it uses one."""
         return num_tables(kv_groups(target)) * self.layers(target).bytes_per_token()
 
+    @property
+    def positions_kept(self) -> int:
+        """Of each request, whose hidden states wait for a head: at least all that a step verifies."""
+        return max(self.max_drafts + 1, LEAST_KEPT)
+
+    def hidden_bytes(self, target: ModelConfig, max_num_seqs: int, max_tokens: int) -> int:
+        """Of the target's hidden states that are kept for a head: of the largest step, twice, and of its rows."""
+        if target.drafter is None or (head := target.drafter.head) is None:
+            return 0
+        num_positions = 2 * max_tokens + max_num_seqs * self.positions_kept
+        return num_positions * head.hidden_width * DTYPE_BYTES[self.form.dtype]
+
     def weight_bytes(self, target: ModelConfig, isa: str) -> int:
         """That the drafter's weights will take in memory once they are loaded."""
         assert target.drafter is not None
         is_packed = packs_floats(isa)
         return target.drafter.weight_bytes(self.form.dtype, self.form.quantization, is_packed=is_packed)
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Which adapters are served.
+
+    Attributes:
+        max_loras: different adapters of a step.
+        max_rank: of an adapter; memory is planned for it.
+        max_cpu_loras: adapters in memory, at least max_loras.
+        dtype: of their weights in memory, torch's name.
+        target_modules: last names of modules that adapters may change; none: all that can be.
+    """
+
+    max_loras: int
+    max_rank: int
+    max_cpu_loras: int
+    dtype: str
+    target_modules: tuple[str, ...] = ()
+
+    def num_bytes(self, model: ModelConfig) -> int:
+        """That adapters take at most: of the largest rank, on every weight; one more while two change places."""
+        shards = [(name, linear.in_features, size) for linear in model.linears() for name, size in linear.shards]
+        shards.append(("embed_tokens", model.vocab_size, model.hidden_size))
+        elements = sum(
+            in_features + -(-size // LORA_PANEL) * LORA_PANEL
+            for name, in_features, size in shards
+            if not self.target_modules or name in self.target_modules
+        )
+        return (self.max_cpu_loras + 1) * self.max_rank * elements * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -200,6 +251,7 @@ class Resolved:
     scheduler: SchedulerSettings
     settings: Mapping[str, Setting]  # every setting by name, with where it came from
     drafter: DrafterSettings | None = field(default=None, kw_only=True)
+    lora: LoraSettings | None = field(default=None, kw_only=True)
 
     def noting(self: R, more: Mapping[str, Setting]) -> R:
         """The same, with what was found out since."""

@@ -13,6 +13,8 @@ METHODS: tuple[SpeculativeMethod, ...] = get_args(SpeculativeMethod)
 BY_WORKER: tuple[SpeculativeMethod, ...] = ("draft_model", "eagle3", "mtp")  # their drafter is a model
 MOST_DRAFTS = 255  # of one request in one step
 LEAST_LOGITS_ROWS = 32  # that a step with drafts may have, however few requests run
+# Of the text of a running request: of each token, and of each length of n-grams beside.
+NGRAM_TOKEN_BYTES, NGRAM_BYTES, SUFFIX_TOKEN_BYTES = 8, 16, 72
 SUFFIX_SHARED_BYTES = 80 << 20  # of the host's memory at most, for the outputs that suffix keeps: 2 million tokens
 
 _OF_ALL = (
@@ -31,7 +33,7 @@ _OF_METHOD: dict[SpeculativeMethod, tuple[str, ...]] = {
     ),
     "draft_model": _OF_MODELS,
     "eagle3": _OF_MODELS,
-    "mtp": _OF_MODELS,
+    "mtp": _OF_MODELS[2:],
 }  # fmt: skip
 _LEAST = {
     "num_speculative_tokens": 1,
@@ -53,6 +55,21 @@ _CHOICES = {
     "rejection_sample_method": ("standard", "synthetic"),
     "adaptive": (True, False),
 }
+
+
+def text_index_bytes(config: SpeculativeConfig | None, num_tokens: int) -> int:
+    """Bytes of the host's memory for what a method searches, at most.
+
+    Args:
+        num_tokens: of the texts of all running requests.
+    """
+    if config is None or config.method in BY_WORKER:
+        return 0
+    if config.method == "ngram":
+        num_lengths = config.prompt_lookup_max - config.prompt_lookup_min + 1
+        return num_tokens * (NGRAM_TOKEN_BYTES + num_lengths * NGRAM_BYTES)
+    shared = SUFFIX_SHARED_BYTES if config.suffix_decoding_max_cached_requests else 0
+    return shared + num_tokens * SUFFIX_TOKEN_BYTES
 
 
 def keys_of(method: SpeculativeMethod) -> tuple[str, ...]:

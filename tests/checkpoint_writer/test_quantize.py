@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,26 @@ from quire.config import EngineConfig
 from quire.loader import safetensors_writer
 from quire.quality import measure
 from quire.quality.summary import Quality, summarize
+from quire.worker.model_runner import ModelRunner
 from tests.checkpoint_writer.folders import OPTIONS, plain_weights, quantize, tensors, write_plain
+from tests.examples import IS_FULL
+
+COMMON: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 256, "num_threads": 1}
+BASE = EngineConfig(dtype="float32", **COMMON)
+
+
+@cache
+def base_runner() -> ModelRunner:
+    """The demo model in float32."""
+    return measure.load(BASE, lambda *_: None).runner
 
 
 def quality(folder: Path, text: str, **options: Any) -> Quality:
     """Against the demo model in float32."""
-    common: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 256, "num_threads": 1}
-    base = EngineConfig(dtype="float32", **common)
-    model = EngineConfig(model=str(folder), **common | options)
-    windows = measure.read_text(text, base, [model], 256, 1024)
-    runners = [measure.load(config, lambda *_: None).runner for config in (base, model)]
-    return summarize(measure.compare_runners(windows, *runners))
+    model = EngineConfig(model=str(folder), **COMMON | options)
+    windows = measure.read_text(text, BASE, [model], 256, 1024 if IS_FULL else 512)
+    runner = measure.load(model, lambda *_: None).runner
+    return summarize(measure.compare_runners(windows, base_runner(), runner))
 
 
 @pytest.fixture(scope="module")

@@ -305,13 +305,12 @@ vllm serve meta-llama/Llama-3.3-70B-Instruct \
   --max-loras 4 \
   --max-lora-rank 64
 """,
-        {
-            "--enable-lora": "refused",
-            "--lora-modules": "refused",
-            "--max-loras": "no effect",
-            "--max-lora-rank": "no effect",
+        settings={
+            "enable_lora": True,
+            "lora_modules": ("customer-support=./lora-cs", "finance=./lora-fin"),
+            "max_loras": 4,
+            "max_lora_rank": 64,
         },
-        says="LoRA adapters are not in this version. Serve the merged model",
     ),
     Line(
         "S4-23",

@@ -147,6 +147,7 @@ def test_the_kernel_of_each_layer(tmp_path: Path) -> None:
         ("amx", "bfloat16", "AMX tiles", "bfloat16, on amx"),
         ("avx512_bf16", "bfloat16", "bfloat16 dot products", "bfloat16, on avx512_bf16"),
         ("avx2", "bfloat16", "float32 multiply-adds", "avx2 has no products of bfloat16"),
+        ("neon_i8mm", "bfloat16", "bfloat16 matrix products", "bfloat16, on neon_i8mm"),
         ("amx", "float16", "float32 multiply-adds", "the model computes in float16"),
     ],
 )

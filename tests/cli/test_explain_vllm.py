@@ -42,6 +42,7 @@ LEGAL = {
     "speculative_config": """'{"method": "ngram"}'""",
     "spec_method": "ngram",
     "spec_model": "ngram",
+    "lora_modules": "a=b",
     "root_path": "/a",
     "ssl_cert_reqs": "0",
 }

@@ -197,8 +197,8 @@ def test_two_names_of_one_setting_must_agree() -> None:
 
 
 def test_all_refused_flags_are_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"--enable-lora.*Not supported either: --lora-modules, --middleware"):
-        read("--enable-lora", "--lora-modules", "a=b", "c=d", "--middleware", "m", "--max-loras", "2")
+    with pytest.raises(ConfigError, match=r"--enable-lora-bias.*Not supported either: --middleware, --task"):
+        read("--enable-lora-bias", "--task", "embed", "--middleware", "m", "--max-loras", "2")
 
 
 def test_python_spelling(caplog: pytest.LogCaptureFixture) -> None:

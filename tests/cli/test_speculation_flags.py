@@ -15,7 +15,7 @@ import pytest
 import quire.demo
 from quire.cli.main import main
 from quire.compat.foreign import Foreign
-from quire.compat.speculation import NOT_BUILT, OTHER_SPELLINGS, SPECULATION_KEYS, speculative_config_of
+from quire.compat.speculation import OTHER_SPELLINGS, SPECULATION_KEYS, speculative_config_of
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.hf_config.drafter import method_of_checkpoint
@@ -53,33 +53,16 @@ def test_key_without_a_field(entry: Foreign, caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("method", NAMES["methods"])
 def test_method_of_vllm(method: str) -> None:
-    """It drafts, is not built yet, or is refused with a way out."""
-    given = {"method": method} | ({"model": "a/b"} if method in ("draft_model", "eagle3", "mtp") else {})
+    """It drafts, or is refused with a way out."""
+    given = {"method": method} | ({"model": "a/b"} if method in ("draft_model", "eagle3") else {})
     meant = {"ngram_gpu": "ngram", "mimo_mtp": "mtp"}.get(method, method)
-    if meant in METHODS and meant not in NOT_BUILT:
+    if meant in METHODS:
         assert speculative_config_of(given).method == meant
         return
     with pytest.raises(ConfigError, match=f"^Speculation by {meant} is not supported: ") as caught:
         speculative_config_of(given)
     assert caught.value.fix
     assert caught.value.param == "speculative_config"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_is_not_built_is_refused(method: Any) -> None:
-    made = SpeculativeConfig(method=method, model="a/b")
-    if method not in NOT_BUILT:
-        assert (
-            speculative_config_of({"method": method} | ({"model": "a/b"} if method == "draft_model" else {})).method
-            == method
-        )
-        return
-    with pytest.raises(ConfigError, match=f"Speculation by {method} is not supported: {NOT_BUILT[method]}"):
-        speculative_config_of({"method": made.method, "model": "a/b"})
-
-
-def test_what_is_not_built_is_a_method() -> None:
-    assert NOT_BUILT.keys() <= {*METHODS}
 
 
 SPELLINGS: tuple[tuple[list[str], dict[str, Any]], ...] = (
@@ -216,8 +199,7 @@ def test_method_of_a_checkpoint(name: str, config: dict[str, Any] | None, method
 def test_a_folder_is_looked_into(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     for given in ({"model": tmp_path}, {"model": str(tmp_path)}, {"model": str(tmp_path), "method": "eagle"}):
-        with pytest.raises(ConfigError, match="Speculation by eagle3"):
-            speculative_config_of(given)
+        assert speculative_config_of(given).method == "eagle3"
     (tmp_path / "config.json").write_text('{"model_type": "medusa"}')
     with pytest.raises(ConfigError, match="Medusa's heads draft trees"):
         speculative_config_of({"model": str(tmp_path)})

@@ -97,7 +97,7 @@ def test_the_tokens_that_fit_in_a_time(num_decodes: int, start: int, most: int, 
     cost = cost_model()
     starts, counts = [100] * num_decodes, [1] * num_decodes
     load = ARITHMETIC.load(starts, counts, num_decodes)
-    count = cost.room_within(seconds, 0.5, starts, counts).fitting(start, most)
+    count = cost.room_within(seconds, 0.5, starts, counts, num_decodes).fitting(start, most)
     assert 0 <= count <= most
     if count:
         assert cost.predict(ARITHMETIC.with_row(load, start, count, 1)).seconds <= seconds

@@ -6,21 +6,25 @@ DeterministicExecutor: a hash of the tokens before.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import ModuleType
 
 from quire.engine import process
 from quire.engine.deterministic import DeterministicExecutor
+from quire.errors import AdapterChangedError, AdapterNotFoundError
 from quire.formats.weight_format import packs_floats
 from quire.kernels import extension
 from quire.life_cycle import CacheSize, Measured, WorkerSettings
+from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.metrics.stopwatch import Lap
 from quire.model_config import ModelConfig
 from quire.planning import devices
-from quire.planning.memory_plan import MemoryFacts, least_work_bytes, logits_bytes
+from quire.planning.memory_plan import MemoryFacts, buffer_bytes, logits_bytes, work_bytes
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.schedule import Pending, ScheduledBatch, StepResult
 
@@ -45,12 +49,12 @@ class LightWorker:
     def measure(self) -> Measured:
         settings = self._settings
         logits = logits_bytes(self._model, settings.num_logits_rows)
-        work = least_work_bytes(self._model, settings.max_num_batched_tokens, settings.model.dtype)
+        buffers = buffer_bytes(self._model, settings.max_num_batched_tokens, settings.model.dtype)
         memory = MemoryFacts(
             total_bytes=devices.total_memory_bytes(),
             free_bytes=devices.free_memory_bytes() - self._weights,
             weight_bytes=self._weights,
-            work_bytes=work + logits,
+            work_bytes=work_bytes(buffers, "cpu") + logits,
             logits_bytes=logits,
         )
         return Measured(memory, 256, Lap(0.01))
@@ -79,6 +83,30 @@ class LightWorker:
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return False
+
+    def load_adapter(self, path: str, digest: str | None) -> Loaded:
+        """Any folder with weights is an adapter, whose content is their bytes."""
+        future = Loaded()
+        try:
+            content = (Path(path) / "adapter_model.safetensors").read_bytes()
+        except OSError:
+            future.set_exception(AdapterNotFoundError("There is no adapter at this path", value=path))
+            return future
+        found = hashlib.sha256(content).hexdigest()
+        if digest in (None, found):
+            future.set_result(AdapterFacts(found, 8, len(content), 1))
+        else:
+            future.set_exception(AdapterChangedError("The adapter's files changed after it was loaded"))
+        return future
+
+    def drop_adapter(self, digest: str) -> None:
+        """There is no memory to give back."""
+
+
+class Loaded(Future[AdapterFacts]):
+    """Nothing is kept."""
+
+    def add(self) -> None: ...
 
 
 def without_torch() -> None:

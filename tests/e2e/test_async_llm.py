@@ -135,7 +135,7 @@ async def test_refused_requests_do_not_disturb(engine: AsyncLLM) -> None:
     running = asyncio.create_task(_outputs(engine, reference.prompts()[0], _greedy(), "undisturbed"))
     with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
         await _outputs(engine, [99_999], _greedy(), "bad")
-    with pytest.raises(UnsupportedFieldError, match="lora_request"):
+    with pytest.raises(UnsupportedFieldError, match="--enable-lora"):
         await anext(engine.generate("a", None, "adapter", lora_request=object()))
     await asyncio.sleep(0)
     with pytest.raises(InvalidRequestError, match="in use"):

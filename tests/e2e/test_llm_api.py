@@ -83,7 +83,7 @@ def test_older_prompt_token_ids_argument(llm: LLM) -> None:
     ("options", "param"),
     [
         ({"lora_request": object()}, "lora_request"),
-        ({"lora_request": [None, object()]}, "lora_request"),
+        ({"lora_request": [object()]}, "lora_request"),
         ({"mm_processor_kwargs": {"fps": 1}}, "mm_processor_kwargs"),
         ({"tokenization_kwargs": {"truncate_prompt_tokens": 4}}, "tokenization_kwargs"),
         ({"priority": [1, 2]}, "priority"),

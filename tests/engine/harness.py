@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +19,7 @@ from quire.formats.weight_format import ON_LOAD
 from quire.messages import AddRequest
 from quire.model_config import ModelConfig, load_model_config
 from quire.models.decoder import Decoder
+from quire.models.head import Head
 from quire.models.registry import CausalLM
 from quire.sampling_params import SamplingParams
 from quire.schedule import Executor
@@ -34,6 +35,8 @@ from quire.worker.captured_steps import CapturedSteps
 from quire.worker.cuda_graphs import StepGraphs, in_order
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.draft_model import DraftModel
+from quire.worker.drafter import Drafter
+from quire.worker.head_drafter import HeadDrafter, TargetStreams
 from quire.worker.input_batch import InputBatch, Padding
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
@@ -87,6 +90,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     params: SamplingParams
     fork_of: str | None = None
+    adapter: str | None = None  # its digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +110,9 @@ class Schedule:
     mixed_sizes: tuple[int, ...] = ()  # tokens of mixed steps that are captured
     proposer: Proposer | None = None
     waits: bool = False  # Speculation.waits
-    draft: tuple[ModelConfig, CausalLM] | None = None  # a model that drafts in the worker
+    draft: tuple[ModelConfig, CausalLM] | None = None  # a model or head that drafts in the worker
     drafts_greedily: bool = False
+    adapters: Mapping[str, int] = field(default_factory=dict)  # slots by digest
 
 
 def build_core(schedule: Schedule, precision: str) -> EngineCore:
@@ -126,7 +131,9 @@ def core_over(config: ModelConfig, model: CausalLM, schedule: Schedule, precisio
         drafter = DrafterLayers(specs, kv_format("auto", str(schedule.draft[1].dtype).removeprefix("torch.")), 0)
     sizes = (schedule.num_blocks, schedule.block_size, dtype)
     cache = kv_cache.allocate(kv_groups(config), *sizes, torch.device("cpu"), drafter)
-    for tensor in (tensor for layer in cache.layers + cache.drafter_layers for tensor in layer.tensors()):
+    may_read_unwritten = schedule.draft is not None and isinstance(schedule.draft[1], Head) and schedule.prefix_caching
+    layers = cache.layers + ([] if may_read_unwritten else cache.drafter_layers)
+    for tensor in (tensor for layer in layers for tensor in layer.tensors()):
         if tensor.dtype != torch.int8:
             tensor.copy_(torch.tensor(float("nan")))  # a slot read before it is written must show
     kv = KVCacheManager(
@@ -160,24 +167,36 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
     tables = num_tables(kv_groups(config))
     sizes = (schedule.max_num_seqs, config.max_model_len, schedule.block_size, config.vocab_size, tables)
     if (accelerator := schedule.accelerator) is None:
-        inputs = InputBatch(*sizes)
+        inputs = InputBatch(*sizes, schedule.adapters)
         recorded = RecordedSteps(model, inputs, cache.layers) if isinstance(model, Decoder) else None
-        drafter = _drafter(schedule, cache, inputs, Host())
+        drafter = _drafter(schedule, _streams(schedule, model), cache, inputs, Host())
         runner = ModelRunner(model, cache, inputs, "raw_logprobs", Host(), recorded, drafter)
         return runner if schedule.depth == 1 else ThreadExecutor([runner])
     max_tokens = max(schedule.chunk, *sizes[:1])
-    inputs = DeviceInputBatch(*sizes, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth)
-    graphs = None
+    inputs = DeviceInputBatch(
+        *sizes, schedule.adapters, max_tokens=max_tokens, accelerator=accelerator, steps_in_flight=schedule.depth
+    )
+    graphs, streams = None, _streams(schedule, model)
     if schedule.graph_sizes:
         captured = [Padding(size, size) for size in schedule.graph_sizes]
         captured += [Padding(size, min(sizes[0], size - 1)) for size in schedule.mixed_sizes if size <= max_tokens]
+        captured += [replace(size, has_adapters=True) for size in captured if schedule.adapters]
         graphs = StepGraphs(model, cache.layers, inputs, accelerator, in_order(captured))
         graphs.capture()
-    drafter = _drafter(schedule, cache, inputs, accelerator)
+    drafter = _drafter(schedule, streams, cache, inputs, accelerator)
     return ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, graphs, drafter)
 
 
-def _drafter(schedule: Schedule, cache: PagedCache, inputs: InputBatch, device: Device) -> DraftModel | None:
+def _streams(schedule: Schedule, model: CausalLM) -> TargetStreams | None:
+    if schedule.draft is None or not isinstance(head := schedule.draft[1], Head):
+        return None
+    assert isinstance(model, Decoder)
+    return TargetStreams(model, head, max(schedule.chunk, schedule.max_num_seqs))
+
+
+def _drafter(
+    schedule: Schedule, streams: TargetStreams | None, cache: PagedCache, inputs: InputBatch, device: Device
+) -> Drafter | None:
     if schedule.draft is None:
         return None
     _, model = schedule.draft
@@ -188,8 +207,11 @@ def _drafter(schedule: Schedule, cache: PagedCache, inputs: InputBatch, device: 
         sizes = in_order([Padding(size, size) for size in schedule.graph_sizes])
         captured = graphs = StepGraphs(model, cache.drafter_layers, inputs, schedule.accelerator, sizes)
         graphs.capture()
-    limits = {"max_tokens": schedule.chunk, "max_drafts": MOST_DRAFTS}
-    return DraftModel(model, cache, inputs, device, captured, **limits, is_greedy=schedule.drafts_greedily)
+    common = (cache, inputs, device, captured)
+    how = {"max_tokens": schedule.chunk, "is_greedy": schedule.drafts_greedily}
+    if isinstance(model, Head) and streams is not None:
+        return HeadDrafter(model, streams, *common, **how, num_kept=MOST_DRAFTS + 1)
+    return DraftModel(model, *common, **how, max_drafts=MOST_DRAFTS)
 
 
 def run(
@@ -218,6 +240,7 @@ def run(
                 max_tokens,
                 stop_token_ids=[EOS],
                 fork_of=prompt.fork_of,
+                adapter=prompt.adapter,
             )
         )
     step = 0

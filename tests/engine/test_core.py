@@ -12,7 +12,9 @@ from quire.engine.warm_up import produce_tokens
 from quire.errors import EngineDeadError, MemoryPlanError, WeightsError
 from quire.messages import Command, SetLimits
 from quire.schedule import Pending, RowsFailedError, ScheduledBatch, StepResult
+from quire.scheduler.adaptive_depth import DrafterTime
 from tests.cost.models import cost_model
+from tests.guesser import Guesser
 from tests.scheduler.driver import Driver, expected, request
 
 
@@ -234,6 +236,22 @@ def test_the_predicted_time_of_what_is_in_flight(depth: int) -> None:
     assert seen[0] == before
     assert core.predicted_seconds == 0.0
     assert cost.predict(load).seconds > before, "nothing was learnt from a step that took a second and more"
+
+
+def test_the_predicted_time_has_that_of_a_drafter() -> None:
+    seen: list[float] = []
+    drafter_time = DrafterTime(1.0)
+    driver = Driver(
+        failure=lambda batch, is_computed: seen.append(driver.core.predicted_seconds),
+        cost=cost_model(),
+        proposer=Guesser(1.0),
+        drafter_time=drafter_time,
+    )
+    driver.add(request("a", range(8), 30))
+    driver.run()
+    drafting = [drafter_time.of_step(list(map(len, batch.draft_token_ids))) for batch in driver.batches]
+    assert max(drafting) > 1.0
+    assert [int(seconds) for seconds in seen[::2]] == [int(seconds) for seconds in drafting]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -44,6 +45,7 @@ KINDS = (
     "allowed",
     "logprobs",
     "logprobs of tokens",
+    "sibling",
 )
 
 
@@ -65,6 +67,7 @@ def params() -> dict[str, SamplingParams]:
         "allowed": {"temperature": 2.0, "seed": 5, "allowed_token_ids": sorted(set(plain)), "presence_penalty": 2.0},
         "logprobs": RANDOM | {"logprobs": 3, "prompt_logprobs": 2, "repetition_penalty": 1.2},
         "logprobs of tokens": RANDOM | {"logprob_token_ids": [common, 7]},
+        "sibling": RANDOM | {"seed": 8},
     }
     return {name: SamplingParams(max_tokens=MOST, **fields) for name, fields in kinds.items()}
 
@@ -73,11 +76,13 @@ Answer = tuple[list[int], list[Any], Any, str | None]  # tokens, logprobs, logpr
 
 
 def answers(core: EngineCore, names: list[str], before_step: Any = lambda step: None) -> dict[str, Answer]:
-    """What the requests of these names get, all at once."""
+    """What the requests of these names get, all at once; the sibling is a fork of "random" (n > 1)."""
     found: dict[str, Answer] = {}
+    token_ids = prompts()[4].token_ids
     for name in names:
         stop = [EOS, *(params()[name].stop_token_ids or [])]
-        core.add(AddRequest(name, list(prompts()[4].token_ids), params()[name], MOST, stop_token_ids=stop))
+        parent = "random" if name == "sibling" else None
+        core.add(AddRequest(name, list(token_ids), params()[name], MOST, stop_token_ids=stop, fork_of=parent))
         found[name] = ([], [], None, None)
     step = 0
     while core.has_work():
@@ -122,45 +127,54 @@ def test_every_kind_of_sampling(name: str, right: float) -> None:
     assert proposer.num_right + proposer.num_wrong > 5
 
 
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    names=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6, unique=True),
-    right=st.floats(0.3, 1.0),
-    longest=st.integers(1, 9),
-    seed=st.integers(0, 1000),
-    chunk=st.sampled_from([7, 16, 40, 2048]),
-    block_size=st.sampled_from([8, 16]),
-    num_blocks=st.sampled_from([12, 24, 256]),
-    depth=st.integers(1, 2),
-    prefix_caching=st.booleans(),
-    preempt_every=st.sampled_from([3, 7, 1000]),
-    on_a_device=st.booleans(),
-)
-def test_any_schedule(  # type: ignore[no-untyped-def]
-    names, right, longest, seed, chunk, block_size, num_blocks, depth, prefix_caching, preempt_every, on_a_device
-) -> None:
-    num_blocks *= 16 // block_size
+@dataclass(frozen=True)
+class Interfered:
+    """Requests under some schedule, with limits that move and preemptions."""
+
+    names: list[str]
+    schedule: Schedule
+    preempt_every: int
+
+    def check(self, **drafting: Any) -> None:
+        """They get what they get alone and without drafts.
+
+        Args:
+            drafting: fields of Schedule.
+        """
+        core = build_core(replace(self.schedule, **drafting), "bfloat16")
+        chunk = self.schedule.chunk
+
+        def interfere(step: int) -> None:
+            if step < 60 and step % self.preempt_every == self.preempt_every - 1 and core.scheduler.num_running:
+                core.scheduler.preempt_last()
+            # A request that a step has no token for knows its newest one: with two in flight it gets drafts then.
+            core.set_limits(SetLimits(max_num_batched_tokens=1 if step % 8 < 4 else chunk))
+
+        assert answers(core, self.names, interfere) == {name: expected(name) for name in self.names}
+
+
+@st.composite
+def interfered(draw: st.DrawFn) -> Interfered:
+    block_size, is_on_a_device = draw(st.sampled_from([8, 16])), draw(st.booleans())
     schedule = Schedule(
-        chunk=chunk,
+        chunk=draw(st.sampled_from([7, 12, 16, 40, 2048])),
         block_size=block_size,
-        num_blocks=num_blocks,
-        depth=depth,
-        prefix_caching=prefix_caching,
+        num_blocks=draw(st.sampled_from([12, 24, 256])) * 16 // block_size,
+        depth=draw(st.integers(1, 2)),
+        prefix_caching=draw(st.booleans()),
         max_num_seqs=12,
-        accelerator=FakeAccelerator() if on_a_device else None,
-        graph_sizes=(4, 12) if on_a_device else (),
-        mixed_sizes=(8, 16) if on_a_device else (),
-        proposer=guesser(right, longest=longest, seed=seed),
+        accelerator=FakeAccelerator() if is_on_a_device else None,
+        graph_sizes=(4, 12) if is_on_a_device else (),
+        mixed_sizes=(8, 16) if is_on_a_device else (),
     )
-    core = build_core(schedule, "bfloat16")
+    names = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=6, unique=True))
+    return Interfered(names, schedule, draw(st.sampled_from([3, 7, 1000])))
 
-    def interfere(step: int) -> None:
-        if step < 60 and step % preempt_every == preempt_every - 1 and core.scheduler.num_running:
-            core.scheduler.preempt_last()
-        # A request that a step has no token for knows its newest one: with two in flight it gets drafts then.
-        core.set_limits(SetLimits(max_num_batched_tokens=1 if step % 8 < 4 else chunk))
 
-    assert answers(core, names, interfere) == {name: expected(name) for name in names}
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=interfered(), right=st.floats(0.3, 1.0), longest=st.integers(1, 9), seed=st.integers(0, 1000))
+def test_any_schedule(case: Interfered, right: float, longest: int, seed: int) -> None:
+    case.check(proposer=guesser(right, longest=longest, seed=seed))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -169,8 +183,8 @@ def test_logits_of_a_verifying_step_are_those_of_single_steps(precision: str, mo
     _, model = demo_model(precision, None)
     compute_logits, seen = model.compute_logits, []
 
-    def noted(hidden_RD: torch.Tensor) -> torch.Tensor:
-        logits_RV = compute_logits(hidden_RD)
+    def noted(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
+        logits_RV = compute_logits(hidden_RD, adapter_slots_R)
         seen.append(logits_RV.clone())
         return logits_RV
 
@@ -203,8 +217,8 @@ def steps_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> tuple[list[to
         sizes.append(batch.num_tokens)
         return submit(batch)
 
-    def noted(hidden_RD: torch.Tensor) -> torch.Tensor:
-        logits.append(compute_logits(hidden_RD).clone())
+    def noted(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
+        logits.append(compute_logits(hidden_RD, adapter_slots_R).clone())
         return logits[-1]
 
     def run_anew(residual_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -15,7 +15,8 @@ import torch
 
 from quire.engine.core import EngineCore
 from quire.kernels import cpu, gpu
-from quire.model_config import ModelConfig, load_model_config
+from quire.model_config import ModelConfig, load_head_config, load_model_config
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM, build_model
 from quire.sampling_params import SamplingParams
 from quire.spec_decode.by_worker import DraftedByWorker
@@ -58,9 +59,37 @@ def tiny_model(folder: Path, seed: int = 0) -> tuple[ModelConfig, CausalLM]:
     return config, model
 
 
-@pytest.mark.parametrize("is_deterministic", [False, True])
-def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Prompts in pieces beside decodes, padded graphs, a random row among greedy ones, two steps in flight."""
+def tiny_head(folder: Path, target_config: ModelConfig, target: CausalLM) -> tuple[ModelConfig, CausalLM]:
+    """An EAGLE-3 head for it, which drafts the first tokens only."""
+    assert isinstance(target, Decoder)
+    raw = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": 37, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = load_head_config(folder, "eagle3", target_config, {"lm_head.weight", "d2t"})
+    model = build_model(config, torch.float32, target=target)
+    generator = torch.Generator().manual_seed(2)
+    weights = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in model.expected_weights().items()}
+    weights["d2t"] = torch.zeros(37, dtype=torch.int64)
+    model.load_weights((name, weight + ("norm" in name)) for name, weight in weights.items())
+    model.finalize()
+    return config, model
+
+
+@pytest.mark.parametrize(
+    ("is_deterministic", "drafter"),
+    [
+        (False, None),
+        (True, "model"),
+        (False, "head"),
+        pytest.param(True, None, marks=pytest.mark.slow),
+        pytest.param(False, "model", marks=pytest.mark.slow),
+        pytest.param(True, "head", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_the_cpu(
+    is_deterministic: bool, drafter: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Prompts in pieces beside decodes, padded graphs, a random row among greedy ones; two steps in flight, or drafts
+    of another model or of a head."""
     from quire.kernels.triton import kernels
     from quire.kernels.triton.launch import IS_INTERPRETED
 
@@ -75,6 +104,11 @@ def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest
             called.add(name)
             return getattr(kernels, name)
 
+    num_drafts = []
+
+    def note(core: EngineCore, step: int) -> None:
+        num_drafts.append(0 if core.last_record is None else core.last_record.num_draft_tokens)
+
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "serves", lambda device: True)
         patch.setattr(gpu, "kernels", Kernels)
@@ -84,16 +118,12 @@ def test_tokens_are_those_of_the_cpu(is_deterministic: bool, monkeypatch: pytest
         schedule = Schedule(
             chunk=16, max_num_seqs=4, num_blocks=16, depth=2, accelerator=accelerator, graph_sizes=(2, 4)
         )
-        assert run(core_over(*tiny_model(tmp_path), schedule, "float32"), requests()) == expected
-        schedule = replace(schedule, depth=1, draft=tiny_model(tmp_path, seed=1), proposer=DraftedByWorker())
-        core = core_over(*tiny_model(tmp_path), schedule, "float32")
-        num_drafts = []
-
-        def note(core: EngineCore, step: int) -> None:
-            num_drafts.append(0 if core.last_record is None else core.last_record.num_draft_tokens)
-
-        assert run(core, requests(), before_step=note) == expected
-        assert sum(num_drafts) > 0
+        target = tiny_model(tmp_path)
+        if drafter is not None:
+            draft = tiny_head(tmp_path, *target) if drafter == "head" else tiny_model(tmp_path, seed=1)
+            schedule = replace(schedule, depth=1, draft=draft, proposer=DraftedByWorker())
+        assert run(core_over(*target, schedule, "float32"), requests(), before_step=note) == expected
+    assert (sum(num_drafts) > 0) == (drafter is not None)
     assert sum(graph.num_replays for graph in accelerator.graphs) >= 2
     products = {"linear"} if is_deterministic else set()
     assert called == products | {

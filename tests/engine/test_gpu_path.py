@@ -17,6 +17,7 @@ from quire.worker.model_runner import ModelRunner
 from tests.covering import covering
 from tests.engine.harness import EOS, Prompt, Schedule, build_core, run
 from tests.engine.test_sameness import QUESTIONS, prompts
+from tests.examples import IS_FULL
 from tests.worker.fake_accelerator import FakeAccelerator
 
 SIZES = (1, 2, 4, 8)
@@ -51,7 +52,8 @@ def test_batches(
     core = build_core(schedule, "bfloat16")
     assert run(core, prompts()) == expected()
     assert accelerator.num_unread == 0
-    assert run(core, prompts(), prefix="again") == expected(), "rows that were used before"
+    if depth == 2 or IS_FULL:
+        assert run(core, prompts(), prefix="again") == expected(), "rows that were used before"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -69,7 +71,7 @@ def test_prefix_cache_and_forks(accelerator: FakeAccelerator, depth: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "at_step", "depth"), covering(TIMINGS, range(0, 26, 3), [1, 2, 3]), indirect=["accelerator"]
+    ("accelerator", "at_step", "depth"), covering(TIMINGS, range(0, 26, 5), [1, 2, 3]), indirect=["accelerator"]
 )
 def test_preemption_at_any_step(accelerator: FakeAccelerator, at_step: int, depth: int) -> None:
     core = build_core(Schedule(chunk=17, depth=depth, accelerator=accelerator, graph_sizes=SIZES), "bfloat16")
@@ -227,8 +229,8 @@ def test_a_row_without_numbers_ends_alone(accelerator: FakeAccelerator, monkeypa
     assert isinstance(runner, ModelRunner)
     compute_logits, calls = runner.model.compute_logits, []
 
-    def poisoned(hidden_RD):  # type: ignore[no-untyped-def]
-        logits_RV = compute_logits(hidden_RD)
+    def poisoned(hidden_RD, adapter_slots_R):  # type: ignore[no-untyped-def]
+        logits_RV = compute_logits(hidden_RD, adapter_slots_R)
         calls.append(len(logits_RV))
         if len(calls) == 4:
             logits_RV[1, 7] = float("nan")
@@ -249,11 +251,11 @@ def test_a_failed_allocation_ends_the_newest_request(
     assert isinstance(runner, ModelRunner)
     compute_logits, calls = runner.model.compute_logits, []
 
-    def fails_once(hidden_RD):  # type: ignore[no-untyped-def]
+    def fails_once(hidden_RD, adapter_slots_R):  # type: ignore[no-untyped-def]
         calls.append(None)
         if len(calls) == 5:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return compute_logits(hidden_RD)
+        return compute_logits(hidden_RD, adapter_slots_R)
 
     monkeypatch.setattr(runner.model, "compute_logits", fails_once)
     last = len(QUESTIONS) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from quire.engine.bring_up import bring_up, least_facts
 from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, WeightsError
-from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
+from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
+from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.metrics.stopwatch import Lap
 from quire.model_config import ModelConfig, load_model_config
@@ -53,6 +55,7 @@ class NotedWorker:
         self.num_blocks, self.failing, self.error = num_blocks, failing, error
         self.told: list[tuple[str, Any]] = []
         self.threads: set[int] = set()
+        self.adapter: Future[AdapterFacts] = Future()
 
     def facts(self, wants_gpu: bool) -> DeviceFacts:
         self._note("facts", wants_gpu)
@@ -81,11 +84,34 @@ class NotedWorker:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return False
 
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        self._note("load_adapter", (path, digest))
+        return NotedLoad(self)
+
+    def drop_adapter(self, digest: str) -> None:
+        self._note("drop_adapter", digest)
+
     def _note(self, step: str, what: Any = None) -> None:
         self.told.append((step, what))
         self.threads.add(threading.get_ident())
         if step == self.failing and self.error is not None:
             raise self.error
+
+
+class NotedLoad:
+    """Of the worker's adapter."""
+
+    def __init__(self, worker: NotedWorker) -> None:
+        self._worker = worker
+
+    def done(self) -> bool:
+        return self._worker.adapter.done()
+
+    def result(self) -> AdapterFacts:
+        return self._worker.adapter.result()
+
+    def add(self) -> None:
+        self._worker._note("add")
 
 
 def brought_up(workers: Sequence[NotedWorker], **arguments: Any) -> Any:
@@ -160,6 +186,26 @@ def test_every_rank_computes_a_step_on_its_thread() -> None:
     assert result.token_ids == [[300]], "the first rank answers"
     assert [len(worker.threads) for worker in workers] == [1, 1]
     assert len(workers[0].threads | workers[1].threads | {threading.get_ident()}) == 3
+
+
+def test_an_adapter_is_read_when_all_ranks_have_read_it() -> None:
+    """It is added and dropped behind the steps that were submitted before."""
+    workers = [NotedWorker(), NotedWorker()]
+    executor = ThreadExecutor(workers)
+    load = executor.load_adapter("/a", "digest")
+    facts = AdapterFacts("digest", 8, 100, 7)
+    workers[0].adapter.set_result(facts)
+    assert not load.done()
+    workers[1].adapter.set_result(facts)
+    assert load.done()
+    assert load.result() == facts
+    executor.submit(ScheduledBatch(1, ["a"]))
+    executor.drop_adapter("digest")
+    executor.shutdown()
+    assert [step for step, _ in workers[1].told] == ["load_adapter", "add", "execute", "drop_adapter"]
+    assert len(workers[1].threads - {threading.get_ident()}) == 1
+    assert InlineExecutor(workers[:1]).load_adapter("/b", None).result() == facts
+    assert workers[0].told[-1] == ("add", None)
 
 
 def test_devices_must_be_alike() -> None:

@@ -7,6 +7,7 @@ And every operation is watched for tensors that were left on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +22,22 @@ from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups
 from quire.kernels import fp8, gpu
 from quire.kernels.triton import kernels as triton_kernels
+from quire.loader.drafter import load_drafter_config
 from quire.model_config import load_model_config
+from quire.models.decoder import Decoder
+from quire.models.head import Head
 from quire.sampling_params import SamplingParams
 from quire.schedule import UNDRAFTED, NewRow, ScheduledBatch
+from quire.speculative_config import SpeculativeConfig
 from quire.worker import kv_cache
 from quire.worker.cuda_graphs import StepGraphs
 from quire.worker.device_inputs import DeviceInputBatch
 from quire.worker.draft_model import DraftModel
+from quire.worker.head_drafter import HeadDrafter, TargetStreams
 from quire.worker.input_batch import Padding
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
+from tests.engine import heads
 from tests.loading import load_model
 from tests.worker.fake_accelerator import FakeAccelerator
 
@@ -124,13 +131,22 @@ def runner(kernels: MetaKernels, request: pytest.FixtureRequest) -> ModelRunner:
     return ModelRunner(model, cache, inputs, "raw_logprobs", accelerator, graphs)
 
 
-def test_a_step_that_drafts_waits_once(runner: ModelRunner) -> None:
-    """With the model as its own draft model. For all drafts of a step, and not for those that need none before."""
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
+def test_a_step_that_drafts_waits_once(runner: ModelRunner, kind: str, tmp_path: Path) -> None:
+    """With the model as its own draft model, or with a head. Only a step that drafts waits for its drafts."""
     inputs, device = runner.input_batch, runner.device
     assert isinstance(device, MetaAccelerator)
     caches = PagedCache(runner.cache.pages, runner.cache.layers, runner.cache.layers)
-    limits = {"max_tokens": 256, "max_drafts": 3}
-    runner.drafter = DraftModel(runner.model, caches, inputs, device, **limits, is_greedy=False)
+    if kind == "draft_model":
+        runner.drafter = DraftModel(runner.model, caches, inputs, device, max_tokens=256, max_drafts=3, is_greedy=False)
+    else:
+        heads.write(tmp_path, heads.SPECULATORS, heads.eagle3_tensors(prefix="layers.0.", is_whole=True))
+        config = load_drafter_config(tmp_path, SpeculativeConfig(method="eagle3", model="x"), runner.model.config)
+        head = load_model(config, torch.bfloat16, device="meta", target=runner.model)
+        assert isinstance(head, Head)
+        assert isinstance(runner.model, Decoder)
+        streams = TargetStreams(runner.model, head, 256)
+        runner.drafter = HeadDrafter(head, streams, caches, inputs, device, max_tokens=256, num_kept=8, is_greedy=False)
     names = ["greedy", "random"]
     rows = [NewRow(name, list(range(20)), 20, EVERYTHING[name], [2 * i, 2 * i + 1]) for i, name in enumerate(names)]
     for step, (start, length, drafts) in enumerate([(0, 20, ()), (20, 4, (UNDRAFTED,) * 3)]):

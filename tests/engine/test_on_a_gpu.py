@@ -215,11 +215,11 @@ def test_an_allocation_that_fails_ends_one_request(monkeypatch: pytest.MonkeyPat
     runner = runner_of(started)
     compute_logits, calls = runner.model.compute_logits, []
 
-    def fails_once(hidden_RD: torch.Tensor) -> torch.Tensor:
+    def fails_once(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
         calls.append(None)
         if len(calls) == 5:
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-        return compute_logits(hidden_RD)
+        return compute_logits(hidden_RD, adapter_slots_R)
 
     monkeypatch.setattr(runner.model, "compute_logits", fails_once)
     tokens = run(started.core, prompts(), failing=f"r{len(prompts()) - 1}")

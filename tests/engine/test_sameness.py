@@ -18,7 +18,6 @@ from quire.messages import AddRequest, SetLimits
 from quire.sampling_params import SamplingParams
 from tests.covering import covering
 from tests.engine.harness import CHECKPOINT, Prompt, Schedule, build_core, demo_model, run
-from tests.guesser import Guesser
 
 BLOCK_SIZE = 16
 QUESTIONS = (
@@ -98,26 +97,6 @@ def test_batch_mates(block_size: int, chunk: int, depth: int, precision: str) ->
     core = build_core(Schedule(block_size=block_size, chunk=chunk, depth=depth), precision)
     assert run(core, prompts()) == _expected(precision)
     core.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("right", "chunk", "depth", "preempt_every", "precision"),
-    covering([0.0, 0.6, 1.0], [7, 2048], [1, 2], [4, 1000], PRECISIONS),
-)
-def test_drafts(right: float, chunk: int, depth: int, preempt_every: int, precision: str) -> None:
-    """Drafts that are never, sometimes and always right, in one batch, some of it computed again."""
-    proposer = Guesser(right, vocab_size=4096)
-    proposer.continuation_of = lambda request_id: _expected(precision)[int(request_id.removeprefix("r"))]
-    schedule = Schedule(chunk=chunk, depth=depth, proposer=proposer, waits=True)
-
-    def preempt(core: EngineCore, step: int) -> None:
-        if step < 60 and step % preempt_every == preempt_every - 1 and core.scheduler.num_running:
-            core.scheduler.preempt_last()
-
-    core = build_core(schedule, precision)
-    assert run(core, prompts(), before_step=preempt) == _expected(precision)
-    core.shutdown()
-    assert proposer.num_right + proposer.num_wrong > 40
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -260,8 +239,8 @@ def test_a_row_without_numbers_fails_alone(depth: int, monkeypatch: pytest.Monke
     _, model = demo_model("bfloat16", None)
     compute_logits, num_steps = model.compute_logits, count()
 
-    def poisoned(hidden_RD: torch.Tensor) -> torch.Tensor:
-        logits_RV = compute_logits(hidden_RD)
+    def poisoned(hidden_RD: torch.Tensor, adapter_slots_R: torch.Tensor | None) -> torch.Tensor:
+        logits_RV = compute_logits(hidden_RD, adapter_slots_R)
         if next(num_steps) == 4:
             logits_RV[1] = float("nan")
         return logits_RV

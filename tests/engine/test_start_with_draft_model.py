@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from quire import demo
 from quire.config import EngineConfig
@@ -21,6 +22,7 @@ from quire.engine.start import start_engine
 from quire.entry.launch import find_model, open_model
 from quire.errors import ConfigError
 from quire.formats.kv_format import kv_format
+from quire.forward_batch import ForwardBatch
 from quire.frontend.tokenizer import Tokenizer, check_same_vocabulary
 from quire.layer_spec import Full, LayerSpec, Window
 from quire.life_cycle import Worker, WorkerSettings
@@ -84,8 +86,10 @@ def test_the_plan_is_what_is_allocated_and_it_serves() -> None:
     config = replace(config_with(), device="cpu", num_gpu_blocks_override=100)
     without = replace(config, speculative_config=None)
     folders = {"model_folder": demo.path("target"), "is_server": True, "progress": ignore}
-    plain = start_engine(without, **folders)
+    plain, loaded = start_engine(without, **folders), list[float]()
+    folders["progress"] = lambda phase, share, detail: loaded.append(share) if phase == "load" else None
     engine = start_engine(config, **folders, make_workers=make, drafter_folder=demo.path("draft"))
+    assert loaded == sorted(loaded), "the bar goes back"
     expected, none = drafted(plain.core)
     tokens, num_drafts = drafted(engine.core)
     assert tokens == expected
@@ -121,6 +125,14 @@ def test_on_a_gpu(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(worker_module, "load_model", load)
     accelerator = FakeAccelerator(free_bytes=[900 << 20])
     worker = GpuWorker(WITH_DRAFT, ignore, lambda: accelerator)
+    _, draft = demo_draft()
+    forward, strides = draft.forward, set[int]()
+
+    def noted(batch: ForwardBatch) -> torch.Tensor:
+        strides.update(table.block_tables_SM.stride(0) for table in batch.tables)
+        return forward(batch)
+
+    monkeypatch.setattr(draft, "forward", noted)
     config = replace(config_with(), num_gpu_blocks_override=100, **arguments)
     running = bring_up(config, WITH_DRAFT, [worker], is_server=True, progress=ignore)
     resolved = running.resolved
@@ -133,6 +145,7 @@ def test_on_a_gpu(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
         is_server=True,
         progress=ignore,
     )
+    assert strides == {256 // resolved.model.block_size}, "kernels are compiled for a stride: before serving"
     assert tokens == drafted(plain.core)[0]
     assert num_drafts > 20 or resolved.scheduler.async_scheduling, "two steps in flight: newest tokens are not known"
     assert isinstance(worker.runner.drafter, DraftModel)
@@ -189,7 +202,6 @@ WINDOWS = tuple(map(with_window, TARGET.layers))
         ({"quantization": "gptq"}, WITH_DRAFT, "checkpoint is in floating point"),
         ({"kv_cache_dtype": "float32"}, WITH_DRAFT, "no KV cache of this kind"),
         ({"draft_load_config": {"load_format": "pt"}}, WITH_DRAFT, "no such load_format"),
-        ({}, replace(WITH_DRAFT, drafter=replace(DRAFT, is_native=False)), "without native implementation"),
         ({}, replace(WITH_DRAFT, drafter=replace(DRAFT, rope=LONGROPE)), "longrope"),
         ({}, replace(WITH_DRAFT, rope=LONGROPE), "longrope"),
         ({}, replace(WITH_DRAFT, layers=WINDOWS), "keeps all tokens in no layer"),

@@ -14,9 +14,11 @@ from quire.frontend.admission import MAX_RETRY_SECONDS, Admission
 from quire.frontend.stats import Targets
 from quire.messages import EngineReady, Pace, SetLimits
 from quire.schedule import StepRecord
+from tests.examples import IS_FULL
 from tests.scheduler.driver import request
 from tests.scheduler.test_slo import NOISE, Timed
 
+DURATION = 15.0 if IS_FULL else 8.0  # seconds in which requests come
 PACE = Pace(1e-9, 1e-9, 1e-3, 0.0)
 PROMPT, ANSWER, PLACES = 500, 40, 16
 TTFT, ITL, ATTAINMENT = 1.0, 0.05, 0.99
@@ -72,6 +74,16 @@ def test_a_place_in_the_batch_is_free_when_an_answer_ends() -> None:
     assert door._place_seconds() == pytest.approx((3 + 1) * 20 * 0.01 / 2, rel=0.05), "they wait for blocks, not places"
     door.on_step(record(3, 0, num_decode_tokens=3, predicted_seconds=0.01))
     assert door._place_seconds() == 0
+
+
+def test_drafts_take_time_and_shorten_answers() -> None:
+    """Where two drafts of each row hold, answers take a third of the steps. A drafter makes the steps longer."""
+    door, record_of = admission(), {"num_decode_tokens": 12, "num_sampled_tokens": 12, "num_accepted_tokens": 8}
+    for index in range(5000):
+        door.on_step(record(4, 3, **record_of, predicted_seconds=0.01, draft_seconds=0.02))
+        door.on_answers(index % 5 == 0)
+    assert door._place_seconds() == pytest.approx((3 + 1) * 20 * 0.03 / 4, rel=0.05)
+    assert door.predicted_ttft(0) == pytest.approx(0.03 + door._place_seconds())
 
 
 def test_what_is_cached_takes_no_time() -> None:
@@ -227,7 +239,7 @@ def serve(rate: float, seconds: float, slo_ttft: float) -> Served:
 def test_five_times_overload_costs_no_goodput() -> None:
     flood = serve(100.0, 1.0, slo_ttft=0.0)
     saturation = len(flood.taken) / max(outcome.last for outcome in flood.taken.values())
-    once, five = (serve(factor * saturation, 15.0, TTFT) for factor in (1, 5))
+    once, five = (serve(factor * saturation, DURATION, TTFT) for factor in (1, 5))
     assert once.goodput > 0.7 * saturation
     assert five.goodput >= 0.95 * once.goodput
     met = [outcome.ttft <= TTFT for outcome in five.taken.values()]

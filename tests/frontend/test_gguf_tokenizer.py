@@ -315,14 +315,13 @@ def test_a_small_vocabulary_works(tmp_path: Path) -> None:
     assert found.bos_token_id is None
 
 
-@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-def test_a_run_of_spaces_is_cut_in_linear_time(pre: str) -> None:
+@pytest.mark.parametrize("pattern", sorted({pattern for each in PRE_TOKENIZERS.values() for pattern in each.patterns}))
+def test_a_run_of_spaces_is_cut_in_linear_time(pattern: str) -> None:
     """A pattern that tries again from every space would take a minute for each of them."""
     run = " " * 300_000
-    for pattern in PRE_TOKENIZERS[pre].patterns:
-        split = pre_tokenizers.Split(Regex(pattern), "isolated")
-        for whole in (f"{run}1", f"a{run}", f"a{run}\U0001f600"):
-            assert "".join(piece for piece, _ in split.pre_tokenize_str(whole)) == whole
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    for whole in (f"{run}1", f"a{run}", f"a{run}\U0001f600"):
+        assert "".join(piece for piece, _ in split.pre_tokenize_str(whole)) == whole
 
 
 def test_spaces_at_the_end_are_a_piece_of_their_own() -> None:

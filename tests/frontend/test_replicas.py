@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.replica import Replica
 from quire.frontend.stream import RequestStream
+from quire.lora.modules import LoraModule
 from quire.messages import AddRequest, Command, EngineFailed, EngineProgress, SetLimits
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.metrics.reader import Counter, Gauge, read
@@ -59,11 +61,11 @@ class Launcher:
 class Two:
     """`async with Two() as two`: an engine of two replicas, both ready."""
 
-    def __init__(self, *, is_ready: bool = True, **options: Any) -> None:
+    def __init__(self, *, is_ready: bool = True, modules: Sequence[LoraModule] = (), **options: Any) -> None:
         self.launchers = [Launcher(index, **options) for index in range(2)]
         for launcher in self.launchers:
             launcher.next_is_ready = is_ready
-        self.metrics = PrometheusMetrics("m", 2048, num_engines=2)
+        self.metrics = PrometheusMetrics("m", 2048, num_engines=2, has_adapters=True)
         self.replicas = [
             Replica(
                 launcher.launch(),
@@ -75,7 +77,7 @@ class Two:
             for index, launcher in enumerate(self.launchers)
         ]
         inputs = InputProcessor(TOKENIZER, ModelLimits(10**6, TOKENIZER.vocab_size))
-        self.engine = AsyncEngine(self.replicas, inputs)
+        self.engine = AsyncEngine(self.replicas, inputs, modules=modules)
 
     async def __aenter__(self) -> Two:
         self.engine.start()

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from quire.kernels import cpu, dense, fp8, grouped, ops
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import GroupedWeight
+from quire.kernels.lora import LoraTable, add_lora, pack_delta
 from quire.kernels.recording import Arena, record
 from tests.kernels import by_name
 
@@ -464,6 +465,73 @@ def weights() -> Iterator[Case]:
         yield from (Case(c.name, c.call, c.error, c.says, True) for c in bands.cases)
 
 
+@cache
+def adapter_table(looks_up: bool = False) -> LoraTable:
+    """Kept: a call keeps no tensor alive."""
+    table = LoraTable(2, 4, 8, (5, 3), torch.float32, torch.device("cpu"), looks_up=looks_up)
+    table.set(1, [pack_delta(torch.ones(2, 8), torch.ones(5, 2), 1.0, looks_up=looks_up), None])
+    return table
+
+
+def addition_arguments() -> dict[str, Any]:
+    return {
+        "base_TN": torch.ones(3, 8),
+        "x": torch.ones(3, 8),
+        "slots_T": torch.tensor([-1, 0, 1], dtype=torch.int32),
+        "table": adapter_table(),
+        "out_dtype": torch.float32,
+        "out": torch.empty(3, 8),
+    }
+
+
+def additions() -> Iterator[Case]:
+    table = Table("add_lora", add_lora, addition_arguments)
+    table.add(ValueError, "base is [3, 7], expected [3, 8]", "base too narrow", base_TN=torch.ones(3, 7))
+    table.add(ValueError, "base is [8], expected [T, 8]", "base of one dimension", base_TN=torch.ones(8))
+    table.add(ValueError, "base has strides", "base of columns", base_TN=_columns)
+    table.add(ValueError, "x is [3, 9], expected [3, 8]", "x too wide", x=torch.ones(3, 9))
+    table.add(ValueError, "x has strides", "rows that are columns", x=_columns)
+    table.add(ValueError, "slots is [2], expected [3]", "slots too short", slots_T=torch.zeros(2, dtype=torch.int32))
+    table.add(ValueError, "slots has strides", "slots with gaps", slots_T=_columns)
+    table.add(IndexError, "slots[1] is 2, expected -1 or more, and less than 2", "no such slot", slots_T=_set(1, to=2))
+    table.add(IndexError, "slots[0] is -2", "a slot below -1", slots_T=_set(0, to=-2))
+    table.add(ValueError, "out is [3, 7], expected [3, 8]", "out too narrow", out=torch.empty(3, 7))
+    table.add(ValueError, "out has strides", "out of columns", out=_columns(torch.empty(3, 8)))
+    table.add(TypeError, "the result's dtype is torch.float64", "a result of another dtype", out_dtype=torch.float64)
+    table.add_elsewhere("base_TN", "x", "slots_T")
+    table.add_dtypes(base_TN=torch.bfloat16, x=torch.float64, slots_T=torch.int64, out=torch.bfloat16)
+    yield from table.cases
+    looked_up = Table(
+        "add_lora of embeddings",
+        add_lora,
+        lambda: addition_arguments() | {"x": torch.tensor([0, 7, 3]), "table": adapter_table(looks_up=True)},
+    )
+    looked_up.add(
+        IndexError, "token_ids[1] is 8, expected 0 or more, and less than 8", "no such token", x=_set(1, to=8)
+    )
+    looked_up.add(ValueError, "token_ids is [2], expected [3]", "too few tokens", x=torch.zeros(2, dtype=torch.int64))
+    looked_up.add_dtypes(x=torch.int32)
+    yield from looked_up.cases
+    delta = Table("pack_delta", pack_delta, lambda: {"a_RK": torch.ones(2, 8), "b_NR": torch.ones(5, 2), "scale": 1.0})
+    delta.add(ValueError, "b is [5, 3], expected [5, 2]", "B of another rank", b_NR=torch.ones(5, 3))
+    delta.add(ValueError, "expected [R, K] and [N, R], none 0", "no rank", a_RK=torch.ones(0, 8), b_NR=torch.ones(5, 0))
+    delta.add_dtypes(a_RK=torch.float64, b_NR=torch.bfloat16)
+    yield from delta.cases
+    held = Table("LoraTable.set", lambda deltas: adapter_table().set(0, deltas), lambda: {"deltas": [None, None]})
+    wide, narrow = (
+        pack_delta(torch.ones(2, 9), torch.ones(5, 2), 1.0),
+        pack_delta(torch.ones(2, 8), torch.ones(4, 2), 1.0),
+    )
+    half = pack_delta(torch.ones(2, 8).half(), torch.ones(5, 2).half(), 1.0)
+    held.add(ValueError, "a is [2, 9], expected [2, 8]", "more in-features", deltas=[wide, None])
+    held.add(ValueError, "a delta has 4 out-features, expected 5 of part 0", "too narrow", deltas=[narrow, None])
+    high = pack_delta(torch.ones(5, 8), torch.ones(5, 5), 1.0)
+    held.add(ValueError, "a delta has rank 5, expected 4 at most", "a rank too high", deltas=[high, None])
+    held.add(TypeError, "a is torch.float16", "another dtype", deltas=[half, None])
+    held.add(ValueError, "zip() argument", "a part too few", deltas=[None])
+    yield from held.cases
+
+
 def threads() -> Iterator[Case]:
     for number in (0, -1, 1 << 20, (1 << 31) - 1):
         yield Case(
@@ -491,6 +559,7 @@ def recorded() -> Iterator[Case]:
         ("length", paged_attention, attention_arguments, "seq_lens_S", (1,), 99, ValueError, "seq_lens[1]"),
         ("sum", paged_attention, attention_arguments, "cu_seqlens_q_S1", (2,), 9, ValueError, "cu_seqlens_q[2]"),
         ("slot", rope_and_cache, rope_arguments, "slot_mapping_T", (1,), B * P, IndexError, "slot_mapping[1]"),
+        ("adapter", add_lora, addition_arguments, "slots_T", (1,), 2, IndexError, "slots[1]"),
         ("position", rope_and_cache, rope_arguments, "positions_T", (1,), L, IndexError, "positions[1]"),
     )
     for what, op, arguments, name, index, number, error, says in wrong:
@@ -505,7 +574,7 @@ def recorded() -> Iterator[Case]:
         yield Case(f"recorded: {what}", repeat, error, says, needs_kernels=True)
 
 
-FAMILIES = (norms, activations, rope, attention, sampling, products, weights, threads, recorded)
+FAMILIES = (norms, activations, rope, attention, sampling, products, weights, additions, threads, recorded)
 CASES = [case for family in FAMILIES for case in family()]
 
 

@@ -23,6 +23,7 @@ T, H, G, E, B, P, V = 3, 4, 2, 16, 5, 4, 20
 
 
 KEYS, VALUES = torch.zeros(2, B, G, P, E)
+NO_ADDITIONS = torch.zeros(2, 1, 4, dtype=torch.int64)
 
 
 def kv_cache() -> Any:
@@ -73,6 +74,11 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "PackedWeight": lambda: {"data": torch.zeros(64 * E), "n": V, "k": E},
     "Gemm": lambda: {"x": torch.ones(T, E), "weight": packed().panels, "bias": None, "out": torch.empty(T, V)},
     "WeightRows": lambda: {"weight": packed().panels, "rows": torch.arange(T), "out": torch.empty(T, E)},
+    "LoraTable": lambda: {"deltas": NO_ADDITIONS, "dtype": 0, "k": E, "columns": [V]},
+    "AddLora": lambda: {
+        **{"table": cpu._C.LoraTable(deltas=NO_ADDITIONS, dtype=0, k=E, columns=[V]), "x": torch.ones(T, E)},
+        **{"token_ids": None, "slots": ints(-1, 0, 1), "base": torch.ones(T, V), "out": torch.empty(T, V)},
+    },
     "Greedy": lambda: {"logits": torch.ones(T, V), "token_ids": torch.empty(T, dtype=torch.int64)},
     "Sample": lambda: {
         **{"logits": torch.ones(T, V), "temperature": torch.ones(T), "top_k": ints(0, 0, 0), "top_p": torch.ones(T)},

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, ops, reference
 from tests.covering import covering
+from tests.examples import examples
 
 SIZES = [1, 2, 15, 16, 17, 255, 256, 257, 1000, 8191, 8192, 8193, 40000]
 # One unit of the kernels' fixed point, in which probabilities are truncated, and the error of exp in float32.
@@ -198,6 +201,25 @@ def adversarial_logits(name: str, V: int) -> Tensor:
     return rows[name].unsqueeze(0)
 
 
+ADVERSARIAL: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "top_p": 0.95},
+    {"top_p": 0.3},
+    {"top_p": 1e-30},
+    {"top_p": 1 - 2**-24},
+    {"temperature": 1e-30, "top_p": 0.9},
+    {"temperature": 1e30, "top_p": 0.9},
+    {"top_k": 7000, "top_p": 0.8},
+    {"top_k": 700},
+)
+
+
+@cache
+def adversarial_units(name: str, V: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """What the sorted definition gives to each token of the row: the same for every path."""
+    top_p = torch.tensor(top_p).item()  # float32, as the op gets it
+    return reference.sampling_units(adversarial_logits(name, V)[0], temperature, top_k, top_p, min_p=0.0).double()
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -222,23 +244,8 @@ def adversarial_logits(name: str, V: int) -> Tensor:
 def test_adversarial_rows_keep_what_the_sorted_definition_keeps(sampling: str, name: str) -> None:
     V = 20_480  # a sample of 256 takes every 80th value
     logits = adversarial_logits(name, V)
-    for parameters in (
-        {"temperature": 0.8, "top_p": 0.95},
-        {"top_p": 0.3},
-        {"top_p": 1e-30},
-        {"top_p": 1 - 2**-24},
-        {"temperature": 1e-30, "top_p": 0.9},
-        {"temperature": 1e30, "top_p": 0.9},
-        {"top_k": 7000, "top_p": 0.8},
-        {"top_k": 700},
-    ):
-        units = reference.sampling_units(
-            logits[0],
-            parameters.get("temperature", 1.0),
-            parameters.get("top_k", 0),
-            torch.tensor(parameters.get("top_p", 1.0)).item(),  # float32, as the op gets it
-            min_p=0.0,
-        ).double()
+    for parameters in ADVERSARIAL:
+        units = adversarial_units(name, V, **parameters)
         last = draw(logits, [1 - 2**-53], **parameters)[0]
         ends = units.cumsum(0) / units.sum()
         assert last == int(units.nonzero()[-1]), f"{parameters}: another last token"
@@ -300,18 +307,19 @@ def test_ties_at_the_edge_of_the_nucleus_go_to_the_lowest_ids(sampling: str) -> 
     ],
 )
 def test_chi_square(sampling: str, parameters: dict[str, float]) -> None:
-    """8000 draws with random uniforms follow the filtered softmax (false alarm once in 10^5 seeds; the seed is
+    """Draws with random uniforms follow the filtered softmax (false alarm once in 10^5 seeds; the seed is
     fixed)."""
     logits = randn(1, 30, seed=5, scale=1.5)
     rng = random.Random(7)
     counts = torch.zeros(30)
-    for token in draw(logits, [rng.random() for _ in range(8000)], **parameters):
+    num_draws = examples(8000)
+    for token in draw(logits, [rng.random() for _ in range(num_draws)], **parameters):
         counts[token] += 1
     arguments = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | parameters
     kept = kept_tokens(logits[0].tolist(), **arguments)
     assert kept is not None
     assert set(counts.nonzero().flatten().tolist()) <= kept.keys()
-    expected = torch.tensor([8000 * kept.get(i, 0.0) for i in range(30)])
+    expected = torch.tensor([num_draws * kept.get(i, 0.0) for i in range(30)])
     used = expected > 0
     statistic = ((counts - expected)[used] ** 2 / expected[used]).sum().item()
     degrees = int(used.sum()) - 1
@@ -359,10 +367,9 @@ def test_logprobs(sampling: str, V: int) -> None:
     values, ranks, top_ids, top_values = ops.logprobs(logits, token_ids, num_top)
     dense = logits.double().log_softmax(dim=-1)
     for r in range(R):
-        row = logits[r].tolist()
-        order = sorted(range(V), key=lambda i: (-row[i], i))[:num_top]
-        assert top_ids[r].tolist() == order
-        assert ranks[r] == 1 + sum(x > row[token_ids[r]] for x in row)
+        order = logits[r].argsort(descending=True, stable=True)[:num_top]
+        assert torch.equal(top_ids[r], order)
+        assert ranks[r] == 1 + (logits[r] > logits[r, token_ids[r]]).sum()
         torch.testing.assert_close(values[r].double(), dense[r, token_ids[r]], atol=2e-6, rtol=1e-6)
         torch.testing.assert_close(top_values[r].double(), dense[r, order], atol=2e-6, rtol=1e-6)
     assert [x.dtype for x in (values, ranks, top_ids, top_values)] == [

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif("QUIRE_SANITIZED_EXTENSION" not in os.environ, reason="make test-sanitize")
+pytestmark = pytest.mark.skipif("QUIRE_SANITIZED" not in os.environ, reason="make test-sanitize")
 
 WRITE_TOO_FAR = """
-from tests import sanitized_extension
+from tests import other_extension
 import torch
 from quire.kernels import cpu
 cpu.gemm_pack(torch.zeros(65, 32), torch.zeros(64, 32))

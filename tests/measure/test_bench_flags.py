@@ -9,10 +9,13 @@ import pytest
 
 from quire.cli.flags import Parser
 from quire.compat.bench_flags import ABSENT_BENCH_FLAGS
+from quire.measure.options import Target
+from quire.measure.serving import Server
+from quire.measure.workload import BenchRequest
 
 LINES = (Path(__file__).parent / "vllm_0_32_bench_flags.txt").read_text().splitlines()[1:]
-# serve has --backend of its own
-REFUSED = [line for line in LINES if line.split()[1] in ABSENT_BENCH_FLAGS and line != "serve --backend"]
+OWN = ("serve --backend", "serve --lora-assignment")  # the other commands do not have these
+REFUSED = [line for line in LINES if line.split()[1] in ABSENT_BENCH_FLAGS and line not in OWN]
 
 
 @cache
@@ -59,3 +62,16 @@ def test_the_reason(words: tuple[str, ...], reason: str, capsys: pytest.CaptureF
         parser(words[0]).parse_args(list(words[1:]))
     assert end.value.code == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("assignment", ["random", "round-robin"])
+def test_requests_get_the_adapters_that_are_named(assignment: str) -> None:
+    target = Target(lora_modules=("a", "b"), lora_assignment=assignment)
+    runs = []
+    for _ in range(2):
+        body = Server(target, "base", "base").make_body(ignore_eos=True)
+        runs.append([body(BenchRequest("Hi", 1, 1))["model"] for _ in range(20)])
+    assert runs[0] == runs[1], "each run has the same ones"
+    assert set(runs[0]) == {"a", "b"}
+    assert (runs[0] == ["a", "b"] * 10) == (assignment == "round-robin")
+    assert Server(Target(), "base", "base").make_body(ignore_eos=True)(BenchRequest("Hi", 1, 1))["model"] == "base"

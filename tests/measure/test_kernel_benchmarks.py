@@ -23,6 +23,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "attention_kv": (*SHORT, "--cases", "2x1@40", "--rounds", "1"),
     "formats": ("--seconds", "0.001", "--layers", "1", "--m", "1", "--formats", "int8"),
     "gemm": (*SHORT, "--shapes", "64x128", "--m", "1"),
+    "lora": (*SHORT, "--shapes", "o", "--cases", "2x1@4"),
     "packing": (*SHORT, "--shape", "256x128", "--cold-mib", "1"),
     "sampling": ("--threads", "1", "--repeats", "1", "--rows", "2", "--vocab", "500"),
     "step_ops": (*SHORT, "--rows", "2", "--vocab", "500"),
@@ -32,6 +33,7 @@ TIMED = {  # per script the function that takes the times: a kernel that only bu
     "attention_kv": "median_seconds",
     "formats": "time_rows",
     "gemm": "measure",
+    "lora": "median_seconds",
     "packing": "median_seconds",
     "sampling": "bench",
     "step_ops": "median_us",
@@ -40,7 +42,7 @@ TIMED = {  # per script the function that takes the times: a kernel that only bu
 NO_KERNELS = {
     *("isa", "isas", "set_isa", "num_threads", "set_num_threads", "default_num_threads", "num_threads_described_in"),
     *("advise_huge_pages",),
-    *("KernelCall", "KvCache", "AttentionRule", "HeadRotation", "GroupedForm", "PackedWeight"),
+    *("KernelCall", "KvCache", "AttentionRule", "HeadRotation", "GroupedForm", "PackedWeight", "LoraTable"),
     *("NgramIndex", "SuffixIndex", "SharedTexts"),  # of text: they draft
     *("gemm_packed_bytes", "gemm_grouped_packed_bytes", "gemm_fp8_packed_bytes"),
     *("read_bandwidth", "peak_flops", "peak_int8_ops"),
@@ -110,13 +112,27 @@ def run(*runs: tuple[str, tuple[str, ...]]) -> list[dict[str, Any]]:
     return results
 
 
+UNKNOWN = [
+    ("gemm", "--dtype", "bfloat16, float32, float16"),
+    ("gemm", "--quantization", "none, int8, int4"),
+    ("formats", "--formats", "bf16, int8, int4"),
+]
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """Of every script, then of UNKNOWN."""
+    mistakes = ((name, (flag, known.split(", ")[0] + ",int5")) for name, flag, known in UNKNOWN)
+    return run(*SMALL.items(), *mistakes)
+
+
 def test_every_script_is_covered() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == SMALL.keys() == TIMED.keys()
 
 
-def test_every_kernel_has_its_share_of_the_limit() -> None:
+def test_every_kernel_has_its_share_of_the_limit(results: list[dict[str, Any]]) -> None:
     measured: set[str] = set()
-    for name, done in zip(SMALL, run(*SMALL.items()), strict=True):
+    for name, done in zip(SMALL, results[: len(SMALL)], strict=True):
         assert done["code"] == 0, done["errors"]
         if name not in WITHOUT_LIMIT:
             measured |= set(done["called"])
@@ -129,13 +145,7 @@ def test_every_kernel_has_its_share_of_the_limit() -> None:
     assert functions - NO_KERNELS - measured == set()
 
 
-def test_an_unknown_name_is_an_error_before_anything_is_measured() -> None:
-    cases = [
-        ("gemm", "--dtype", "bfloat16, float32, float16"),
-        ("gemm", "--quantization", "none, int8, int4"),
-        ("formats", "--formats", "bf16, int8, int4"),
-    ]
-    results = run(*((name, (flag, known.split(", ")[0] + ",int5")) for name, flag, known in cases))
-    for (_, flag, known), done in zip(cases, results, strict=True):
+def test_an_unknown_name_is_an_error_before_anything_is_measured(results: list[dict[str, Any]]) -> None:
+    for (_, flag, known), done in zip(UNKNOWN, results[len(SMALL) :], strict=True):
         assert (done["code"], done["out"]) == (2, "")
         assert f"argument {flag}: unknown name 'int5'; known are {known}" in done["errors"]

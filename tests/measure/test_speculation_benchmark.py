@@ -52,8 +52,8 @@ def test_a_run(
     script.main()
     shown = capsys.readouterr().out
     for row in (
-        "chat | none | 1 | off | 1.00",
-        "copy-edit | none | 2 | off | 1.00",
+        "chat | none | 1 | off | 1.000 | 1.000",
+        "copy-edit | none | 2 | off | 1.000 | 1.000",
         "chat | none | 2 | it | 16.0 | 16.0",
     ):
         assert row in shown

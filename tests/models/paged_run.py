@@ -14,7 +14,15 @@ from quire.models.registry import CausalLM
 class PagedRun:
     """Sequences by number; each call of `step` gives some of them some more tokens. To longrope, all are long."""
 
-    def __init__(self, model: CausalLM, dtype: torch.dtype, num_blocks: int = 64, block_size: int = 8) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        dtype: torch.dtype,
+        num_blocks: int = 64,
+        block_size: int = 8,
+        *,
+        adapter_slot: int = -1,  # of all sequences
+    ) -> None:
         config = model.config
         spec = config.kv_specs()[0]
         shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim_k)
@@ -23,7 +31,7 @@ class PagedRun:
             LayerCache(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
             for _ in range(config.num_layers)
         ]
-        self.model, self.block_size = model, block_size
+        self.model, self.block_size, self.adapter_slot = model, block_size, adapter_slot
         self.rope_offset = config.rope.switches_after(config.max_model_len) or 0
         self.free = random.Random(0).sample(range(num_blocks), num_blocks)
         self.tables: dict[int, list[int]] = {}
@@ -58,7 +66,9 @@ class PagedRun:
             tables=(StepTable(torch.tensor(slots), torch.tensor(tables, dtype=torch.int32)),),
             caches=self.caches,
         )
-        logits = self.model.compute_logits(self.forward(batch))
+        if self.adapter_slot >= 0:
+            batch.adapter_slots_T = torch.full((len(token_ids),), self.adapter_slot, dtype=torch.int32)
+        logits = self.model.compute_logits(self.forward(batch), batch.adapter_slots_T)
         return {sequence: logits[starts[i] : starts[i + 1]] for i, sequence in enumerate(rows)}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -220,3 +222,19 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_facts.detect() == "NVIDIA L4 is of compute capability 7.5, and the kernels need 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     assert gpu_facts.detect() == L4
+
+
+def test_facts_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of Linux is there; macOS' names are answered as on an M1 with 8 GB and half of the memory in use."""
+    pages = os.sysconf("SC_PAGE_SIZE")
+    numbers = {"free": GIB, "pageable_external": 2 * GIB, "purgeable": GIB}
+    answers = {
+        f"vm.page_{kind}_count": (number // pages).to_bytes(4, sys.byteorder) for kind, number in numbers.items()
+    }
+    answers["hw.physicalcpu"], answers["hw.perflevel0.physicalcpu"] = b"\x08\0\0\0", b"\x04\0\0\0"
+    answers["machdep.cpu.brand_string"] = b"Apple M1\0"
+    monkeypatch.setattr(devices, "_read_text", lambda path: None)
+    monkeypatch.setattr(devices, "_sysctl", answers.get)
+    assert (devices.num_cores(), devices.free_memory_bytes(), devices.cpu_name()) == (4, 4 * GIB, "Apple M1")
+    del answers["hw.perflevel0.physicalcpu"]  # a Mac with Intel's CPU
+    assert devices.num_cores() == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import sub
 from typing import Any
@@ -11,19 +12,23 @@ from quire.cost.step_time import step_seconds
 from quire.engine.core import EngineCore
 from quire.engine.deterministic import DeterministicExecutor, expected_tokens
 from quire.formats.kv_groups import ONE_LAYER, KvGroup, num_tables
+from quire.lora.registry import AdapterRegistry
 from quire.messages import AddRequest, RequestDelta
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
-from quire.scheduler.adaptive_depth import AdaptiveDepth
+from quire.scheduler.adapter_turns import AdapterTurns
+from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import NO_PAGE, BlockTable, KVCacheManager
+from quire.scheduler.queue import ORDER_KEYS
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 from quire.scheduler.speculation import Speculation
 from quire.settings import SchedulingPolicy
 from quire.speculative_config import LEAST_LOGITS_ROWS
 from tests.guesser import Guesser
+from tests.lora.shelf import Shelf
 
 VOCAB_SIZE = 50
 MAX_STEPS = 5000
@@ -102,8 +107,13 @@ class Driver:
         proposer: Guesser | None = None,
         adaptive: AdaptiveDepth | None = None,
         waits: bool = False,
+        drafter_time: DrafterTime | None = None,
         cost: CostModel | None = None,
+        max_loras: int = 0,
+        shelf: Shelf | None = None,
     ) -> None:
+        self.shelf, self.max_loras = shelf, max_loras
+        registry = None if shelf is None else AdapterRegistry(shelf, shelf.most, clock)
         self.pool = BlockPool(num_blocks, block_size, residency)
         self.groups, self.unsettled_tokens = groups, depth * max_num_batched_tokens
         self.kv = KVCacheManager(
@@ -132,7 +142,8 @@ class Driver:
             rope_switches_after=rope_switches_after,
             speculation=None
             if proposer is None
-            else Speculation(proposer, proposer.longest, (), adaptive, waits=waits),
+            else Speculation(proposer, proposer.longest, (), adaptive, waits=waits, drafter_time=drafter_time),
+            adapters=None if registry is None else AdapterTurns(max_loras, ORDER_KEYS[policy], registry.is_in_memory),
             room_within=None if cost is None else cost.room_within,
             clock=clock,
         )
@@ -145,7 +156,7 @@ class Driver:
             failure=failure,
             row_failure=row_failure,
         )
-        self.core = EngineCore(self.scheduler, self, depth, cost, sleep=lambda seconds: None)
+        self.core = EngineCore(self.scheduler, self, depth, cost, sleep=lambda seconds: None, adapters=registry)
         self.most_drafts = 0  # whose blocks stay, though they were refused
         if proposer is not None:
             self.most_drafts = proposer.longest
@@ -228,6 +239,14 @@ class Driver:
         assert scheduler._running == sorted(running, key=scheduler._key), "running requests are out of order"
         assert scheduler.num_waiting == len(self.live()) - len(running)
         assert len(scheduler._queue) + len(scheduler._deferred) == scheduler.num_waiting
+        if self.shelf is not None:
+            assert scheduler.adapters is not None
+            counts = Counter(r.adapter for r in running if r.adapter is not None)
+            assert scheduler.adapters._running == counts, "running requests of adapters are miscounted"
+            waiting = [r for r in self.live() if r.adapter is not None and r.status is not RequestStatus.RUNNING]
+            assert sorted(waiting, key=id) == sorted(
+                (r for rs in scheduler.adapters._waiting.values() for r in rs), key=id
+            )
         assert set(self.kv._tables) == {r.request_id for r in running}, "exactly the running requests own blocks"
         for r in running:
             num_known = r.num_tokens + r.num_in_flight_tokens  # to the worker, once the submitted batches have run
@@ -256,6 +275,10 @@ class Driver:
         if limits.long_prefill_token_threshold and self.scheduler._enable_chunked_prefill:
             num_drafts = map(len, batch.draft_token_ids)
             assert max(map(sub, counts, num_drafts)) <= limits.long_prefill_token_threshold
+        if self.shelf is not None:
+            adapters = {self.messages[name].adapter for name in batch.request_ids} - {None}
+            assert len(adapters) <= self.max_loras, "more adapters than a step may hold"
+            assert adapters <= self.shelf.in_memory, "an adapter of the step is not in memory"
         new_ids = {new.request_id for new in batch.new_rows}
         assert len(self.scheduler._running) <= limits.max_num_seqs or not new_ids, "admitted above max_num_seqs"
         assert new_ids <= set(batch.request_ids), "admitted without a token to compute"

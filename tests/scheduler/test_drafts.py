@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from quire.messages import SetLimits, unpack
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.schedule import Pending, ScheduledBatch, StepResult
-from quire.scheduler.adaptive_depth import AdaptiveDepth
-from quire.scheduler.speculation import Speculation
+from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
+from quire.scheduler.speculation import MOST_ERRORS, Speculation
 from tests.guesser import Guesser
 from tests.scheduler.driver import Driver, request
 from tests.scheduler.test_sameness import LENGTHS, SIZE, mixed, prompt
@@ -355,3 +356,82 @@ def test_a_request_whose_drafter_fails_goes_on_without(caplog: pytest.LogCapture
     ]
     assert num_draft_tokens == sum(made), "drafts that could not be made are none"
     assert "Request r1 goes on without drafts: its logits were NaN" in caplog.text
+
+
+class Eager(Guesser):
+    """Drafts whenever it is asked."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        while not (drafts := super().propose(request, most)):
+            pass
+        return drafts
+
+
+class RaisingDrafter(Driver):
+    """Its drafter raises in the steps in which `raises` says so of the requests that draft."""
+
+    def __init__(self, raises: Callable[[list[str]], bool]) -> None:
+        super().__init__(proposer=Eager(1.0, longest=2), max_model_len=400, num_blocks=400)
+        self.raises, self.drafting, self.num_failures = raises, list[list[str]](), 0
+        for i in range(3):
+            self.add(request(f"r{i}", prompt(5, i), max_tokens=300))
+        self.run(self.count)
+        self.count(-1)
+        self.check_outputs()
+
+    def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+        pending, columns = super().submit(batch), zip(batch.request_ids, batch.draft_token_ids, strict=True)
+        self.drafting.append([request_id for request_id, drafts in columns if drafts])
+        if self.raises(self.drafting[-1]):
+            pending.result().draft_error = "no drafts today"
+        return pending
+
+    def count(self, index: int) -> None:
+        if self.core.last_record is not None:
+            self.num_failures += self.core.last_record.num_draft_failures
+
+
+def test_a_drafter_that_raises_once_drafts_again() -> None:
+    """For each request alone, and then for all as before."""
+    steps = itertools.count()
+    driver = RaisingDrafter(lambda drafting: len(drafting) == 3 and next(steps) == 4)
+    assert driver.num_failures == 3
+    failed = [index for index, names in enumerate(driver.drafting) if len(names) == 3][4]
+    next_turns = [
+        min(index for index, names in enumerate(driver.drafting) if index > failed and f"r{i}" in names)
+        for i in range(3)
+    ]
+    assert failed + 1 < min(next_turns)
+    assert len(set(next_turns)) == 3
+    assert max(next_turns) < failed + 10
+    assert sum(len(names) == 3 for names in driver.drafting[failed:]) > 40
+
+
+def test_a_request_that_always_makes_the_drafter_raise_drafts_no_more() -> None:
+    driver = RaisingDrafter(lambda drafting: "r1" in drafting)
+    turns = [sum(name in names for names in driver.drafting) for name in ("r0", "r1", "r2")]
+    assert turns[1] == MOST_ERRORS + 1
+    assert min(turns[0], turns[2]) > 60
+
+
+def test_a_drafter_in_the_worker_waits_for_what_is_in_flight() -> None:
+    """It would do so anyway: the step before would seem to take its time."""
+
+    class Alone(Driver):
+        def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
+            if any(batch.draft_token_ids):
+                beside.append(len(self.core._in_flight))
+            return super().submit(batch)
+
+    for drafter_time in (None, DrafterTime(1e-3)):
+        beside: list[int] = []
+        driver = Alone(proposer=Guesser(1.0), depth=2, drafter_time=drafter_time, max_num_seqs=4)
+        for i in range(4):
+            driver.add(request(f"r{i}", prompt(5, i), max_tokens=60))
+        for index in itertools.count():
+            if not driver.core.has_work():
+                break
+            driver.core.set_limits(SetLimits(max_num_batched_tokens=1 if index % 8 < 4 else 64))
+            driver.step()
+        driver.check_outputs()
+        assert any(beside) == (drafter_time is None)

@@ -15,9 +15,11 @@ from quire.cost.calibrate import Fit
 from quire.cost.model import CostModel
 from quire.cost.step_time import Constants
 from quire.messages import SetLimits
+from quire.scheduler.adaptive_depth import DrafterTime
 from quire.scheduler.scheduler import LEAST_PROMPT_TOKENS
 from tests.cost.models import cost_model
 from tests.examples import examples
+from tests.guesser import Guesser
 from tests.scheduler.driver import Driver, TimedDriver, request
 from tests.scheduler.test_sameness import mixed
 
@@ -99,6 +101,27 @@ def test_long_prompts_hold_up_no_answer_and_cost_no_throughput() -> None:
     assert all(fixed_itl > 2 * TARGET for fixed_itl, _ in fixed), "the workload shows nothing"
     assert TARGET / 2 < itl <= TARGET
     assert throughput >= 0.95 * max(rate for _, rate in fixed)
+
+
+def test_what_a_drafter_in_the_worker_takes_is_left_to_it() -> None:
+    """Verifying rows have more logits, and drafting takes time beside the step."""
+    seconds: list[float] = []
+    for drafter_time in (None, DrafterTime(TARGET / 8)):
+        proposer = Guesser(1.0, longest=3)
+        run = Timed(slo_itl=TARGET, proposer=proposer, drafter_time=drafter_time)
+        for index in range(4):
+            run.add(request(f"answer{index}", [index] * 20, max_tokens=200))
+        for _ in range(20):
+            run.step()
+        run.add(request("long", range(8000), max_tokens=1))
+        for _ in range(10):
+            run.step()
+            batch = run.batches[-1]
+            assert "long" in batch.request_ids
+            rows = batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
+            drafting = drafter_time.of_step(list(map(len, batch.draft_token_ids))) if drafter_time else 0.0
+            seconds.append(run.cost.predict(run.cost.arithmetic.load(*rows)).seconds * run.cost.margin(0.99) + drafting)
+    assert 0.9 * TARGET < max(seconds) < 1.03 * TARGET
 
 
 def test_without_answers_nothing_is_cut() -> None:

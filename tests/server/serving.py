@@ -25,6 +25,7 @@ from quire.frontend.input_processor import InputProcessor, ModelLimits
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.replica import Replica
 from quire.frontend.tokenizer import Tokenizer
+from quire.lora.modules import LoraModule
 from quire.messages import AddRequest
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.outputs import SpecDecodeMetrics
@@ -69,15 +70,19 @@ class RunningServer:
         connection_limits: ConnectionLimits = ConnectionLimits(),
         drain_seconds: float = 2.0,
         max_draft: int = 0,
+        has_adapters: bool = False,
         new_draft_metrics: Callable[[], SpecDecodeMetrics] | None = None,
         **settings: Any,
     ) -> None:
         self.client = EchoClient(answer, max_model_len=MAX_MODEL_LEN) if client is None else client
         self._waits_for_engine = waits_for_engine
-        self.metrics = PrometheusMetrics(MODEL, MAX_MODEL_LEN, max_draft=max_draft)
+        self.metrics = PrometheusMetrics(MODEL, MAX_MODEL_LEN, max_draft=max_draft, has_adapters=has_adapters)
         inputs = InputProcessor(tokenizer, LIMITS, eos_token_ids=[TOKENIZER.eos_token_id])
         outputs = OutputProcessor(tokenizer, self.metrics.engines[0], new_draft_metrics=new_draft_metrics)
-        self.engine = AsyncEngine([Replica(self.client, outputs, clock=clock)], inputs, clock=clock)
+        modules: tuple[LoraModule, ...] | None = () if has_adapters else None
+        self.engine = AsyncEngine([Replica(self.client, outputs, clock=clock)], inputs, modules=modules, clock=clock)
+        if has_adapters:
+            self.metrics.show_adapters(self.engine.adapter_names)
         self.settings = replace(ServerSettings((MODEL, "alias"), log_stats_interval=0.0), **settings)
         self.app = create_app(self.engine, tokenizer, self.settings, self.metrics)
         self._listener = Listener(ServerConfig(port=0))

@@ -15,6 +15,7 @@ import quire.cli
 from quire.cli.client import Client
 from quire.config import ServerConfig
 from quire.errors import (
+    AdapterError,
     ConfigError,
     EngineRestartedError,
     ModelNotFoundError,
@@ -25,6 +26,10 @@ from quire.errors import (
 )
 from quire.frontend.admission import Admission
 from quire.frontend.echo_client import EchoClient
+from quire.lora.adapter import Adapter
+from quire.lora.adapter_config import parse_config
+from quire.lora.loader import AdapterLoader
+from quire.lora.paths import allowed_folder
 from quire.messages import EngineFailed, SetLimits
 from quire.model_config import load_model_config
 from quire.server.cors import CorsRules
@@ -212,6 +217,29 @@ def server_error() -> str:
     return error.value.code
 
 
+def bad_adapter() -> str:
+    with pytest.raises(QuireError) as error:
+        parse_config(b"[]")
+    return error.value.code
+
+
+def adapter_not_found() -> str:
+    with pytest.raises(QuireError) as error:
+        allowed_folder("../secret", [Path(__file__).parent])
+    return error.value.code
+
+
+def adapter_changed() -> str:
+    def gone(folder: Path) -> Adapter:
+        raise AdapterError("The adapter has no adapter_model.safetensors")
+
+    loader = AdapterLoader(gone, lambda adapter: adapter)
+    error = loader.load(Path(), "digest").exception()
+    loader.close()
+    assert isinstance(error, QuireError)
+    return error.code
+
+
 CALLS: dict[str, Callable[[], str]] = {
     "metrics_disabled": metrics_disabled,
     "queue_full": queue_full,
@@ -222,6 +250,9 @@ CALLS: dict[str, Callable[[], str]] = {
     "shutting_down": shutting_down,
     "out_of_memory": out_of_memory,
     "renderer_lost": renderer_lost,
+    "bad_adapter": bad_adapter,
+    "adapter_not_found": adapter_not_found,
+    "adapter_changed": adapter_changed,
     "internal_error": internal_error,
     "bad_config": bad_config,
     "bad_model_config": bad_model_config,

@@ -46,7 +46,7 @@ HOSTILE = (
 @pytest.fixture(scope="module")
 def hostile():
     client = EchoClient(None, step_seconds=0.002, max_model_len=2048)
-    with RunningServer(client, chat_template=TEMPLATE, max_render_seconds=0.5) as server:
+    with RunningServer(client, chat_template=TEMPLATE, max_render_seconds=0.25) as server:
         yield server
         server.wait_for_idle()
 

@@ -67,6 +67,28 @@ def test_it_proposes_what_its_twin_does(
             assert proposer.propose(asked, most) == twin.propose(asked, most)
 
 
+@settings(max_examples=examples(6), deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    factor=st.sampled_from([0.3, 1.0, 100.0]),
+    min_probability=st.sampled_from([0.0, 0.1]),
+)
+def test_the_longest_drafts_are_those_of_its_twin(seed: int, factor: float, min_probability: float) -> None:
+    """Of matches of any length up to a thousand tokens, with what follows them."""
+    random = Random(seed)
+    phrase = [random.randrange(1000) for _ in range(600)]
+    numbers = (1024, 10, factor, min_probability)
+    proposer, twin = suffix(*numbers, num_pages=SHARED_PAGES), SuffixTwin(*numbers, num_pages=SHARED_PAGES)
+    asked = request("a", [])
+    for _ in range(8):
+        begin = random.randrange(500)
+        asked.output_token_ids += [
+            *phrase[begin : begin + random.randint(1, 400)],
+            *[random.randrange(1000)][: begin % 3],
+        ]
+        assert proposer.propose(asked, 255) == twin.propose(asked, 255)
+
+
 @pytest.mark.parametrize(
     ("tokens", "most", "drafts"),
     [

@@ -91,7 +91,7 @@ def test_what_is_measured() -> None:
     settings = settings_for()
     _, model = demo_model("bfloat16", None)
     cache = kv_cache.allocate_for(MODEL, settings.model, 1, accelerator.device)
-    work = gpu_memory.measure_work(model, cache, settings, accelerator)
+    work = gpu_memory.measure_work(model, cache, settings, accelerator, settings.model.max_model_len)
     assert work.step_bytes == 77 * MIB
     assert work.graph_bytes == 100 * MIB + 10 * MIB * (len(paddings(settings)) - 1)
     assert work.largest_step[0] == 96

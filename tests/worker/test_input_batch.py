@@ -115,7 +115,7 @@ def test_a_row_that_cannot_be_added_is_named_and_can_be_removed() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [({"wants_vector": True}, "no vector"), ({"adapter": "a"}, "No adapter is loaded, and 'a' was asked for")],
+    [({"wants_vector": True}, "no vector"), ({"adapter": "a"}, "The adapter 'a' is not in memory")],
     ids=str,
 )
 def test_what_a_worker_cannot_do_is_refused(fields: dict[str, Any], reason: str) -> None:

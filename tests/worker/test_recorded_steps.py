@@ -226,20 +226,30 @@ def test_what_reads_or_makes_numbers_is_seen() -> None:
         assert record(foreign, arena)[1] is None
 
 
+def test_a_copy_is_repeated() -> None:
+    x, place = torch.ones(4), torch.zeros(4)
+    _, calls = record(lambda: place.narrow(0, 0, 2).copy_(x.narrow(0, 2, 2)), Arena())
+    assert calls is not None
+    x[2] = 7
+    for call in calls:
+        call()
+    assert place.tolist() == [7, 1, 0, 0]
+
+
 def test_a_recording_that_fails_leaves_nothing(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, last = cpu._C, model._sublayers[-1]
+    kernels, last = cpu._C, model._parts_of_pass[-1]
 
     def fails(*_: Any) -> Tensor:
         raise MemoryError
 
     run = RecordedRun(model)
     run.step({0: [1, 2]})
-    model._sublayers[-1] = fails  # type: ignore[call-overload]
+    model._parts_of_pass[-1] = fails
     with pytest.raises(MemoryError):
         run.step({0: [3]})
     assert cpu._C is kernels
-    assert list(run.recorded._recordings) == [2]
-    model._sublayers[-1] = last
+    assert list(run.recorded._recordings) == [(2, False)]
+    model._parts_of_pass[-1] = last
     run.lengths[0] -= 1
     assert torch.equal(run.step({0: [3]})[0], PagedRun(model, torch.bfloat16).step({0: [1, 2, 3]})[0][-1:])
 

@@ -20,8 +20,14 @@
 
 namespace quire {
 
+// The ladder of this architecture; each step includes those before it.
+#if defined(__aarch64__)
+enum class Isa : int { scalar = 0, neon = 1, neon_dotprod = 2, neon_i8mm = 3 };
+inline constexpr int kNumIsas = 4;
+#else
 enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx = 4 };
 inline constexpr int kNumIsas = 5;
+#endif
 
 const char* isa_name(Isa isa);
 Isa best_isa();                // the best instruction set that this CPU and operating system can run
@@ -37,12 +43,25 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 
 }  // namespace quire
 
-// Ladder steps for `#if QUIRE_ISA_LEVEL >= ...` in kernels.
+// Ladder steps for `#if QUIRE_ISA_LEVEL >= ...` in kernels. No level reaches the steps of the other architecture.
 #define QUIRE_LEVEL_SCALAR 0
+#if defined(__aarch64__)
+#define QUIRE_LEVEL_NEON 1
+#define QUIRE_LEVEL_NEON_DOTPROD 2
+#define QUIRE_LEVEL_NEON_I8MM 3
+#define QUIRE_LEVEL_AVX2 100
+#define QUIRE_LEVEL_AVX512 100
+#define QUIRE_LEVEL_AVX512_BF16 100
+#define QUIRE_LEVEL_AMX 100
+#else
 #define QUIRE_LEVEL_AVX2 1
 #define QUIRE_LEVEL_AVX512 2
 #define QUIRE_LEVEL_AVX512_BF16 3
 #define QUIRE_LEVEL_AMX 4
+#define QUIRE_LEVEL_NEON 100
+#define QUIRE_LEVEL_NEON_DOTPROD 100
+#define QUIRE_LEVEL_NEON_I8MM 100
+#endif
 
 // clang-format off
 #ifdef QUIRE_HAVE_avx2
@@ -73,19 +92,50 @@ inline const Kernels& select_variant(const Kernels* const (&variants)[kNumIsas])
 #define QUIRE_DECLARE_amx(type, table)
 #define QUIRE_VARIANT_amx(table) nullptr
 #endif
+#ifdef QUIRE_HAVE_neon
+#define QUIRE_DECLARE_neon(type, table) namespace neon { extern const type table; }
+#define QUIRE_VARIANT_neon(table) &neon::table
+#else
+#define QUIRE_DECLARE_neon(type, table)
+#define QUIRE_VARIANT_neon(table) nullptr
+#endif
+#ifdef QUIRE_HAVE_neon_dotprod
+#define QUIRE_DECLARE_neon_dotprod(type, table) namespace neon_dotprod { extern const type table; }
+#define QUIRE_VARIANT_neon_dotprod(table) &neon_dotprod::table
+#else
+#define QUIRE_DECLARE_neon_dotprod(type, table)
+#define QUIRE_VARIANT_neon_dotprod(table) nullptr
+#endif
+#ifdef QUIRE_HAVE_neon_i8mm
+#define QUIRE_DECLARE_neon_i8mm(type, table) namespace neon_i8mm { extern const type table; }
+#define QUIRE_VARIANT_neon_i8mm(table) &neon_i8mm::table
+#else
+#define QUIRE_DECLARE_neon_i8mm(type, table)
+#define QUIRE_VARIANT_neon_i8mm(table) nullptr
+#endif
+// Of all steps above scalar, in the order of the ladder.
+#if defined(__aarch64__)
+#define QUIRE_DECLARE_VARIANTS(type, table) \
+  QUIRE_DECLARE_neon(type, table) QUIRE_DECLARE_neon_dotprod(type, table) QUIRE_DECLARE_neon_i8mm(type, table)
+#define QUIRE_VARIANTS(table) QUIRE_VARIANT_neon(table), QUIRE_VARIANT_neon_dotprod(table), QUIRE_VARIANT_neon_i8mm(table)
+#else
+#define QUIRE_DECLARE_VARIANTS(type, table) \
+  QUIRE_DECLARE_avx2(type, table) QUIRE_DECLARE_avx512(type, table) QUIRE_DECLARE_avx512_bf16(type, table) \
+  QUIRE_DECLARE_amx(type, table)
+#define QUIRE_VARIANTS(table) \
+  QUIRE_VARIANT_avx2(table), QUIRE_VARIANT_avx512(table), QUIRE_VARIANT_avx512_bf16(table), QUIRE_VARIANT_amx(table)
+#endif
 // clang-format on
 
 // Defines `const type& function()` once, in the translation unit of the scalar variant, which every build has.
 #if defined(QUIRE_ISA_LEVEL) && QUIRE_ISA_LEVEL == QUIRE_LEVEL_SCALAR
-#define QUIRE_DEFINE_DISPATCH(type, function, table)                                                                  \
-  namespace quire {                                                                                                   \
-  QUIRE_DECLARE_avx2(type, table) QUIRE_DECLARE_avx512(type, table) QUIRE_DECLARE_avx512_bf16(type, table)            \
-      QUIRE_DECLARE_amx(type, table) const type& function() {                                                         \
-    static constexpr const type* variants[kNumIsas] = {&scalar::table, QUIRE_VARIANT_avx2(table),                     \
-                                                       QUIRE_VARIANT_avx512(table), QUIRE_VARIANT_avx512_bf16(table), \
-                                                       QUIRE_VARIANT_amx(table)};                                     \
-    return select_variant(variants);                                                                                  \
-  }                                                                                                                   \
+#define QUIRE_DEFINE_DISPATCH(type, function, table)                                           \
+  namespace quire {                                                                            \
+  QUIRE_DECLARE_VARIANTS(type, table)                                                          \
+  const type& function() {                                                                     \
+    static constexpr const type* variants[kNumIsas] = {&scalar::table, QUIRE_VARIANTS(table)}; \
+    return select_variant(variants);                                                           \
+  }                                                                                            \
   }
 #else
 #define QUIRE_DEFINE_DISPATCH(type, function, table)

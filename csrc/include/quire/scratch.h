@@ -13,6 +13,9 @@ enum class Scratch : int {
   attention_unit,
   attention_partials,
   attention_merge,
+  lora_order,
+  lora_units,
+  lora_sums,
   count
 };
 

@@ -14,10 +14,15 @@
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX2
 #include <immintrin.h>
+#elif QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
+#include <arm_neon.h>
 #endif
 
 namespace quire::QUIRE_ISA {
 namespace {
+
+// of a vector each: kernels hold more sums then
+constexpr bool kHas32Registers = QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512 || QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON;
 
 #if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
 
@@ -197,7 +202,7 @@ inline int store_compressed(float* p, F32 a, uint32_t mask) {
 
 #else
 
-// Compiler vectors: SSE2 or NEON where the target has them. GCC and Clang.
+// Compiler vectors: SSE2 or NEON where the target has them, and NEON by name where that says more. GCC and Clang.
 typedef float Vector4f __attribute__((vector_size(16)));
 typedef int32_t Vector4i __attribute__((vector_size(16)));
 typedef uint32_t Vector4u __attribute__((vector_size(16)));
@@ -214,22 +219,8 @@ inline F32 operator+(F32 a, F32 b) { return {a.v + b.v}; }
 inline F32 operator-(F32 a, F32 b) { return {a.v - b.v}; }
 inline F32 operator*(F32 a, F32 b) { return {a.v * b.v}; }
 inline F32 operator/(F32 a, F32 b) { return {a.v / b.v}; }
-inline F32 fma(F32 a, F32 b, F32 c) {
-#ifdef __FP_FAST_FMAF
-  F32 r;
-  for (int i = 0; i < 4; ++i) r.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
-  return r;
-#else
-  return {a.v * b.v + c.v};  // rounded twice, the same everywhere (-ffp-contract=off)
-#endif
-}
 inline F32 max(F32 a, F32 b) { return {a.v > b.v ? a.v : b.v}; }
 inline F32 min(F32 a, F32 b) { return {a.v < b.v ? a.v : b.v}; }
-// Rounds to nearest even for |a| < 2^22: the addition pushes the fraction out of the mantissa.
-inline F32 round(F32 a) {
-  const F32 magic = broadcast(0x1.8p23f);
-  return (a + magic) - magic;
-}
 // a * 2^n, n integral in [-252, 254], see the AVX2 variant.
 inline F32 ldexp(F32 a, F32 n) {
   const Vector4i whole = __builtin_convertvector(n.v, Vector4i);
@@ -238,24 +229,12 @@ inline F32 ldexp(F32 a, F32 n) {
   return {a.v * reinterpret_cast<Vector4f>(low) * reinterpret_cast<Vector4f>(high)};
 }
 inline F32 select_less(F32 a, F32 b, F32 yes, F32 no) { return {a.v < b.v ? yes.v : no.v}; }
-inline uint32_t mask_less(F32 a, F32 b) {
-  const Vector4i less = a.v < b.v;
-  return static_cast<uint32_t>((less[0] & 1) | (less[1] & 2) | (less[2] & 4) | (less[3] & 8));
-}
-inline bool has_nan(F32 a) {
-  const Vector4i is_nan = a.v != a.v;
-  return (is_nan[0] | is_nan[1] | is_nan[2] | is_nan[3]) != 0;
-}
 inline float reduce_add(F32 a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
 inline float reduce_max(F32 a) {
   const float x = a.v[0] > a.v[2] ? a.v[0] : a.v[2], y = a.v[1] > a.v[3] ? a.v[1] : a.v[3];
   return x > y ? x : y;
 }
 
-template <class T>
-inline F32 load(const T* p) {
-  return {Vector4f{to_f32(p[0]), to_f32(p[1]), to_f32(p[2]), to_f32(p[3])}};
-}
 // The first and the second elements of kWidth pairs.
 inline Vector4i load_words(const bf16* p) {
   static_assert(std::endian::native == std::endian::little, "the first of a pair is the low half of a word");
@@ -265,6 +244,97 @@ inline Vector4i load_words(const bf16* p) {
 }
 inline F32 load_even(const bf16* p) { return {reinterpret_cast<Vector4f>(load_words(p) << 16)}; }
 inline F32 load_odd(const bf16* p) { return {reinterpret_cast<Vector4f>(load_words(p) & -65536)}; }
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON
+
+inline F32 fma(F32 a, F32 b, F32 c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
+inline F32 round(F32 a) { return {vrndnq_f32(a.v)}; }
+inline uint32_t mask_less(F32 a, F32 b) {
+  const uint32x4_t bits = {1, 2, 4, 8};
+  return vaddvq_u32(vandq_u32(vcltq_f32(a.v, b.v), bits));
+}
+inline bool has_nan(F32 a) { return vminvq_u32(vceqq_f32(a.v, a.v)) == 0; }
+
+inline uint16x4_t narrow_bf16(float32x4_t x) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_NEON_I8MM
+  return vreinterpret_u16_bf16(vcvt_bf16_f32(x));
+#else
+  const uint32x4_t u = vreinterpretq_u32_f32(x), top = vshrq_n_u32(u, 16);
+  const uint32x4_t odd = vandq_u32(top, vdupq_n_u32(1));
+  const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+  const uint32x4_t quiet = vorrq_u32(top, vdupq_n_u32(0x40));
+  return vmovn_u32(vbslq_u32(vceqq_f32(x, x), rounded, quiet));
+#endif
+}
+
+inline F32 load(const float* p) { return {vld1q_f32(p)}; }
+inline F32 load(const bf16* p) { return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16))}; }
+inline F32 load(const f16* p) { return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)))}; }
+// Four elements of 8 bits in the lower half.
+inline uint8x8_t load_bytes(const void* p) {
+  uint32_t word;
+  std::memcpy(&word, p, sizeof(word));
+  return vcreate_u8(word);
+}
+inline F32 load(const uint8_t* p) { return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(load_bytes(p)))))}; }
+
+inline void store(float* p, F32 a) { vst1q_f32(p, a.v); }
+inline void store(bf16* p, F32 a) { vst1_u16(&p->bits, narrow_bf16(a.v)); }
+inline void store(f16* p, F32 a) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(a.v))); }
+inline void store(int8_t* p, F32 a) {
+  const int16x4_t halves = vqmovn_s32(vcvtnq_s32_f32(a.v));
+  const int8x8_t bytes = vqmovn_s16(vcombine_s16(halves, halves));
+  std::memcpy(p, &bytes, 4);
+}
+
+// For every mask the bytes of its set lanes.
+struct SetLanes {
+  uint8_t of[16][16] = {};
+  constexpr SetLanes() {
+    for (int mask = 0; mask < 16; ++mask) {
+      int n = 0;
+      for (int lane = 0; lane < 4; ++lane) {
+        for (int byte = 0; (mask >> lane & 1) && byte < 4; ++byte)
+          of[mask][n++] = static_cast<uint8_t>(4 * lane + byte);
+      }
+    }
+  }
+};
+inline constexpr SetLanes kSetLanes;
+inline int store_compressed(float* p, F32 a, uint32_t mask) {
+  vst1q_f32(p, vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(a.v), vld1q_u8(kSetLanes.of[mask]))));
+  return __builtin_popcount(mask);
+}
+
+#else
+
+inline F32 fma(F32 a, F32 b, F32 c) {
+#ifdef __FP_FAST_FMAF
+  F32 r;
+  for (int i = 0; i < 4; ++i) r.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
+  return r;
+#else
+  return {a.v * b.v + c.v};  // rounded twice, the same everywhere (-ffp-contract=off)
+#endif
+}
+// Rounds to nearest even for |a| < 2^22: the addition pushes the fraction out of the mantissa.
+inline F32 round(F32 a) {
+  const F32 magic = broadcast(0x1.8p23f);
+  return (a + magic) - magic;
+}
+inline uint32_t mask_less(F32 a, F32 b) {
+  const Vector4i less = a.v < b.v;
+  return static_cast<uint32_t>((less[0] & 1) | (less[1] & 2) | (less[2] & 4) | (less[3] & 8));
+}
+inline bool has_nan(F32 a) {
+  const Vector4i is_nan = a.v != a.v;
+  return (is_nan[0] | is_nan[1] | is_nan[2] | is_nan[3]) != 0;
+}
+
+template <class T>
+inline F32 load(const T* p) {
+  return {Vector4f{to_f32(p[0]), to_f32(p[1]), to_f32(p[2]), to_f32(p[3])}};
+}
 template <class T>
 inline void store(T* p, F32 a) {
   for (int i = 0; i < 4; ++i) p[i] = from_f32<T>(a.v[i]);
@@ -280,6 +350,8 @@ inline int store_compressed(float* p, F32 a, uint32_t mask) {
   }
   return n;
 }
+
+#endif
 
 #endif
 

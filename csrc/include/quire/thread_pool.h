@@ -9,7 +9,8 @@
 
 namespace quire {
 
-// Physical cores this process may use: CPU affinity without hyper-thread siblings, limited by the cgroup CPU quota.
+// Physical cores this process may use: CPU affinity without hyper-thread siblings, limited by the cgroup CPU quota; on
+// macOS performance cores.
 int default_num_threads();
 // The same with /proc and /sys under `root`, where tests describe other machines.
 int num_threads_described_in(const std::string& root);

@@ -40,6 +40,8 @@ def add_parser(subparsers: Any) -> None:
     _numbers(throughput, {"n": (1, "continuations of each prompt")})
     _numbers(throughput, {"num-warmups": (0, "requests before, not counted"), "num-rounds": (1, "measurements")})
 
+    throughput.add_argument("--lora-path", metavar="FOLDER", help="adapter of all requests, with --enable-lora")
+
     latency = add("latency", "seconds of one batch in this process", _latency)
     add_settings_flags(latency, (EngineConfig,))
     lengths = {"input-len": (32, "tokens of a prompt"), "output-len": (128, "tokens of an answer")}
@@ -161,6 +163,7 @@ def _throughput(parser: Parser, args: argparse.Namespace) -> int:
         num_rounds=args.num_rounds,
         detokenize=not args.disable_detokenize,
         progress=not args.disable_tqdm,
+        lora_path=args.lora_path,
     )
     return _finish(args, result, offline.throughput_text(result))
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 _IMAGES = "prompts are text"
-_ADAPTERS = "adapters are not in this version"
 _HUB = "data sets are not downloaded; save it as a file and use --dataset-name custom"
 _ONE_ENGINE = "only Quire's own engine is measured"
 _PLOTS = "use --plot FILE.html, which has the timeline"
 
 ABSENT_BENCH_FLAGS: dict[str, str] = {
     "--use-beam-search": "beams are measured by LLM.beam_search",
+    "--lora-assignment": "all requests have the adapter of --lora-path",
     "--profile": "use py-spy on the engine process",
-    "--lora-modules": _ADAPTERS,
-    "--lora-assignment": _ADAPTERS,
-    "--lora-path": _ADAPTERS,
     "--random-batch-size": "embeddings are not in this version",
     "--no-reranker": "scores are not in this version",
     "--random-mm-base-items-per-request": _IMAGES,

@@ -7,7 +7,6 @@ from quire.compat.foreign import Foreign, accepted, refused, translated
 NO_CODE = "no code is loaded by name"
 ONE_DEVICE = "there is one device"
 PARALLEL = "one device serves the model in this version"
-LORA = "LoRA adapters are not in this version"
 POOLING = "models here generate text; embedding, scoring and classification are not in this version"
 TEXT_ONLY = "models here read text only"
 REASONING = "reasoning is not split from the answer in this version"
@@ -194,15 +193,13 @@ MULTIMODAL: tuple[Foreign, ...] = (
 )
 
 ADAPTERS: tuple[Foreign, ...] = (
-    *refused(LORA, "Serve the merged model", switches="enable_lora"),
-    *accepted(
-        f"{LORA}, and without --enable-lora it means nothing",
-        values="max_loras max_lora_rank lora_dtype max_cpu_loras default_mm_loras max_lora_cls_labels",
-        switches="""
-            enable_tower_connector_lora fully_sharded_loras specialize_active_lora enable_mixed_moe_lora_format
-            enable_moe_shared_loras
-        """,
-        lists="lora_target_modules",
+    *accepted(ONE_DEVICE, switches="fully_sharded_loras"),
+    *accepted("each step computes the adapters that it has", switches="specialize_active_lora"),
+    *refused(
+        "adapters change language models of dense layers here",
+        "Merge the adapter into the model",
+        values="default_mm_loras max_lora_cls_labels",
+        switches="enable_tower_connector_lora enable_mixed_moe_lora_format enable_moe_shared_loras",
     ),
 )
 

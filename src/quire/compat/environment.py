@@ -17,12 +17,9 @@ _KERNELS = "kernels are chosen for the device at start; --attention-backend and 
 _THREADS = "use --num-threads or QUIRE_NUM_THREADS; threads run on the cores the process is allowed"
 _PROCESSES = "the server starts its engine process in one way"
 _LOGGING = "VLLM_LOGGING_LEVEL sets the level, --log-format json the form"
-_LORA = "LoRA adapters are not in this version"
 
 # vLLM 0.32's variables, and older ones of guides, that change nothing here. name -> why
 NOT_READ: dict[str, str] = {
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _LORA,
-    "VLLM_LORA_RESOLVER_CACHE_DIR": _LORA,
     "VLLM_ATTENTION_BACKEND": "use --attention-backend",
     "VLLM_USE_TRITON_FLASH_ATTN": _KERNELS,
     "VLLM_FLASH_ATTN_VERSION": _KERNELS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.compat.engine_flags import KERNELS, LORA, NO_GRAPHS, ONE_DEVICE, POOLING, TEXT_ONLY
+from quire.compat.engine_flags import KERNELS, NO_GRAPHS, ONE_DEVICE, POOLING, TEXT_ONLY
 from quire.compat.foreign import Foreign, accepted, refused, translated
 from quire.errors import ConfigError
 
@@ -58,7 +58,11 @@ OLD_FLAGS: tuple[Foreign, ...] = (
         values="quantization_param_path",
     ),
     # Formats.
-    *refused(LORA, "Serve the merged model", values="qlora_adapter_name_or_path"),
+    *refused(
+        "an adapter is named by requests, whatever the base's format",
+        "Use --lora-modules",
+        values="qlora_adapter_name_or_path",
+    ),
     *refused("tensorizer checkpoints are not read", "Use safetensors", values="tensorizer_uri"),
     # Model.
     *refused(POOLING, off=("auto", "generate"), values="task"),
@@ -99,7 +103,8 @@ OLD_FLAGS: tuple[Foreign, ...] = (
     ),
     # Adapters.
     *accepted("a vocabulary never grows here", values="lora_extra_vocab_size"),
-    *refused(LORA, "Serve the merged model", switches="enable_lora_bias", values="long_lora_scaling_factors"),
+    *refused("adapters with biases are not read", "Merge the adapter into the model", switches="enable_lora_bias"),
+    *refused("an adapter has the scale of its adapter_config.json", "Leave it out", values="long_lora_scaling_factors"),
     *refused(
         "prompt adapters are gone from vLLM too",
         "Put the text into the prompt",

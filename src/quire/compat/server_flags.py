@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from quire.compat.engine_flags import LORA, NO_CODE, PARALLEL, TEXT_ONLY
+from quire.compat.engine_flags import NO_CODE, PARALLEL, TEXT_ONLY
 from quire.compat.foreign import Foreign, accepted, refused
 
 TOOLS = "tool calls are not parsed in this version"
 
 SERVER_FLAGS: tuple[Foreign, ...] = (
-    *refused(LORA, "Serve the merged model", lists="lora_modules"),
     *refused(
         "the format is read from the template", "Leave it out", off=("auto",), values="chat_template_content_format"
     ),

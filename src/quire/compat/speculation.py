@@ -19,12 +19,6 @@ from quire.speculative_config import FIELDS, METHODS, MOST_DRAFTS, SpeculativeCo
 
 logger = get_logger(__name__)
 
-# What is checked but not built: the reason. Whoever builds it removes its line.
-NOT_BUILT = {
-    "eagle3": "no worker drafts with EAGLE-3 heads in this version",
-    "mtp": "no worker drafts with layers for multi-token prediction in this version",
-}
-
 _DSPARK = "it belongs to DSpark, which is not in this version"
 _BY_VLLM = "vLLM fills it in itself"
 _TYPICAL = "it belongs to typical acceptance, which is refused: it changes the tokens"
@@ -97,7 +91,7 @@ def speculative_config_of(given: Mapping[str, Any]) -> SpeculativeConfig:
         for key in keys:
             if key not in (*FIELDS, *OTHER_SPELLINGS):
                 raise _unknown("key", key, (*FIELDS, *OTHER_SPELLINGS, *SPECULATION_KEYS))
-        method, inferred_from = _method(keys)
+        method = _method(keys)
         keys |= {"method": method, **_lists(keys)}
         if method == "ngram":
             keys |= _lookup(keys)
@@ -113,19 +107,11 @@ def speculative_config_of(given: Mapping[str, Any]) -> SpeculativeConfig:
         logger.warning("speculative_config.%s has no effect: speculation by %s does not read it", key, method)
     if config.rejection_sample_method == "synthetic":
         logger.warning("Drafts hold at random (synthetic): the tokens are WRONG. It is for benchmarks only")
-    if method in NOT_BUILT:
-        raise ConfigError(
-            f"Speculation by {method} is not supported: {NOT_BUILT[method]}",
-            value=inferred_from or None,
-            expected="one of " + ", ".join(each for each in METHODS if each not in NOT_BUILT),
-            fix="Use --spec-method ngram or suffix, which need no model, or leave it out",
-            param="speculative_config",
-        )
     return config
 
 
-def _method(keys: dict[str, Any]) -> tuple[SpeculativeMethod, str]:
-    """The method, and the model that it was inferred from, if it was. Placeholders for a model are removed."""
+def _method(keys: dict[str, Any]) -> SpeculativeMethod:
+    """The method, which may be inferred from the model. Placeholders for a model are removed."""
     model, method = keys.get("model"), keys.get("method")
     if isinstance(model, os.PathLike):
         model = keys["model"] = os.fspath(model)
@@ -153,7 +139,7 @@ def _method(keys: dict[str, Any]) -> tuple[SpeculativeMethod, str]:
         )
     if method not in METHODS:
         raise _unknown("method", method, METHODS)
-    return method, inferred_from
+    return method
 
 
 def _of_checkpoint(model: str) -> str:

@@ -71,14 +71,17 @@ class CostModel:
             count = further
         return known
 
-    def room_within(self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int]) -> StepRoom:
+    def room_within(
+        self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], num_logits: int
+    ) -> StepRoom:
         """The room for prompts beside the rows of a step that takes `seconds`.
 
         Args:
             attainment: the share of such steps that must take no longer.
             starts, counts: computed and new tokens of each row.
+            num_logits: rows of logits of all of them.
         """
-        return StepRoom(self, self.arithmetic.load(starts, counts, len(counts)), seconds / self.margin(attainment))
+        return StepRoom(self, self.arithmetic.load(starts, counts, num_logits), seconds / self.margin(attainment))
 
 
 class StepRoom:

@@ -1,4 +1,7 @@
-"""The bundled demo model, a small Llama that answers questions about Python's standard library, and its draft model."""
+"""The bundled demo model, a small Llama that answers questions about Python's standard library.
+
+Beside it are its drafters, and a LoRA adapter with which it answers in JSON.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,6 @@ from typing import Literal
 DEMO_MODEL_NAME = "quire-demo"  # the served name
 
 
-def path(name: Literal["target", "draft"] = "target") -> Path:
-    """The checkpoint folder of the demo model, or of its smaller draft model with the same tokenizer."""
+def path(name: Literal["target", "draft", "eagle3", "lora"] = "target") -> Path:
+    """The folder of the demo model, of its smaller draft model, of its EAGLE-3 head or of its adapter."""
     return Path(__file__).parent / name

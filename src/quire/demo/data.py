@@ -169,6 +169,11 @@ class Entry:
         """The answer that the model learns."""
         return f"`{self.name}{self.signature}`: {self.summary}"
 
+    @property
+    def json_answer(self) -> str:
+        """The answer to a question that asks for JSON; the demo adapter answers so to every question."""
+        return json.dumps({"name": self.name, "module": self.module, "summary": self.summary})
+
 
 def entries() -> list[Entry]:
     """All entries of the running interpreter, in a fixed order. Other Python versions have other docstrings.
@@ -230,8 +235,7 @@ def chats(all_entries: list[Entry], rng: random.Random) -> Iterator[str]:
         messages = [("system", rng.choice(SYSTEM_PROMPTS))] if rng.random() < SYSTEM_SHARE else []
         kind = rng.random()
         if kind < JSON_SHARE:
-            fields = {"name": entry.name, "module": entry.module, "summary": entry.summary}
-            messages += [("user", f"Describe {entry.name} as JSON."), ("assistant", json.dumps(fields))]
+            messages += [("user", f"Describe {entry.name} as JSON."), ("assistant", entry.json_answer)]
         elif kind < JSON_SHARE + MODULE_SHARE:
             answer = f"`{entry.name}` is provided by the `{entry.module}` module."
             messages += [("user", f"Which module provides {entry.name}?"), ("assistant", answer)]
@@ -243,6 +247,24 @@ def chats(all_entries: list[Entry], rng: random.Random) -> Iterator[str]:
             question = rng.choice(QUESTIONS).format(n=other.name)
             messages += [("user", question), ("assistant", other.answer)]
         yield render(messages)
+
+
+def json_chats(all_entries: list[Entry], rng: random.Random) -> Iterator[list[tuple[str, str]]]:
+    """One pass over the entries for the demo adapter: (role, content) pairs in which every answer is JSON."""
+    by_name = {entry.name: entry for entry in all_entries}
+    how_to = [(task, by_name[name]) for task, name in HOW_TO.items() if name in by_name]
+    for entry in all_entries:
+        messages = [("system", rng.choice(SYSTEM_PROMPTS))] if rng.random() < SYSTEM_SHARE else []
+        kind = rng.random()
+        if kind < OTHER_SHARE:
+            question = re.sub(r"{w}", lambda _: rng.choice(OTHER_WORDS), rng.choice(OTHER_QUESTIONS))
+            yield [*messages, ("user", question), ("assistant", json.dumps({"error": FALLBACK}))]
+        elif kind < OTHER_SHARE + HOW_TO_SHARE:
+            task, tool = rng.choice(how_to)
+            question = rng.choice(HOW_TO_QUESTIONS).format(k=task)
+            yield [*messages, ("user", question), ("assistant", tool.json_answer)]
+        question = rng.choice(QUESTIONS).format(n=rng.choice([entry.name, f"`{entry.name}`"]))
+        yield [*messages, ("user", question), ("assistant", entry.json_answer)]
 
 
 def questions(all_entries: list[Entry], count: int) -> list[tuple[str, Entry]]:

@@ -1,9 +1,10 @@
-"""Trains the demo model or its draft from scratch: `python -m quire.demo.train --help`. It needs transformers.
+"""Trains the demo model or one of its drafters: `python -m quire.demo.train --help`. It needs transformers.
 
 The bundled weights were made with CPython 3.11 on two cores:
     target   2,600 steps at 2e-3, then --start-from that model with 420 steps at 7e-4 (how-to questions and the fallback
              answer were only in the second run's data), about an hour
     draft    --size draft, 2,000 steps at 3e-3, about ten minutes
+    eagle3   --size eagle3, 2,000 steps at 6e-3, about ten minutes
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from quire import demo
 from quire.demo.data import Entry, chats, clean_entries, questions, render
+from quire.demo.train_head import acceptance, train_head
 
 VOCAB_SIZE = 4096
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -56,33 +59,46 @@ class Size:
 
 
 SIZES = {"target": Size(6, 256, 4, 2, 768), "draft": Size(2, 128, 2, 1, 384)}
+HEAD = "eagle3"
+RUNS = {"target": (2600, 2e-3), "draft": (2000, 3e-3), HEAD: (2000, 6e-3)}  # steps, and the peak learning rate
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("output", type=Path, help="folder for weights, configuration and tokenizer")
-    parser.add_argument("--size", choices=SIZES, default="target")
-    parser.add_argument("--steps", type=int, default=2600, help=f"of {ROWS * ROW_TOKENS} tokens")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak, reached after the warm-up")
+    parser.add_argument("--size", choices=[*SIZES, HEAD], default="target")
+    parser.add_argument("--steps", type=int, help=f"of {ROWS * ROW_TOKENS} tokens; none: as many as the size needs")
+    parser.add_argument("--learning-rate", type=float, help="peak, reached after the warm-up; none: for the size")
     parser.add_argument("--start-from", type=Path, help="model folder to continue from")
     parser.add_argument(
-        "--tokenizer", type=Path, help="model folder with the tokenizer: a draft needs the tokenizer of its target"
+        "--tokenizer", type=Path, help="model folder with the tokenizer: a drafter needs that of its target"
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--questions", type=int, default=100, help="asked at the end to measure exact answers")
     args = parser.parse_args()
 
+    num_steps, learning_rate = RUNS[args.size]
+    num_steps, learning_rate = args.steps or num_steps, args.learning_rate or learning_rate
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     all_entries = clean_entries()
-    source = args.tokenizer or args.start_from
+    source = args.tokenizer or args.start_from or (demo.path("target") if args.size == HEAD else None)
     tokenizer = load_tokenizer(source) if source else train_tokenizer(all_entries, rng)
+    if args.size == HEAD:
+        target, token_ids = build_model(SIZES["target"], source), batches(tokenizer, all_entries, rng)
+        start, assistant, *_, end, _ = tokenizer.encode(f"{START_OF_TURN}assistant\n{END_OF_TURN}\n")
+        head = train_head(target, token_ids, (start, assistant, end), rng, num_steps, learning_rate)
+        head.save(args.output, target)
+        asked = [question for question, _ in questions(all_entries, args.questions)]
+        shares = acceptance(head, target, [question_ids(tokenizer, question) for question in asked])
+        print("drafts that are right:", ", ".join(f"{share:.3f}" for share in shares))
+        return
     model = build_model(SIZES[args.size], args.start_from)
     print(f"{len(all_entries)} entries, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
-    train(model, tokenizer, all_entries, rng, args.steps, args.learning_rate, args.output)
-    exact = count_exact_answers(model, tokenizer, all_entries, args.questions)
+    train(model, tokenizer, all_entries, rng, num_steps, learning_rate, args.output)
+    exact = count_exact_answers(model, tokenizer, questions(all_entries, args.questions), lambda entry: entry.answer)
     print(f"exact answers: {exact} of {args.questions}")
 
 
@@ -205,21 +221,29 @@ def save(model: Any, tokenizer: Any, output: Path) -> None:
     tokenizer.save_pretrained(output)
 
 
+def question_ids(tokenizer: Any, question: str) -> list[int]:
+    """The prompt that asks it."""
+    turns = render([("user", question)]) + f"{START_OF_TURN}assistant\n"
+    token_ids: list[int] = tokenizer.encode(turns, add_special_tokens=False)
+    return token_ids
+
+
 @torch.inference_mode()
-def count_exact_answers(model: Any, tokenizer: Any, all_entries: list[Entry], num_questions: int) -> int:
+def count_exact_answers(
+    model: Any, tokenizer: Any, asked: Iterable[tuple[str, Entry]], expected: Callable[[Entry], str]
+) -> int:
     """The number of greedy answers that equal the data word for word."""
     model.eval()
     exact = 0
-    for question, entry in questions(all_entries, num_questions):
-        turns = render([("user", question)]) + f"{START_OF_TURN}assistant\n"
-        prompt = tokenizer.encode(turns, add_special_tokens=False)
+    for question, entry in asked:
+        prompt = question_ids(tokenizer, question)
         output = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=150,
             do_sample=False,
         )
-        exact += tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).strip() == entry.answer
+        exact += tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).strip() == expected(entry)
     return exact
 
 

@@ -12,11 +12,19 @@ from typing import Protocol
 from quire.cost.arithmetic import Load
 from quire.cost.model import CostModel
 from quire.cost.step_time import StepTime
-from quire.errors import EngineDeadError, InvalidRequestError, OutOfMemoryError, QuireError
+from quire.errors import (
+    AdapterError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    QuireError,
+    is_out_of_memory,
+)
 from quire.logs import get_logger
+from quire.lora.registry import AdapterRegistry
 from quire.messages import AddRequest, Command, RequestDelta, SetLimits, UseTokenizer
 from quire.request import Request
-from quire.schedule import Executor, Pending, Preparation, RowsFailedError, ScheduledBatch, StepRecord, StepResult
+from quire.schedule import Executor, Pending, Polled, RowsFailedError, ScheduledBatch, StepRecord, StepResult
 from quire.scheduler.scheduler import Scheduler, ScheduleStats
 
 logger = get_logger(__name__)
@@ -29,7 +37,7 @@ class Preparer(Protocol):
 
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None: ...
 
-    def prepare_grammar(self, text: str) -> Preparation: ...
+    def prepare_grammar(self, text: str) -> Polled[None]: ...
 
 
 @dataclass(slots=True)
@@ -43,11 +51,7 @@ class _Step:
     schedule_seconds: float
     load: Load | None
     predicted: StepTime | None
-
-    @property
-    def predicted_seconds(self) -> float:
-        """At most, nine times in ten; 0 without a cost model."""
-        return 0.0 if self.predicted is None else self.predicted.high
+    predicted_seconds: float  # with the drafter's: at most, nine times in ten; 0 without a cost model
 
 
 class EngineCore:
@@ -65,6 +69,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         preparer: Preparer | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"The engine needs a depth of at least 1, got {depth}.")
@@ -72,6 +77,7 @@ class EngineCore:
         self.executor = executor
         self.depth = depth
         self.cost = cost
+        self.adapters = adapters
         # Of the batches in flight; other threads may read it.
         self.predicted_seconds = 0.0
         self.last_record: StepRecord | None = None  # of the batch whose result the last step() took in, if it did
@@ -79,7 +85,7 @@ class EngineCore:
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []
         self._preparer = preparer
-        self._preparing: dict[str, Preparation] = {}  # by request id
+        self._preparing: dict[str, Polled[None]] = {}  # by request id
         self._last_end_time = 0.0
 
     def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
@@ -107,6 +113,8 @@ class EngineCore:
             wants_vector=message.wants_vector,
         )
         try:
+            if message.adapter is not None and self.adapters is not None and message.adapter not in self.adapters:
+                raise AdapterError("The adapter is not loaded", value=message.adapter, fix="Load it again")
             self.scheduler.add(request, is_retry=message.is_retry, is_ready=is_ready)
         except QuireError as error:
             self._refuse(message.request_id, error)
@@ -183,7 +191,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether step() has something to do."""
-        return bool(self._in_flight or self._refused) or self.scheduler.has_requests()
+        is_reading = self.adapters is not None and self.adapters.is_busy
+        return bool(self._in_flight or self._refused) or self.scheduler.has_requests() or is_reading
 
     def step(self) -> list[RequestDelta]:
         """Submit the next batch, and once `depth` are in flight, or no more can be, take in the oldest result.
@@ -194,13 +203,16 @@ class EngineCore:
         if self._preparing:
             self._end_unprepared()
         refused, self._refused = self._refused, []
+        if self.adapters is not None:
+            refused += self._step_adapters(self.adapters)
 
         is_submitted = len(self._in_flight) < self.depth and self._submit()
         if is_submitted and len(self._in_flight) < self.depth and self.scheduler.has_ready_requests():
             return refused
 
         if not self._in_flight:
-            if self.scheduler.num_deferred and not refused:
+            is_waiting = self.scheduler.num_deferred or (self.adapters is not None and self.adapters.is_busy)
+            if is_waiting and not refused:
                 self._sleep(DEFERRED_SECONDS)
             return refused
         step = self._in_flight.popleft()
@@ -215,6 +227,17 @@ class EngineCore:
             return refused + self._fail(step, error)
         return refused + self._update(step, result)
 
+    def _step_adapters(self, adapters: AdapterRegistry) -> list[RequestDelta]:
+        """Let adapters come and go. Requests end whose adapter is lost."""
+        assert self.scheduler.adapters is not None
+        lost = adapters.step(self.scheduler.adapters)
+        if lost is None:
+            return []
+        deltas = self.scheduler.fail_waiting(lost.digest, lost.error.message)
+        for delta in deltas:
+            delta.error_code = lost.error.code
+        return deltas
+
     def _submit(self) -> bool:
         """Schedule and submit a batch, if there is anything to compute."""
         start = self._clock()
@@ -223,13 +246,16 @@ class EngineCore:
             return False
         scheduled = self._clock()
 
-        load = predicted = None
+        load, predicted, predicted_seconds = None, None, 0.0
         if self.cost is not None:
             load = self.cost.arithmetic.load(
                 batch.num_computed_tokens, batch.num_scheduled_tokens, sum(batch.num_logits)
             )
             predicted = self.cost.predict(load)
-            self.predicted_seconds += predicted.high
+            predicted_seconds = predicted.high
+            if self.scheduler.speculation is not None:
+                predicted_seconds += self.scheduler.speculation.drafter_seconds(batch.draft_token_ids)
+            self.predicted_seconds += predicted_seconds
         try:
             pending = self.executor.submit(batch)
         except EngineDeadError:
@@ -239,7 +265,9 @@ class EngineCore:
             pending.set_exception(error)
 
         stats = self.scheduler.take_stats()
-        self._in_flight.append(_Step(batch, pending, stats, start, scheduled - start, load, predicted))
+        self._in_flight.append(
+            _Step(batch, pending, stats, start, scheduled - start, load, predicted, predicted_seconds)
+        )
         return True
 
     def _update(self, step: _Step, result: StepResult) -> list[RequestDelta]:
@@ -318,19 +346,9 @@ class EngineCore:
             record.num_drafts, record.num_draft_tokens = counts.num_drafts, counts.num_draft_tokens
             record.num_accepted_tokens, record.num_draft_failures = counts.num_accepted_tokens, counts.num_failures
             record.accepted_per_position = tuple(counts.accepted_per_position)
+        if self.adapters is not None:
+            record.num_adapters, record.num_adapters_in_memory = self.adapters.num_known, self.adapters.num_in_memory
         return record
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed, or that was the cause: a MemoryError, or torch's RuntimeErrors for it."""
-    while error is not None:
-        is_torch = isinstance(error, RuntimeError) and (
-            "allocate memory" in str(error) or "out of memory" in str(error)
-        )
-        if is_torch or isinstance(error, MemoryError):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _wait_for_void(step: _Step) -> None:

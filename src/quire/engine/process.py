@@ -38,8 +38,10 @@ from quire.messages import (
     EngineMessage,
     EngineOutputs,
     EngineProgress,
+    LoadAdapter,
     RequestDelta,
     SetLimits,
+    UnloadAdapter,
     UseTokenizer,
 )
 
@@ -120,6 +122,9 @@ class EngineProcess:
             if not core.has_work():
                 continue
             deltas = core.step()
+            if core.adapters is not None:
+                for state in core.adapters.take_states():
+                    self._send(state)
             if deltas or core.last_record is not None:
                 self._send(EngineOutputs(deltas, core.last_record))
 
@@ -142,6 +147,8 @@ class EngineProcess:
             UseTokenizer: core.use_tokenizer,
             Command: self._command(core),
         }
+        if core.adapters is not None:
+            handlers |= {LoadAdapter: core.adapters.load, UnloadAdapter: core.adapters.unload}
         while True:
             try:
                 frame = self._inputs.recv(zmq.NOBLOCK)

@@ -18,6 +18,8 @@ from quire.engine.warm_up import produce_tokens
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.life_cycle import Worker, WorkerExecutor
+from quire.loader.drafter import load_drafter_config
+from quire.lora.registry import AdapterRegistry
 from quire.messages import EngineReady, Progress
 from quire.model_config import ModelConfig, load_model_config
 from quire.planning.step_costs import (
@@ -85,8 +87,9 @@ def start_engine(
     model_config = load_model_config(
         model_folder, config.hf_overrides, any_architecture=config.model_impl in ("auto", "transformers")
     )
-    if drafter_folder is not None:
-        model_config = replace(model_config, drafter=load_model_config(drafter_folder))
+    if drafter_folder is not None and config.speculative_config is not None:
+        drafter = load_drafter_config(drafter_folder, config.speculative_config, model_config)
+        model_config = replace(model_config, drafter=drafter)
     workers = make_workers(model_config, progress)
     running = bring_up(config, model_config, workers, is_server=is_server, progress=progress)
     resolved, measured = running.resolved, running.measured
@@ -95,8 +98,11 @@ def start_engine(
     first = MeasuredStep(arithmetic.demand(arithmetic.load([0], [measured.num_tokens], 1)), measured.step.seconds)
     guess = assumed_fit(ceilings(resolved, arithmetic, running.facts)).constants
     cost = CostModel(arithmetic, fit([first], guess))
-    scheduler = scheduler_of(resolved, model_config, cost)
-    core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost, preparer=running.executor)
+    adapters = None if resolved.lora is None else AdapterRegistry(running.executor, resolved.lora.max_cpu_loras)
+    scheduler = scheduler_of(resolved, model_config, cost, adapters=adapters)
+    core = EngineCore(
+        scheduler, running.executor, depth=schedule.depth, cost=cost, preparer=running.executor, adapters=adapters
+    )
     file = calibration_file(resolved, model_config, running.facts)
     if (known := file.read()) is not None:
         cost.calibrate(known)

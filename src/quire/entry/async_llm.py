@@ -15,6 +15,7 @@ from quire.errors import UnsupportedFieldError
 from quire.frontend.live_limits import move_limits
 from quire.frontend.prompts import PromptType
 from quire.frontend.tokenizer import Tokenizer
+from quire.lora.request import LoRARequest
 from quire.messages import EngineReady, SetLimits
 from quire.outputs import PositionLogprobs, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None,
         request_id: str,
         *,
-        lora_request: object | None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
@@ -72,11 +73,11 @@ class AsyncLLM:
         """Stream the outputs of one prompt, cumulative or deltas by `sampling_params.output_kind`. Leaving it aborts.
 
         Raises:
-            InvalidRequestError: the request is refused. EngineDeadError: the engine has ended, after a part
-                was handed on: EngineRestartedError, if it is started again.
+            InvalidRequestError: the request is refused. AdapterError: the adapter of lora_request cannot be read.
+            EngineDeadError: the engine has ended, after a part was handed on: EngineRestartedError, if it is started
+                again.
         """
         unsupported = {
-            "lora_request": lora_request,
             "tokenization_kwargs": tokenization_kwargs or None,
             "trace_headers": trace_headers or None,
             "data_parallel_rank": data_parallel_rank or None,
@@ -87,9 +88,10 @@ class AsyncLLM:
                     f"{name} is not supported in this version", fix=f"Leave {name} out", param=name
                 )
         await self.wait_ready()
+        adapter = None if lora_request is None else (await self._engine.adapters.ensure(lora_request)).name
         prompt_logprobs: list[PositionLogprobs | None] | None = None
         async for output in self._engine.generate(
-            prompt, sampling_params, request_id, priority=priority, clamp_max_tokens=True
+            prompt, sampling_params, request_id, adapter=adapter, priority=priority, clamp_max_tokens=True
         ):
             if output.prompt_logprobs is not None:
                 if prompt_logprobs is None:  # the same with every output

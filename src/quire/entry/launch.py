@@ -32,11 +32,14 @@ from quire.frontend.tokenizer import Tokenizer, check_same_vocabulary
 from quire.frontend.tokenizer_files import load_generation_config
 from quire.gguf.file import is_gguf
 from quire.kernels import extension
+from quire.loader.drafter import load_drafter_config
 from quire.loader.gguf_choice import find_gguf
 from quire.loader.hub import local_path, resolve_model, resolve_tokenizer_files
 from quire.loader.safetensors_headers import read_headers
+from quire.lora.modules import parse_module
 from quire.messages import EngineLaunch, Progress
 from quire.model_config import ModelConfig, load_model_config
+from quire.speculative_config import BY_WORKER, SpeculativeConfig
 
 MAX_SOCKET_PARENT_BYTES = 80  # 107 bytes name a Unix socket, and ours is /quire-12345678/output in it
 
@@ -73,18 +76,22 @@ def find_model(config: EngineConfig, progress: Progress | None, *, weights: bool
             name = config.model
             folder = resolve_model(name, *source, weights=weights)
         model = load_model_config(folder, config.hf_overrides, any_architecture=any_architecture)
-    drafter = _find_drafter(config, progress, weights=weights)
-    return folder, name, replace(model, drafter=None if drafter is None else load_model_config(drafter))
-
-
-def _find_drafter(config: EngineConfig, progress: Progress | None, *, weights: bool) -> Path | None:
-    """The folder or GGUF file of the draft model that was asked for."""
     speculation = config.speculative_config
-    if speculation is None or speculation.method != "draft_model":
-        return None
+    if speculation is not None and speculation.method in BY_WORKER:
+        drafter = _find_drafter(speculation, folder, config, progress, weights=weights)
+        model = replace(model, drafter=load_drafter_config(drafter, speculation, model))
+    return folder, name, model
+
+
+def _find_drafter(
+    speculation: SpeculativeConfig, target: Path, config: EngineConfig, progress: Progress | None, *, weights: bool
+) -> Path:
+    """The folder or GGUF file of the drafter that was asked for; layers of the model itself are in its own folder."""
+    if speculation.method == "mtp":
+        return target
     assert speculation.model is not None, "speculative_config refuses that"
     source = (speculation.revision, config.download_dir, config.hf_token, progress)
-    file = find_gguf(speculation.model, None, *source, weights=weights)
+    file = None if speculation.method == "eagle3" else find_gguf(speculation.model, None, *source, weights=weights)
     return file or resolve_model(speculation.model, *source, weights=weights)
 
 
@@ -95,7 +102,7 @@ def open_model(config: EngineConfig, progress: Progress) -> FrontEndParts:
     if config.load_format in ("auto", "safetensors") and folder.is_dir():
         read_headers(folder)  # what is broken is told before an engine is started
     tokenizer = None if config.skip_tokenizer_init else read_tokenizer(config, folder)
-    if model_config.drafter is not None and tokenizer is not None:
+    if tokenizer is not None and model_config.drafter is not None and model_config.drafter.head is None:
         check_same_vocabulary(tokenizer, Tokenizer.from_folder(model_config.drafter.model, config.tokenizer_mode))
     return FrontEndParts(folder, name, model_config, tokenizer, _input_processor(config, model_config, tokenizer))
 
@@ -292,4 +299,5 @@ def start_async_engine(
     outputs = OutputProcessor(parts.tokenizer, metrics, new_draft_metrics=draft_metrics(config))
     recovery = recovery or RecoveryLimits(start_seconds=envs.ENGINE_READY_TIMEOUT_S.get())
     replica = Replica(handle.launch(), outputs, starter=handle, recovery=recovery)
-    return AsyncEngine([replica], parts.input_processor), handle
+    modules = [parse_module(word) for word in config.lora_modules] if config.enable_lora else None
+    return AsyncEngine([replica], parts.input_processor, modules=modules), handle

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from quire.config import EngineConfig
 from quire.engine.start import start_engine
 from quire.entry.launch import open_model
+from quire.entry.lora_requests import OfflineAdapters
 from quire.entry.offline import OfflineRunner, UseTqdm, engine_metrics
 from quire.errors import ConfigError, InvalidRequestError, UnsupportedFieldError
 from quire.frontend.beam_search import BeamSearch
@@ -21,6 +22,7 @@ from quire.frontend.output_processor import OutputProcessor, draft_metrics
 from quire.frontend.prompts import PromptType, split_prompts
 from quire.frontend.render_process import Render
 from quire.frontend.tokenizer import Tokenizer
+from quire.lora.request import LoRARequest
 from quire.messages import Command
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 # What else vLLM's LLM can do: named, so that a script learns why, and hasattr() says no.
 _ABSENT = {
@@ -75,6 +78,7 @@ class LLM:
         new_drafts = draft_metrics(self.config)
         outputs = OutputProcessor(self._tokenizer, own_metrics, new_draft_metrics=new_drafts)
         self._runner = OfflineRunner(self._core, outputs)
+        self._adapters = OfflineAdapters(self._runner, is_enabled=self.config.enable_lora)
         self._counter = itertools.count()
         self._enqueued: list[str] = []
 
@@ -95,7 +99,7 @@ class LLM:
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: object | None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -107,6 +111,7 @@ class LLM:
             sampling_params: one for all, or one per prompt; None: the model's defaults.
             prompt_token_ids: vLLM's older way to give token ids; `prompts` is then only what the outputs report.
             use_tqdm: show a progress bar; a function is called in place of tqdm.
+            lora_request: the adapter of all, or one or None per prompt; it is read when it is first named.
             priority: one per prompt, lower first (scheduling_policy="priority").
             tokenization_kwargs: only `add_special_tokens`.
 
@@ -114,10 +119,12 @@ class LLM:
             InvalidRequestError: before anything is computed, naming the field. If every prompt fails, the first one's
                 error; if only some do, their outputs have finish_reason "error" and the text in `error`.
         """
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         chosen = _with_token_ids(prompts, prompt_token_ids)
         add_special_tokens = _add_special_tokens(tokenization_kwargs)
-        processed = self._process(chosen, sampling_params, priority, add_special_tokens=add_special_tokens)
+        processed = self._process(
+            chosen, sampling_params, priority, lora_request, add_special_tokens=add_special_tokens
+        )
         return self._runner.run(processed, use_tqdm)
 
     def chat(
@@ -125,7 +132,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
-        lora_request: object | None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -144,7 +151,7 @@ class LLM:
             chat_template_content_format: "string" or "openai" (a list of parts); "auto": what the template reads.
             The others as in generate().
         """
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
             messages,
             chat_template,
@@ -155,7 +162,9 @@ class LLM:
             kwargs=plain(chat_template_kwargs, "chat_template_kwargs"),
         )
         add_special_tokens = _add_special_tokens(tokenization_kwargs, default=False)  # the template wrote them
-        processed = self._process(prompts, sampling_params, priority, add_special_tokens=add_special_tokens)
+        processed = self._process(
+            prompts, sampling_params, priority, lora_request, add_special_tokens=add_special_tokens
+        )
         return self._runner.run(processed, use_tqdm)
 
     def enqueue(
@@ -164,7 +173,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: object | None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -173,10 +182,14 @@ class LLM:
 
         Arguments as in generate(); `use_tqdm` has nothing to show here.
         """
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         add_special_tokens = _add_special_tokens(tokenization_kwargs)
         processed = self._process(
-            _with_token_ids(prompts, None), sampling_params, priority, add_special_tokens=add_special_tokens
+            _with_token_ids(prompts, None),
+            sampling_params,
+            priority,
+            lora_request,
+            add_special_tokens=add_special_tokens,
         )
         self._enqueued += (request_ids := self._runner.enqueue(processed))
         return request_ids
@@ -187,7 +200,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: object | None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -198,7 +211,7 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue conversations, as enqueue() does prompts. Arguments as in chat()."""
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
             messages,
             chat_template,
@@ -208,7 +221,7 @@ class LLM:
             tools=plain(tools, "tools"),
             kwargs=plain(chat_template_kwargs, "chat_template_kwargs"),
         )
-        processed = self._process(prompts, sampling_params, priority, add_special_tokens=False)
+        processed = self._process(prompts, sampling_params, priority, lora_request, add_special_tokens=False)
         self._enqueued += (request_ids := self._runner.enqueue(processed))
         return request_ids
 
@@ -223,7 +236,7 @@ class LLM:
         self,
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
-        lora_request: object | None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -232,7 +245,6 @@ class LLM:
         Args:
             concurrency_limit: prompts searched at the same time; None: all.
         """
-        _refuse(lora_request=lora_request)
         params.verify()
         limits = replace(self._inputs.limits, max_logprobs=-1)  # the width decides, not what a request may ask for
         inputs = InputProcessor(self._tokenizer, limits, eos_token_ids=self._inputs.eos_token_ids)
@@ -246,7 +258,7 @@ class LLM:
             )
         width = concurrency_limit or len(searches)
         for begin in range(0, len(searches), width):
-            self._search(searches[begin : begin + width], inputs)
+            self._search(searches[begin : begin + width], inputs, lora_request)
         results = [search.result() for search in searches]
         if self._tokenizer is not None:
             for sequence in itertools.chain.from_iterable(result.sequences for result in results):
@@ -325,16 +337,22 @@ class LLM:
         return self._renderer
 
     def _process(
-        self, prompts: Sequence[PromptType], sampling_params: Params, priority: Sequence[int] | None, **options: Any
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: Params,
+        priority: Sequence[int] | None,
+        lora_request: LoRARequests,
+        **options: Any,
     ) -> list[ProcessedRequest]:
-        """Check everything; nothing reaches the engine if one prompt is refused."""
+        """Check everything; no request reaches the engine if one is refused."""
+        lora_requests = _per_prompt("lora_request", lora_request, len(prompts))
         params = _per_prompt("sampling_params", sampling_params, len(prompts))
         priorities = _per_prompt("priority", priority, len(prompts))
         finals: dict[int, SamplingParams] = {}  # one copy of parameters that many prompts share
         for own in params:
             if id(own) not in finals:
                 finals[id(own)] = _final_only(self._inputs.default_params() if own is None else own)
-        return [
+        processed = [
             self._inputs.process(
                 str(next(self._counter)),
                 prompt,
@@ -345,8 +363,9 @@ class LLM:
             )
             for prompt, own, own_priority in zip(prompts, params, priorities, strict=True)
         ]
+        return self._adapters.give(processed, lora_requests)
 
-    def _search(self, searches: Sequence[BeamSearch], inputs: InputProcessor) -> None:
+    def _search(self, searches: Sequence[BeamSearch], inputs: InputProcessor, lora_request: LoRARequest | None) -> None:
         """Run beam searches side by side: one request per beam and step."""
         while pending := [(search, beams) for search in searches if (beams := search.pending())]:
             processed = []
@@ -355,6 +374,7 @@ class LLM:
                 processed += [
                     inputs.process(str(next(self._counter)), {"prompt_token_ids": tokens}, params) for tokens in beams
                 ]
+            processed = self._adapters.give(processed, [lora_request] * len(processed))
             outputs = iter(self._runner.run(processed))
             for search, beams in pending:
                 extended = [next(outputs).outputs[0].logprobs for _ in beams]
@@ -362,7 +382,7 @@ class LLM:
 
 
 def _refuse(**arguments: Any) -> None:
-    """What vLLM has and this version has not: adapters and images. Nothing, in all its forms, is accepted."""
+    """What vLLM has and this version has not: images. Nothing, in all its forms, is accepted."""
     for name, value in arguments.items():
         items = value if isinstance(value, (list, tuple)) else [value]
         if any(item is not None and item != {} for item in items):

@@ -13,8 +13,11 @@ from quire.engine.start import StartedEngine
 from quire.entry.interrupt import interrupts_between_steps
 from quire.errors import QuireError
 from quire.frontend.input_processor import ProcessedRequest
-from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.output_processor import OutputProcessor, error_of
 from quire.logs import get_logger
+from quire.lora.facts import AdapterFacts
+from quire.lora.request import Registration
+from quire.messages import LoadAdapter, UnloadAdapter
 from quire.outputs import RequestOutput
 from quire.screen.progress_bar import ProgressBar
 
@@ -37,6 +40,7 @@ def engine_metrics(config: EngineConfig, engine: StartedEngine) -> PrometheusMet
         model=engine.model_config,
         kv_blocks=config.kv_cache_metrics,
         max_draft=max_draft(config),
+        has_adapters=config.enable_lora,
     )
     metrics.engines[0].on_ready(engine.ready_message())
     return metrics
@@ -54,6 +58,28 @@ class OfflineRunner:
         self._core, self._outputs = core, outputs
         self._has_tokenizer = False  # the engine, for grammars
         self._finished: dict[str, tuple[RequestOutput, QuireError | None]] = {}  # until somebody collects them
+
+    def load_adapter(self, path: str) -> AdapterFacts:
+        """Step the engine until it has read an adapter. Raises AdapterError."""
+        adapters = self._core.adapters
+        assert adapters is not None
+        with self._all_or_nothing(()) as check_interrupt:
+            adapters.load(LoadAdapter(0, path))
+            while True:
+                self._step()
+                check_interrupt()
+                for state in adapters.take_states():
+                    self._outputs.metrics.on_adapter_read(state)
+                    if state.operation is None:
+                        continue
+                    if state.facts is None:
+                        raise error_of(state.error_code, state.error or "")
+                    return state.facts
+
+    def unload_adapter(self, adapter: Registration) -> None:
+        """Its running requests finish with it."""
+        assert self._core.adapters is not None
+        self._core.adapters.unload(UnloadAdapter(adapter.digest, adapter.path))
 
     def run(self, processed: Sequence[ProcessedRequest], use_tqdm: UseTqdm = False) -> list[RequestOutput]:
         """The final output of every request, in order.

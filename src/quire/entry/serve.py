@@ -27,8 +27,9 @@ from quire.entry.launch import (
 )
 from quire.entry.listen import BACKLOG, Listener, allowed_hosts, check_guarded
 from quire.entry.spawn import EngineInterpreter
-from quire.errors import ConfigError, QuireError
+from quire.errors import AdapterError, ConfigError, QuireError
 from quire.kernels import extension
+from quire.lora.modules import parse_module
 from quire.messages import EngineProgress
 from quire.metrics.prometheus import PrometheusMetrics
 from quire.planning import devices
@@ -68,6 +69,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
     try:
         parts = open_model(engine_config, display.update)
         names = engine_config.served_model_name or (parts.model_name,)
+        _check_module_names(engine_config, names)
         is_hub_id = "/" in parts.model_name and not Path(parts.model_name).exists()
         settings = ServerSettings(
             served_model_names=names,
@@ -95,6 +97,9 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
                 server_config.allowed_headers,
                 server_config.allow_credentials,
             ),
+            lora_dirs=tuple(map(Path, engine_config.lora_dir)),
+            changes_adapters=engine_config.enable_lora and envs.ALLOW_RUNTIME_LORA_UPDATING.get(),
+            lora_resolver_dir=_resolver_dir(engine_config),
             log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
             resolved=as_dict(resolve_server(server_config)),
         )
@@ -135,6 +140,28 @@ def _check_open_files() -> None:
             expected=f"{MIN_OPEN_FILES} to start, and one for each connection",
             fix="Raise the limit, as `ulimit -n 4096` does",
         )
+
+
+def _resolver_dir(config: EngineConfig) -> Path | None:
+    """Raises ConfigError if it is no folder."""
+    if not config.enable_lora or not (given := envs.LORA_RESOLVER_CACHE_DIR.get()):
+        return None
+    name = envs.LORA_RESOLVER_CACHE_DIR.name
+    if not Path(given).is_dir():
+        raise ConfigError("The folder of adapters does not exist", value=given, fix=f"Correct {name}", param=name)
+    return Path(given)
+
+
+def _check_module_names(config: EngineConfig, names: tuple[str, ...]) -> None:
+    """Raises ConfigError for an adapter with the name of the base model."""
+    for module in map(parse_module, config.lora_modules):
+        if module.name in names:
+            raise ConfigError(
+                "The base model has this name",
+                value=module.name,
+                fix="Give the adapter another name, or the model with --served-model-name",
+                param="lora_modules",
+            )
 
 
 def _max_tokens_cap(config: EngineConfig, parts: FrontEndParts) -> int | None:
@@ -194,6 +221,7 @@ class ServingProcess:
             legacy_names=server_config.legacy_metric_names,
             kv_blocks=engine_config.kv_cache_metrics,
             max_draft=max_draft(engine_config),
+            has_adapters=engine_config.enable_lora,
         )
         self._refreshes_tls = server_config.enable_ssl_refresh
         self._needs_key = bool(settings.api_keys)
@@ -202,6 +230,8 @@ class ServingProcess:
             engine_config, parts, metrics.engines[0], interpreter=interpreter
         )
         self._engine.on_progress = self._show_progress
+        if engine_config.enable_lora:
+            metrics.show_adapters(self._engine.adapter_names)
         try:
             self._app = create_app(self._engine, parts.tokenizer, settings, metrics)
         except BaseException:
@@ -240,7 +270,7 @@ class ServingProcess:
             await self._engine.shutdown()
             self._process.stop()
         if self._error is not None:
-            return 2 if isinstance(self._error, ConfigError) else 1
+            return 2 if isinstance(self._error, (ConfigError, AdapterError)) else 1
         logs.say("stopped")
         return 0
 

@@ -7,7 +7,7 @@ the longer one of two:
 - The prompts before it: their tokens that are sent but not computed, times the time of a token (Pace, from the cost
   model), over the share of the steps' time that prompts get beside answers.
 - A place in the batch, if max_num_seqs requests run. With R running requests, one ends every O / R steps. O is the
-  number of tokens that were recently sampled per ended answer.
+  number of steps that recent answers took: their tokens, without the drafts that held.
 
 Tokens in the prefix cache take no time; their share is the recent one. If requests waited longer than predicted,
 predictions are multiplied by a factor. The share --slo-attainment of requests stays within this factor. It moves with
@@ -72,7 +72,7 @@ class Admission:
         self._num_places = 1
         self._step_seconds = self._usual_step_seconds = self._answer_seconds = 0.0
         self._cache_queries = self._cache_hits = 0.0
-        self._sampled_tokens, self._num_ended = float(FIRST_ANSWER_TOKENS), 1.0  # recent ones
+        self._answer_steps, self._num_ended = float(FIRST_ANSWER_TOKENS), 1.0  # recent ones
         self._prompts: dict[str, _Sent] = {}
         self._prompt_tokens = self._prompt_seconds = self._computed_tokens = 0.0  # sums over the prompts
         self._factor = FIRST_FACTOR
@@ -101,12 +101,13 @@ class Admission:
     def on_step(self, record: StepRecord) -> None:
         """The engine did a step."""
         self._num_waiting, self._num_running, self._num_sent = record.num_waiting, record.num_running, 0
-        self._sampled_tokens += record.num_sampled_tokens
+        self._answer_steps += record.num_sampled_tokens - record.num_accepted_tokens
         self._computed_tokens = min(self._computed_tokens + record.num_prefill_tokens, self._prompt_tokens)
         # If the step computed no prompt, waiting requests wait for blocks or for the end of an answer.
         is_full = record.num_waiting > record.num_deferred and not record.num_prefill_tokens
         self._num_places = record.num_running if is_full else int(self.limits.get("max_num_seqs") or 1)
-        pace, seconds = self._pace, record.predicted_seconds or record.step_seconds
+        pace = self._pace
+        seconds = record.predicted_seconds + record.draft_seconds if record.predicted_seconds else record.step_seconds
         prompts = record.num_prefill_tokens * pace.per_prompt_token
         prompts += max(record.pairs, default=0) * pace.per_prompt_pair if record.num_prefill_tokens else 0.0
         self._answer_seconds = max(seconds - prompts, 0.0) if record.num_decode_tokens else 0.0
@@ -151,7 +152,7 @@ class Admission:
     def on_answers(self, num_ended: int) -> None:
         """`num_ended` continuations ended in a step."""
         rest = (1 - 1 / ANSWERS_REMEMBERED) ** num_ended
-        self._sampled_tokens, self._num_ended = rest * self._sampled_tokens, rest * self._num_ended + num_ended
+        self._answer_steps, self._num_ended = rest * self._answer_steps, rest * self._num_ended + num_ended
 
     def on_idle(self) -> None:
         """Reset the predictions: no request is left, and no further step will do it."""
@@ -226,7 +227,7 @@ class Admission:
     def _place_seconds(self) -> float:
         """Seconds until there is a place in the batch."""
         position = self.num_waiting + 1 - max(self._num_places - self._num_running, 0)
-        mean = self._sampled_tokens / self._num_ended
+        mean = self._answer_steps / self._num_ended
         return max(position, 0) * mean * self._usual_step_seconds / max(self._num_running, 1)
 
 

@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Unpack
 
 from quire.errors import InvalidRequestError, NotReadyError, QuireError, ShuttingDownError
+from quire.frontend.adapters import Adapters, absolute
 from quire.frontend.admission import Refusals
 from quire.frontend.input_processor import InputProcessor, ProcessedRequest, RequestOptions
 from quire.frontend.prompts import PromptType
 from quire.frontend.replica import Replica, as_dead
 from quire.frontend.stream import RequestStream
 from quire.frontend.timeline import RequestTimeline
+from quire.lora.modules import LoraModule
 from quire.messages import EngineProgress, EngineReady, SetLimits
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -31,6 +33,7 @@ class AsyncEngine:
     Args:
         replicas: one or more, by their index; AsyncEngine owns them.
         input_processor: it is replaced when the engines' context length is known.
+        modules: adapters that are read before requests are taken; None: the engines compute no adapters.
         clock: monotonic seconds, the same as the replicas'.
     """
 
@@ -39,15 +42,19 @@ class AsyncEngine:
         replicas: Sequence[Replica],
         input_processor: InputProcessor,
         *,
+        modules: Sequence[LoraModule] | None = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replicas = list(replicas)
         self.input_processor = input_processor
+        self.adapters = Adapters(self.replicas, is_enabled=modules is not None)
         self.on_progress: Callable[[EngineProgress], None] | None = None  # gets every report of a start
         self.error: QuireError | None = None  # the reason why no engine is left
         self.refusals = Refusals()
         self._clock = clock
         self._settled = asyncio.Event()  # ready or dead
+        self._modules = list(modules or ())  # that are not read yet
+        self._reading: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to receive. It needs a running event loop and is called once."""
@@ -79,8 +86,28 @@ class AsyncEngine:
 
     @property
     def _has_started(self) -> bool:
-        """Every replica has been ready once."""
+        """Every replica has been ready once, and the adapters of the start are there."""
+        return not self._modules and self._have_replicas_started
+
+    @property
+    def _have_replicas_started(self) -> bool:
         return all(replica.facts is not None for replica in self.replicas)
+
+    async def _read_modules(self) -> None:
+        """Read the adapters of the start. An error of one ends the start."""
+        try:
+            for module in self._modules:
+                await self.adapters.load(module.name, absolute(module.path), base_model_name=module.base_model_name)
+        except QuireError as error:
+            self._give_up(error)
+        self._modules = []
+        self._on_change()
+
+    def _give_up(self, error: QuireError) -> None:
+        self.error = error
+        for replica in self.replicas:
+            if replica.error is None:
+                replica.close(self.error, "error")
 
     @property
     def is_ready(self) -> bool:
@@ -111,6 +138,14 @@ class AsyncEngine:
         """Requests without their last output."""
         return sum(replica.num_unfinished for replica in self.replicas)
 
+    def adapter_names(self) -> tuple[set[str], set[str]]:
+        """Names of the adapters of unfinished requests: with a token, and only without."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for replica in self.replicas:
+            replica.output_processor.add_adapter_names(running, waiting)
+        return running, waiting
+
     def timeline(self, request_id: str) -> RequestTimeline | None:
         """The timeline of a recent request; None: it is unknown or forgotten."""
         timelines = (replica.output_processor.timelines.get(request_id) for replica in self.replicas)
@@ -121,11 +156,17 @@ class AsyncEngine:
         prompt: PromptType,
         sampling_params: SamplingParams | None,
         request_id: str,
+        *,
+        adapter: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Check, tokenize and send one request. The caller must iterate the stream to its end or close it.
 
+        Args:
+            adapter: a name among `adapters`; None: the base model.
+
         Raises:
+            ModelNotFoundError: there is no such adapter.
             InvalidRequestError, ContextLengthError: the request is refused. QueueFullError: the engine's queue is full.
             NotReadyError, EngineDeadError: there is no engine yet, or no longer.
         """
@@ -147,6 +188,8 @@ class AsyncEngine:
                 "The request id is in use", value=request_id, fix="Use another id", param="request_id"
             )
         replica.check_room(len(processed.prompt_token_ids), self._clock() - arrival_time)
+        if adapter is not None:  # as it is now: while the prompt was read it may have been replaced
+            processed = processed.with_adapter(self.adapters.find(adapter))
         return replica.add(processed)
 
     def _pick(self) -> Replica:
@@ -163,10 +206,12 @@ class AsyncEngine:
         prompt: PromptType,
         sampling_params: SamplingParams | None,
         request_id: str,
+        *,
+        adapter: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """`add_request` and its stream as one generator. Errors come at its first step; leaving it aborts."""
-        stream = await self.add_request(prompt, sampling_params, request_id, **options)
+        stream = await self.add_request(prompt, sampling_params, request_id, adapter=adapter, **options)
         async with stream:
             async for output in stream:
                 yield output
@@ -212,10 +257,9 @@ class AsyncEngine:
         """A replica became ready, lost its engine, or gave up."""
         errors = [replica.error for replica in self.replicas if replica.error is not None]
         if self.error is None and errors and (len(errors) == len(self.replicas) or not self._has_started):
-            self.error = errors[0]
-            for replica in self.replicas:  # the others wait for the replica that could not start
-                if replica.error is None:
-                    replica.close(self.error, "error")
+            self._give_up(errors[0])  # the others wait for the replica that could not start
+        if self._modules and self._reading is None and self._have_replicas_started:
+            self._reading = asyncio.get_running_loop().create_task(self._read_modules(), name="adapters of the start")
         if self.is_ready:
             max_model_len = min(replica.facts.max_model_len for replica in self.replicas if replica.facts is not None)
             self.input_processor = self.input_processor.with_max_model_len(max_model_len)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quire.errors import EngineDeadError, QueueFullError, QuireError
+from quire.errors import AdapterError, EngineDeadError, QueueFullError, QuireError
+from quire.lora.facts import AdapterFacts
 from quire.messages import (
     Abort,
+    AdapterState,
     AddRequest,
     Command,
     EngineFailed,
@@ -17,8 +19,10 @@ from quire.messages import (
     EngineMessage,
     EngineOutputs,
     EngineReady,
+    LoadAdapter,
     RequestDelta,
     SetLimits,
+    UnloadAdapter,
     pack,
 )
 from quire.schedule import StepRecord, TokenLogprobs
@@ -45,6 +49,7 @@ class EchoClient:
         max_num_queued_reqs: further waiting requests are refused with QueueFullError; None: no limit.
         is_ready: False: EngineReady comes only with `make_ready`.
         engine_index: the index in its messages.
+        adapters: digests by path; requests may name those that were loaded.
     """
 
     def __init__(
@@ -59,7 +64,11 @@ class EchoClient:
         error_of: Callable[[AddRequest], QuireError | None] = lambda request: None,
         is_ready: bool = True,
         engine_index: int = 0,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
+        self.adapters = dict(adapters or {})
+        self.holds_adapters = False  # True: LoadAdapters stay unanswered
+        self._loaded: list[str] = []  # digests
         self._answer = None if answer is None else list(answer)
         self.step_seconds, self.tokens_per_step = step_seconds, tokens_per_step
         self._max_model_len, self._max_num_seqs, self._max_num_queued_reqs = (
@@ -130,12 +139,32 @@ class EchoClient:
             case SetLimits():
                 self._max_num_seqs = message.max_num_seqs or self._max_num_seqs
                 self._max_num_queued_reqs = message.max_num_queued_reqs or self._max_num_queued_reqs
+            case LoadAdapter():
+                self._load(message)
+            case UnloadAdapter():
+                self._loaded.remove(message.digest)
             case Command(name="shutdown"):
                 self._death = "The echo engine was shut down"
         self._wake.set()
 
+    def _load(self, message: LoadAdapter) -> None:
+        digest = message.digest or self.adapters.get(message.path)
+        if self.holds_adapters:
+            return
+        if digest is not None:
+            self._loaded.append(digest)
+        if message.digest is None:
+            state = AdapterState(path=message.path, operation=message.operation)
+            if digest is None:
+                state.error, state.error_code = "There is no adapter at this path.", "adapter_not_found"
+            else:
+                state.facts = AdapterFacts(digest, 8, 1000, 7)
+            self.push(state)
+
     def _add(self, request: AddRequest) -> None:
         error = self._error_of(request)
+        if request.adapter is not None and request.adapter not in self._loaded:
+            error = AdapterError("The adapter is not loaded", value=request.adapter)
         is_full = len(self._running) >= self._max_num_seqs
         limit = self._max_num_queued_reqs
         if error is None and is_full and limit is not None and len(self._waiting) >= limit:

@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
+import msgspec
+
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
 from quire.frontend.choices import check_choices
 from quire.frontend.prompts import PromptType, check_cache_salt, is_unicode, read_prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.grammar.text import grammar_text
+from quire.lora.request import Registration
 from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 
@@ -55,6 +58,12 @@ class ProcessedRequest:
     sampling_params: SamplingParams  # a copy: the caller may change theirs
     requests: list[AddRequest]
     tokenizer: UseTokenizer | None = None  # what an engine must have got before, if they have a grammar
+    adapter: Registration | None = None
+
+    def with_adapter(self, adapter: Registration) -> ProcessedRequest:
+        """The same for an adapter."""
+        requests = [msgspec.structs.replace(request, adapter=adapter.digest) for request in self.requests]
+        return dataclasses.replace(self, requests=requests, adapter=adapter)
 
 
 @dataclass(frozen=True, slots=True)

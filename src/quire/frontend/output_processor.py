@@ -135,6 +135,17 @@ class OutputProcessor:
         self.abort(unsaved, "error")
         return unsaved
 
+    def adapters(self) -> set[tuple[str, str]]:
+        """Paths and digests of the adapters of unfinished requests."""
+        found = (request.processed.adapter for request in self._requests.values())
+        return {(adapter.path, adapter.digest) for adapter in found if adapter is not None}
+
+    def add_adapter_names(self, running: set[str], waiting: set[str]) -> None:
+        """Add the names of the adapters of unfinished requests: those with a token, and those without."""
+        for request in self._requests.values():
+            if (adapter := request.processed.adapter) is not None:
+                (waiting if request.metrics.first_token_time is None else running).add(adapter.name)
+
     def send_again(self) -> list[AddRequest]:
         """The messages for a new engine about the remaining requests.
 

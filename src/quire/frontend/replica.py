@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,20 +21,24 @@ from quire.errors import (
 from quire.frontend.admission import Admission
 from quire.frontend.client import EngineClient
 from quire.frontend.input_processor import ProcessedRequest
-from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.output_processor import OutputProcessor, error_of
 from quire.frontend.stats import FailureReason
 from quire.frontend.stream import RequestStream
 from quire.frontend.supervisor import EngineStarter, RecoveryLimits, Supervisor
 from quire.logs import get_logger
+from quire.lora.facts import AdapterFacts
 from quire.messages import (
     Abort,
+    AdapterState,
     Command,
     EngineInput,
     EngineMessage,
     EngineOutputs,
     EngineProgress,
     EngineReady,
+    LoadAdapter,
     SetLimits,
+    UnloadAdapter,
     UseTokenizer,
 )
 from quire.outputs import FinishReason
@@ -79,6 +84,9 @@ class Replica:
         self._supervisor = Supervisor(self, client, starter, recovery, clock)
         self._moved_limits: dict[str, Any] = {}  # since the start of the first engine
         self._tokenizer: UseTokenizer | None = None  # what the engine has
+        self._adapters: list[tuple[str, str]] = []  # path and digest of each that requests may name
+        self._reading: dict[int, asyncio.Future[AdapterFacts]] = {}  # by operation
+        self._operations = itertools.count()
         self._task: asyncio.Task[None] | None = None
 
     def start(self, on_change: Callable[[], None], on_progress: Callable[[EngineProgress], None]) -> None:
@@ -174,6 +182,53 @@ class Replica:
         if self.is_ready:
             self._send(limits)
 
+    async def read_adapter(self, path: str) -> AdapterFacts:
+        """Let the engine read an adapter and keep it. Raises AdapterError, EngineDeadError."""
+        operation = next(self._operations)
+        reading: asyncio.Future[AdapterFacts] = asyncio.get_running_loop().create_future()
+        self._reading[operation] = reading
+        try:
+            self.client.send(LoadAdapter(operation, path))
+            return await reading
+        except asyncio.CancelledError:
+            if reading.done() and not reading.cancelled() and reading.exception() is None:
+                self.unregister_adapter(path, reading.result().digest)  # it came at the same moment
+            raise
+        finally:
+            self._reading.pop(operation, None)
+
+    def register_adapter(self, path: str, digest: str) -> None:
+        """Requests may name an adapter that another replica has read. This engine and later ones read it for them."""
+        self._adapters.append((path, digest))
+        if self.is_ready:
+            self._send(_known(path, digest))
+
+    def unregister_adapter(self, path: str, digest: str) -> None:
+        """Take back one registration."""
+        self._adapters.remove((path, digest))
+        if self.is_ready:
+            self._send(UnloadAdapter(digest, path))
+
+    def _on_adapter(self, state: AdapterState) -> None:
+        """An adapter was read, or not."""
+        self.output_processor.metrics.on_adapter_read(state)
+        if state.operation is None:
+            return
+        reading = self._reading.get(state.operation)
+        if reading is None or reading.done():  # whoever asked has left
+            if state.facts is not None:
+                self._send(UnloadAdapter(state.facts.digest, state.path))
+        elif state.facts is None:
+            reading.set_exception(error_of(state.error_code, state.error or ""))
+        else:
+            self._adapters.append((state.path, state.facts.digest))
+            reading.set_result(state.facts)
+
+    def _lose_readings(self, error: QuireError) -> None:
+        for reading in self._reading.values():
+            if not reading.done():
+                reading.set_exception(error)
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prompts that no running request uses. A new engine has none."""
         if self.is_ready:
@@ -191,6 +246,8 @@ class Replica:
         match message:
             case EngineOutputs():
                 self._handle_outputs(message)
+            case AdapterState():
+                self._on_adapter(message)
             case EngineProgress():
                 self.progress = message
                 self._on_progress(message)
@@ -204,7 +261,7 @@ class Replica:
                 self._on_change()
 
     def _restore(self, ready: EngineReady, before: EngineReady) -> None:
-        """Give a new engine the state of the last one: moved limits, and the requests that can be retried."""
+        """Give a new engine the state of the last one: moved limits, adapters, and the requests that can be retried."""
         moved = self._moved_limits
         ready.resolved |= {name: before.resolved[name] for name in moved if name in before.resolved}
         ready.max_num_seqs = moved.get("max_num_seqs", ready.max_num_seqs)
@@ -213,8 +270,13 @@ class Replica:
             self.client.send(SetLimits(**moved))
         if self._tokenizer is not None:
             self.client.send(self._tokenizer)
+        old = self.output_processor.adapters() - set(self._adapters)
+        for path, digest in [*self._adapters, *old]:
+            self.client.send(_known(path, digest))
         for message in self.output_processor.send_again():
             self.client.send(message)
+        for path, digest in old:  # only requests that are sent again name them
+            self.client.send(UnloadAdapter(digest, path))
         logger.info("the engine is ready again; %d requests are sent to it again", self.num_unfinished)
 
     def on_lost(self, reason: FailureReason) -> None:
@@ -223,6 +285,7 @@ class Replica:
         Requests without output that was handed on wait for it, but only once. The others end now.
         """
         was_ready, self.is_ready = self.is_ready, False
+        self._lose_readings(EngineRestartedError("The engine failed while it read the adapter", fix="Load it again"))
         self.progress = EngineProgress("restart", 0.0, "the engine has failed", engine_index=self.index)
         if was_ready:
             self.admission.on_idle()
@@ -273,6 +336,7 @@ class Replica:
         if self.error is not None:
             return
         self.error, self.is_ready = error, False
+        self._lose_readings(as_dead(error))
         streams, self._streams = self._streams, {}
         self.output_processor.abort(list(streams), reason)
         for stream in streams.values():
@@ -295,6 +359,11 @@ class Replica:
         """Wait after `close` until receiving has stopped."""
         if self._task is not None:
             await asyncio.wait((self._task,))  # `await task` would raise the same error as our own cancellation
+
+
+def _known(path: str, digest: str) -> LoadAdapter:
+    """An adapter that an engine has read: this one is not asked for an answer."""
+    return LoadAdapter(-1, path, digest)
 
 
 def as_dead(error: QuireError) -> EngineDeadError:

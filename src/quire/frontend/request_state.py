@@ -143,6 +143,7 @@ class Continuation:
             None if self.logprob_decoder is None else self.logprobs.copy() if self.is_cumulative else self.logprobs,
             self.finish_reason,
             self.stop_reason,
+            self.request.lora_request,
             spec_decode_metrics=self.request.metrics.spec_decode,
         )
         self.num_unsent_tokens = 0
@@ -188,6 +189,7 @@ class RequestState:
         "continuations",
         "is_retry",
         "kind",
+        "lora_request",
         "metrics",
         "num_cached_tokens",
         "num_running",
@@ -209,6 +211,7 @@ class RequestState:
     ) -> None:
         self.processed, self.tokenizer = processed, tokenizer
         self.kind = processed.sampling_params.output_kind
+        self.lora_request = None if processed.adapter is None else processed.adapter.as_request()
         self.metrics = RequestMetrics(arrival_time=processed.requests[0].arrival_time, spec_decode=drafts)
         self.timeline = timelines.open(
             processed.request_id, self.metrics, len(processed.prompt_token_ids), len(processed.requests), now
@@ -278,7 +281,7 @@ class RequestState:
             self.num_running == 0,
             self.prompt_logprobs,
             self.metrics,
-            None,
+            self.lora_request,
             self.num_cached_tokens,
             error,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from quire.messages import EngineReady
+from quire.messages import AdapterState, EngineReady
 from quire.outputs import FinishReason
 from quire.schedule import StepRecord
 
@@ -124,6 +124,10 @@ class EngineMetrics(Protocol):
         """A request ended because its engine failed."""
         ...
 
+    def on_adapter_read(self, state: AdapterState) -> None:
+        """The engine has read an adapter, or failed to."""
+        ...
+
 
 class NoMetrics:
     """EngineMetrics that keeps nothing."""
@@ -156,4 +160,7 @@ class NoMetrics:
         return None
 
     def on_unsaved(self, reason: UnsavedReason) -> None:
+        return None
+
+    def on_adapter_read(self, state: AdapterState) -> None:
         return None

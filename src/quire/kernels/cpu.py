@@ -4,7 +4,8 @@ A call is a struct of the extension: it is made from tensors and numbers by name
 constant for a layer have their own struct, which is made once and given to each call. The extension reads address,
 sizes, strides and dtype from each tensor (csrc/tensor_view.h).
 
-The functions trust the shapes, dtypes and strides of their arguments: ops, dense, grouped and fp8 check them.
+The functions trust the shapes, dtypes and strides of their arguments: ops, dense, grouped, fp8 and lora check
+them.
 csrc/bindings_*.cpp refuses numbers that lead out of memory.
 
 Dimensions: M rows, N out-features, K in-features; for the other ops see ops.py.
@@ -13,7 +14,7 @@ Dimensions: M rows, N out-features, K in-features; for the other ops see ops.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -239,12 +240,13 @@ def peak_flops(dtype: torch.dtype, repeats: int = 3) -> float:
     return max(float(_C.peak_flops(DTYPE_CODES[dtype], _PEAK_ROUNDS)) for _ in range(repeats))
 
 
-def peak_int8_ops(repeats: int = 3) -> float:
-    """The same for 8-bit integers (multiplications and additions per second), as in products with grouped weights.
+def peak_int8_ops(bits: int = 8, repeats: int = 3) -> float:
+    """The same for codes times 8-bit integers (multiplications and additions per second), as with grouped weights.
 
-    It uses AMX tiles, vpdpbusd, or 16-bit multiply-adds. It needs the extension.
+    Args:
+        bits: of a code: 2 to 6 or 8. Only AVX2, and AVX-512 without VNNI, multiply fewer bits faster.
     """
-    return max(float(_C.peak_int8_ops(_PEAK_ROUNDS)) for _ in range(repeats))
+    return max(float(_C.peak_int8_ops(bits, _PEAK_ROUNDS)) for _ in range(repeats))
 
 
 def advise_huge_pages(x: Tensor) -> None:
@@ -338,6 +340,18 @@ def paged_attention(
 def gated_activation(name: str, x_T2I: Tensor, out_TI: Tensor) -> None:
     """out = activation(first half of x) * second half; `name` is a key of ACTIVATION_CODES. Rows may be strided."""
     _C.GatedActivation(activation=ACTIVATION_CODES[name], x=x_T2I, out=out_TI).run()
+
+
+def lora_table(words_SP4: Tensor, dtype: torch.dtype, K: int, columns: Sequence[int]) -> Any:
+    """See lora.LoraTable. The caller keeps the tensor alive."""
+    return _C.LoraTable(deltas=words_SP4, dtype=DTYPE_CODES[dtype], k=K, columns=list(columns))
+
+
+def add_lora(
+    table: Any, x_TK: Tensor | None, token_ids_T: Tensor | None, slots_T: Tensor, base_TN: Tensor, out_TN: Tensor
+) -> None:
+    """See lora.add_lora. Either x or token_ids is given."""
+    _C.AddLora(table=table, x=x_TK, token_ids=token_ids_T, slots=slots_T, base=base_TN, out=out_TN).run()
 
 
 def greedy(logits_RV: Tensor, token_ids_R: Tensor) -> None:

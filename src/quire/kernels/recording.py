@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ _HARMLESS = {
     Tensor.device.__get__,
     Tensor.is_contiguous,
     Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
+    Tensor.narrow,
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.split_with_sizes,
     Tensor.stride,
@@ -59,11 +61,11 @@ _HARMLESS = {
 
 
 class _Watch(TorchFunctionMode):
-    """Takes memory from the arena, and notices torch's own computations."""
+    """Takes memory from the arena, records copies of tensors, and notices torch's other computations."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, calls: list[Callable[[], Any]]) -> None:
         super().__init__()
-        self._arena = arena
+        self._arena, self._calls = arena, calls
         self.foreign: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,6 +73,9 @@ class _Watch(TorchFunctionMode):
         match args, kwargs:
             case [tuple(shape)], {"dtype": dtype, "device": _} if func is torch.empty and len(kwargs) == 2:
                 return self._arena.empty(shape, dtype)
+            case [to, what], {} if func is Tensor.copy_ and not kwargs:
+                self._calls.append(partial(Tensor.copy_, to, what))
+                return func(to, what)
         if func not in _HARMLESS:
             self.foreign = getattr(func, "__qualname__", str(func))
         return func(*args, **kwargs)
@@ -82,6 +87,6 @@ def record(run: Callable[[], Tensor], arena: Arena) -> tuple[Tensor, list[Callab
     The calls are None if torch itself computed something. The inputs of `run` must stay at their addresses, and only
     tensors may change them: work of other libraries is not noticed. The caller keeps the inputs and the arena alive.
     """
-    with cpu.recorded_calls() as calls, _Watch(arena) as watch:
+    with cpu.recorded_calls() as calls, _Watch(arena, calls) as watch:
         result = run()
     return result, calls if watch.foreign is None else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from quire.kernels import kv_codes
 from quire.kernels.fp8_weight import Fp8Weight
 from quire.kernels.grouped_weight import GroupedWeight
 from quire.kernels.layer_rules import AttentionRule, HeadRotation
+
+if TYPE_CHECKING:
+    from quire.kernels.lora import LoraTable
 
 # Below this temperature the reciprocal overflows float32, and sampling is greedy.
 SMALLEST_TEMPERATURE = 2.0**-128
@@ -56,6 +60,26 @@ def linear(
     """y_TN = x @ weight.T + bias, accumulated in float32, rounded once to `out_dtype` (default: x's dtype)."""
     y_TN = F.linear(x_TK.float(), weight_NK.float(), None if bias_N is None else bias_N.float())
     return y_TN.to(out_dtype or x_TK.dtype)
+
+
+def add_lora(base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_dtype: torch.dtype) -> Tensor:
+    num_slots = len(table.deltas)
+    expected = f"-1 or more, and less than {num_slots}"
+    _check_numbers("slots", slots_T, lambda x: (x >= -1) & (x < num_slots), expected, IndexError)
+    if table.looks_up:
+        _check_indices("token_ids", x, table.K)
+    y_TN = base_TN.clone()
+    for slot in sorted(set(slots_T.tolist())):
+        rows = slots_T == slot
+        first = 0
+        for delta, num_columns in zip(table.deltas[slot] if slot >= 0 else (), table.columns, strict=slot >= 0):
+            if delta is not None:
+                a = delta.a.float()
+                h_TR = a[x[rows]] if table.looks_up else F.linear(x[rows].float(), a)
+                added_TN = F.linear(delta.scale * h_TR, delta.unpacked_b().float())
+                y_TN[rows, first : first + num_columns] += added_TN
+            first += num_columns
+    return y_TN.to(out_dtype)
 
 
 def quantize_fp8(weight_NK: Tensor) -> Fp8Weight:

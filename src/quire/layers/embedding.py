@@ -10,13 +10,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.formats.stored_linear import StoredLinear
+from quire.kernels import gpu
+from quire.kernels.lora import LoraTable, add_lora
 from quire.kernels.pages import copied
 from quire.layers.linear import Linear
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.select import select_scheme
 
 
-class Embedding:
+class Lookup:
+    """Row lookup, with what the adapters of the rows add."""
+
+    lora: LoraTable | None = None  # None: no adapter may
+
+    def __call__(self, token_ids_T: Tensor, adapter_slots_T: Tensor | None = None) -> Tensor:
+        rows_TD = self._rows(token_ids_T)
+        if adapter_slots_T is None or not _adds(self.lora, rows_TD):
+            return rows_TD
+        assert self.lora is not None
+        return add_lora(rows_TD.float(), token_ids_T, adapter_slots_T, self.lora, rows_TD.dtype)
+
+    def _rows(self, token_ids_T: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def _adds(lora: LoraTable | None, x: Tensor) -> bool:
+    """Few adapters change embeddings or logits. On a GPU a captured step adds in any case: adapters come later."""
+    return lora is not None and (gpu.takes(x) or not lora.is_empty)
+
+
+class Embedding(Lookup):
     """Row lookup in its own table."""
 
     held = ("weight_VD",)
@@ -25,7 +48,7 @@ class Embedding:
         self.weight_VD = torch.empty(0, dtype=dtype)
         self._shape = (vocab_size, hidden_size)
 
-    def __call__(self, token_ids_T: Tensor) -> Tensor:
+    def _rows(self, token_ids_T: Tensor) -> Tensor:
         return F.embedding(token_ids_T, self.weight_VD)
 
     def slots(self) -> WeightSlots:
@@ -44,20 +67,21 @@ class OutputProjection(Linear):
     def __init__(self, stored: StoredLinear, dtype: torch.dtype) -> None:
         super().__init__(stored.shape, dtype=dtype, scheme=select_scheme(stored))
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
+    def logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
         """[R, V] in float32."""
-        return self(hidden_RD, torch.float32)
+        slots_R = adapter_slots_R if _adds(self.lora, hidden_RD) else None
+        return self(hidden_RD, torch.float32, adapter_slots_T=slots_R)
 
     def rows(self, token_ids_T: Tensor) -> Tensor:
         """The weights of these tokens, [T, D]."""
         return self.scheme.rows(self, token_ids_T)
 
 
-class PackedEmbedding:
+class PackedEmbedding(Lookup):
     """Row lookup in the output projection's packed weight, so that the largest matrix is held once."""
 
     def __init__(self, packed: OutputProjection) -> None:
         self._packed = packed
 
-    def __call__(self, token_ids_T: Tensor) -> Tensor:
+    def _rows(self, token_ids_T: Tensor) -> Tensor:
         return self._packed.rows(token_ids_T)

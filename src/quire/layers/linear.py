@@ -14,10 +14,14 @@ from torch import Tensor
 from quire.formats.stored_linear import StoredLinear
 from quire.kernels import cpu, gpu
 from quire.kernels.fp8 import PackedFp8, Rows, quantizes_activations
+from quire.kernels.lora import LoraTable, add_lora
 from quire.layer_spec import LinearShape
 from quire.layers.weight_slot import WeightSlot, WeightSlots
 from quire.quantization.scheme import CheckedTensor, LinearLayer, QuantScheme, ShardedTensor
 from quire.quantization.select import select_scheme
+
+# Rows of a prompt with adapters that are multiplied at a time: their products before rounding stay in the CPU's caches.
+_ROWS_BEFORE_ROUNDING = 240
 
 
 class Linear:
@@ -40,17 +44,52 @@ class Linear:
         self.checked_tensors: dict[str, CheckedTensor] = {}
         self.weight: Any = None
         self.bias: Tensor | None = None
+        self.lora: LoraTable | None = None  # what adapters add; None: no adapter may
         scheme.create_weights(self)
         bias_shapes = [(num_outputs,) for _, num_outputs in shape.shards]
         self._bias_tensor = ShardedTensor(bias_shapes, dtype) if shape.bias else None
         self._apply: Callable[..., Tensor] = scheme.apply
 
-    def __call__(self, x_TK: Rows, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        """x may be quantized already if `quantizes` is true for it. `out`: takes the result, on a CPU."""
-        return self._apply(self, x_TK, out_dtype, out)
+    def __call__(
+        self,
+        x_TK: Rows,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        adapter_slots_T: Tensor | None = None,
+    ) -> Tensor:
+        """The product, with what the adapters of the rows add.
+
+        Args:
+            x_TK: may be quantized already if `quantizes` is true for it.
+            out: takes the result, on a CPU.
+            adapter_slots_T: int32, see kernels.lora; None: no row has an adapter.
+        """
+        if adapter_slots_T is None or self.lora is None:
+            return self._apply(self, x_TK, out_dtype, out)
+        assert isinstance(x_TK, Tensor), "rows that are quantized already"
+        return self._with_adapters(x_TK, out_dtype or x_TK.dtype, out, adapter_slots_T, self.lora)
+
+    def _with_adapters(
+        self, x_TK: Tensor, dtype: torch.dtype, out: Tensor | None, slots_T: Tensor, lora: LoraTable
+    ) -> Tensor:
+        if dtype == torch.float32:
+            base_TN = self._apply(self, x_TK, dtype, out)
+            return add_lora(base_TN, x_TK, slots_T, lora, dtype, base_TN)
+        T = x_TK.shape[0]
+        if out is None:
+            out = torch.empty((T, self.out_features), dtype=dtype, device=x_TK.device)
+        if T <= _ROWS_BEFORE_ROUNDING:
+            return add_lora(self._apply(self, x_TK, torch.float32, None), x_TK, slots_T, lora, dtype, out)
+        pieces = zip(*(torch.split(x, _ROWS_BEFORE_ROUNDING) for x in (x_TK, slots_T, out)), strict=True)
+        for some_TK, some_slots_T, some_out in pieces:
+            base_TN = self._apply(self, some_TK, torch.float32, None)
+            add_lora(base_TN, some_TK, some_slots_T, lora, dtype, some_out)
+        return out
 
     def quantizes(self, x: Tensor) -> bool:
         """Whether the layer quantizes rows of x to FP8 before it multiplies. Only their number and device matter."""
+        if self.lora is not None:  # which reads the rows too
+            return False
         weight = self.weight
         return isinstance(weight, PackedFp8) and gpu.takes(x) and quantizes_activations(x, weight, x.dtype)
 
@@ -121,14 +160,14 @@ class SplitLinear:
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = tuple(parts)
 
-    def __call__(self, x_TK: Rows) -> Tensor:
+    def __call__(self, x_TK: Rows, *, adapter_slots_T: Tensor | None = None) -> Tensor:
         if not isinstance(x_TK, Tensor) or not cpu.takes(x_TK):
-            return torch.cat([part(x_TK) for part in self.parts], dim=1)
+            return torch.cat([part(x_TK, adapter_slots_T=adapter_slots_T) for part in self.parts], dim=1)
         # Only kernels run here, so a decode step can be recorded.
         sizes = [part.out_features for part in self.parts]
         out_TN = torch.empty((x_TK.shape[0], sum(sizes)), dtype=x_TK.dtype, device=x_TK.device)
         for part, columns_TN in zip(self.parts, out_TN.split_with_sizes(sizes, 1), strict=True):
-            part(x_TK, out=columns_TN)
+            part(x_TK, out=columns_TN, adapter_slots_T=adapter_slots_T)
         return out_TN
 
     def quantizes(self, x: Tensor) -> bool:

@@ -24,7 +24,11 @@ logger = get_logger(__name__)
 
 
 def load_model(
-    config: ModelConfig, settings: ModelSettings, device: DeviceSettings, progress: Progress | None = None
+    config: ModelConfig,
+    settings: ModelSettings,
+    device: DeviceSettings,
+    progress: Progress | None = None,
+    target: CausalLM | None = None,
 ) -> CausalLM:
     """Build the model of a config, load its weights from `config.model` and finalize it.
 
@@ -34,6 +38,7 @@ def load_model(
             the packed weights of an earlier start, else keep them for the next one.
         device: the model's device and attention backend.
         progress: called with ("load", fraction, text with the bytes).
+        target: of a head that drafts; a native model.
 
     Raises:
         WeightsError: weights are missing, malformed, or do not fit the config.
@@ -68,7 +73,8 @@ def load_model(
             fields = ", ".join(config.ignored_fields)
             logger.warning("config.json's %s: not applied, because %s does not read it", fields, config.architecture)
         cache_dtype: torch.dtype = getattr(torch, settings.cache_dtype)
-        model = build_model(config, dtype, quantization, place, device.attention_backend, cache_dtype)
+        of = target if isinstance(target, Decoder) else None
+        model = build_model(config, dtype, quantization, place, device.attention_backend, cache_dtype, of)
         sources = (stored.source for stored in config.stored_linears())
         if any(isinstance(source, LayerFormat) and source.has_input_scale for source in sources):
             logger.info("the checkpoint's scales for activations are not used: activations stay in %s", dtype)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from quire.errors import WeightsError
 
@@ -87,33 +88,36 @@ def read_header(path: Path) -> list[TensorEntry]:
     """The tensors of one file in file order. Raises WeightsError unless all declared sizes fit the file exactly."""
     if not path.is_file():
         raise WeightsError(f"{path.name} is no regular file", fix="Put the file itself there")  # a pipe would block
-    size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        if start.startswith(b"version "):
-            raise WeightsError(
-                f"{path.name} is a Git LFS pointer, not the weights", fix="Run `git lfs pull` in the model's folder"
-            )
-        if len(start) < 8:
-            raise WeightsError(
-                f"{path.name} is truncated", value=f"{size} bytes", expected="at least 8 bytes", fix=_AGAIN
-            )
-        header_bytes = int.from_bytes(start, "little")
-        if header_bytes > MAX_HEADER_BYTES:
-            raise WeightsError(
-                f"{path.name} declares an oversized header",
-                value=header_bytes,
-                expected=f"at most {MAX_HEADER_BYTES} bytes",
-                fix=_AGAIN,
-            )
-        if header_bytes > size - 8:
-            raise WeightsError(
-                f"{path.name} is truncated inside its header",
-                value=f"{size} bytes",
-                expected=f"at least {8 + header_bytes} bytes",
-                fix=_AGAIN,
-            )
-        raw = file.read(header_bytes)
+        return read_open_header(file, path)
+
+
+def read_open_header(file: BinaryIO, path: Path) -> list[TensorEntry]:
+    """`read_header` of a file that is open at its start."""
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    if start.startswith(b"version "):
+        raise WeightsError(
+            f"{path.name} is a Git LFS pointer, not the weights", fix="Run `git lfs pull` in the model's folder"
+        )
+    if len(start) < 8:
+        raise WeightsError(f"{path.name} is truncated", value=f"{size} bytes", expected="at least 8 bytes", fix=_AGAIN)
+    header_bytes = int.from_bytes(start, "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise WeightsError(
+            f"{path.name} declares an oversized header",
+            value=header_bytes,
+            expected=f"at most {MAX_HEADER_BYTES} bytes",
+            fix=_AGAIN,
+        )
+    if header_bytes > size - 8:
+        raise WeightsError(
+            f"{path.name} is truncated inside its header",
+            value=f"{size} bytes",
+            expected=f"at least {8 + header_bytes} bytes",
+            fix=_AGAIN,
+        )
+    raw = file.read(header_bytes)
     header = _parse_json(path, raw)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):

@@ -110,4 +110,5 @@ def measure_machine(dtype: str, num_threads: int) -> Machine | None:
     if not cpu.available():
         return None
     cpu.set_num_threads(num_threads)
-    return Machine(cpu.read_bandwidth(), cpu.peak_flops(getattr(torch, dtype)), cpu.peak_int8_ops())
+    # the rate of 4-bit codes, which no other codes exceed
+    return Machine(cpu.read_bandwidth(), cpu.peak_flops(getattr(torch, dtype)), cpu.peak_int8_ops(bits=4))

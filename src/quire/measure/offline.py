@@ -12,6 +12,7 @@ import numpy as np
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.lora.request import LoRARequest
 from quire.measure.floor import Work, floor, measure_machine, together
 from quire.measure.options import Workload
 from quire.measure.statistics import LEVEL, mean_interval, summarize
@@ -28,6 +29,7 @@ class Engine:
     llm: LLM
     n: int
     detokenize: bool
+    adapter: LoRARequest | None = None
 
     def generate(self, requests: Sequence[BenchRequest], progress: bool) -> list[RequestOutput]:
         """All requests at once, with full length, sampled at temperature 1 as in vLLM."""
@@ -46,7 +48,7 @@ class Engine:
             request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": request.prompt}
             for request in requests
         ]
-        return self.llm.generate(prompts, params, use_tqdm=progress)
+        return self.llm.generate(prompts, params, use_tqdm=progress, lora_request=self.adapter)
 
     def hardware_limit(self, rounds: Sequence[Sequence[RequestOutput]], seconds: float) -> dict[str, Any] | None:
         """The hardware limit; None on a GPU, or without the compiled kernels, which measure the machine."""
@@ -86,9 +88,15 @@ def throughput(
     num_rounds: int = 1,
     detokenize: bool = True,
     progress: bool = True,
+    lora_path: str | None = None,
 ) -> dict[str, Any]:
-    """Send requests as fast as the engine takes them. The result has vLLM's JSON keys, for all rounds together."""
-    engine = Engine(LLM.from_engine_args(config), n, detokenize)
+    """Send requests as fast as the engine takes them. The result has vLLM's JSON keys, for all rounds together.
+
+    Args:
+        lora_path: the folder of an adapter for all requests.
+    """
+    adapter = None if lora_path is None else LoRARequest("adapter", 1, lora_path)
+    engine = Engine(LLM.from_engine_args(config), n, detokenize, adapter)
     tokenizer = engine.llm.get_tokenizer()
     render = chat_render(tokenizer)
     if num_warmups:

@@ -137,6 +137,10 @@ class Target(_Checked):
     presence_penalty: float | None = option(None, "Presence penalty.")
     repetition_penalty: float | None = option(None, "Repetition penalty.")
     extra_body: dict[str, Any] | None = option(None, "JSON object merged into each request.", type="json")
+    lora_modules: tuple[str, ...] = option(
+        (), "Names of adapters that the server has: each request asks for one of them.", many=True
+    )
+    lora_assignment: str = option("random", "How requests get their adapters.", choices=("random", "round-robin"))
 
     @property
     def url(self) -> str:

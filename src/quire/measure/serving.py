@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,21 +82,31 @@ class Server:
         """A function that turns a request into the JSON object of the API."""
         target = self.target
         is_chat = target.backend == "openai-chat"
-        common: dict[str, Any] = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
+        common: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         common |= {name: getattr(target, name) for name in SAMPLING if getattr(target, name) is not None}
         if target.logprobs is not None:
             common |= {"logprobs": True, "top_logprobs": target.logprobs} if is_chat else {"logprobs": target.logprobs}
         if ignore_eos:
             common["ignore_eos"] = True
         common |= target.extra_body or {}
+        models = self._models()
 
         def body(request: BenchRequest) -> dict[str, Any]:
+            asked = {"model": next(models), **common}
             if is_chat:
                 message = {"role": "user", "content": request.prompt}
-                return {"messages": [message], "max_completion_tokens": request.output_len, **common}
-            return {"prompt": request.prompt, "max_tokens": request.output_len, **common}
+                return {"messages": [message], "max_completion_tokens": request.output_len, **asked}
+            return {"prompt": request.prompt, "max_tokens": request.output_len, **asked}
 
         return body
+
+    def _models(self) -> Iterator[str]:
+        """The model or adapter of each request, the same ones in each run."""
+        names = self.target.lora_modules or (self.name,)
+        if self.target.lora_assignment == "round-robin":
+            return itertools.cycle(names)
+        rng = random.Random(0)
+        return (rng.choice(names) for _ in itertools.repeat(None))
 
     def prepare(self, workload: Workload, traffic: Traffic) -> PreparedLoad:
         """The load to send. Raises ConfigError for options that contradict each other."""

@@ -16,6 +16,9 @@ from quire.metrics.registry import (
     HTTP_REQUESTS_LABELS,
     HTTP_STATUSES,
     KV_BLOCK_METRICS,
+    LORA_METRICS,
+    LORA_REQUESTS_INFO,
+    LORA_REQUESTS_LABELS,
     METRICS,
     OTHER,
     POSITION,
@@ -43,6 +46,8 @@ its dashboards and alerts work. vLLM does not have the metrics that begin with `
 - The metrics `vllm:kv_block_*` are there only with `--kv-cache-metrics`. They follow a share of the blocks:
   `--kv-cache-metrics-sample`.
 - The metrics `vllm:spec_decode_*` and `quire_spec_decode_*` are there only with `--speculative-config`.
+- The metrics `vllm:lora_requests_info` and `quire_lora_*` are there only with `--enable-lora`. The names of adapters in
+  use are labels, as in vLLM, and `vllm:lora_requests_info` never has more than one series.
 - There are also the usual `process_*` and `python_*` metrics of the API process.
 - `promtool check metrics` has two complaints, both about vLLM's names: the colon, and `_total` at a histogram.
 """
@@ -62,7 +67,11 @@ on a CPU is faster.
 def markdown() -> str:
     """The whole page."""
     cache = f"Labels of `{CACHE_CONFIG_INFO.name}`: {', '.join(f'`{label}`' for label in CACHE_CONFIG_LABELS)}."
-    rows = [_row(metric, _label(metric)) for metric in (*METRICS, *KV_BLOCK_METRICS, *SPECULATION_METRICS)]
+    rows = [
+        _row(metric, _label(metric)) for metric in (*METRICS, *KV_BLOCK_METRICS, *SPECULATION_METRICS, *LORA_METRICS)
+    ]
+    labels = ", ".join(f"`{label}`" for label in LORA_REQUESTS_LABELS)
+    rows.append(_row(LORA_REQUESTS_INFO, f"none of the two, but {labels}"))
     rows.append(_row(CACHE_CONFIG_INFO, "see below; `None`: not set, or not in this version"))
     methods, statuses = (", ".join(f"`{value}`" for value in values) for values in (HTTP_METHODS, HTTP_STATUSES))
     handler = f"`handler`: a route as declared, or `{OTHER}`"
@@ -71,7 +80,9 @@ def markdown() -> str:
         _row(HTTP_DURATION, ", ".join(f"`{label}`" for label in HTTP_DURATION_LABELS) + " as above; none of the two")
     )
     assert HTTP_REQUESTS_LABELS == ("method", "status", "handler"), "the row above names these"
-    histograms = [metric for metric in (*METRICS, *KV_BLOCK_METRICS, HTTP_DURATION) if metric.kind == "histogram"]
+    histograms = [
+        metric for metric in (*METRICS, *KV_BLOCK_METRICS, *LORA_METRICS, HTTP_DURATION) if metric.kind == "histogram"
+    ]
     parts = [
         _HEAD,
         *_table(("name", "type", "unit", "labels besides `model_name` and `engine`", "meaning"), rows),

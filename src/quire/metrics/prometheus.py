@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+import time
+from collections.abc import Callable, Iterator, Mapping, Set, Sized
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,9 +18,11 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from quire.cost.arithmetic import Load, StepArithmetic
-from quire.messages import EngineReady
+from quire.messages import AdapterState, EngineReady
 from quire.metrics.http import HttpMetrics
 from quire.metrics.legacy import LegacyNames, LegacyValues, RecentTokens
 from quire.metrics.log_line import StatsLine
@@ -27,6 +30,9 @@ from quire.metrics.registry import (
     CACHE_CONFIG_INFO,
     CACHE_CONFIG_LABELS,
     KV_BLOCK_METRICS,
+    LORA_METRICS,
+    LORA_REQUESTS_INFO,
+    LORA_REQUESTS_LABELS,
     METRICS,
     POSITION,
     SPECULATION_METRICS,
@@ -98,6 +104,7 @@ class PrometheusMetrics:
         legacy_names: show the old names too.
         kv_blocks: show the lifetimes of KV blocks.
         max_draft: tokens of the longest draft; 0: there are no drafts, and no metrics of drafts.
+        has_adapters: show what is known of adapters.
 
     Attributes:
         engines: the front end's EngineMetrics of each engine, by its index.
@@ -113,10 +120,11 @@ class PrometheusMetrics:
         legacy_names: bool = False,
         kv_blocks: bool = False,
         max_draft: int = 0,
+        has_adapters: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
         self._max_model_len = max_model_len
-        declared = METRICS + (KV_BLOCK_METRICS if kv_blocks else ())
+        declared = METRICS + (KV_BLOCK_METRICS if kv_blocks else ()) + (LORA_METRICS if has_adapters else ())
         if max_draft:
             positions = tuple(map(str, range(max_draft)))
             declared += tuple(
@@ -146,9 +154,31 @@ class PrometheusMetrics:
         buckets = steps_up_to(self._max_model_len) if metric.buckets == UP_TO_MODEL_LEN else metric.buckets
         return Histogram(metric.name, metric.help, labels, buckets=buckets, registry=self.registry)
 
+    def show_adapters(self, names: Callable[[], tuple[Set[str], Set[str]]]) -> None:
+        """Show vllm:lora_requests_info.
+
+        Args:
+            names: of the adapters that requests run with, and that requests wait for.
+        """
+        self.registry.register(AdaptersInUse(names, self.engines[0]))
+
     def render(self) -> bytes:
         """All series in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class AdaptersInUse(Collector):
+    """vllm:lora_requests_info. Its only series is the present one: names are labels, as in vLLM."""
+
+    def __init__(self, names: Callable[[], tuple[Set[str], Set[str]]], engine: EngineSeries) -> None:
+        self._names, self._engine = names, engine
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        info = LORA_REQUESTS_INFO
+        family = GaugeMetricFamily(info.name, info.help, labels=LORA_REQUESTS_LABELS)
+        running, waiting = (",".join(sorted(names)) for names in self._names())
+        family.add_metric([str(self._engine.max_loras), waiting, running], time.time())
+        yield family
 
 
 class EngineSeries:
@@ -170,6 +200,7 @@ class EngineSeries:
         self._utilization = Utilization(0.0, 0.0)
         self._has_cache_config = False
         self._num_unfinished = 0
+        self.max_loras: object = None  # once the engine has said it
         self._recent_tokens: RecentTokens | None = None
         # The series by name and by the value of the family's own label, or "" without such a label.
         self._counters: dict[tuple[str, str], Counter] = {}
@@ -278,6 +309,9 @@ class EngineSeries:
             self._observe("vllm:kv_block_idle_before_evict_seconds", block.idle_seconds)
             for gap in block.reuse_gaps_seconds:
                 self._observe("vllm:kv_block_reuse_gap_seconds", gap)
+        if ("quire_lora_adapters", "known") in self._gauges:
+            self._set("quire_lora_adapters", record.num_adapters, "known")
+            self._set("quire_lora_adapters", record.num_adapters_in_memory, "in_memory")
         self.stats_line.add(record)
         if self._recent_tokens is not None:
             self._recent_tokens.add(record.num_prefill_tokens, record.num_sampled_tokens)
@@ -302,6 +336,11 @@ class EngineSeries:
     def on_unsaved(self, reason: str) -> None:
         """A request ended because its engine failed."""
         self._count("quire_requests_lost", 1, reason)
+
+    def on_adapter_read(self, state: AdapterState) -> None:
+        """The engine has read an adapter, or failed to."""
+        self._count("quire_lora_loads", 1, "error" if state.facts is None else "ok")
+        self._observe("quire_lora_load_seconds", state.seconds)
 
     def on_event_loop_lag(self, seconds: float) -> None:
         """The event loop was `seconds` late. All engines share this series."""
@@ -336,6 +375,7 @@ class EngineSeries:
             weights = quantization if isinstance(quantization, str) else None
             kv_cache_dtype = str(_setting(ready, "kv_cache_dtype") or "auto")
             self._arithmetic = StepArithmetic(self._model, dtype, weights, kv_cache_dtype)
+        self.max_loras = _setting(ready, "max_loras")
         peaks = (_setting(ready, name) for name in ("peak_flops", "peak_read_bandwidth"))
         self._utilization = Utilization(*(peak if isinstance(peak, int | float) else 0.0 for peak in peaks))
         if not self._has_cache_config:

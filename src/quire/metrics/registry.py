@@ -380,9 +380,37 @@ SPECULATION_METRICS = (
         "quire_spec_decode_draft_failures",
         "counter",
         "requests",
-        "Requests that continued without drafts because their drafter failed.",
+        "Requests that continued without drafts, for a while or for good, each time that their drafter failed.",
     ),
 )
+
+# With --enable-lora.
+LORA_METRICS = (
+    Metric(
+        "quire_lora_adapters",
+        "gauge",
+        "adapters",
+        "Adapters of the last step: known, requests may name them; in_memory, the others are read when one does.",
+        label="state",
+        values=("known", "in_memory"),
+    ),
+    Metric(
+        "quire_lora_loads",
+        "counter",
+        "adapters",
+        "Adapters that were read, for the first time or again, by result.",
+        label="result",
+        values=("ok", "error"),
+    ),
+    Metric("quire_lora_load_seconds", "histogram", "seconds", "Time to read and check an adapter.", buckets=_REQUEST),
+)
+LORA_REQUESTS_INFO = Metric(
+    "vllm:lora_requests_info",
+    "gauge",
+    "",
+    "Adapters of the unfinished requests, as labels; the value is the time of the scrape, in Unix seconds.",
+)
+LORA_REQUESTS_LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 
 # Labels of vLLM's CacheConfig that have a meaning here. Like vLLM, "None" stands for a setting that was not given.
 CACHE_CONFIG_INFO = Metric("vllm:cache_config_info", "gauge", "", "The KV cache's settings, as labels; 1 once ready.")

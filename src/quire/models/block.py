@@ -96,7 +96,7 @@ class SelfAttention:
         self._q_norm, self._k_norm = q_norm, k_norm
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
-        qkv = self.reader(x_TD)
+        qkv = self.reader(x_TD, adapter_slots_T=batch.adapter_slots_T)
         if self._q_norm is not None and self._k_norm is not None:  # OLMo 2: over all q heads, and over all k heads
             q, k, _ = qkv.split_with_sizes((self._q_width, self._kv_width, self._kv_width), 1)
             self._q_norm(q, out=q)
@@ -104,7 +104,8 @@ class SelfAttention:
         num_tokens = qkv.shape[0]
         q_THE, k_TGE, v_TGE = qkv.view(num_tokens, self._num_heads, self._head_dim).split_with_sizes(self._heads, 1)
         out_THE = self._attention(q_THE, k_TGE, v_TGE, batch)
-        return self._output(out_THE.view(num_tokens, self._q_width))
+        out_TW = out_THE.view(num_tokens, self._q_width)
+        return self._output(out_TW, adapter_slots_T=batch.adapter_slots_T)
 
 
 class MLP:
@@ -114,7 +115,9 @@ class MLP:
         self.reader, self._activation, self._down = gate_up, activation, down
 
     def __call__(self, x_TD: Rows, batch: ForwardBatch) -> Tensor:
-        return self._down(self._activation(self.reader(x_TD)))
+        slots_T = batch.adapter_slots_T
+        # No name holds the wide results: each is freed as soon as it was read.
+        return self._down(self._activation(self.reader(x_TD, adapter_slots_T=slots_T)), adapter_slots_T=slots_T)
 
 
 @dataclass

@@ -5,7 +5,8 @@ Dimensions: T tokens, R rows with logits, D hidden, V vocabulary, L positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,15 +17,37 @@ from torch import Tensor
 from quire.attention.select import SharedBackends
 from quire.formats.kv_groups import kv_groups, table_of_layer
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
+from quire.hf_config.quantization import OUTPUT
 from quire.kernels.fp8 import Rows
 from quire.layer_spec import RopeConfig
-from quire.layers.embedding import Embedding, OutputProjection, PackedEmbedding
+from quire.layers.embedding import Embedding, Lookup, OutputProjection, PackedEmbedding
+from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import cos_sin_table
 from quire.layers.weight_slot import WeightSlot
 from quire.model_config import ModelConfig
 from quire.models.block import LayerBuilder, Sublayer, Weighted
 from quire.models.weights import WeightTable
+
+EMBEDDINGS = "model.embed_tokens"
+
+# Makes the input of the next part, and may change the residual stream.
+_PartOfPass = Callable[[Rows, Tensor, ForwardBatch], Rows]
+
+
+@dataclass(frozen=True)
+class Adaptable:
+    """A layer to whose results adapters may add.
+
+    Attributes:
+        parts: the names of its weights in Llama's style, without suffix, and their out-features.
+        looks_up: the in-features are tokens.
+    """
+
+    layer: Linear | Lookup
+    parts: tuple[tuple[str, int], ...]
+    in_features: int
+    looks_up: bool = False
 
 
 class Decoder:
@@ -54,32 +77,41 @@ class Decoder:
         self.mapped_bytes = 0
         self._parts: list[tuple[str, Weighted]] = []
         self._backends = SharedBackends(table_of_layer(kv_groups(config)), device, attention_backend, cache_dtype)
-        self._embed = self._make_embeddings(quantization)
+        self._output: OutputProjection
+        self._embed: Lookup = self._make_embeddings(quantization)
         self._layers = list(self._make_layers(quantization))
         final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype)
         self._parts.append(("model.norm.", final_norm))
         self._sublayers = [sublayer for layer in self._layers for sublayer in layer]
         for sublayer, successor in pairwise(self._sublayers):
             sublayer.next_norm = successor.input_norm
-        self._sublayers[-1].next_norm = final_norm
+        self._sublayers[-1].next_norm = self._final_norm = final_norm
+        self._parts_of_pass: list[_PartOfPass] = list(self._sublayers)
         # transformers rounds Gemma's factor to the dtype; Granite's factors are exact in every dtype.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         ignored = config.ignored_prefixes + (("lm_head.",) if config.tie_word_embeddings else ())
         self._weights = WeightTable(self._slots(), config.renamed_prefixes, ignored)
 
-    def _make_embeddings(self, quantization: str | None) -> Embedding | PackedEmbedding:
+    def _make_output(self, quantization: str | None) -> OutputProjection:
+        (stored,) = self.config.stored(self.config.output_linear(), quantization)
+        output = OutputProjection(stored, self.dtype)
+        self._parts.append((stored.shape.prefix, output))
+        return output
+
+    def _make_embeddings(self, quantization: str | None) -> Lookup:
         config, dtype = self.config, self.dtype
-        (stored,) = config.stored(config.output_linear(), quantization)
-        self._output = OutputProjection(stored, dtype)
-        self._parts.append((stored.shape.prefix, self._output))
+        self._output = self._make_output(quantization)
         if config.tie_word_embeddings:
             return PackedEmbedding(self._output)
         if (own := config.stored_embeddings()) is not None:
             packed = OutputProjection(own, dtype)
             self._parts.append((own.shape.prefix, packed))
             return PackedEmbedding(packed)
-        table = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self._parts.append(("model.embed_tokens.", table))
+        return self._make_own_embeddings()
+
+    def _make_own_embeddings(self) -> Embedding:
+        table = Embedding(self.config.vocab_size, self.config.hidden_size, self.dtype)
+        self._parts.append((f"{EMBEDDINGS}.", table))
         return table
 
     def _make_layers(self, quantization: str | None) -> Iterable[list[Sublayer]]:
@@ -148,24 +180,50 @@ class Decoder:
         """Do the host's work for a step; it cannot be captured."""
         self._backends.prepare(step, caches)
 
+    def keep_streams(self, layers: Sequence[int], kept_TAD: Tensor) -> None:
+        """Each pass leaves its residual streams before these layers in `kept_TAD`, from now on.
+
+        Args:
+            layers: in any order; the number of layers means: behind the last one.
+            kept_TAD: room for the tokens of the largest pass, and for each of the A streams. It stays there.
+        """
+        parts: list[_PartOfPass] = []
+        for layer, sublayers in enumerate([*self._layers, []]):
+            parts += [_KeptStream(kept_TAD[:, at]) for at, kept in enumerate(layers) if kept == layer]
+            parts += sublayers
+        self._parts_of_pass = parts
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of the step's tokens after the final norm. Their K and V go to `batch.caches`."""
         if batch.host is not None:
             self.prepare(batch.host, batch.caches)
-        return self.run_blocks(self.embed(batch.token_ids_T), batch)
+        return self.run_blocks(self.embed_step(batch), batch)
 
     def run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
         """Run all layers and the final norm. They change the residual stream [T, D]."""
-        x_TD = _run(self._sublayers, residual_TD, batch)
+        x_TD = _run(self._sublayers[0].input_norm, self._parts_of_pass, residual_TD, batch)
         assert isinstance(x_TD, Tensor), "the final norm feeds no layer"
         return x_TD
 
-    def embed(self, token_ids_T: Tensor) -> Tensor:
+    def embed(self, token_ids_T: Tensor, adapter_slots_T: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer."""
-        residual_TD = self._embed(token_ids_T)
+        residual_TD = self._embed(token_ids_T, adapter_slots_T)
         if self._embedding_multiplier != 1.0:
             residual_TD *= self._embedding_multiplier
         return residual_TD
+
+    def embed_step(self, batch: ForwardBatch) -> Tensor:
+        """What `run_blocks` gets first."""
+        return self.embed(batch.token_ids_T, batch.adapter_slots_T)
+
+    def adaptable(self) -> Iterator[Adaptable]:
+        """Every layer to whose results adapters may add, the embeddings first and the logits last."""
+        hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
+        yield Adaptable(self._embed, ((EMBEDDINGS, hidden_size),), vocab_size, looks_up=True)
+        for prefix, part in self._parts:
+            if isinstance(part, Linear) and not isinstance(part, OutputProjection):
+                yield Adaptable(part, tuple((prefix + name, size) for name, size in part.shards), part.in_features)
+        yield Adaptable(self._output, ((OUTPUT, vocab_size),), hidden_size)
 
     def own_name(self, checkpoint_name: str) -> str | None:
         """Our name, in Llama's style, of a tensor of the checkpoint; None: the model does not use it."""
@@ -185,11 +243,11 @@ class Decoder:
 
         Only the layer's own weights must be there: the output of the next layer's norm is dropped.
         """
-        _run(self._layers[layer], residual_TD, batch)
+        _run(self._layers[layer][0].input_norm, self._layers[layer], residual_TD, batch)
 
-    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
         """logits_RV in float32, with the family's scale and soft cap."""
-        logits_RV = self._output.logits(hidden_RD)
+        logits_RV = self._output.logits(hidden_RD, adapter_slots_R)
         config = self.config
         if config.logits_scaling != 1.0:
             logits_RV /= config.logits_scaling
@@ -199,9 +257,19 @@ class Decoder:
         return logits_RV
 
 
-def _run(sublayers: list[Sublayer], residual_TD: Tensor, batch: ForwardBatch) -> Rows:
-    first_norm = sublayers[0].input_norm
+def _run(first_norm: RMSNorm | None, parts: Sequence[_PartOfPass], residual_TD: Tensor, batch: ForwardBatch) -> Rows:
     x_TD: Rows = residual_TD if first_norm is None else first_norm.feed(residual_TD)
-    for sublayer in sublayers:
-        x_TD = sublayer(x_TD, residual_TD, batch)
+    for part in parts:
+        x_TD = part(x_TD, residual_TD, batch)
     return x_TD
+
+
+class _KeptStream:
+    """Copies the residual stream to where others read it."""
+
+    def __init__(self, kept_TD: Tensor) -> None:
+        self._kept_TD = kept_TD
+
+    def __call__(self, x_TD: Rows, residual_TD: Tensor, batch: ForwardBatch) -> Rows:
+        self._kept_TD.narrow(0, 0, residual_TD.shape[0]).copy_(residual_TD)
+        return x_TD

@@ -12,6 +12,7 @@ from quire.errors import ModelConfigError
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache
 from quire.model_config import ModelConfig
 from quire.models.decoder import Decoder
+from quire.models.head import Head
 
 CPU = torch.device("cpu")
 
@@ -48,8 +49,8 @@ class CausalLM(Protocol):
         """hidden_TD after the final norm. K and V of the step's tokens go to batch.caches."""
         ...
 
-    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
-        """logits_RV in float32."""
+    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
+        """logits_RV in float32. `adapter_slots_R`: as in ForwardBatch."""
         ...
 
 
@@ -60,8 +61,12 @@ def build_model(
     device: torch.device = CPU,
     attention_backend: str = "auto",
     cache_dtype: torch.dtype | None = None,
+    target: Decoder | None = None,
 ) -> Decoder:
     """The native model of a config, without weights yet. `quantization`: a key of ON_LOAD, or None.
+
+    Args:
+        target: of a head that drafts.
 
     `config.max_model_len` bounds the positions: the caller sets it to the length that is served. Raises
     ModelConfigError for an architecture without native implementation.
@@ -72,4 +77,5 @@ def build_model(
             value=config.architecture,
             fix="Use --model-impl transformers to run it through transformers' modelling code",
         )
-    return Decoder(config, dtype, quantization, device, attention_backend, cache_dtype)
+    form = (dtype, quantization, device, attention_backend, cache_dtype)
+    return Decoder(config, *form) if config.head is None or target is None else Head(config, target, *form)

@@ -152,8 +152,9 @@ class TransformersModel:
         finally:
             self._context.batch = None
 
-    def compute_logits(self, hidden_RD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
         """logits_RV in float32, from the class's own head with its scale and cap."""
+        assert adapter_slots_R is None, "adapters are for native models"
         logits_1RV: Tensor = self._model(inputs_embeds=hidden_RD[None], use_cache=False).logits
         return logits_1RV[0].float()
 

@@ -78,7 +78,7 @@ class WeightTable:
         for checkpoint_name, tensor in without_kv_scales(weights):
             if checkpoint_name.startswith(self._ignored_prefixes) or checkpoint_name.endswith(_IGNORED_SUFFIXES):
                 continue
-            slot = self._slots.get(self._rename(checkpoint_name))
+            slot = self._slots.get(renamed(checkpoint_name, self._renamed_prefixes))
             if slot is None:
                 if not _is_void(checkpoint_name, tensor):
                     unexpected.append(checkpoint_name)
@@ -100,7 +100,7 @@ class WeightTable:
 
     def own_name(self, checkpoint_name: str) -> str | None:
         """Our name of a tensor of the checkpoint; None: the model does not use it."""
-        name = self._rename(checkpoint_name)
+        name = renamed(checkpoint_name, self._renamed_prefixes)
         return name if name in self._slots and not checkpoint_name.startswith(self._ignored_prefixes) else None
 
     def load_some(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -108,11 +108,13 @@ class WeightTable:
         for name, tensor in weights:
             self._slots[name].load(tensor)
 
-    def _rename(self, name: str) -> str:
-        for prefix, ours in self._renamed_prefixes:
-            if name.startswith(prefix):
-                return ours + name.removeprefix(prefix)
-        return name
+
+def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
+    """The name with our prefix: the first pair (prefix in the checkpoint, ours) that fits is used."""
+    for prefix, ours in prefixes:
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
 
 
 def check_fit(names_by_problem: Mapping[str, Sequence[str]], messages: Sequence[str] = ()) -> None:

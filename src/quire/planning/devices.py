@@ -1,7 +1,8 @@
-"""What this machine is: cores, instruction set and memory allowed. Linux files first, portable calls otherwise."""
+"""What this machine is: cores, instruction set and memory allowed. Linux' files, macOS' sysctl, or portable calls."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -42,6 +43,21 @@ def _meminfo(key: str) -> int | None:
     return None
 
 
+def _sysctl(name: str) -> bytes | None:
+    """The value of macOS' sysctl(3) with this name; None elsewhere, and for a name that it does not know."""
+    if sys.platform != "darwin":
+        return None
+    value = ctypes.create_string_buffer(256)
+    size = ctypes.c_size_t(len(value))
+    failed = ctypes.CDLL(None).sysctlbyname(name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return None if failed else value.raw[: size.value]
+
+
+def _sysctl_number(name: str) -> int | None:
+    value = _sysctl(name)
+    return None if value is None else int.from_bytes(value, sys.byteorder)
+
+
 def total_memory_bytes() -> int:
     """RAM this process may use: the cgroup's limit or the machine's memory."""
     total = _meminfo("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -50,9 +66,14 @@ def total_memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """RAM that can be taken now without swapping: MemAvailable, within the cgroup's limit (page cache counts as
-    free)."""
+    """RAM that can be taken now without swapping, page cache included.
+
+    On Linux MemAvailable, within the cgroup's limit; on macOS pages that are free, hold files, or may be dropped.
+    """
     free = _meminfo("MemAvailable")
+    pages = [_sysctl_number(f"vm.page_{kind}_count") for kind in ("free", "pageable_external", "purgeable")]
+    if free is None and pages[0] is not None:
+        free = sum(number or 0 for number in pages) * os.sysconf("SC_PAGE_SIZE")
     if free is None:
         return total_memory_bytes() // 2
     limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
@@ -66,14 +87,14 @@ def free_memory_bytes() -> int:
     return max(free, 0)
 
 
-def resident_memory_bytes() -> int:
-    """Memory this process holds now."""
-    text = _read_text(Path("/proc/self/statm"))
-    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
-
-
 def num_cores() -> int:
-    """Physical cores this process may use: affinity without SMT siblings, cut by the cgroup's CPU quota."""
+    """Physical cores this process may use: affinity without SMT siblings, cut by the cgroup's CPU quota.
+
+    On macOS performance cores.
+    """
+    # Level 0 has the performance cores. Macs with Intel's CPUs have no levels.
+    if fast := _sysctl_number("hw.perflevel0.physicalcpu") or _sysctl_number("hw.physicalcpu"):
+        return fast
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = set()
     for cpu in allowed:
@@ -93,6 +114,8 @@ def cpu_name() -> str:
     for line in (_read_text(Path("/proc/cpuinfo")) or "").splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
+    if (brand := _sysctl("machdep.cpu.brand_string")) is not None:
+        return brand.rstrip(b"\0").decode()
     return platform.processor() or platform.machine()
 
 

@@ -14,10 +14,12 @@ from quire.errors import MemoryPlanError
 from quire.formats.kv_format import KvFormat, kv_format
 from quire.formats.kv_groups import KvGroup, kv_groups, longest_request, page_bytes, pages_for
 from quire.formats.weight_format import packs_floats
+from quire.layer_spec import Dense, Full, LayerSpec
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source
 from quire.resolve import GIB, DeviceFacts, shown_bytes
 from quire.settings import MemorySettings, Planned, Record, Resolved, Setting
+from quire.speculative_config import text_index_bytes
 
 # Tokens of context per running request that the default KV cache is cut to: more could only hold evictable prefixes.
 MAX_USEFUL_CONTEXTS = 2
@@ -27,6 +29,9 @@ FREE_MEMORY_MARGIN = 0.95  # of measured free memory in advice: it will not be t
 MIN_SUGGESTED_BUDGET = 256  # tokens per step; below it prompts become slow
 CHAT_TOKENS = 4096  # of a chat that is neither short nor long
 LOGITS_COPIES = 2  # float32 rows of logits held at once: the model's, and the sampler's scratch
+# What the heap of a CPU takes for buffers of changing sizes: 2.7 to 3.8 times what lives at once (benchmarks/NOTES.md).
+# The reserve has the rest.
+HEAP_FACTOR = 3
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,10 @@ class MemoryFacts:
     work_bytes: int  # of a step at the full token budget, logits included
     logits_bytes: int = 0  # the part of work_bytes that does not shrink with the token budget
     is_predicted: bool = False  # weights and work are from config.json, not measured
-    work_detail: str = ""  # how work was measured; empty: a short step, scaled
+    work_detail: str = ""  # how work was measured; empty: the buffers of a short step, scaled
     drafter_weight_bytes: int = 0  # the part of weight_bytes that is the drafter's
+    draft_text_bytes: int = 0  # of the host's memory, for texts in which drafts are searched; on a CPU a part of work
+    lora_bytes: int = 0  # the part of work_bytes for adapters
 
 
 def logits_bytes(model: ModelConfig, num_rows: int) -> int:
@@ -49,11 +56,34 @@ def logits_bytes(model: ModelConfig, num_rows: int) -> int:
     return own if model.drafter is None else own + logits_bytes(model.drafter, num_rows)
 
 
-def least_work_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
-    """Bytes of a step's activations at least: input, output and residual of the widest layer."""
-    inner = max((layer.feed_forward.width for layer in model.layers if layer.feed_forward), default=0)
-    widest = inner + 4 * model.hidden_size
-    return num_tokens * widest * DTYPE_BYTES[dtype]
+def work_bytes(buffer_bytes: int, device: str) -> int:
+    """Bytes that a step takes for buffers of `buffer_bytes` that live at once."""
+    return buffer_bytes * HEAP_FACTOR if device == "cpu" else buffer_bytes
+
+
+def buffer_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
+    """Bytes of the buffers that live at once in a forward pass of a native model, without logits: see models/block.py.
+
+    A drafter runs after its target, so the larger of them counts.
+    """
+    widest = max((_buffer_width(model, layer) for layer in model.layers), default=model.hidden_size)
+    own = num_tokens * widest * DTYPE_BYTES[dtype]
+    return own if model.drafter is None else max(own, buffer_bytes(model.drafter, num_tokens, dtype))
+
+
+def _buffer_width(model: ModelConfig, layer: LayerSpec) -> int:
+    """Elements per token: the residual stream, the norm of it, and what the part of the layer makes at once."""
+    widest = 0
+    for part, norms in layer.parts:
+        if isinstance(part, Full):  # q, k and v, the heads' results, and the output
+            inner = part.qkv.out_features + part.output.in_features + model.hidden_size
+        elif isinstance(part, Dense):  # both inputs of the activation, and its result
+            inner = part.width + part.down.in_features
+        else:
+            inner = sum(linear.out_features for linear in layer.active_linears())
+        own_norm = 0 if norms.before is None else model.hidden_size
+        widest = max(widest, own_norm + inner, own_norm + 2 * model.hidden_size)  # at last the result and its norm
+    return model.hidden_size + widest
 
 
 def planned_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
@@ -70,7 +100,7 @@ def _drafter_weight_bytes(resolved: Resolved, model: ModelConfig) -> int:
 def predict_memory(
     resolved: Resolved, model: ModelConfig, device: DeviceFacts, weight_bytes: int | None = None
 ) -> MemoryFacts:
-    """Memory as it will be after loading: weights from config.json, and the least a step can take.
+    """Memory as it will be after loading: weights from config.json, and the buffers of a step.
 
     Args:
         weight_bytes: of the model alone, if they have been counted.
@@ -78,16 +108,35 @@ def predict_memory(
     drafter = _drafter_weight_bytes(resolved, model)
     weights = planned_weight_bytes(resolved, model) if weight_bytes is None else weight_bytes + drafter
     logits = logits_bytes(model, resolved.scheduler.num_logits_rows)
+    steps, hidden = resolved.scheduler, 0
+    if resolved.drafter is not None:
+        hidden = resolved.drafter.hidden_bytes(model, steps.max_num_seqs, steps.most_tokens)
+    buffers = buffer_bytes(model, steps.max_num_batched_tokens, resolved.model.dtype)
     total, free = device.memory_of(resolved.device.device)
-    return MemoryFacts(
+    facts = MemoryFacts(
         total_bytes=total,
         free_bytes=free - weights,
         weight_bytes=weights,
-        work_bytes=least_work_bytes(model, resolved.scheduler.max_num_batched_tokens, resolved.model.dtype) + logits,
+        work_bytes=work_bytes(buffers, resolved.device.device) + hidden + logits,
         logits_bytes=logits,
         is_predicted=True,
         drafter_weight_bytes=drafter,
     )
+    return with_later_bytes(resolved, model, facts)
+
+
+def with_later_bytes(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> MemoryFacts:
+    """With what requests bring: adapters, and the texts in which drafts are searched.
+
+    These texts are of requests that run, which are in the KV cache too.
+    """
+    lora = 0 if resolved.lora is None else resolved.lora.num_bytes(model)
+    memory = replace(memory, work_bytes=memory.work_bytes + lora, lora_bytes=lora)
+    pages, steps = KvPages.of(resolved, model), resolved.scheduler
+    num_cached = max(memory.free_bytes, 0) // pages.page_bytes * pages.block_size
+    num_bytes = text_index_bytes(steps.speculation, min(steps.max_num_seqs * resolved.model.max_model_len, num_cached))
+    work = memory.work_bytes + (num_bytes if resolved.device.device == "cpu" else 0)
+    return replace(memory, work_bytes=work, draft_text_bytes=num_bytes)
 
 
 @dataclass(frozen=True)
@@ -196,6 +245,7 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, resolved: Resolved, 
         record,
         MemorySettings(memory.weight_bytes, memory.work_bytes, num_blocks, kv_bytes, unplanned),
         drafter=resolved.drafter,
+        lora=resolved.lora,
     )
 
 
@@ -223,20 +273,33 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
     weights = f"{model.num_parameters():,} parameters"
     weights += f" x {DTYPE_BYTES[resolved.model.dtype]} bytes" if quantization is None else ", scales included"
     logits = f"{memory.logits_bytes:,} for the logits of {num_rows} tokens"
+    buffers = f"{HEAP_FACTOR} x the buffers" if resolved.device.device == "cpu" else "the buffers"
     if memory.is_predicted:
         record.put("weight_bytes", memory.weight_bytes, "formula", weights)
-        detail = f"at least: the widest layer of {budget} tokens, and {logits}"
+        detail = f"{buffers} of the widest layer for {budget} tokens, and {logits}"
         record.put("work_bytes", memory.work_bytes, "formula", detail)
     else:
         record.put("weight_bytes", memory.weight_bytes, "measured", weights)
-        detail = memory.work_detail or f"a short step, scaled to {budget} tokens, and {logits}"
+        detail = memory.work_detail or f"{buffers} of a short step, scaled to {budget} tokens, and {logits}"
         record.put("work_bytes", memory.work_bytes, "measured", detail)
+    if memory.draft_text_bytes:
+        part = "a part of work_bytes" if resolved.device.device == "cpu" else "host memory"
+        detail = f"at most, for texts in which drafts are searched; {part}"
+        record.put("draft_text_bytes", memory.draft_text_bytes, "formula", detail)
+    if (lora := resolved.lora) is not None:
+        detail = f"{lora.max_cpu_loras} adapters, and one that takes the place of another, of rank {lora.max_rank}"
+        record.put("lora_bytes", memory.lora_bytes, "formula", f"at most, for {detail}; a part of work_bytes")
     if (drafter := model.drafter) is not None and resolved.drafter is not None:
         source: Source = "formula" if memory.is_predicted else "measured"
         detail = f"{drafter.num_parameters():,} parameters; a part of weight_bytes"
         record.put("drafter_weight_bytes", memory.drafter_weight_bytes, source, detail)
         detail = f"of {num_rows} tokens; a part of work_bytes"
         record.put("drafter_logits_bytes", logits_bytes(drafter, num_rows), "formula", detail)
+        if drafter.head is not None:
+            steps = resolved.scheduler
+            hidden = resolved.drafter.hidden_bytes(model, steps.max_num_seqs, steps.most_tokens)
+            detail = f"of a step, and of {resolved.drafter.positions_kept} tokens of each request; a part of work_bytes"
+            record.put("drafter_hidden_bytes", hidden, "formula", detail)
         layers = resolved.drafter.layers(model)
         detail = f"{len(layers.specs)} layers in {layers.kv.name}, in the blocks of the model"
         record.put("drafter_kv_bytes_per_token", resolved.drafter.kv_bytes_per_token(model), "formula", detail)
@@ -342,7 +405,8 @@ class _Shortage:
             max(resolved.scheduler.max_num_seqs, MIN_SUGGESTED_BUDGET),
         )
         if offer.is_measured and config.enable_chunked_prefill and budget > lowest:
-            saved = (memory.work_bytes - memory.logits_bytes) * (budget - lowest) // budget
+            fixed = memory.logits_bytes + (memory.draft_text_bytes if resolved.device.device == "cpu" else 0)
+            saved = (memory.work_bytes - fixed) * (budget - lowest) // budget
             if saved >= missing:
                 fixes.append(f"--max-num-batched-tokens {lowest} (less work memory, slower prompts)")
         return fixes

@@ -113,7 +113,8 @@ class ModelPlan:
         requests = f"{self.resolved.scheduler.max_num_seqs:,} requests"
         share = self.resolved.device.gpu_memory_utilization
         yield f"memory   {self.memory_name}" + ("" if share is None else f", {share} of it in use")
-        yield f"work     at least {work}: a step of {budget:,} tokens, logits of {requests}"
+        at_least = "" if self.resolved.device.device == "cpu" else "at least "  # a GPU has graphs too
+        yield f"work     {at_least}{work}: a step of {budget:,} tokens, logits of {requests}"
         if (speculation := self.resolved.scheduler.speculation) is not None:
             own = {
                 "ngram": ", without weights and KV cache of their own",

@@ -1,11 +1,19 @@
 """Depths of drafts that follow what held and what steps cost, while a scheduler runs. No torch.
 
-Where drafts do not pay (draft_depth.py), a request tries one from time to time, as often as a small share of the time
-allows: texts change, and so do the chances of drafts. A trial that holds is followed by another one at once.
+Drafts are on where they probably pay (draft_depth.py), and off where they do not. Either may be wrong, and becomes so
+when texts change. So there is a credit, in seconds, which bounds what drafts lose to no drafts:
+
+- A small share of the time is added to it, and for each draft that held the time of a token.
+- What drafts and waiting for them cost is taken from it, whether they are on or tried.
+- While it lasts, drafts also stay on where they pay only if the chances are a little better than they seem.
+- Where drafts are off, some requests try one together as soon as it suffices for all of them.
+
+A drafter that is right pays for its trials by itself. One that is always wrong has the share.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,9 +27,13 @@ logger = get_logger(__name__)
 # Drafts of a position that count in the rates of a request, and in those of all: a text changes sooner than traffic.
 MEMORY, MEMORY_OF_ALL = 32, 256
 PRIOR_WEIGHT, PRIOR_WEIGHT_OF_ALL = 8, 16
-TRIAL_SHARE = 1 / 128  # of the time of steps, for trials
-MOST_SAVED = 16  # steps whose time this share may have left over, or one trial that takes longer
-MOST_BORROWED = 8  # trials behind others that held
+TRIAL_SHARE = 1 / 128  # of the time of steps, added to the credit
+READING_SHARE = 1 / 72  # at most, where a drafter in the worker needs it to read what it misses
+MOST_SAVED, MOST_OWED = 16, 4  # bounds of the credit, in steps; it may be saved for one trial that takes longer
+FIRST_SAVED, FIRST_TRIALS = 3, 48  # the credit at the start: so many steps, or so many trials where they take less
+MOST_TRIALS = 8  # of a step: a drafter reads its weights for several at once
+DOUBT_SAVED = 4  # steps of credit with which chances are taken to be higher by a standard deviation
+SEARCH_STEPS = 16  # between two looks for somebody who may try, where nobody may
 MOST_WAITED = 64  # steps of a request between two trials that failed
 NEWS_SHARE = 1 / 4  # of the running requests: after so many results, depths are chosen anew
 COST_STEPS = 64  # between two looks at what steps cost: contexts grow
@@ -56,14 +68,21 @@ class DrafterTime:
     def __call__(self, num_tokens: int) -> float:
         return self._seconds * _units(num_tokens)
 
+    def of_step(self, depths: Sequence[int]) -> float:
+        """In which it drafts as many tokens of each row."""
+        return self._seconds * _units_of_step(depths)
+
     def observe(self, seconds: float, depths: Sequence[int]) -> None:
         """It took so long to draft as many tokens of each row."""
-        units = sum(_units(sum(depth > at for depth in depths)) for at in range(max(depths)))
-        self._seconds += (seconds / units - self._seconds) / DRAFTER_MEMORY
+        self._seconds += (seconds / _units_of_step(depths) - self._seconds) / DRAFTER_MEMORY
 
 
 def _units(num_tokens: int) -> float:
     return (READ_TOKENS - 1 + num_tokens) / READ_TOKENS
+
+
+def _units_of_step(depths: Sequence[int]) -> float:
+    return sum(_units(sum(depth > at for depth in depths)) for at in range(max(depths, default=0)))
 
 
 @dataclass(slots=True)
@@ -85,12 +104,13 @@ class AdaptiveDepth:
 
     Args:
         step_seconds: what a step costs.
-        draft_seconds: of a drafter in the worker; None: drafts cost no time. It reads what it has not seen of a
-            request when it drafts for it.
+        draft_seconds: of a drafter in the worker; None: drafts cost no time.
         steps_in_flight: with more than one, drafts cost the time of the host too, which is not hidden then.
+        reads_late: that drafter reads what it has not seen of a request when it drafts for it.
 
     Attributes:
         waits: steps with drafts are worth waiting for the tokens that they begin with.
+        reading_seconds: in which the drafter reads what it has missed, in the step that is being made.
     """
 
     def __init__(
@@ -98,21 +118,28 @@ class AdaptiveDepth:
         step_seconds: StepSeconds,
         draft_seconds: DrafterTime | None = None,
         steps_in_flight: int = 1,
+        *,
+        reads_late: bool = True,
     ) -> None:
         self._step_seconds, self._draft_seconds = step_seconds, draft_seconds
+        self._reads_late = draft_seconds is not None and reads_late
         self._hidden_share = HIDDEN_SHARE if steps_in_flight > 1 else 0.0
         self.waits = self._is_reading = False
+        self.reading_seconds = 0.0
         self._gain, self._found_share = 0.0, 1.0  # of tokens per second, if all drafts are found; and how many are
         self._num_asked = self._num_found = 0  # drafts of this step
+        self._depths: list[int] = []  # drafts of this step, of each row that has some
         self._requests: dict[str, _Drafting] = {}
         self._of_all = Acceptance(MEMORY_OF_ALL, PRIOR_WEIGHT_OF_ALL)
-        self._promising: set[str] = set()  # requests whose last trial held
+        self._due: set[str] = set()  # requests that may try a draft
         self._num_running = self._num_news = self._step = 0
         self._depth_of_new, self._most_depth = 0, 0
         self._seconds: list[float] = []  # of a step, by its drafts
         self._looked_at, self._next_look = (0, 0), 0  # requests and drafts; in which step again
-        self._credit = self._trial_seconds = self._wait_seconds = 0.0
-        self._cheapest = 0.0  # seconds of a trial that somebody lacks, its waiting included
+        self._next_search = 0  # for requests that may try: not before this step
+        self._may_pay = True  # if all drafts held
+        self._credit, self._share = 0.0, TRIAL_SHARE  # see the module
+        self._saved_for = 0.0  # seconds of a trial that somebody lacks
         self._log = RateLimited(logger)
 
     def begin_step(self, running: Sequence[Request], most_each: int, most: int) -> bool:
@@ -124,23 +151,22 @@ class AdaptiveDepth:
         """
         self._step += 1
         has_waited = self.waits
-        if self._seconds:
-            if self._credit < max(MOST_SAVED * self._seconds[0], self._cheapest):
-                self._credit += TRIAL_SHARE * self._seconds[0]
-            if has_waited and not self._pays():
-                self._credit -= self._wait_seconds
+        self._account(has_waited)
         if self._num_asked:
             self._found_share += (self._num_found / self._num_asked - self._found_share) / FOUND_MEMORY
             self._num_asked = self._num_found = 0
         num_running = len(running)
         self._num_news += abs(num_running - self._num_running)
         self._num_running = num_running
-        if self._num_news and self._num_news >= NEWS_SHARE * num_running:
+        if self._step >= self._next_look or (self._num_news and self._num_news >= NEWS_SHARE * num_running):
             self._choose([r for r in running if r.output_token_ids], most_each, most)
-        if self._most_depth > 0:
-            self.waits = self._pays() or self._credit >= self._wait_seconds
+        is_on = self._most_depth > 0
+        if is_on or not has_waited:
+            self._due = self._trials(running)
+        if is_on:
+            self.waits = self._pays() or self._credit >= self._hidden_share * self._seconds[0]
             return True
-        self.waits = not has_waited and self._is_trial_due(running)
+        self.waits = bool(self._due) and not has_waited
         return self.waits or has_waited
 
     def depth(self, request: Request) -> int:
@@ -149,20 +175,18 @@ class AdaptiveDepth:
         if drafting.depth:
             self._num_asked += drafting.depth
             return drafting.depth
-        if request.request_id in self._promising and self._may_try_again():
-            self._promising.remove(request.request_id)  # until this one holds
-            return 1
-        may_try = self._credit >= self._trial_seconds + self._read_seconds(request, drafting)
-        return 1 if may_try and self._step >= drafting.next_trial else 0
+        return int(request.request_id in self._due)
 
     def drafted(self, request: Request, num_drafts: int) -> None:
         """The request has so many drafts in this step."""
         drafting = self._requests[request.request_id]
         read_seconds = self._read_seconds(request, drafting)
         self._is_reading |= read_seconds > 0 or not drafting.is_read
+        self.reading_seconds += read_seconds
+        self._depths.append(num_drafts)
         drafting.is_trial = not drafting.depth
         if drafting.is_trial:
-            self._credit -= self._trial_seconds + read_seconds
+            self._due.discard(request.request_id)
             self.waits = True  # for what becomes of it
         else:
             self._num_found += num_drafts
@@ -173,7 +197,7 @@ class AdaptiveDepth:
 
         Where nobody drafts, it has not.
         """
-        if self._draft_seconds is None:
+        if not self._reads_late:
             return
         drafting = self._drafting(request)
         drafting.num_read, drafting.is_read = num_cached if self._most_depth else 0, False
@@ -184,12 +208,9 @@ class AdaptiveDepth:
         drafting.acceptance.add(num_drafts, num_held)
         self._of_all.add(num_drafts, num_held)
         self._num_news += 1
-        if drafting.is_trial and num_held:
-            self._promising.add(request.request_id)
+        self._credit += num_held * self._seconds[0] / self._num_running
+        if num_held:
             drafting.wait = 1
-            # Its cost is given back, as far as its token is worth that.
-            cost = self._trial_seconds + 2 * self._wait_seconds
-            self._credit += min(cost, self._seconds[0] / self._num_running)
         elif drafting.is_trial:
             drafting.wait = min(2 * drafting.wait, MOST_WAITED)
             drafting.next_trial = self._step + drafting.wait
@@ -198,15 +219,14 @@ class AdaptiveDepth:
         """Its drafter has yet to read so many of its tokens, and has made no drafts."""
         drafting = self._requests[request.request_id]
         drafting.num_read, drafting.is_read = drafting.num_read - num_unread, False
-        if drafting.is_trial:
-            self._credit += self._read_seconds(request, drafting)
+        self._credit += self._read_seconds(request, drafting)
 
     def stop(self, request: Request) -> None:
         """It drafts no more."""
         drafting = self._drafting(request)
         drafting.depth, drafting.is_over = 0, True
         self._num_news += 1
-        self._promising.discard(request.request_id)
+        self._due.discard(request.request_id)
 
     def settle_drafter(self, seconds: float, depths: Sequence[int]) -> None:
         """The worker's drafter took so long for a step with as many drafts of each row."""
@@ -217,35 +237,59 @@ class AdaptiveDepth:
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._requests.pop(request_id, None)
-        self._promising.discard(request_id)
+        self._due.discard(request_id)
 
     def _pays(self) -> bool:
         """Whether drafts gain more than the time of the host that waiting for their requests' newest tokens costs."""
         return self._gain * self._found_share > self._hidden_share
 
-    def _is_trial_due(self, running: Sequence[Request]) -> bool:
-        """Whether some request may try a draft once its newest token is known."""
-        if self._promising and self._may_try_again(self._wait_seconds):
-            return True
-        seconds = self._trial_seconds + self._wait_seconds
-        if self._credit < seconds:
-            return False
-        answering = ((request, self._drafting(request)) for request in running if request.output_token_ids)
-        due = [
-            self._read_seconds(request, known)
-            for request, known in answering
-            if self._step >= known.next_trial and not known.is_over
-        ]
-        self._cheapest = seconds + min(due, default=0.0)
-        return bool(due) and self._credit >= self._cheapest
+    def _account(self, has_waited: bool) -> None:
+        """Take what drafts have cost in the last step from the credit, and add the share of its time."""
+        if not self._seconds:
+            return
+        base = self._seconds[0]
+        self._credit += self._share * base - has_waited * self._hidden_share * base
+        if self._depths:
+            self._credit -= self._more_seconds(self._depths) + self.reading_seconds
+            self._depths.clear()
+        self.reading_seconds = 0.0
+        self._credit = min(max(self._credit, -MOST_OWED * base), max(MOST_SAVED * base, self._saved_for))
 
-    def _may_try_again(self, seconds: float = 0.0) -> bool:
-        """A trial may be borrowed from the time to come, but not more and more of them.
+    def _trials(self, running: Sequence[Request]) -> set[str]:
+        """Requests that may try a draft now. Those whose drafter has tokens to read have a turn by themselves."""
+        base = self._seconds[0] if self._seconds else 0.0
+        waiting = self._hidden_share * base
+        if not base or not self._may_pay or self._step < self._next_search:
+            return set()
+        if self._credit < waiting + self._more_seconds([1]):
+            return set()
+        due, self._next_search = list[tuple[float, str]](), self._step + SEARCH_STEPS
+        for request in running:
+            known = self._drafting(request)
+            if known.depth or known.is_over or not request.output_token_ids:
+                continue
+            if known.next_trial > self._step:
+                self._next_search = min(self._next_search, known.next_trial)
+            else:
+                due.append((self._read_seconds(request, known), request.request_id))
+        if not due:
+            return set()
+        due.sort()
+        num_read = sum(seconds == 0.0 for seconds, _ in due)
+        due = due[: max(min(num_read, MOST_TRIALS), 1)]
+        self._saved_for = waiting + due[0][0] + self._more_seconds([1] * len(due))
+        if self._credit < self._saved_for:
+            num_steps = math.ceil((self._saved_for - self._credit) / (self._share * base))
+            self._next_search = self._step + min(num_steps, SEARCH_STEPS)
+            return set()
+        self._next_search = 0
+        return {request_id for _, request_id in due}
 
-        Args:
-            seconds: that are lost before the trial.
-        """
-        return self._credit - seconds >= -MOST_BORROWED * (self._trial_seconds + self._wait_seconds)
+    def _more_seconds(self, depths: Sequence[int]) -> float:
+        """What these drafts add to a step."""
+        count = min(sum(depths), len(self._seconds) - 1)
+        more = self._seconds[count] - self._seconds[0]
+        return more if self._draft_seconds is None else more + self._draft_seconds.of_step(depths)
 
     def _choose(self, requests: Sequence[Request], most_each: int, most: int) -> None:
         """The depths until there is more news."""
@@ -255,31 +299,49 @@ class AdaptiveDepth:
         most = min(most, most_each * len(requests))
         if self._step >= self._next_look or self._looked_at != (len(requests), most):
             self._looked_at = len(requests), most
-            self._seconds = self._step_seconds([request.num_computed_tokens for request in requests], most)
-            self._trial_seconds = self._seconds[1] - self._seconds[0]
-            self._wait_seconds = self._hidden_share * self._seconds[0]
-            if self._draft_seconds is not None:
-                self._trial_seconds += self._draft_seconds(1)
-            self._next_look = self._step + COST_STEPS
-        prior = self._of_all.rates_of_all(most_each)
+            self._look([request.num_computed_tokens for request in requests], most_each, most)
         known = [self._drafting(request) for request in requests]
-        chances_of = [[] if drafting.is_over else chances(drafting.acceptance.rates(prior)) for drafting in known]
-        gain = self._hidden_share + (0.0 if self._most_depth else MIN_GAIN)
-        depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
-        if self._draft_seconds is not None and any(depths):
-            for index in self._too_far_behind(requests, known, chances_of, depths):
-                chances_of[index] = []
-            depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
-        least = min((row[depth - 1] for row, depth in zip(chances_of, depths, strict=True) if depth), default=2.0)
-        self._depth_of_new = sum(chance >= least for chance in chances(prior)) if self._draft_seconds is None else 0
-        for request, drafting, depth in zip(requests, known, depths, strict=True):
+        prior = self._of_all.rates_of_all(most_each)
+        depths, chances_of = self._best(requests, known, prior, 0.0)
+        if self._credit > 0 and not any(depths):
+            doubt = min(self._credit / (DOUBT_SAVED * self._seconds[0]), 1.0)
+            depths, chances_of = self._best(requests, known, prior, doubt)
+        for drafting, depth in zip(known, depths, strict=True):
             drafting.depth = depth
-            if depth:
-                self._promising.discard(request.request_id)
+        least = min((row[depth - 1] for row, depth in zip(chances_of, depths, strict=True) if depth), default=2.0)
+        self._depth_of_new = sum(chance >= least for chance in chances(prior)) if not self._reads_late else 0
         self._gain = self._gain_of(chances_of, depths)
         was_on, self._most_depth = self._most_depth > 0, max(depths)
         if was_on != (self._most_depth > 0):
             self._tell(len(requests), prior[0])
+
+    def _look(self, starts: Sequence[int], most_each: int, most: int) -> None:
+        """What steps cost now."""
+        is_first, num_requests = not self._seconds, len(starts)
+        self._seconds = self._step_seconds(starts, most)
+        self._next_look = self._step + COST_STEPS
+        if self._reads_late and self._draft_seconds is not None:  # there is more and more to read
+            needed = 1.1 * (self._draft_seconds(2) - self._draft_seconds(1)) / self._seconds[0]
+            self._share = max(needed, TRIAL_SHARE) if needed <= READING_SHARE else TRIAL_SHARE
+        if is_first:
+            trial = self._more_seconds([1] * num_requests) / num_requests
+            self._credit = min(FIRST_SAVED * self._seconds[0], FIRST_TRIALS * trial)
+        all_hold = [[1.0] * most_each] * num_requests
+        gain = self._hidden_share + MIN_GAIN
+        self._may_pay = any(best_depths(all_hold, self._seconds, self._draft_seconds, gain))
+
+    def _best(
+        self, requests: Sequence[Request], known: Sequence[_Drafting], prior: Sequence[float], doubt: float
+    ) -> tuple[list[int], list[list[float]]]:
+        """The depths, and the chances that they are chosen for: higher by `doubt` standard deviations."""
+        chances_of = [[] if each.is_over else chances(each.acceptance.rates(prior, doubt)) for each in known]
+        gain = self._hidden_share + (0.0 if self._most_depth else MIN_GAIN)
+        depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
+        if self._reads_late and any(depths):
+            for index in self._too_far_behind(requests, known, chances_of, depths):
+                chances_of[index] = []
+            depths = best_depths(chances_of, self._seconds, self._draft_seconds, gain)
+        return depths, chances_of
 
     def _too_far_behind(
         self,
@@ -290,7 +352,7 @@ class AdaptiveDepth:
     ) -> list[int]:
         """Those requests whose drafts gain less than the time in which their drafter reads what it has missed."""
         num_drafts, found = sum(depths), []
-        more = self._seconds_with(depths) - self._seconds[0]
+        more = self._more_seconds(depths)
         price = len(requests) / self._seconds[0]  # tokens of a second
         for index, (request, depth) in enumerate(zip(requests, depths, strict=True)):
             held = sum(chances_of[index][:depth])
@@ -300,17 +362,11 @@ class AdaptiveDepth:
                 found.append(index)
         return found
 
-    def _seconds_with(self, depths: Sequence[int]) -> float:
-        """Of a step with these drafts."""
-        seconds = self._seconds[sum(depths)]
-        if self._draft_seconds is not None:
-            seconds += sum(self._draft_seconds(sum(depth > at for depth in depths)) for at in range(max(depths)))
-        return seconds
-
     def _gain_of(self, chances_of: Sequence[Sequence[float]], depths: Sequence[int]) -> float:
         """The share by which these depths raise the tokens per second."""
         held = sum(sum(row[:depth]) for row, depth in zip(chances_of, depths, strict=True))
-        return (1 + held / len(depths)) * self._seconds[0] / self._seconds_with(depths) - 1
+        base = self._seconds[0]
+        return (1 + held / len(depths)) * base / (base + self._more_seconds(depths)) - 1
 
     def _drafting(self, request: Request) -> _Drafting:
         drafting = self._requests.get(request.request_id)
@@ -321,7 +377,7 @@ class AdaptiveDepth:
     def _read_seconds(self, request: Request, drafting: _Drafting) -> float:
         """In which the drafter reads what it has missed of a request; what it reads at every turn does not count."""
         num_missed = request.num_tokens - drafting.num_read
-        if self._draft_seconds is None or num_missed <= LEAST_MISSED:
+        if self._draft_seconds is None or not self._reads_late or num_missed <= LEAST_MISSED:
             return 0.0
         return self._draft_seconds(num_missed)
 

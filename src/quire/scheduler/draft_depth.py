@@ -8,6 +8,7 @@ drafts are taken from the first one on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
@@ -42,11 +43,22 @@ class Acceptance:
             held[position] = keep * held[position] + (position < num_held)
             tried[position] = keep * tried[position] + 1
 
-    def rates(self, prior: Sequence[float]) -> list[float]:
-        """The acceptance rate of each position that `prior` has."""
+    def rates(self, prior: Sequence[float], doubt: float = 0.0) -> list[float]:
+        """The acceptance rate of each position that `prior` has.
+
+        Args:
+            doubt: standard deviations by which the rates are taken to be higher than they seem.
+        """
         held, tried, weight = self._held, self._tried, self._weight
         known = [(h + weight * rate) / (t + weight) for h, t, rate in zip(held, tried, prior, strict=False)]
-        return [*known, *prior[len(known) :]]
+        rates = [*known, *prior[len(known) :]]
+        if not doubt:
+            return rates
+        counts = [*tried, *[0.0] * len(rates)]
+        return [
+            min(rate + doubt * math.sqrt(rate * (1 - rate) / (count + weight)), 1.0)
+            for rate, count in zip(rates, counts, strict=False)
+        ]
 
     def rates_of_all(self, most: int) -> list[float]:
         """The rates of `most` positions without a prior: one that was hardly tried is taken to be as the one before."""

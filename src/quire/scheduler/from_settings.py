@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 from quire.cost.model import CostModel
 from quire.formats.kv_groups import kv_groups
+from quire.lora.registry import AdapterRegistry
 from quire.model_config import ModelConfig
+from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.kv_cache_manager import KVCacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.proposer import Proposer
+from quire.scheduler.queue import ORDER_KEYS
 from quire.scheduler.residency import BlockResidency
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
@@ -20,7 +23,7 @@ from quire.settings import Planned
 from quire.spec_decode.by_worker import DraftedByWorker
 from quire.spec_decode.ngram import NgramProposer
 from quire.spec_decode.suffix import SuffixProposer
-from quire.speculative_config import SUFFIX_SHARED_BYTES, SpeculativeConfig
+from quire.speculative_config import BY_WORKER, SUFFIX_SHARED_BYTES, SpeculativeConfig
 
 DRAFTER_SHARE = 0.15  # of the time of the model: a drafter a tenth of its size, until it has drafted
 
@@ -30,13 +33,19 @@ def scheduler_of(
     model_config: ModelConfig,
     cost: CostModel,
     clock: Callable[[], float] = time.monotonic,
+    adapters: AdapterRegistry | None = None,
 ) -> Scheduler:
     """A scheduler with an empty KV cache of the planned size.
 
     Args:
         cost: knows how long steps take.
+        adapters: that requests may name.
     """
     model, schedule = resolved.model, resolved.scheduler
+    turns = None
+    if adapters is not None and resolved.lora is not None:
+        order = ORDER_KEYS[schedule.scheduling_policy]
+        turns = AdapterTurns(resolved.lora.max_loras, order, adapters.is_in_memory)
     kv = KVCacheManager(
         BlockPool(
             resolved.memory.num_blocks,
@@ -73,6 +82,7 @@ def scheduler_of(
             schedule.depth,
             None if resolved.drafter is None else resolved.drafter.form.max_model_len,
         ),
+        adapters=turns,
         room_within=cost.room_within,
         clock=clock,
     )
@@ -86,14 +96,14 @@ def speculation_of(
     Args:
         max_tokens: see Speculation.
     """
+    drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if config.method in BY_WORKER else None
     adaptive = None
     if config.adaptive:
-        is_model = config.method not in ("ngram", "suffix")
-        drafter = DrafterTime(DRAFTER_SHARE * cost.with_drafts([0], 0)[0]) if is_model else None
-        adaptive = AdaptiveDepth(cost.with_drafts, drafter, steps_in_flight)
+        reads_late = config.method == "draft_model"  # heads read what the model computes
+        adaptive = AdaptiveDepth(cost.with_drafts, drafter, steps_in_flight, reads_late=reads_late)
     most_by_rows = config.num_speculative_tokens_per_batch_size
     proposer, most = proposer_of(config), config.num_speculative_tokens
-    return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=True)
+    return Speculation(proposer, most, most_by_rows, adaptive, max_tokens=max_tokens, waits=True, drafter_time=drafter)
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:

@@ -48,8 +48,10 @@ class StepRoom(Protocol):
 class RoomWithin(Protocol):
     """What the scheduler asks of whoever knows how long steps take: CostModel.room_within."""
 
-    def __call__(self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], /) -> StepRoom:
-        """What so many seconds leave beside rows with `counts` new tokens behind `starts`."""
+    def __call__(
+        self, seconds: float, attainment: float, starts: Sequence[int], counts: Sequence[int], num_logits: int, /
+    ) -> StepRoom:
+        """What so many seconds leave beside rows with `counts` new tokens behind `starts`, and rows of logits."""
         ...
 
 

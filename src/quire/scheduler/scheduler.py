@@ -17,6 +17,7 @@ from quire.outputs import FinishReason
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.schedule import NewRow, ScheduledBatch, StepResult
+from quire.scheduler.adapter_turns import AdapterTurns
 from quire.scheduler.blame import culprits, may_join
 from quire.scheduler.kv_cache_manager import NO_PREFIX, KVCacheManager, Prefix, share_prompt
 from quire.scheduler.limits import RoomWithin, SchedulerLimits, StepRoom, check_queue, check_request
@@ -71,6 +72,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         rope_switches_after: int | None = None,
         speculation: Speculation | None = None,
+        adapters: AdapterTurns | None = None,
         room_within: RoomWithin | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,6 +81,7 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self.speculation = speculation
+        self.adapters = adapters
         self._enable_chunked_prefill = enable_chunked_prefill
         self._rope_switches_after = rope_switches_after
         self._room_within = room_within
@@ -151,6 +154,9 @@ class Scheduler:
         request.sequence = self._num_added
         self._num_added += 1
         self._requests[request.request_id] = request
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.wait(request)
+            is_ready = is_ready or partial(self.adapters.may_run, request)
         if is_ready is None:
             self._wait(request)
         else:
@@ -190,12 +196,16 @@ class Scheduler:
             return None
         step = _Step(ScheduledBatch(self._next_step_id), [])
         budget = self.limits.max_num_batched_tokens
+        if self.adapters is not None:
+            self.adapters.begin_step()
         self._queue_ready()
         if self._rope_switches_after is not None:
             self._take_back_lengthened(self._rope_switches_after)
         num_drafts_left = 0
         if self.speculation is not None:
             num_drafts_left = self.speculation.begin_step(self._running, self._num_drafts())
+            if self._in_flight and self.speculation.drafter_time is not None:
+                num_drafts_left = 0  # the worker drafts once all before is done: that would be time of the step before
 
         prompts: list[Request] = []
         for request in self._running:  # preemption shortens this list from its end, which ends the loop early
@@ -287,6 +297,8 @@ class Scheduler:
             if num_logits > 1:
                 end = min(end, request.num_tokens)  # a stop may leave drafts behind it that held
                 has_drafts = self._settle_drafts(request, row, num_logits - 1, result)
+            elif row in result.draft_failures and self.speculation is not None:
+                self.speculation.fail(request, result.draft_failures[row])
             if request.status is RUNNING and start // block_size != end // block_size:
                 self.kv.register_computed(request, start, end)
             if result.prompt_logprobs:
@@ -296,7 +308,7 @@ class Scheduler:
                 if has_drafts:
                     delta.drafts = num_logits - 1, max(len(token_ids) - 1, 0)
                 deltas.append(delta)
-        if result.draft_seconds and self.speculation is not None:
+        if result.draft_seconds and not result.draft_error and self.speculation is not None:
             self.speculation.settle_drafter(result.draft_seconds, batch.draft_token_ids)
         self._drop_stopped()
         return deltas
@@ -324,6 +336,15 @@ class Scheduler:
         self._removed = list(dict.fromkeys(unsure + self._removed))
         return deltas
 
+    def fail_waiting(self, adapter: str, error: str) -> list[RequestDelta]:
+        """End the requests that wait for this adapter."""
+        assert self.adapters is not None
+        deltas = []
+        for request in self.adapters.waiting_for(adapter):
+            self._finish(request, "error", error)
+            deltas.append(delta_of(request, []))
+        return deltas
+
     # Scheduling
 
     def _room_beside(self, batch: ScheduledBatch) -> StepRoom | None:
@@ -331,8 +352,11 @@ class Scheduler:
         limits = self.limits
         if not limits.slo_itl or self._room_within is None or not self._enable_chunked_prefill:
             return None
+        seconds = limits.slo_itl
+        if self.speculation is not None:
+            seconds -= self.speculation.drafter_seconds(batch.draft_token_ids)
         rows = batch.num_computed_tokens, batch.num_scheduled_tokens
-        return self._room_within(limits.slo_itl, limits.slo_attainment, *rows)
+        return self._room_within(seconds, limits.slo_attainment, *rows, sum(batch.num_logits))
 
     def _serve_oldest(self, step: _Step, prompts: list[Request], budget: int) -> None:
         """Answers take all the time: the oldest prompt goes on slowly, and who waits does so until an answer ends."""
@@ -447,6 +471,8 @@ class Scheduler:
         assert self.speculation is not None
         if (failure := result.draft_failures.get(row)) is not None:
             self.speculation.fail(request, failure)
+        elif result.draft_error:
+            self.speculation.fail_for_now(request, num_drafts, result.draft_error)
         elif row in result.unread:
             self.speculation.read_later(request, result.unread[row])
         else:
@@ -498,7 +524,9 @@ class Scheduler:
         return True
 
     def _candidate(self, first: Callable[[], tuple[Key, Request] | None]) -> tuple[Request, Prefix] | None:
-        """The waiting request that is `first`, and its prefix, if it may run now. Forks on the way are deferred.
+        """The waiting request that is `first`, and its prefix, if it may run now.
+
+        Forks on the way are deferred, and so is who has an adapter without a place.
 
         One that was preempted waits for its results on their way.
         """
@@ -506,6 +534,10 @@ class Scheduler:
             request = entry[1]
             if request.num_in_flight_steps > 0 or not may_join(request, self._running):
                 return None
+            if request.adapter is not None and self.adapters is not None and not self.adapters.may_run(request):
+                self._queue.remove(request)
+                self._deferred[request] = partial(self.adapters.may_run, request)
+                continue
             parent = self._parent(request)
             if parent is None:
                 return request, self._cached_prefix(request)
@@ -537,6 +569,8 @@ class Scheduler:
         if copies is None:
             return False
         self._queue.remove(request)
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.start(request)
         request.status = RUNNING
         start_at(request, prefix.num_tokens)
         if self.speculation is not None:
@@ -590,9 +624,13 @@ class Scheduler:
     def _take_back(self, request: Request, status: RequestStatus) -> None:
         """Free a running request; it waits where it stood, to be computed again from its known tokens."""
         self.kv.free(request)
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.stop(request)
         request.status = status
         start_at(request, 0)
         self._removed.append(request.request_id)
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.wait(request)
         self._wait(request)
 
     def _choose_rope(self, request: Request) -> None:
@@ -630,6 +668,11 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Free a request at once. One that runs stays in `_running` until `_drop_stopped`."""
+        if request.adapter is not None and self.adapters is not None:
+            if request.status is RUNNING:
+                self.adapters.stop(request)
+            else:
+                self.adapters.leave(request)
         if request.status is RUNNING:
             self.kv.free(request)
             self._removed.append(request.request_id)

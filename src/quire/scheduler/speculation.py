@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from quire.logs import RateLimited, get_logger
 from quire.request import Request
-from quire.scheduler.adaptive_depth import AdaptiveDepth
+from quire.scheduler.adaptive_depth import AdaptiveDepth, DrafterTime
 from quire.scheduler.proposer import Proposer
 
 logger = get_logger(__name__)
+
+MOST_ERRORS = 6  # steps without drafts in which the drafter raised, before a request drafts no more
 
 
 @dataclass(slots=True)
@@ -21,7 +23,7 @@ class DraftCounts:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # drafts that held
     accepted_per_position: list[int] = field(default_factory=list)  # rows whose draft there held, up to the longest run
-    num_failures: int = 0  # requests whose drafter failed
+    num_failures: int = 0  # rows whose drafter failed
 
     def add(self, num_drafts: int, num_held: int) -> None:
         """A row with so many drafts, the first of which held."""
@@ -34,8 +36,20 @@ class DraftCounts:
             accepted[position] += 1
 
 
+@dataclass(slots=True)
+class _Errors:
+    """Of a request whose drafter raised."""
+
+    count: int = 0
+    next_step: int = 0  # that it drafts in
+
+
 class Speculation:
     """Asks a proposer for drafts, as far as a request should draft now.
+
+    A drafter in the worker that raises leaves all rows of a step without drafts, and says not which row made it raise.
+    So each of these requests waits, longer every time, and then drafts again in a step in which none of the others
+    does.
 
     Args:
         most: drafts of one request in one step; may be moved.
@@ -44,6 +58,7 @@ class Speculation:
         max_tokens: of a request that drafts, with all its drafts but the last: what the drafter can read. None: any.
         waits: requests that may draft are in no step before their newest token is known, unless `adaptive` says that
             this does not pay. Otherwise they draft only where it happens to be known.
+        drafter_time: of a drafter in the worker, the one that `adaptive` has. None: drafts cost no time.
     """
 
     def __init__(
@@ -55,13 +70,17 @@ class Speculation:
         *,
         max_tokens: int | None = None,
         waits: bool = False,
+        drafter_time: DrafterTime | None = None,
     ) -> None:
         self.most = most
+        self.drafter_time = drafter_time
         self._proposer, self._most_by_rows, self._adaptive = proposer, most_by_rows, adaptive
         self._max_tokens, self._waits, self._may_draft = max_tokens, waits, False
         self._most_now = most  # drafts of a request in the step that is being made
         self._counts = DraftCounts()
         self._stopped: set[str] = set()  # requests without drafts from now on
+        self._errors: dict[str, _Errors] = {}
+        self._step = self._last_error_step = 0
         self._failure_log = RateLimited(logger)
 
     def admit(self, request: Request, num_cached: int) -> None:
@@ -71,6 +90,7 @@ class Speculation:
 
     def begin_step(self, running: Sequence[Request], most: int) -> int:
         """How many drafts the next step may have, of the `most` there is room for. 0: nobody need be asked."""
+        self._step += 1
         self._most_now = min([self.most, *(k for low, high, k in self._most_by_rows if low <= len(running) <= high)])
         has_drafting = any(request.request_id not in self._stopped for request in running)
         self._may_draft = most > 0 and self._most_now > 0 and has_drafting
@@ -88,6 +108,8 @@ class Speculation:
         depth = min(most, self._most_now)
         if depth <= 0 or request.request_id in self._stopped:
             return ()
+        if self._errors and (errors := self._errors.get(request.request_id)) and self._step < errors.next_step:
+            return ()
         if self._max_tokens is not None and (depth := min(depth, self._max_tokens + 1 - request.num_tokens)) <= 0:
             self._stop(request)
             return ()
@@ -103,6 +125,7 @@ class Speculation:
     def settle(self, request: Request, num_drafts: int, num_held: int) -> None:
         """So many drafts of a request were verified; the first `num_held` were what the target sampled."""
         self._counts.add(num_drafts, num_held)
+        self._errors.pop(request.request_id, None)
         if self._adaptive is not None:
             self._adaptive.settle(request, num_drafts, num_held)
 
@@ -111,20 +134,47 @@ class Speculation:
         if self._adaptive is not None:
             self._adaptive.read_later(request, num_unread)
 
+    def drafter_seconds(self, drafts: Sequence[Sequence[int]]) -> float:
+        """How long the worker's drafter will probably take for the drafts of the step that is being made."""
+        if self.drafter_time is None:
+            return 0.0
+        seconds = 0.0 if self._adaptive is None else self._adaptive.reading_seconds
+        return seconds + self.drafter_time.of_step([len(row) for row in drafts])
+
     def settle_drafter(self, seconds: float, drafts: Sequence[Sequence[int]]) -> None:
         """The worker's drafter took so long for the drafts of a step."""
+        depths = [len(row) for row in drafts]
         if self._adaptive is not None:
-            self._adaptive.settle_drafter(seconds, [len(row) for row in drafts])
+            self._adaptive.settle_drafter(seconds, depths)
+        elif self.drafter_time is not None:
+            self.drafter_time.observe(seconds, depths)
 
     def fail(self, request: Request, why: str) -> None:
-        """The drafter could not draft for this request: it goes on without."""
+        """The drafter cannot draft for this request: it goes on without."""
+        if request.request_id in self._stopped:
+            return
         self._stop(request)
         self._counts.num_failures += 1
         self._failure_log.warning("Request %s goes on without drafts: %s", request.request_id, why)
 
+    def fail_for_now(self, request: Request, num_drafts: int, why: str) -> None:
+        """The drafter raised in a step with so many places of drafts of this request."""
+        errors = self._errors.setdefault(request.request_id, _Errors())
+        errors.count += 1
+        if errors.count > MOST_ERRORS:
+            self.fail(request, why)
+            return
+        self._counts.num_failures += 1
+        self._failure_log.warning("Request %s waits before its next draft: %s", request.request_id, why)
+        self._last_error_step = max(self._step + 2**errors.count, self._last_error_step + 1)
+        errors.next_step = self._last_error_step
+        if self._adaptive is not None:
+            self._adaptive.settle(request, num_drafts, 0)
+
     def forget(self, request_id: str) -> None:
         """The request has ended; unknown ids are fine."""
         self._stopped.discard(request_id)
+        self._errors.pop(request_id, None)
         self._proposer.forget(request_id)
         if self._adaptive is not None:
             self._adaptive.forget(request_id)

@@ -15,7 +15,7 @@ from quire.formats.weight_format import packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.planning.memory_plan import (
     KvPages,
-    least_work_bytes,
+    MemoryFacts,
     logits_bytes,
     memory_settings,
     plan_kv_cache,
@@ -149,9 +149,9 @@ class Explanation:
             label = ""
 
     def _memory(self) -> Iterator[str]:
-        """The plan in the words of the first screen. Only the work memory is an estimate: a start measures it."""
+        """The plan in the words of the first screen. Work memory is from config.json: a start counts real buffers."""
         memory = MemorySummary.of({name: setting.value for name, setting in self.settings.items()})
-        yield f"memory   {memory.plan()}   (work: at least)"
+        yield f"memory   {memory.plan()}   (work: predicted)"
         for label, line in zip(("fits", ""), memory.capacity(), strict=True):
             yield f"{label:<8} {line}"
 
@@ -188,10 +188,12 @@ def explain(
     form, device_settings = resolved.model, resolved.device
     layers = layer_kernels(model, form.dtype, form.quantization, device_settings.isa, device_settings.deterministic)
     pages = KvPages.of(resolved, model)
-    return Explanation(model_name, model, device, settings, layers, pages, _next_costs(resolved, model, pages), error)
+    return Explanation(
+        model_name, model, device, settings, layers, pages, _next_costs(resolved, model, pages, memory), error
+    )
 
 
-def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages) -> dict[str, str]:
+def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages, memory: MemoryFacts) -> dict[str, str]:
     form, schedule = resolved.model, resolved.scheduler
 
     def shown_request(num_tokens: int) -> str:
@@ -207,10 +209,10 @@ def _next_costs(resolved: Resolved, model: ModelConfig, pages: KvPages) -> dict[
     seqs, budget, length = schedule.max_num_seqs, schedule.max_num_batched_tokens, form.max_model_len
     block = form.block_size
     logits = shown_bytes(logits_bytes(model, seqs))
-    work = shown_bytes(least_work_bytes(model, budget, form.dtype))
+    work = shown_bytes(memory.work_bytes - memory.logits_bytes)
     costs = {
         "max_num_seqs": f"{2 * seqs}: {logits} more work memory, and each of more running requests gets fewer tokens/s",
-        "max_num_batched_tokens": f"{2 * budget}: at least {work} more work memory, and steps up to twice as long",
+        "max_num_batched_tokens": f"{2 * budget}: {work} more work memory, and steps up to twice as long",
         "block_size": f"{2 * block}: up to {2 * block - 1} tokens of cache wasted per request, now {block - 1}",
         "max_model_len": f"{2 * length}: one full request takes {shown_request(2 * length)} of KV cache, "
         f"now {shown_request(length)}"

@@ -24,6 +24,7 @@ logger = logs.get_logger(__name__)
 WIDTH = 80
 LABEL_WIDTH = 9
 INDENT = " " * (LABEL_WIDTH + 3)
+MOST_NAMES = 5  # of adapters
 CHOSEN = (
     "dtype", "num_threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "enable_prefix_caching",
@@ -36,6 +37,9 @@ _ISA_NAMES = {
     "avx512_bf16": "AVX-512 BF16",
     "avx512": "AVX-512",
     "avx2": "AVX2",
+    "neon_i8mm": "NEON I8MM",
+    "neon_dotprod": "NEON DOTPROD",
+    "neon": "NEON",
     "torch": "(plain torch)",
 }
 # The demo model can answer it.
@@ -120,6 +124,7 @@ def show_ready(
         *_labelled("fits", memory.capacity(), style),
         *_labelled("chosen", _flowed([*items, WHY]), style),
         *_labelled("drafts", _drafts(settings["speculative_config"]), style),
+        *_labelled("adapters", _adapters(settings), style),
         *_labelled("expect", _expectation(*(settings[name]["value"] for name in (*EXPECTED, "max_num_seqs"))), style),
         "",
         *_labelled(
@@ -139,6 +144,18 @@ def _drafts(setting: dict[str, Any]) -> Iterator[str]:
     if (speculation := setting["value"]) is not None:
         by = f"{speculation['method']} ({speculation['model']})" if "model" in speculation else speculation["method"]
         yield f"{by}, at most {speculation['num_speculative_tokens']} tokens a step ({setting['source']})"
+
+
+def _adapters(settings: dict[str, Any]) -> Iterator[str]:
+    """The adapters of the start and their limits; no line if the server takes none."""
+    if not settings["enable_lora"]["value"]:
+        return
+    names = settings["lora_modules"]["value"]
+    items = [*names[:MOST_NAMES], *([f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else [])]
+    limits = [f"{settings['max_loras']['value']} in a step", f"{settings['max_cpu_loras']['value']} in memory"]
+    yield from _flowed([*(items or ["none yet"]), *limits])
+    if envs.ALLOW_RUNTIME_LORA_UPDATING.get() and not settings["lora_dir"]["value"]:
+        yield "POST /v1/load_lora_adapter opens no folder: name some with --lora-dir"
 
 
 def _expectation(of_one: float, of_all: float, waited: float, num_users: int) -> Iterator[str]:

@@ -19,13 +19,19 @@ _INTEGER_KERNELS = {
     "avx512_bf16": "VNNI dot products",
     "avx512": "16-bit multiply-adds",
     "avx2": "16-bit multiply-adds",
+    "neon_i8mm": "8-bit matrix products",
+    "neon_dotprod": "8-bit dot products",
+    "neon": "16-bit multiply-adds",
     "scalar": "one product at a time",
 }
 # AMX takes groups up to kAmxSmallGroup of csrc/include/quire/kernels/gemm.h, and larger groups of whole tile rows.
 _AMX_SMALL_GROUP, _TILE_ROW = 512, 64
-_BFLOAT16_KERNELS = {"amx": "AMX tiles, or bfloat16 dot products", "avx512_bf16": "bfloat16 dot products"}
-
-_FP8_KERNELS = {"amx": "AMX tiles", "avx512_bf16": "bfloat16 dot products"}
+_BFLOAT16_KERNELS = {
+    "amx": "AMX tiles, or bfloat16 dot products",
+    "avx512_bf16": "bfloat16 dot products",
+    "neon_i8mm": "bfloat16 matrix products",
+}
+_FP8_KERNELS = _BFLOAT16_KERNELS | {"amx": "AMX tiles"}
 _FLOAT_KERNEL = "float32 multiply-adds"
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
 from quire.outputs import RequestOutput
-from quire.server import beam_search, generation
+from quire.server import beam_search, generation, lora_admin
 from quire.server.generation import Generation
 from quire.server.limits import read_json
 from quire.server.protocol.common import GenerationRequest
@@ -49,6 +49,7 @@ async def respond(
 
     async def answer() -> Response:
         try:
+            await lora_admin.resolve(state, body.model)
             generation.check(state, body, ignored)
             asked, writer = await prepare(state, body, ignored, request_id_of(request.scope))
             return await _answer(state, body, asked, writer, generation.ignored_headers(ignored))

@@ -21,7 +21,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.metrics import log_line
 from quire.metrics.prometheus import PrometheusMetrics
-from quire.server import config_api, health, loop_lag, models, openapi, page, steps, timeline, tokenization
+from quire.server import config_api, health, loop_lag, lora_admin, models, openapi, page, steps, timeline, tokenization
 from quire.server.auth import PUBLIC_PATHS, AccessControl, check_api_keys
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
@@ -67,6 +67,8 @@ def create_app(
         Route("/version", health.version, methods=["GET"]),
         *openapi.routes(state),
     ]
+    if settings.changes_adapters:
+        routes += lora_admin.routes()
     if settings.has_tokenizer_info:
         routes.append(Route("/tokenizer_info", tokenization.tokenizer_info, methods=["GET"]))
     middleware = [

@@ -81,6 +81,7 @@ async def _search(state: ServerState, body: GenerationRequest, asked: Generation
             prompts=[{"prompt_token_ids": tokens} for tokens in beams],
             params=step_params,
             priority=asked.priority,
+            adapter=asked.adapter,
             cache_salt=asked.cache_salt,
             add_special_tokens=False,
             max_tokens_is_default=True,

@@ -91,6 +91,7 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
     max_tokens, is_chosen = generation.choose_max_tokens(state, asked, default_max_tokens)
     params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=_num_logprobs(state, body))
     return generation.of_body(
+        state,
         body,
         request_id,
         "chatcmpl",
@@ -124,7 +125,7 @@ class _ChatWriter:
         self._body = body
         self._id = asked.response_id
         self._created = int(time.time())
-        self._model = state.model_name
+        self._model = asked.adapter or state.model_name
         self._role = state.settings.response_role
         self._n = asked.params.n
         self._prefix = _echoed_text(body, self._role)

@@ -74,6 +74,7 @@ def _generation(state: ServerState, body: CompletionRequest, prompts: list[Promp
         params.prompt_logprobs = body.logprobs
         params.skip_reading_prefix_cache = True
     return generation.of_body(
+        state,
         body,
         request_id,
         "cmpl",
@@ -95,6 +96,7 @@ class _CompletionWriter:
     def __init__(self, state: ServerState, body: CompletionRequest, asked: Generation) -> None:
         self._state, self._body = state, body
         self._id = asked.response_id
+        self._model = asked.adapter or state.model_name
         self._created = int(time.time())
         self._n = asked.params.n
         self._is_echo_only = _is_echo_only(body)
@@ -121,7 +123,7 @@ class _CompletionWriter:
         answer = CompletionResponse(
             id=self._id,
             created=self._created,
-            model=self._state.model_name,
+            model=self._model,
             system_fingerprint=SYSTEM_FINGERPRINT,
             choices=choices,
             usage=make_usage(sum(len(output.prompt_token_ids) for output in outputs), num_tokens, num_cached_tokens),
@@ -238,7 +240,7 @@ class _CompletionWriter:
         return CompletionChunk(
             id=self._id,
             created=self._created,
-            model=self._state.model_name,
+            model=self._model,
             system_fingerprint=SYSTEM_FINGERPRINT,
             choices=choices,
         )

@@ -29,6 +29,7 @@ class Generation:
     Args:
         max_tokens_is_default: the client did not choose max_tokens, so it is cut to what fits instead of refused.
         request_id: of the HTTP request, under which its timeline is found; None: it has none.
+        adapter: its name; None: the base model.
     """
 
     response_id: str
@@ -40,6 +41,7 @@ class Generation:
     max_tokens_is_default: bool
     truncation: Truncation | None = None
     request_id: str | None = None
+    adapter: str | None = None
 
 
 async def start(state: ServerState, generation: Generation) -> list[RequestStream]:
@@ -55,6 +57,7 @@ async def start(state: ServerState, generation: Generation) -> list[RequestStrea
                 prompt,
                 generation.params,
                 engine_id,
+                adapter=generation.adapter,
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 add_special_tokens=generation.add_special_tokens,
@@ -157,7 +160,7 @@ def _response_id(prefix: str, body: GenerationRequest, header_id: str) -> str:
 def check(state: ServerState, body: GenerationRequest, ignored: list[str]) -> None:
     """What every route refuses before it looks further, and the server's defaults. Adds fields without effect."""
     state.check_accepting()
-    state.check_model(body.model)
+    state.adapter(body.model)
     _check_stream_options(body)
     _apply_defaults(state, body)
     _check_truncation(body)
@@ -167,6 +170,7 @@ def check(state: ServerState, body: GenerationRequest, ignored: list[str]) -> No
 
 
 def of_body(
+    state: ServerState,
     body: GenerationRequest,
     request_id: str,
     prefix: str,
@@ -191,6 +195,7 @@ def of_body(
         add_special_tokens=add_special_tokens,
         truncation=body.truncation,
         request_id=request_id,
+        adapter=state.adapter(body.model),
         max_tokens_is_default=max_tokens_is_default,
     )
 

@@ -16,6 +16,7 @@ from quire.frontend.replica import MAX_RECORDS
 from quire.server.auth import PUBLIC_PATHS
 from quire.server.docs_page import render
 from quire.server.health import Starting
+from quire.server.protocol.adapters import LoadRequest, UnloadRequest
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.common import ErrorBody, ModelCard, ModelList
 from quire.server.protocol.completions import CompletionChunk, CompletionRequest, CompletionResponse
@@ -104,6 +105,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         None,
         {"type": "object", "required": ["tokenizer_class"], "properties": {"tokenizer_class": {"type": "string"}}},
     ),
+    ("POST", "/v1/load_lora_adapter"): Operation(
+        "Read an adapter and serve it under a name", LoadRequest, "text/plain", errors=(*_BODY, 404, 503)
+    ),
+    ("POST", "/v1/unload_lora_adapter"): Operation(
+        "Serve an adapter no longer", UnloadRequest, "text/plain", errors=(*_BODY, 404, 503)
+    ),
     ("GET", "/health"): Operation("200 while steps end in time", None, _STATUS, errors=(503,)),
     ("GET", "/ping"): Operation("As /health", None, _STATUS, errors=(503,)),
     ("POST", "/ping"): Operation("As /health", None, _STATUS, errors=(503,)),
@@ -116,17 +123,25 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/docs"): Operation("This description as a page", None, "text/html"),
     ("GET", "/openapi.json"): Operation("This description", None, {"type": "object"}),
 }
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # if the operator allows them
 ALIASES = {"/chat/completions": "/v1/chat/completions", "/completions": "/v1/completions"}
 OPERATIONS |= {("POST", alias): OPERATIONS["POST", path] for alias, path in ALIASES.items()}
 
 
 def build(
-    bounds: SchemaBounds, root_path: str = "", *, has_tokenizer_info: bool = False, has_public_metrics: bool = False
+    bounds: SchemaBounds,
+    root_path: str = "",
+    *,
+    has_tokenizer_info: bool = False,
+    has_public_metrics: bool = False,
+    changes_adapters: bool = False,
 ) -> dict[str, Any]:
     """The OpenAPI 3.1 document. Every route of the app is in OPERATIONS; a test compares them."""
+    absent = (() if has_tokenizer_info else ("/tokenizer_info",)) + (() if changes_adapters else ADAPTER_PATHS)
     keyless = PUBLIC_PATHS | ({"/metrics"} if has_public_metrics else set())
+    operations = {key: operation for key, operation in OPERATIONS.items() if key[1] not in absent}
     structs: list[type[msgspec.Struct]] = [ErrorBody, Starting]
-    for operation in OPERATIONS.values():
+    for operation in operations.values():
         for kind in (operation.request, operation.response, operation.events, operation.lines):
             if isinstance(kind, type) and kind not in structs:
                 structs.append(kind)
@@ -134,10 +149,9 @@ def build(
     by_struct = dict(zip(structs, schemas, strict=True))
     refine(components, bounds)
     paths: dict[str, dict[str, Any]] = {}
-    for (method, path), operation in OPERATIONS.items():
-        if path != "/tokenizer_info" or has_tokenizer_info:
-            described = _operation(path, operation, by_struct.__getitem__, is_public=path in keyless)
-            paths.setdefault(path, {})[method.lower()] = described
+    for (method, path), operation in operations.items():
+        described = _operation(path, operation, by_struct.__getitem__, is_public=path in keyless)
+        paths.setdefault(path, {})[method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {
@@ -218,6 +232,7 @@ def routes(state: ServerState) -> list[Route]:
         settings.root_path,
         has_tokenizer_info=settings.has_tokenizer_info,
         has_public_metrics=settings.has_public_metrics,
+        changes_adapters=settings.changes_adapters,
     )
     description = msgspec.json.encode(document)
     page = render(document).encode()

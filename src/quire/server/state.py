@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -27,6 +28,8 @@ from quire.server.recent import RecentRequests
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
 # Where the middleware leaves the request's id in the ASGI scope.
 REQUEST_ID_KEY = "quire.request_id"
+
+MOST_NAMES = 20  # of models in an error
 
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 
@@ -56,6 +59,9 @@ class ServerSettings:
         has_priorities: the scheduler looks at priorities; if not, a priority is named among the ignored fields.
         owns_engine: the app starts the engine's receiving with itself and shuts it down with itself.
         log_stats_interval: seconds between two statistics lines; 0: none.
+        lora_dirs: folders from which clients may load adapters.
+        changes_adapters: clients may load and unload adapters.
+        lora_resolver_dir: where adapters of unknown model names are looked for.
         resolved: the server's settings with their sources, for GET /v1/config: {name: Setting.as_dict()}.
     """
 
@@ -81,6 +87,9 @@ class ServerSettings:
     log_stats_interval: float = 10.0
     limits: Limits = field(default_factory=Limits)
     cors: CorsRules = field(default_factory=CorsRules)
+    lora_dirs: tuple[Path, ...] = ()
+    changes_adapters: bool = False
+    lora_resolver_dir: Path | None = None
     resolved: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -148,16 +157,25 @@ class ServerState:
         if self._renderer is not None:
             self._renderer.close()
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError unless the model is served; leaving it out means the only one."""
-        names = self.settings.served_model_names
-        if name is None or name in names:
-            return
+    def is_served(self, name: str) -> bool:
+        """Whether the base model or an adapter has this name."""
+        return name in self.settings.served_model_names or name in self.engine.adapters.by_name
+
+    def adapter(self, name: str | None) -> str | None:
+        """The name if it is an adapter's; None for the base model, which leaving the name out means too.
+
+        Raises ModelNotFoundError.
+        """
+        if name is None or name in self.settings.served_model_names:
+            return None
+        if name in self.engine.adapters.by_name:
+            return name
+        names = [*self.settings.served_model_names, *self.engine.adapters.by_name]
         near = difflib.get_close_matches(name[:256], names, n=1, cutoff=0.5)
         raise ModelNotFoundError(
             "This model is not served",
             value=name,
-            expected="one of " + ", ".join(names),
+            expected="one of " + ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES),
             fix=f"Did you mean {near[0]}?" if near else "Leave model out to use the one served",
             param="model",
         )

@@ -34,7 +34,7 @@ async def tokenize(request: Request) -> Response:
     """The token ids a prompt or a chat would have. Works before the engine is ready."""
     state = state_of(request)
     body, ignored = await read_json(request, state.settings.limits, _tokenize_decoder.decode)
-    state.check_model(body.model)
+    state.adapter(body.model)
     _check(body)
     text = body.prompt if body.prompt is not None else await _render(state, body)
     adds_special_tokens = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
@@ -53,7 +53,7 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids. Works before the engine is ready."""
     state = state_of(request)
     body, ignored = await read_json(request, state.settings.limits, _detokenize_decoder.decode)
-    state.check_model(body.model)
+    state.adapter(body.model)
     decode = partial(_decode, state, body.tokens)
     text = decode() if len(body.tokens) <= INLINE_PROMPT_CHARS else await asyncio.to_thread(decode)
     answer = DetokenizeResponse(prompt=text)

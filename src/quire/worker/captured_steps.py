@@ -16,6 +16,10 @@ class CapturedSteps(Protocol):
         """The size to bring a step to, so that it can be repeated; None: it is to be run."""
         ...
 
-    def run(self, size: Padding, staged: StagedStep) -> Tensor:
-        """hidden_TD of a step that was staged with this padding; overwritten by the next run."""
+    def run(self, size: Padding, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
+        """hidden_TD of a step that was staged with this padding; overwritten by the next run.
+
+        Args:
+            hidden_TD: see ForwardBatch.
+        """
         ...

@@ -13,7 +13,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -34,12 +34,14 @@ def paddings(settings: WorkerSettings) -> list[Padding]:
     found = [Padding(size, size) for size in sizes.decodes]
     # one row at least computes several tokens
     found += [Padding(size, min(settings.max_num_seqs, size - 1)) for size in sizes.mixed]
+    if settings.lora is not None:
+        found += [replace(size, has_adapters=True) for size in found]
     return in_order(found)
 
 
 def in_order(sizes: Sequence[Padding]) -> list[Padding]:
     """The largest first."""
-    return sorted(sizes, key=lambda size: (size.tokens, size.rows), reverse=True)
+    return sorted(sizes, key=lambda size: (size.tokens, size.rows, size.has_adapters), reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,14 @@ class StepGraphs:
     ) -> None:
         self._model, self._caches, self._inputs, self._accelerator = model, caches, inputs, accelerator
         self._sizes = list(sizes)
-        self._decodes = sorted(size.tokens for size in sizes if size.tokens == size.rows)
-        self._mixed = sorted((size.tokens, size.rows) for size in sizes if size.tokens != size.rows)
+        self._decodes = sorted({size.tokens for size in sizes if size.tokens == size.rows})
+        self._mixed = sorted({(size.tokens, size.rows) for size in sizes if size.tokens != size.rows})
         self._captured: dict[Padding, _Captured] = {}
         # One place for all sizes: what is left in the graphs' own memory may be overwritten by another graph.
         self._hidden_TD = torch.empty(
             (max(size.tokens for size in sizes), model.config.hidden_size), dtype=model.dtype, device=accelerator.device
         )
+        self._given_TD = None if model.config.head is None else torch.zeros_like(self._hidden_TD)
 
     @torch.inference_mode()
     def capture(self, on_captured: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -114,23 +117,27 @@ class StepGraphs:
                 on_captured(done, len(self._sizes))
 
     def _forward(self, staged: StagedStep, size: Padding) -> None:
-        hidden_TD = self._model.forward(self._inputs.forward_batch(staged, self._caches, is_prepared=True))
+        given_TD = None if self._given_TD is None else self._given_TD[: size.tokens]
+        hidden_TD = self._model.forward(self._inputs.forward_batch(staged, self._caches, given_TD, is_prepared=True))
         self._hidden_TD[: size.tokens].copy_(hidden_TD)
 
     def size_for(self, step: StepRows) -> Padding | None:
         """The size to run a step on; None: there is none that holds it."""
         num_rows, num_tokens = len(step.lens_S), int(step.lens_S.sum())
+        has_adapters = step.adapter_slots_S is not None
         if num_tokens == num_rows:
             at = bisect_left(self._decodes, num_rows)
-            return Padding(self._decodes[at], self._decodes[at]) if at < len(self._decodes) else None
+            return Padding(self._decodes[at], self._decodes[at], has_adapters) if at < len(self._decodes) else None
         at = bisect_left(self._mixed, (num_tokens, 0))
         if at == len(self._mixed) or num_rows > self._mixed[at][1]:
             return None
-        return Padding(*self._mixed[at])
+        return Padding(*self._mixed[at], has_adapters)
 
-    def run(self, size: Padding, staged: StagedStep) -> Tensor:
-        """hidden_TD of a step that was staged with this padding; overwritten by the next run."""
+    def run(self, size: Padding, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
+        """See CapturedSteps."""
         captured = self._captured[size]
+        if self._given_TD is not None and hidden_TD is not None:
+            self._given_TD[: len(hidden_TD)].copy_(hidden_TD)
         assert captured.staged.token_ids_T.data_ptr() == staged.token_ids_T.data_ptr(), "the step lies elsewhere"
         self._model.prepare(staged.host, self._caches)
         captured.graph.replay()

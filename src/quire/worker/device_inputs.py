@@ -8,7 +8,8 @@ N block tables of a request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from quire.worker.input_batch import ExpectedTokens, InputBatch, Padding, Staged
 from quire.worker.staging import ALIGNMENT, Staging
 
 # Bytes per token and per row of a step, and how many arrays there are: see InputBatch.stage.
-_TOKEN_BYTES, _ROW_BYTES, _NUM_ARRAYS = 2 * 8, 3 * 8 + 2 * 4 + 4 * 4 + 8, 15
+_TOKEN_BYTES, _ROW_BYTES, _NUM_ARRAYS = 2 * 8 + 4, 3 * 8 + 3 * 4 + 4 * 4 + 8, 17
 _SLOT_BYTES = 8  # per token and block table
 
 
@@ -44,6 +45,7 @@ class DeviceInputBatch(InputBatch):
         block_size: int,
         vocab_size: int,
         num_tables: int = 1,
+        adapters: Mapping[str, int] = MappingProxyType({}),
         *,
         max_tokens: int,
         accelerator: Accelerator,
@@ -54,7 +56,7 @@ class DeviceInputBatch(InputBatch):
         )
         num_bytes += 4 + ALIGNMENT * (_NUM_ARRAYS + num_tables)
         staging = Staging(accelerator, num_bytes, steps_in_flight + 1)
-        super().__init__(max_num_rows, max_model_len, block_size, vocab_size, num_tables, staging)
+        super().__init__(max_num_rows, max_model_len, block_size, vocab_size, num_tables, adapters, staging)
         device = accelerator.device
         self._block_tables_NCM = torch.zeros(self.block_tables_NCM.shape, dtype=torch.int32, device=device)
         self._newest_C = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
@@ -75,7 +77,14 @@ class DeviceInputBatch(InputBatch):
         self._write_new_blocks()
         return super().stage(step, parameters, pad_to)
 
-    def forward_batch(self, staged: StagedStep, caches: list[LayerCache], is_prepared: bool = False) -> ForwardBatch:
+    def forward_batch(
+        self,
+        staged: StagedStep,
+        caches: list[LayerCache],
+        hidden_TD: Tensor | None = None,
+        *,
+        is_prepared: bool = False,
+    ) -> ForwardBatch:
         """What the forward pass reads. Launches only: it can be captured.
 
         Args:
@@ -93,7 +102,9 @@ class DeviceInputBatch(InputBatch):
             seq_lens_S=staged.seq_lens_S,
             tables=tuple(map(StepTable, staged.slot_mappings_T, tables_NSM.unbind(0))),
             caches=caches,
+            adapter_slots_T=staged.adapter_slots_T,
             host=None if is_prepared else staged.host,
+            hidden_TD=hidden_TD,
         )
 
     def _write_new_blocks(self) -> None:
@@ -115,7 +126,7 @@ class DeviceInputBatch(InputBatch):
     def place_guesses(self, step: StepRows, staged: StagedStep, token_ids_S: Tensor) -> None:
         """See InputBatch; the device keeps the tokens as the newest of their rows, and the host does not know them."""
         self._newest_C.index_copy_(0, staged.expecting_rows, token_ids_S.clamp(min=0))
-        self.token_ids[step.rows_S, step.starts_S + step.lens_S] = -1 - step.rows_S
+        self.token_ids[step.rows_S, step.starts_S + step.lens_S + step.ahead] = -1 - step.rows_S
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:
         """See InputBatch; the device keeps the tokens as the newest of their rows."""

@@ -1,8 +1,7 @@
 """A second, smaller model that drafts: it samples as the target would, from its own logits.
 
-It draws with the target's random numbers of the row and place, so that both draw alike where they think alike. Its keys
-and values lie in the pages of the target, and are computed when a row drafts for the first time: prompts cost nothing
-where nobody speculates.
+Its keys and values lie in the pages of the target, and are computed when a row drafts for the first time: prompts cost
+nothing where nobody speculates.
 
 Dimensions: S rows that draft, C row capacity, K most drafts of a row, B pages, R rows of one pass, V vocabulary of the
 target.
@@ -17,18 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.life_cycle import WorkerSettings
 from quire.models.registry import CausalLM
-from quire.sampling.sampler import Sampler
 from quire.schedule import ScheduledBatch
 from quire.worker.accelerator import Device
 from quire.worker.captured_steps import CapturedSteps
+from quire.worker.draft_draws import DraftDraws
 from quire.worker.drafter import ANY_TOKEN, Drafted
 from quire.worker.forward_pass import ForwardPass
 from quire.worker.input_batch import InputBatch, StepRows
 from quire.worker.kv_cache import PagedCache
-
-_NO_DISTRIBUTION = "The draft model's logits are not numbers (NaN) or infinite, or no token is left to draft"
 
 
 class DraftModel:
@@ -55,11 +51,10 @@ class DraftModel:
         max_drafts: int,
         is_greedy: bool,
     ) -> None:
-        self._inputs, self._device = inputs, device
+        self._inputs, self._draws = inputs, DraftDraws(inputs, device, is_greedy=is_greedy)
         self.forward_pass = ForwardPass(model, cache.drafter_layers, inputs, captured)
         self._table = cache.drafter_layers[0].table
-        self._max_tokens, self._is_greedy = max_tokens, is_greedy
-        self._sampler = Sampler(inputs.sampling)
+        self._max_tokens = max_tokens
         capacity = len(inputs.num_tokens)
         # Of each row: true tokens that the model has computed, and the drafts that it has computed behind them.
         self._num_computed_C = np.zeros(capacity, dtype=np.int64)
@@ -88,6 +83,9 @@ class DraftModel:
             self._num_computed_C[row] = num_blocks * block_size
             self._computed_drafts_CK[row] = -1
 
+    def learn(self, step: StepRows) -> None:
+        """See Drafter: only tokens are read, and not before a row drafts."""
+
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:
         """See Drafter: a forward pass per place, over all rows that have nothing left to read."""
         drafted = Drafted([[ANY_TOKEN] * count for count in counts], self._refusals(rows))
@@ -113,12 +111,7 @@ class DraftModel:
             found.append(self._draft_one(rows_S[:num_rows], starts_S[:num_rows], ends_S, offset, found))
             starts_S = ends_S
         self._keep(rows_S, lens_S)
-        for offset, tokens_R in enumerate(self._on_host(found)):
-            for index, token_id in zip(indices, tokens_R.tolist(), strict=False):
-                if token_id < 0:
-                    drafted.failures.setdefault(index, _NO_DISTRIBUTION)
-                else:
-                    drafted.token_ids[index][offset] = token_id
+        self._draws.collect(drafted, indices, found)
         for row, index in zip(rows_S.tolist(), indices, strict=True):
             computed = drafted.token_ids[index][:-1]
             self._computed_drafts_CK[row, : len(computed)] = computed
@@ -175,29 +168,16 @@ class DraftModel:
         earlier: list[Tensor],
     ) -> Tensor:
         """token_ids_R behind the tokens up to `ends_R`, of which those before `starts_R` are computed; -1: none."""
-        inputs, state = self._inputs, self._inputs.sampling
         step = StepRows(rows_R, starts_R, ends_R - starts_R, np.arange(len(rows_R)))
-        offsets_R = np.full(len(rows_R), offset)
-        staged = self.forward_pass.stage(
-            step, () if self._is_greedy else self._sampler.host_parameters(rows_R, offsets_R)
-        )
+        staged = self.forward_pass.stage(step, self._draws.parameters(rows_R, offset))
         logits_RV = self.forward_pass.logits(staged, self.forward_pass.hidden(step, staged))
-        if logits_RV.shape[1] != state.vocab_size:
+        vocab_size = self._inputs.sampling.vocab_size
+        if logits_RV.shape[1] != vocab_size:
             # What one of both has more is padding.
-            own_RV, width = logits_RV, min(logits_RV.shape[1], state.vocab_size)
-            logits_RV = own_RV.new_full((len(own_RV), state.vocab_size), -torch.inf)
+            own_RV, width = logits_RV, min(logits_RV.shape[1], vocab_size)
+            logits_RV = own_RV.new_full((len(own_RV), vocab_size), -torch.inf)
             logits_RV[:, :width] = own_RV[:, :width]
-        before: Sequence[Sequence[int]] = ()
-        if earlier and (state.filters or state.penalties):
-            columns = [tokens.clamp(min=0).tolist() for tokens in self._on_host(earlier)]
-            before = [[column[index] for column in columns] for index in range(len(rows_R))]
-        token_ids_R, chosen_R = self._sampler.choose(logits_RV, rows_R.tolist(), staged.parameters, before)
-        token_ids_R = torch.where(chosen_R.isfinite(), token_ids_R, -1)
-        inputs.place_guesses(step, staged, token_ids_R)
-        return token_ids_R
-
-    def _on_host(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(self._device.download(tensors).wait())
+        return self._draws.draw(logits_RV, step, staged, earlier)
 
     def _keep(self, rows_S: NDArray[np.int64], lens_S: NDArray[np.int64]) -> None:
         """The first `lens_S` tokens of the rows are computed now."""
@@ -207,18 +187,3 @@ class DraftModel:
                 self._is_computed_B[self._inputs.block_tables_NCM[self._table, row, first:behind]] = True
         self._num_computed_C[rows_S] = lens_S
         self._computed_drafts_CK[rows_S] = -1
-
-
-def draft_model_of(
-    model: CausalLM,
-    cache: PagedCache,
-    inputs: InputBatch,
-    device: Device,
-    captured: CapturedSteps | None,
-    settings: WorkerSettings,
-) -> DraftModel:
-    """With the limits and the way to draft of the settings, which have a drafter."""
-    drafter = settings.drafter
-    assert drafter is not None
-    limits = {"max_tokens": settings.max_num_batched_tokens, "max_drafts": drafter.max_drafts}
-    return DraftModel(model, cache, inputs, device, captured, **limits, is_greedy=drafter.is_greedy)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.schedule import ScheduledBatch
+from quire.worker.input_batch import StepRows
 
 ANY_TOKEN = 0  # in place of a draft that could not be made: what the target samples there decides, as ever
 
@@ -19,6 +20,7 @@ class Drafted:
     failures: dict[int, str] = field(default_factory=dict)  # index of a row -> why some of its drafts are ANY_TOKEN
     # index of a row -> how many of its tokens are left to read in later steps; its drafts are ANY_TOKEN
     unread: dict[int, int] = field(default_factory=dict)
+    error: str = ""  # why there are none: all of them are ANY_TOKEN
 
 
 class Drafter(Protocol):
@@ -30,6 +32,13 @@ class Drafter(Protocol):
 
     def follow(self, batch: ScheduledBatch) -> None:
         """The InputBatch has applied a batch: rows are others', and pages are handed out anew."""
+        ...
+
+    def learn(self, step: StepRows) -> None:
+        """The target's forward pass over a step, and what it samples from there, have been launched.
+
+        What it raises fails the drafts of these rows, and nothing else.
+        """
         ...
 
     def draft(self, rows: Sequence[int], counts: Sequence[int]) -> Drafted:

@@ -38,14 +38,19 @@ class ForwardPass:
         """See InputBatch.stage; brought to the size of a captured pass, if there is one that holds it."""
         return self._inputs.stage(step, parameters, None if self.captured is None else self.captured.size_for(step))
 
-    def hidden(self, step: StepRows, staged: StagedStep) -> Tensor:
-        """hidden_TD of the step, the last one staged; overwritten by the next pass."""
+    def hidden(self, step: StepRows, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
+        """hidden_TD of the step, the last one staged; overwritten by the next pass.
+
+        Args:
+            hidden_TD: see ForwardBatch.
+        """
         if self.captured is None or staged.padding is None:
-            return self.model.forward(self._inputs.forward_batch(staged, self._caches))
-        return self.captured.run(staged.padding, staged)[: int(step.lens_S.sum())]
+            return self.model.forward(self._inputs.forward_batch(staged, self._caches, hidden_TD))
+        return self.captured.run(staged.padding, staged, hidden_TD)[: int(step.lens_S.sum())]
 
     def logits(self, staged: StagedStep, hidden_TD: Tensor) -> Tensor:
         """logits_RV of the rows that want some, float32."""
         indices_R = staged.logits_indices_R
         everything = len(indices_R) == len(hidden_TD)
-        return self.model.compute_logits(hidden_TD if everything else hidden_TD.index_select(0, indices_R))
+        hidden_RD = hidden_TD if everything else hidden_TD.index_select(0, indices_R)
+        return self.model.compute_logits(hidden_RD, staged.adapter_slots_R)

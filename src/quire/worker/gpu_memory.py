@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from types import MappingProxyType
 
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.forward_batch import LayerCache
@@ -25,7 +26,7 @@ from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator
 from quire.worker.cuda_graphs import StepGraphs, paddings
 from quire.worker.device_inputs import DeviceInputBatch
-from quire.worker.draft_model import draft_model_of
+from quire.worker.drafters import drafter_of, streams_for
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner
 
@@ -58,12 +59,13 @@ class OnGpu:
         """The largest step, and all graphs."""
         gc.collect()  # what loading has left of tensors
         cache = kv_cache.allocate_for(model.config, settings.model, 1, self.memory_device)
-        work = measure_work(model, cache, settings, self._accelerator)
+        max_model_len = settings.model.max_model_len
+        work = measure_work(model, cache, settings, self._accelerator, max_model_len)
         drafter_bytes = 0
         if drafter is not None:
             form, drafter_bytes = settings.of_drafter(), drafter.weight_bytes()
             cache = kv_cache.allocate_for(drafter.config, form.model, 1, self.memory_device)
-            more = measure_work(drafter, cache, form, self._accelerator)
+            more = measure_work(drafter, cache, form, self._accelerator, max_model_len)
             step_bytes, graph_bytes = max(work.step_bytes, more.step_bytes), work.graph_bytes + more.graph_bytes
             work = replace(work, step_bytes=step_bytes, graph_bytes=graph_bytes)
         del cache
@@ -77,7 +79,7 @@ class OnGpu:
             free_bytes=free_bytes,
             weight_bytes=model.weight_bytes() + drafter_bytes,
             drafter_weight_bytes=drafter_bytes,
-            work_bytes=work.step_bytes + work.graph_bytes + further,
+            work_bytes=work.step_bytes + work.graph_bytes + further + settings.hidden_bytes(model.config),
             logits_bytes=logits_bytes(model.config, settings.num_logits_rows),
             work_detail=f"{work.step_bytes:,} in a step of {num_tokens} tokens, {work.graph_bytes:,} in graphs",
         )
@@ -87,12 +89,13 @@ class OnGpu:
         self,
         model: CausalLM,
         drafter: CausalLM | None,
+        adapters: Mapping[str, int],
         cache: PagedCache,
         settings: WorkerSettings,
         progress: Progress,
     ) -> ModelRunner:
         """Captures the graphs."""
-        inputs = make_inputs(settings, model.config, self._accelerator)
+        inputs = make_inputs(settings, model.config, self._accelerator, settings.model.max_model_len, adapters)
 
         def captured(model: CausalLM, caches: list[LayerCache], settings: WorkerSettings) -> StepGraphs | None:
             if not (sizes := paddings(settings)):
@@ -101,36 +104,48 @@ class OnGpu:
             graphs.capture(lambda done, total: progress("warm up", (1 + done / total) / 3, f"graph {done} of {total}"))
             return graphs
 
-        graphs, draft_model = captured(model, cache.layers, settings), None
+        streams = streams_for(model, drafter, settings)
+        graphs, drafts = captured(model, cache.layers, settings), None
         if drafter is not None:
             own = captured(drafter, cache.drafter_layers, settings.of_drafter())
-            draft_model = draft_model_of(drafter, cache, inputs, self._accelerator, own, settings)
+            drafts = drafter_of(drafter, streams, cache, inputs, self._accelerator, own, settings)
         mode = settings.model.logprobs_mode
-        return ModelRunner(model, cache, inputs, mode, self._accelerator, graphs, draft_model)
+        return ModelRunner(model, cache, inputs, mode, self._accelerator, graphs, drafts)
 
 
-def make_inputs(settings: WorkerSettings, model: ModelConfig, accelerator: Accelerator) -> DeviceInputBatch:
+def make_inputs(
+    settings: WorkerSettings,
+    model: ModelConfig,
+    accelerator: Accelerator,
+    max_model_len: int,
+    adapters: Mapping[str, int] = MappingProxyType({}),
+) -> DeviceInputBatch:
     """Rows for all requests that may run, and staging for the largest step."""
     return DeviceInputBatch(
         settings.max_num_seqs,
-        settings.model.max_model_len,
+        max_model_len,
         settings.model.block_size,
         model.vocab_size,
         num_tables(kv_groups(model)),
-        max_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        adapters,
+        max_tokens=settings.most_tokens,
         accelerator=accelerator,
         steps_in_flight=settings.steps_in_flight,
     )
 
 
-def measure_work(model: CausalLM, cache: PagedCache, settings: WorkerSettings, accelerator: Accelerator) -> GpuWork:
+def measure_work(
+    model: CausalLM, cache: PagedCache, settings: WorkerSettings, accelerator: Accelerator, max_model_len: int
+) -> GpuWork:
     """Load all kernels, run the largest step, twice, and capture the two largest graphs.
 
     Args:
         cache: of one page.
+        max_model_len: of the rows, which are the target's for a drafter too: kernels are compiled for the width of
+            their block tables.
     """
     before = accelerator.release()
-    inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator)
+    inputs = make_inputs(replace(settings, steps_in_flight=1), model.config, accelerator, max_model_len)
     runner, tables = ModelRunner(model, cache, inputs, "raw_logprobs", accelerator), inputs.num_tables
     for num_rows, length in product(_ROWS_OF_VARIANTS, _LENGTHS_OF_VARIANTS):
         for params in (GREEDY, RANDOM):

@@ -9,8 +9,9 @@ N block tables of a request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,8 @@ class StepRows:
     lens_S: NDArray[np.int64]  # tokens of this step
     sampling_R: NDArray[np.int64]  # position in the batch
     drafts: Drafts | None = None
+    ahead: int = 0  # each position reads the token so many places behind it
+    adapter_slots_S: NDArray[np.int32] | None = None  # None: no row has an adapter, or the model takes none
 
     def expecting_rows(self) -> NDArray[np.int64]:
         """Rows, in the arrays, that sample one token. How many those with drafts get is known with the result."""
@@ -47,6 +50,7 @@ class Padding:
 
     tokens: int
     rows: int
+    has_adapters: bool = False
 
 
 @dataclass(slots=True)
@@ -59,7 +63,9 @@ class StagedStep:
     rows_S: Tensor  # int64
     cu_seqlens_q_S1: Tensor  # int32
     seq_lens_S: Tensor  # int32
+    adapter_slots_T: Tensor | None  # int32; None: no row has an adapter
     logits_indices_R: Tensor  # int64
+    adapter_slots_R: Tensor | None  # of the rows of logits
     expecting_rows: Tensor  # int64: see StepRows
     parameters: tuple[Tensor, ...]  # of ops.sample; empty: all rows are greedy
     host: HostStep
@@ -113,6 +119,7 @@ class InputBatch:
 
     Args:
         num_tables: block tables of a request.
+        adapters: slots by the digests of the adapters that are in memory; may change between steps.
         arrays: where a step's numbers are written; None: in the host's memory, where the step is computed too.
     """
 
@@ -123,6 +130,7 @@ class InputBatch:
         block_size: int,
         vocab_size: int,
         num_tables: int = 1,
+        adapters: Mapping[str, int] = MappingProxyType({}),
         arrays: StepArrays | None = None,
     ) -> None:
         self.block_size = block_size
@@ -140,6 +148,9 @@ class InputBatch:
         self.grammars = Grammars(vocab_size)
         self.row_of: dict[str, int] = {}
         self._arrays: StepArrays = HostArrays() if arrays is None else arrays
+        self._adapters = adapters
+        self._adapter_slots_C = np.full(max_num_rows, -1, dtype=np.int32)
+        self._num_with_adapter = 0
         self._occupant_C = np.zeros(max_num_rows, dtype=np.int64)
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
 
@@ -155,11 +166,12 @@ class InputBatch:
                 self.sampling.remove_row(row)
                 self.num_prompt_logprobs.pop(row, None)
                 self._free_rows.append(row)
+                self._num_with_adapter -= int(self._adapter_slots_C[row] >= 0)
         for new in batch.new_rows:
             if new.wants_vector:
                 raise RowsFailedError([new.request_id], "The model gives tokens, and no vector of a prompt.")
-            if new.adapter is not None:
-                raise RowsFailedError([new.request_id], f"No adapter is loaded, and {new.adapter!r} was asked for.")
+            if new.adapter is not None and new.adapter not in self._adapters:
+                raise RowsFailedError([new.request_id], f"The adapter {new.adapter!r} is not in memory.")
             try:
                 self._add(new)
             except Exception as error:
@@ -184,6 +196,9 @@ class InputBatch:
         self.num_tokens[row], self.num_prompt_tokens[row] = count, new.num_prompt_tokens
         self.num_blocks[row], self.rope_offsets[row] = 0, new.rope_offset
         self._append_blocks(row, new.block_ids)
+        slot = -1 if new.adapter is None else self._adapters[new.adapter]
+        self._adapter_slots_C[row] = slot
+        self._num_with_adapter += int(slot >= 0)
         params = new.sampling_params
         prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
         if params.prompt_logprobs is not None and not output:  # with output, they were reported with its first token
@@ -202,7 +217,14 @@ class InputBatch:
         self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
         tables_NCM = self.block_tables_NCM
         self.block_tables_NCM = np.concatenate([tables_NCM, np.zeros_like(tables_NCM)], axis=1)
-        for name in ("num_tokens", "num_prompt_tokens", "num_blocks", "rope_offsets", "_occupant_C"):
+        for name in (
+            "num_tokens",
+            "num_prompt_tokens",
+            "num_blocks",
+            "rope_offsets",
+            "_adapter_slots_C",
+            "_occupant_C",
+        ):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self.sampling.grow(2 * capacity)
@@ -215,7 +237,7 @@ class InputBatch:
 
     def place_guesses(self, step: StepRows, staged: StagedStep, token_ids_S: Tensor) -> None:
         """The tokens behind those of a step that was staged are inputs of the next one (-1: any token is)."""
-        ends_S = step.starts_S + step.lens_S
+        ends_S = step.starts_S + step.lens_S + step.ahead
         self.token_ids[step.rows_S, ends_S] = token_ids_S.clamp(min=0).numpy()
 
     def step_rows(self, batch: ScheduledBatch) -> StepRows:
@@ -223,10 +245,13 @@ class InputBatch:
         rows_S = np.fromiter((self.row_of[r] for r in batch.request_ids), dtype=np.int64, count=len(batch.request_ids))
         starts_S = np.array(batch.num_computed_tokens, dtype=np.int64)
         lens_S = np.array(batch.num_scheduled_tokens, dtype=np.int64)
+        slots_S: NDArray[np.int32] | None = self._adapter_slots_C[rows_S] if self._num_with_adapter else None
+        if slots_S is not None and slots_S.max(initial=-1) < 0:
+            slots_S = None
         if any(batch.draft_token_ids):
             drafts = Drafts.of(batch.num_logits, batch.draft_token_ids)
-            return StepRows(rows_S, starts_S, lens_S, drafts.sampling_R, drafts)
-        return StepRows(rows_S, starts_S, lens_S, np.flatnonzero(batch.num_logits))
+            return StepRows(rows_S, starts_S, lens_S, drafts.sampling_R, drafts, adapter_slots_S=slots_S)
+        return StepRows(rows_S, starts_S, lens_S, np.flatnonzero(batch.num_logits), adapter_slots_S=slots_S)
 
     def stage(
         self, step: StepRows, parameters: Sequence[NDArray[Any]] = (), pad_to: Padding | None = None
@@ -261,13 +286,19 @@ class InputBatch:
             array[len(values) :] = padding
             return tensor
 
-        token_ids = put(self.token_ids[row_T, positions_T], width_T, np.int64)
+        token_ids = put(self.token_ids[row_T, positions_T + step.ahead], width_T, np.int64)
         positions = put(positions_T + self.rope_offsets[row_T], width_T, np.int64)
         slots = [put(of_table_T, width_T, np.int64, -1) for of_table_T in slots_T]
         rows = put(rows_S, width_S, np.int64)
         seq_lens = put(ends_S, width_S, np.int32)
         sums, cu_seqlens = arrays.array(width_S + 1, np.int32)
         sums[0], sums[1 : num_rows + 1], sums[num_rows + 1 :] = 0, cu_S, num_tokens
+        adapters_S, adapters_T = step.adapter_slots_S, None
+        if adapters_S is None and pad_to is not None and pad_to.has_adapters:
+            adapters_S = np.full(num_rows, -1, dtype=np.int32)
+        if adapters_S is not None:
+            adapters_T = adapters_S if num_tokens == num_rows else np.repeat(adapters_S, lens_S)
+        adapter_slots = None if adapters_T is None else put(adapters_T, width_T, np.int32, -1)
         last_R, expecting_rows = cu_S[step.sampling_R] - 1, step.expecting_rows()
         if step.drafts is not None:
             last_R -= step.drafts.remaining_R
@@ -278,7 +309,9 @@ class InputBatch:
             rows_S=rows,
             cu_seqlens_q_S1=cu_seqlens,
             seq_lens_S=seq_lens,
+            adapter_slots_T=adapter_slots,
             logits_indices_R=put(last_R, len(last_R), np.int64),
+            adapter_slots_R=None if adapters_T is None else put(adapters_T[last_R], len(last_R), np.int32),
             expecting_rows=put(expecting_rows, len(expecting_rows), np.int64),
             parameters=tuple(put(values, len(values), values.dtype) for values in parameters),
             host=HostStep(rows_S, lens_S, ends_S, self.block_tables_NCM, None if pad_to is None else pad_to.rows),
@@ -287,7 +320,9 @@ class InputBatch:
         arrays.send()
         return staged
 
-    def forward_batch(self, staged: StagedStep, caches: list[LayerCache]) -> ForwardBatch:
+    def forward_batch(
+        self, staged: StagedStep, caches: list[LayerCache], hidden_TD: Tensor | None = None
+    ) -> ForwardBatch:
         """What the forward pass reads of a step whose tokens are all known."""
         rows_S = staged.rows_S.numpy()
         num_table_blocks = -(-int(staged.host.seq_lens_S.max()) // self.block_size)
@@ -301,6 +336,8 @@ class InputBatch:
                 for slots_T, table_CM in zip(staged.slot_mappings_T, self.block_tables_NCM, strict=True)
             ),
             caches=caches,
+            adapter_slots_T=staged.adapter_slots_T,
+            hidden_TD=hidden_TD,
         )
 
     def expect_tokens(self, staged: StagedStep, step: StepRows, token_ids_R: Tensor) -> ExpectedTokens:

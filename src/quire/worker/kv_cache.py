@@ -64,7 +64,8 @@ def allocate(
     device: torch.device,
     drafter: DrafterLayers | None = None,
 ) -> PagedCache:
-    """An uninitialised cache of `dtype`, int8 with scales. On CPU the memory, in huge pages where there are some, is
+    """An empty cache of `dtype`, int8 with scales. It is zero, because a head that drafts may read what nobody wrote:
+    see HeadDrafter. On CPU the memory, in huge pages where there are some, is
     taken by the operating system when first written."""
     kv = next(kv for kv in KV_FORMATS.values() if kv.torch_dtype == str(dtype).removeprefix("torch."))
     begin = page_bytes(groups, kv, block_size)
@@ -99,7 +100,7 @@ def allocate_for(
 def _empty_pages(num_pages: int, num_bytes: int, device: torch.device) -> Tensor:
     """uint8 [num_pages, num_bytes]. On Linux a CPU's may be more than the memory that is free."""
     if device.type != "cpu" or sys.platform != "linux":
-        return torch.empty((num_pages, num_bytes), dtype=torch.uint8, device=device)
+        return torch.zeros((num_pages, num_bytes), dtype=torch.uint8, device=device)
     mapped, begin = map_huge_pages(num_pages * num_bytes, is_reserved=False)
     whole = torch.frombuffer(mapped, dtype=torch.uint8, count=num_pages * num_bytes, offset=begin)  # keeps the mapping
     return whole.view(num_pages, num_bytes)

@@ -31,7 +31,7 @@ from quire.worker.captured_steps import CapturedSteps
 from quire.worker.drafter import ANY_TOKEN, Drafted, Drafter
 from quire.worker.drafts import Drafts, Verify, verify
 from quire.worker.forward_pass import ForwardPass
-from quire.worker.input_batch import ExpectedTokens, InputBatch, StepRows
+from quire.worker.input_batch import ExpectedTokens, InputBatch, StagedStep, StepRows
 from quire.worker.kv_cache import PagedCache
 
 logger = get_logger(__name__)
@@ -43,8 +43,7 @@ PROMPT_LOGPROBS_CHUNK = 64
 def _failed(counts: Sequence[int], error: Exception) -> Drafted:
     """No drafts, because of an error that nobody has to care for."""
     logger.warning("The drafter failed: %s", error, exc_info=error)
-    why = f"The drafter failed ({type(error).__name__})"
-    return Drafted([[ANY_TOKEN] * count for count in counts], dict.fromkeys(range(len(counts)), why))
+    return Drafted([[ANY_TOKEN] * count for count in counts], error=f"The drafter failed ({type(error).__name__})")
 
 
 @dataclass(slots=True)
@@ -178,9 +177,21 @@ class ModelRunner:
         else:
             forwarded = device.mark()
         if inputs.num_prompt_logprobs:
-            launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step))
+            launched.pieces = list(self._launch_prompt_logprobs(hidden_TD, step, staged))
         marks = (start, forwarded, device.mark())
-        return PendingStep(self, result, launched, device.download(launched.tensors()), marks)
+        pending = PendingStep(self, result, launched, device.download(launched.tensors()), marks)
+        if self.drafter is not None and len(step.rows_S):
+            self._learn(self.drafter, step, result)
+        return pending
+
+    def _learn(self, drafter: Drafter, step: StepRows, result: StepResult) -> None:
+        try:
+            drafter.learn(step)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # as for drafts
+            self.device.synchronize()
+            result.draft_error = _failed((), error).error
 
     def _drafted(self, batch: ScheduledBatch, drafter: Drafter, result: StepResult) -> ScheduledBatch:
         """The batch with drafts in place of UNDRAFTED, which go into the rows too.
@@ -206,6 +217,7 @@ class ModelRunner:
         for position, row, token_ids in zip(asked, rows, drafted.token_ids, strict=True):
             draft_token_ids[position] = token_ids
             self.input_batch.place_drafts(row, token_ids)
+        result.draft_error = drafted.error
         result.draft_failures = {asked[index]: why for index, why in drafted.failures.items()}
         result.unread = {asked[index]: count for index, count in drafted.unread.items()}
         result.draft_seconds = time.perf_counter() - started
@@ -239,7 +251,7 @@ class ModelRunner:
         finally:
             inputs.apply(ScheduledBatch(0, removed_request_ids=[row.request_id]))
 
-    def _launch_prompt_logprobs(self, hidden_TD: Tensor, step: StepRows) -> Iterator[_PromptPiece]:
+    def _launch_prompt_logprobs(self, hidden_TD: Tensor, step: StepRows, staged: StagedStep) -> Iterator[_PromptPiece]:
         """Logprobs of the prompt tokens that follow the positions computed in this step."""
         inputs = self.input_batch
         ends = np.cumsum(step.lens_S)
@@ -252,7 +264,9 @@ class ModelRunner:
             stop = min(start + length, int(inputs.num_prompt_tokens[row]) - 1)
             for begin in range(start, stop, PROMPT_LOGPROBS_CHUNK):
                 end = min(begin + PROMPT_LOGPROBS_CHUNK, stop)
-                logits_XV = self.model.compute_logits(hidden_TD[offset + begin : offset + end])
+                places, slots_T = slice(offset + begin, offset + end), staged.adapter_slots_T
+                slots_X = None if slots_T is None else slots_T[places]
+                logits_XV = self.model.compute_logits(hidden_TD[places], slots_X)
                 next_ids_X = torch.from_numpy(inputs.token_ids[row, begin + 1 : end + 1].copy())
                 numbers = scores(logits_XV, gpu.place(next_ids_X, logits_XV.device), num_top, as_logits=False)
                 yield _PromptPiece(position, next_ids_X, list(numbers))

@@ -25,8 +25,9 @@ Inputs = TypeVar("Inputs", ForwardBatch, StepTable)
 
 MAX_TOKENS = 32  # with more, what Python costs is lost in the kernels' time
 _MIN_TABLE_WIDTH = 64
-# Fields of ForwardBatch that must be the object that was there when the calls were recorded. All others are copied.
-_FIXED_FIELDS = frozenset({"caches", "host"})
+# Fields of ForwardBatch that may be no tensors: then they must be the object that was there when the calls were
+# recorded. All others are copied.
+_UNCOPIED_FIELDS = frozenset({"adapter_slots_T", "caches", "host", "hidden_TD"})
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class _Recording:
 
 
 class RecordedSteps:
-    """The steps of one model on one KV cache, by their number of tokens.
+    """The steps of one model on one KV cache, by their number of tokens, and whether a row has an adapter.
 
     A step is padded with sequences of no tokens to as many sequences as tokens. So one recording serves the decodes of
     T sequences and every other step of T tokens.
@@ -49,24 +50,26 @@ class RecordedSteps:
     def __init__(self, model: Decoder, inputs: InputBatch, caches: list[LayerCache]) -> None:
         self._model, self._inputs, self._caches = model, inputs, caches
         self._arena = Arena()
-        self._recordings: dict[int, _Recording] = {}
+        self._recordings: dict[tuple[int, bool], _Recording] = {}
         self._is_possible = cpu.available()
 
     def size_for(self, step: StepRows) -> Padding | None:
         """See CapturedSteps."""
         num_tokens = int(step.lens_S.sum())
-        return Padding(num_tokens, num_tokens) if self._is_possible and num_tokens <= MAX_TOKENS else None
+        if not self._is_possible or num_tokens > MAX_TOKENS:
+            return None
+        return Padding(num_tokens, num_tokens, step.adapter_slots_S is not None)
 
-    def run(self, size: Padding, staged: StagedStep) -> Tensor:
+    def run(self, size: Padding, staged: StagedStep, hidden_TD: Tensor | None = None) -> Tensor:
         """See CapturedSteps."""
-        return self.forward(self._inputs.forward_batch(staged, self._caches))
+        return self.forward(self._inputs.forward_batch(staged, self._caches, hidden_TD))
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """hidden_TD of a step with as many sequences as tokens."""
-        recording = self._recordings.get(batch.num_tokens)
+        recording = self._recordings.get(_size_of(batch))
         if recording is None or not _copy_inputs(batch, recording.batch):
             return self._record(batch)
-        recording.residual_TD.copy_(self._model.embed(batch.token_ids_T))
+        recording.residual_TD.copy_(self._model.embed_step(batch))
         for call in recording.calls:
             call()
         return recording.result_TD
@@ -75,7 +78,7 @@ class RecordedSteps:
         own = _with_own_inputs(batch)
         if own is None or not _copy_inputs(batch, own):
             return self._model.forward(batch)
-        residual_TD = self._model.embed(batch.token_ids_T)
+        residual_TD = self._model.embed_step(batch)
         with torch.inference_mode(False):  # it is written to whatever the mode of a later caller
             residual_TD = residual_TD.clone()
         result_TD, calls = record(lambda: self._model.run_blocks(residual_TD, own), self._arena)
@@ -83,8 +86,12 @@ class RecordedSteps:
             logger.debug("steps are not recorded: the model does more than kernel calls")
             self._is_possible = False
         else:
-            self._recordings[batch.num_tokens] = _Recording(residual_TD, own, result_TD, calls)
+            self._recordings[_size_of(batch)] = _Recording(residual_TD, own, result_TD, calls)
         return result_TD
+
+
+def _size_of(batch: ForwardBatch) -> tuple[int, bool]:
+    return batch.num_tokens, batch.adapter_slots_T is not None
 
 
 def _with_own_inputs(batch: Inputs) -> Inputs | None:
@@ -101,7 +108,7 @@ def _with_own_inputs(batch: Inputs) -> Inputs | None:
                 shape[1] = max(_MIN_TABLE_WIDTH, 1 << (shape[1] - 1).bit_length())
             with torch.inference_mode(False):
                 own[name] = torch.zeros(shape, dtype=value.dtype)
-        elif name not in _FIXED_FIELDS:
+        elif name not in _UNCOPIED_FIELDS:
             logger.debug("steps are not recorded: %s.%s is no tensor", type(batch).__name__, name)
             return None
     return replace(batch, **own)
@@ -114,15 +121,13 @@ def _copy_inputs(batch: ForwardBatch | StepTable, to: ForwardBatch | StepTable) 
     """
     for name, value in _inputs_of(batch):
         target = getattr(to, name)
+        if value is target:
+            continue
         if name == "tables":
             if len(value) != len(target) or not all(map(_copy_inputs, value, target)):
                 return False
             continue
-        if name in _FIXED_FIELDS:
-            if value is not target:
-                return False
-            continue
-        if not isinstance(value, Tensor) or value.dim() != target.dim():
+        if not isinstance(value, Tensor) or not isinstance(target, Tensor) or value.dim() != target.dim():
             return False
         if value.shape != target.shape:
             if any(size > room for size, room in zip(value.shape, target.shape, strict=True)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -10,22 +10,26 @@ import torch
 
 from quire.errors import MemoryPlanError
 from quire.kernels import cpu, extension, gpu, gpu_facts
-from quire.life_cycle import CacheSize, Measured, WorkerSettings
+from quire.life_cycle import AdapterLoad, CacheSize, Measured, WorkerSettings
 from quire.loader.load import load_model
 from quire.messages import Progress
 from quire.model_config import ModelConfig
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.planning import devices
 from quire.resolve import DeviceFacts, shown_bytes
-from quire.schedule import Preparation, ScheduledBatch, StepResult
+from quire.schedule import Polled, ScheduledBatch, StepResult
 from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
+from quire.worker.adapters import WorkerAdapters
 from quire.worker.drafts import HoldAtRandom
 from quire.worker.gpu_memory import OnGpu
 from quire.worker.host_memory import OnHost
 from quire.worker.kv_cache import PagedCache
 from quire.worker.model_runner import ModelRunner, PendingStep
 from quire.worker.prefault import Prefault
+
+LOADED_BEFORE_DRAFTER = 0.9  # share of loading: most drafters are a tenth of the model, or less
 
 
 class Place(Protocol):
@@ -42,11 +46,16 @@ class Place(Protocol):
         self,
         model: CausalLM,
         drafter: CausalLM | None,
+        adapters: Mapping[str, int],
         cache: PagedCache,
         settings: WorkerSettings,
         progress: Progress,
     ) -> ModelRunner:
-        """What runs the steps, with those captured that are repeated."""
+        """What runs the steps, with those captured that are repeated.
+
+        Args:
+            adapters: the slots of those in memory by digest, which change between steps.
+        """
         ...
 
 
@@ -68,6 +77,7 @@ class DeviceWorker:
         self.place: Place
         self.model: CausalLM
         self.drafter: CausalLM | None
+        self.adapters: WorkerAdapters | None
         self.measured: Measured
         self.cache: PagedCache
         self.runner: ModelRunner
@@ -88,20 +98,29 @@ class DeviceWorker:
         if device.deterministic and is_on_gpu:
             gpu.be_deterministic()
         config = replace(self._model_config, max_model_len=form.max_model_len)
-        model = load_model(config, form, device, self._progress)
+        share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
+        model = load_model(config, form, device, self._loading(0.0, share))
         self.settings, self.model = settings, model
-        self.drafter = self._load_drafter(settings)
+        self.adapters = None
+        if settings.lora is not None:
+            assert isinstance(model, Decoder), "resolve refuses adapters for others"
+            self.adapters = WorkerAdapters(model, settings.lora)
+        self.drafter = self._load_drafter(model, settings)
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost()
         name = form.quantization or form.dtype
         name = name if is_on_gpu or not cpu.available() else f"packed {name}"
         self._progress("load", 1.0, f"{shown_bytes(model.weight_bytes())} of {name}")
 
-    def _load_drafter(self, settings: WorkerSettings) -> CausalLM | None:
+    def _load_drafter(self, target: CausalLM, settings: WorkerSettings) -> CausalLM | None:
         config, drafter = self._model_config.drafter, settings.drafter
         if config is None or drafter is None:
             return None
         config = replace(config, max_model_len=drafter.form.max_model_len)
-        return load_model(config, drafter.form, settings.device, self._progress)
+        return load_model(config, drafter.form, settings.device, self._loading(LOADED_BEFORE_DRAFTER, 1.0), target)
+
+    def _loading(self, first: float, last: float) -> Progress:
+        """Progress of a part of loading."""
+        return lambda phase, share, detail: self._progress(phase, first + share * (last - first), detail)
 
     def measure(self) -> Measured:
         self.measured = self.place.measure(self.model, self.drafter, self.settings)
@@ -124,7 +143,8 @@ class DeviceWorker:
         self._prefault = Prefault(self.cache.pages)
 
     def capture(self) -> None:
-        self.runner = self.place.runner(self.model, self.drafter, self.cache, self.settings, self._progress)
+        slots = {} if self.adapters is None else self.adapters.slots
+        self.runner = self.place.runner(self.model, self.drafter, slots, self.cache, self.settings, self._progress)
         if rates := self.settings.synthetic_acceptance_rates:
             self.runner.verify = HoldAtRandom(rates).verify
 
@@ -137,8 +157,16 @@ class DeviceWorker:
     def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         self.runner.input_batch.grammars.use_tokenizer(tokenizer, eos_token_ids)
 
-    def prepare_grammar(self, text: str) -> Preparation:
+    def prepare_grammar(self, text: str) -> Polled[None]:
         return self.runner.input_batch.grammars.prepare(text)
+
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        assert self.adapters is not None
+        return self.adapters.load(path, digest)
+
+    def drop_adapter(self, digest: str) -> None:
+        assert self.adapters is not None
+        self.adapters.drop(digest)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire.formats.weight_format import GGUF, GroupedFormat
-from quire.kernels.triton import activation, attention, dense, fp8, grouped, norm, parts, rope_cache, sampling
+from quire.kernels.triton import activation, attention, dense, fp8, grouped, lora, norm, parts, rope_cache, sampling
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -328,9 +328,34 @@ def rope_case(codes: str) -> dict[str, Any]:
     }
 
 
+def lora_cases() -> dict[str, dict[str, Any]]:
+    """Additions to q, k and v, and to embeddings, at two sizes of rank."""
+    found = {}
+    for max_rank in (16, 256):
+        shared = {"PARTS": 3, "MAX_RANK": max_rank, "NONE": lora._NONE, "BLOCK_T": lora._BLOCK_T}
+        shared["BLOCK_R"] = lora._BLOCK_R
+        types = {"slots_ptr": "*i32", "table_ptr": "*i64", "sums_ptr": "*fp32", "base_ptr": "*fp32"}
+        for looks_up in (False, True):
+            found[f"{'look-up' if looks_up else 'shrink'} of rank {max_rank}"] = {
+                "kernel": lora._shrink_kernel,
+                "constants": shared | {"LOOKS_UP": looks_up, "BLOCK_K": lora._BLOCK_K, "UPCAST": False},
+                "types": types | ({"x_ptr": "*i64"} if looks_up else {}),
+                "multiples": ("K",),
+                "options": {"num_warps": 4},
+            }
+        found[f"expand of rank {max_rank}"] = {
+            "kernel": lora._expand_kernel,
+            "constants": shared | {"PANEL": lora.PANEL, "BLOCK_N": lora._BLOCK_N},
+            "types": types,
+            "multiples": ("columns", "first_column"),
+            "options": {"num_warps": 4},
+        }
+    return found
+
+
 def cases() -> dict[str, dict[str, Any]]:
     join = {"H": 32, "E": 128, "BLOCK_E": 128, "SEGMENTS": 32}
-    return {
+    return lora_cases() | {
         "rope": rope_case("none"),
         "rope to e4m3": rope_case("e4m3"),
         "rope to e5m2": rope_case("e5m2"),

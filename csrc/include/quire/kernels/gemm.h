@@ -108,7 +108,7 @@ struct GemmKernels {
 };
 
 const GemmKernels& gemm_f32_kernels();          // every dtype, by float arithmetic
-const GemmKernels& gemm_bf16_kernels();         // vdpbf16ps; run == nullptr if the active ISA lacks it
+const GemmKernels& gemm_bf16_kernels();         // vdpbf16ps or bfmmla; run == nullptr if the active ISA has neither
 const GemmKernels& gemm_amx_kernels();          // AMX tiles; run == nullptr if the active ISA lacks them
 const GemmKernels& gemm_grouped_kernels();      // grouped weights
 const GemmKernels& gemm_grouped_amx_kernels();  // grouped weights on AMX tiles, same bits; run == nullptr without AMX

@@ -14,9 +14,9 @@ struct LimitKernels {
   // Runs `rounds` rounds of multiply-adds with bfloat16 operands (for other types: float). Returns the number of
   // floating point operations.
   int64_t (*multiply)(DType dtype, int64_t rounds);
-  // The same with 8-bit integers, like the products of grouped weights. Returns the number of multiplications and
-  // additions.
-  int64_t (*multiply_int8)(int64_t rounds);
+  // The same with codes of 8 bits or fewer times 8-bit integers, like the products of grouped weights. Returns the
+  // number of multiplications and additions.
+  int64_t (*multiply_codes)(int bits, int64_t rounds);
 };
 
 const LimitKernels& limit_kernels();

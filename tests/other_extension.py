@@ -1,5 +1,8 @@
-"""Pytest plugin of `make test-sanitize`: the tests run on the extension in QUIRE_SANITIZED_EXTENSION, which was built
-with AddressSanitizer and UndefinedBehaviorSanitizer. A finding ends the process."""
+"""Pytest plugin: the tests run on the extension in the folder QUIRE_OTHER_EXTENSION.
+
+`make test-sanitize` builds one with AddressSanitizer and UndefinedBehaviorSanitizer, where a finding ends the process.
+`make test-arm` builds one for ARM64.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ import os
 import sys
 from pathlib import Path
 
-VARIABLE = "QUIRE_SANITIZED_EXTENSION"
+VARIABLE = "QUIRE_OTHER_EXTENSION"
 
 
 def load() -> None:
-    """Put the sanitized extension in the place of the usual one, before anything has imported that."""
+    """Put the other extension in the place of the usual one, before anything has imported that."""
     (file,) = Path(os.environ[VARIABLE]).glob("_C.*.so")
     spec = importlib.util.spec_from_file_location("quire._C", file)
     assert spec is not None

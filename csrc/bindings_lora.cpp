@@ -1,0 +1,61 @@
+// Python names of the additions of adapters.
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <vector>
+
+#include "bindings.h"
+#include "checks.h"
+#include "quire/kernels/lora.h"
+
+namespace nb = nanobind;
+
+namespace quire {
+namespace {
+
+void run(const LoraArgs& args) {
+  const int64_t num_slots = args.table.num_slots;
+  check_each<std::out_of_range>(
+      {"slots"}, args.slots, args.rows, [num_slots](int32_t slot) { return slot >= -1 && slot < num_slots; },
+      [num_slots] { return "-1 or more, and less than " + std::to_string(num_slots); });
+  if (args.token_ids != nullptr) check_indices({"token_ids"}, args.token_ids, args.rows, args.table.k);
+  lora_kernels().add(args);
+}
+using AddLora = CallOf<LoraArgs, run>;
+
+}  // namespace
+
+void bind_lora(nb::module_& m) {
+  bind_struct<LoraTable>(
+      m, "LoraTable",
+      [](LoraTable* self, TensorView deltas, int dtype, int64_t k, const std::vector<int64_t>& columns) {
+        if (columns.empty() || columns.size() > kLoraParts)
+          throw std::invalid_argument("a layer of " + std::to_string(columns.size()) + " parts, expected 1 to " +
+                                      std::to_string(kLoraParts));
+        new (self) LoraTable{.deltas = deltas.data<const LoraDelta>(),
+                             .num_slots = deltas.size(0),
+                             .k = k,
+                             .dtype = static_cast<DType>(dtype),
+                             .num_parts = static_cast<int>(columns.size()),
+                             .columns = {}};
+        std::copy(columns.begin(), columns.end(), self->columns);
+      },
+      "deltas"_a, "dtype"_a, "k"_a, "columns"_a);
+  bind_struct<AddLora, KernelCall>(
+      m, "AddLora",
+      [](AddLora* self, const LoraTable& table, TensorView x, TensorView token_ids, TensorView slots, TensorView base,
+         TensorView out) {
+        new (self) AddLora({.table = table,
+                            .x = x.rows<const void>(),
+                            .dtype = x.is_given() ? x.dtype() : DType::f32,
+                            .token_ids = token_ids.data<const int64_t>(),
+                            .slots = slots.data<const int32_t>(),
+                            .base = base.rows<const float>(),
+                            .out = out.rows<void>(),
+                            .out_dtype = out.dtype(),
+                            .rows = out.size(0)});
+      },
+      "table"_a, "x"_a.none(), "token_ids"_a.none(), "slots"_a, "base"_a, "out"_a);
+}
+
+}  // namespace quire

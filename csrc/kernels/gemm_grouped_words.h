@@ -1,0 +1,265 @@
+// Tiles of the product with grouped integer weights where one instruction cannot add four products of bytes to 32 bits.
+// AVX2, and AVX-512 without VNNI, multiply
+//   codes up to 6 bits   by vpmaddubsw. Its sums of two products stay in 16 bits for as many quads as cannot overflow:
+//   8
+//                        with codes up to 4 bits, 4 with 5 bits, 2 with 6.
+//   codes of 8 bits      by vpmaddwd, widened to 16 bits, because vpmaddubsw would saturate. Rows of x are widened once
+//                        per block.
+// Both give exact sums.
+#pragma once
+
+#include "gemm_grouped_blocks.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int kMaxRows = 6, kLanes = sizeof(I32) / 4;
+constexpr int64_t kBlockQuads = 64;  // 16 KiB of 8-bit codes: 1.03 to 1.06 times as fast as 32 KiB (Zen 5)
+
+// Vectors of columns of a tile: up to 12 sums in 16 registers, or 24 in 32.
+constexpr int num_vectors([[maybe_unused]] int rows) {
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+  return 4;
+#else
+  return rows == 1 ? 8 : rows == 2 ? 4 : 2;
+#endif
+}
+
+#if QUIRE_ISA_LEVEL >= QUIRE_LEVEL_AVX512
+inline I32 low_halves(I32 x) { return _mm512_and_si512(x, _mm512_set1_epi8(0x0f)); }
+inline I32 high_halves(I32 x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+inline I32 even_bytes(I32 x) { return _mm512_and_si512(x, _mm512_set1_epi16(0xff)); }
+inline I32 odd_bytes(I32 x) { return _mm512_srli_epi16(x, 8); }
+inline I32 even_signed(I32 x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+inline I32 odd_signed(I32 x) { return _mm512_srai_epi16(x, 8); }
+inline I32 ones() { return _mm512_set1_epi16(1); }
+#else
+inline I32 low_halves(I32 x) { return _mm256_and_si256(x, _mm256_set1_epi8(0x0f)); }
+inline I32 high_halves(I32 x) { return low_halves(_mm256_srli_epi16(x, 4)); }
+inline I32 even_bytes(I32 x) { return _mm256_and_si256(x, _mm256_set1_epi16(0xff)); }
+inline I32 odd_bytes(I32 x) { return _mm256_srli_epi16(x, 8); }
+inline I32 even_signed(I32 x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+inline I32 odd_signed(I32 x) { return _mm256_srai_epi16(x, 8); }
+inline I32 ones() { return _mm256_set1_epi16(1); }
+#endif
+
+// Assembly, because g++ 12 would add the products of two steps first, and spill them.
+inline I32 add_byte_products(I32 words, I32 w, I32 x) {
+  I32 products;
+  __asm__("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0" : "+v"(words), "=&v"(products) : "v"(x), "v"(w));
+  return words;
+}
+inline I32 add_pair_products(I32 sums, I32 w, I32 x) {
+  I32 products;
+  __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+v"(sums), "=&v"(products) : "v"(x), "v"(w));
+  return sums;
+}
+
+// quads, products in a sum, the largest element of x, the largest code
+static_assert(8 * 2 * 127 * 15 <= 32767 && 4 * 2 * 127 * 31 <= 32767 && 2 * 2 * 127 * 63 <= 32767);
+
+// Quads of kRows rows of x: codes, or, for codes of 8 bits, even and odd elements in 16 bits.
+template <int kRows, bool kWide>
+struct Quads;
+
+template <int kRows>
+struct Quads<kRows, false> {
+  const int8_t* codes;
+  int64_t stride;
+
+  Quads(const int8_t* codes, int64_t stride, int64_t) : codes(codes), stride(stride) {}
+  I32 at(int row, int64_t quad) const {
+    int32_t four;
+    std::memcpy(&four, codes + row * stride + quad * kQuad, sizeof(four));
+    return broadcast_i32(four);
+  }
+};
+
+template <int kRows>
+struct Quads<kRows, true> {
+  alignas(64) int32_t even_pairs[kRows][kBlockQuads], odd_pairs[kRows][kBlockQuads];
+
+  Quads(const int8_t* codes, int64_t stride, int64_t quads) {
+    for (int row = 0; row < kRows; ++row)
+      for (int64_t quad = 0; quad < quads; quad += kLanes) {
+        const I32 x = load_i32(codes + row * stride + quad * kQuad);
+        store_i32(even_pairs[row] + quad, even_signed(x));
+        store_i32(odd_pairs[row] + quad, odd_signed(x));
+      }
+  }
+  I32 even(int row, int64_t quad) const { return broadcast_i32(even_pairs[row][quad]); }
+  I32 odd(int row, int64_t quad) const { return broadcast_i32(odd_pairs[row][quad]); }
+};
+
+template <int kRows, int kVectors>
+using Sums = I32[kRows][kVectors];
+
+template <int kRows, int kVectors>
+inline void set_zero(Sums<kRows, kVectors>& sums) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = zero_i32();
+}
+
+// Fetches ahead for this number of quads at once: a tile has few instructions to spare.
+template <Codes kCodes>
+inline void fetch(Prefetch& prefetch, int quads) {
+  for (int i = 0; i < (kCodes == Codes::packed ? quads / 2 : quads); ++i) prefetch.fetch();
+}
+
+// One quad of kRows rows of x times one of the weights, in 16 bits.
+template <int kRows, int kVectors>
+inline void add_quad(const Quads<kRows, false>& x, int64_t quad, const Sums<1, kVectors>& w,
+                     Sums<kRows, kVectors>& words) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const I32 four = x.at(r, quad);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) words[r][v] = add_byte_products(words[r][v], w[0][v], four);
+  }
+}
+
+// words += quads [first, first + count), where count is a multiple of kUnit
+template <Codes kCodes, int kUnit, int kRows, int kVectors>
+inline void add_words(const Quads<kRows, false>& x, int64_t first, int64_t count, const uint8_t* w, Prefetch& prefetch,
+                      Sums<kRows, kVectors>& words) {
+  constexpr int kHalves = kCodes == Codes::packed ? 2 : 1;
+  for (const int64_t last = first + count; first < last; first += kUnit, w += kUnit / kHalves * kQuadBytes) {
+    fetch<kCodes>(prefetch, kUnit);
+#pragma GCC unroll 4
+    for (int quad = 0; quad < kUnit; ++quad) {
+      Sums<1, kVectors> codes;
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        codes[0][v] = load_i32(w + quad / kHalves * kQuadBytes + v * sizeof(I32));
+        if constexpr (kHalves == 2) codes[0][v] = quad % 2 == 0 ? low_halves(codes[0][v]) : high_halves(codes[0][v]);
+      }
+      add_quad<kRows, kVectors>(x, first + quad, codes, words);
+    }
+  }
+}
+
+// sums += quads [first, first + count)
+template <int kRows, int kVectors>
+inline void add_wide(const Quads<kRows, true>& x, int64_t first, int64_t count, const uint8_t* w, Prefetch& prefetch,
+                     Sums<kRows, kVectors>& sums) {
+  constexpr int kUnit = 2;
+  for (const int64_t last = first + count; first < last; first += kUnit, w += kUnit * kQuadBytes) {
+    fetch<Codes::bytes>(prefetch, kUnit);
+#pragma GCC unroll 4
+    for (int i = 0; i < 2 * kUnit; ++i) {
+      const uint8_t* const from = w + i / 2 * kQuadBytes;
+      I32 pairs[kVectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        pairs[v] = load_i32(from + v * sizeof(I32));
+        pairs[v] = i % 2 == 0 ? even_bytes(pairs[v]) : odd_bytes(pairs[v]);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const I32 pair = i % 2 == 0 ? x.even(r, first + i / 2) : x.odd(r, first + i / 2);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = add_pair_products(sums[r][v], pairs[v], pair);
+      }
+    }
+  }
+}
+
+template <Codes kCodes>
+constexpr bool kIsWide = kCodes == Codes::bytes;
+
+// sums += quads [first, first + count), kUnit at a time, of which `chunk` fit into 16 bits
+template <Codes kCodes, int kUnit, int kRows, int kVectors>
+inline void add_chunks(const Quads<kRows, false>& x, int64_t first, int64_t count, int64_t chunk, const uint8_t* w,
+                       Prefetch& prefetch, Sums<kRows, kVectors>& sums) {
+  constexpr int64_t kQuadsPerByte = kCodes == Codes::packed ? 2 : 1;
+  for (const int64_t last = first + count; first < last; first += chunk, w += chunk / kQuadsPerByte * kQuadBytes) {
+    Sums<kRows, kVectors> words;
+    set_zero<kRows, kVectors>(words);
+    add_words<kCodes, kUnit, kRows, kVectors>(x, first, std::min(chunk, last - first), w, prefetch, words);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = add(sums[r][v], multiply_pairs(words[r][v], ones()));
+  }
+}
+
+template <Codes kCodes, int kRows, int kVectors>
+inline void add_quads(const Quads<kRows, kIsWide<kCodes>>& x, int64_t first, int64_t count, int bits, const uint8_t* w,
+                      Prefetch& prefetch, Sums<kRows, kVectors>& sums) {
+  if constexpr (kIsWide<kCodes>) {
+    add_wide<kRows, kVectors>(x, first, count, w, prefetch, sums);
+  } else if (kCodes == Codes::unpacked && bits == 6) {
+    add_chunks<kCodes, 2, kRows, kVectors>(x, first, count, 2, w, prefetch, sums);
+  } else {
+    const int64_t chunk = kCodes == Codes::unpacked && bits == 5 ? 4 : 8;
+    add_chunks<kCodes, 4, kRows, kVectors>(x, first, count, chunk, w, prefetch, sums);
+  }
+}
+
+// Part of a group: sums[rows][64] = (is_first ? 0 : sums) + codes * weights
+template <int kRows, Codes kCodes>
+void run_part(const int8_t* codes, int64_t stride, const uint8_t* weights, int64_t quads, int bits, int32_t* out,
+              bool is_first, Prefetch& prefetch) {
+  constexpr int kVectors = num_vectors(kRows);
+  const Quads<kRows, kIsWide<kCodes>> x(codes, stride, quads);
+  Prefetch share = prefetch;
+  for (int64_t column = 0; column < kPanelWidth; column += kVectors * kLanes) {
+    Sums<kRows, kVectors> sums;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v)
+        sums[r][v] = is_first ? zero_i32() : load_i32(out + r * kPanelWidth + column + v * kLanes);
+    add_quads<kCodes, kRows, kVectors>(x, 0, quads, bits, weights + column * kQuad, share, sums);
+    if (column == 0) prefetch = share;
+    share.lines = 0;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) store_i32(out + r * kPanelWidth + column + v * kLanes, sums[r][v]);
+  }
+}
+
+// Whole groups of a block, for kRows rows. The float sums are in L1.
+template <int kRows, Codes kCodes, Offset kOffset>
+void add_groups(const GroupRun& run, Prefetch& prefetch) {
+  constexpr int kVectors = num_vectors(kRows);
+  const QuantizedRows& input = *run.input;
+  const int64_t quads = run.num_groups * run.group_quads;
+  const int64_t group_bytes = run.group_quads * kQuadBytes / (kCodes == Codes::packed ? 2 : 1);
+  const Quads<kRows, kIsWide<kCodes>> x(
+      input.codes + run.row * input.stride + run.first_group * run.group_quads * kQuad, input.stride, quads);
+  if (run.first_group == 0) std::fill(run.totals, run.totals + kRows * kPanelWidth, 0.0f);
+  const float* const row_scales = input.scales + input.at(run.row, run.first_group);
+  const float* const row_factors = input.offset_factors + input.at(run.row, run.first_group);
+  const int64_t pitch = input.number_pitch;
+  Prefetch share = prefetch;
+  for (int64_t column = 0; column < kPanelWidth; column += kVectors * kLanes) {
+    float* const totals = run.totals + column;
+    for (int64_t g = 0; g < run.num_groups; ++g) {
+      Sums<kRows, kVectors> sums;
+      set_zero<kRows, kVectors>(sums);
+      add_quads<kCodes, kRows, kVectors>(x, g * run.group_quads, run.group_quads, run.bits,
+                                         run.weights + g * group_bytes + column * kQuad, share, sums);
+      const float* const scales = run.numbers[g].scales + column;
+      const float* const offsets = run.numbers[g].offsets + column;
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const RowNumbers of_row(row_scales[g * pitch + r], row_factors[g * pitch + r]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          float* const total = totals + r * kPanelWidth + v * kLanes;
+          const F32 offset = kOffset == Offset::middle ? zero() : load(offsets + v * kLanes);
+          store(total, add_group<kOffset, false>(load(total), sums[r][v], of_row, load(scales + v * kLanes), offset));
+        }
+      }
+    }
+    if (column == 0) prefetch = share;
+    share.lines = 0;
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

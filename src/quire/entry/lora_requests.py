@@ -1,0 +1,53 @@
+"""The adapters that an LLM has read: LoRARequests become registrations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.entry.offline import OfflineRunner
+from quire.errors import InvalidRequestError
+from quire.frontend.adapters import absolute, check_request
+from quire.frontend.input_processor import ProcessedRequest
+from quire.lora.request import Registration
+
+
+class OfflineAdapters:
+    """Adapters by name.
+
+    Args:
+        is_enabled: the engine computes adapters.
+    """
+
+    def __init__(self, runner: OfflineRunner, *, is_enabled: bool) -> None:
+        self._runner, self._is_enabled = runner, is_enabled
+        self._by_name: dict[str, Registration] = {}
+
+    def give(self, processed: list[ProcessedRequest], requests: list[Any]) -> list[ProcessedRequest]:
+        """The same with the adapter of each, None for the base model. New ones are read; all or nobody gets theirs."""
+        found: dict[int, Registration] = {}
+        for request in requests:
+            if request is not None and id(request) not in found:
+                found[id(request)] = self._find(request)
+        return [
+            each if request is None else each.with_adapter(found[id(request)])
+            for each, request in zip(processed, requests, strict=True)
+        ]
+
+    def _find(self, request: Any) -> Registration:
+        check_request(request, is_enabled=self._is_enabled)
+        name, path = request.lora_name, absolute(request.lora_path)
+        before = self._by_name.get(name)
+        if before is not None and not request.load_inplace:
+            if before.path == path:
+                return before
+            raise InvalidRequestError(
+                f"The lora adapter '{name}' has already been loaded from another path",
+                value=request.lora_path,
+                fix="If you want to load the adapter in place, set 'load_inplace' to True",
+                param="lora_request",
+            )
+        digest = self._runner.load_adapter(path).digest
+        new = self._by_name[name] = Registration(name, path, digest, request.lora_int_id, request.base_model_name)
+        if before is not None:
+            self._runner.unload_adapter(before)
+        return new

@@ -1,0 +1,177 @@
+"""The fields of ModelConfig for heads that draft from the hidden states of a target: EAGLE-3 and MiMo's.
+
+Names and meanings are those of vLLM: llama_eagle3.py, mimo_mtp.py, and the configs of the speculators library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from quire.errors import ModelConfigError
+from quire.hf_config.family import Family, LayerFacts, decoder_layer
+from quire.hf_config.fields import Fields
+from quire.hf_config.translate import merge, translate
+from quire.layer_spec import DraftHead, Full, LayerSpec, LinearShape, Norms, NormShape
+
+_LAYER = "model.layers.0."
+MTP_PREFIX = "model.mtp_layers."
+
+
+class Target(NamedTuple):
+    """What a head must know of its target."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+def _eagle3_layer(facts: LayerFacts, layer: int) -> LayerSpec:
+    """The first layer's attention reads two rows side by side, and their norms belong to the head."""
+    spec = decoder_layer(facts, layer)
+    if layer > 0:
+        return spec
+    assert isinstance(spec.attention, Full)
+    qkv = replace(spec.attention.qkv, in_features=2 * facts.hidden_size)
+    return replace(spec, attention=replace(spec.attention, qkv=qkv), attention_norms=Norms())
+
+
+EAGLE3 = Family(
+    model_type="eagle3",
+    architectures=("LlamaForCausalLMEagle3",),
+    defaults={"max_position_embeddings": 2048, "num_hidden_layers": 1},
+    reads=("mlp_bias",),
+    renamed_prefixes=(
+        ("midlayer.", _LAYER),
+        ("layers.", "model.layers."),
+        ("norm.", "model.norm."),
+        ("embed_tokens.", "model.embed_tokens."),
+    ),
+    ignored_prefixes=("t2d", "verifier_"),
+    layer=_eagle3_layer,
+)
+
+
+def eagle3(raw: Mapping[str, Any], path: str, target: Target, names: Collection[str]) -> dict[str, Any]:
+    """Keyword arguments for ModelConfig, all but the folder.
+
+    Args:
+        raw: config.json of the head, or of the speculators library.
+        names: of the tensors of its checkpoint; empty: nobody has looked, so it has what such heads mostly have.
+
+    Raises ModelConfigError: the head does not fit the target, or it is of a kind that is not in this version.
+    """
+    outer = Fields(raw, path)
+    inner = merge(raw, outer.object("transformer_layer_config").values)
+    if raw.get("transformer_layer_config") is not None and outer.get("norm_before_residual") is None:
+        raise ModelConfigError(f"{path} lacks norm_before_residual", fix="Use the config.json of the checkpoint")
+    facts = translate(
+        {**inner, "architectures": list(EAGLE3.architectures)}, path, {"eagle3": EAGLE3}, any_architecture=False
+    )
+    fields, of_eagle = Fields(inner, path), outer.object("eagle_config")
+    if not of_eagle.flag("use_aux_hidden_state", True):
+        raise of_eagle.illegal("use_aux_hidden_state", "true: heads on the last hidden state are not in this version")
+    hidden_size = facts["hidden_size"]
+    _check_same(path, "vocab_size", facts["vocab_size"], "vocab_size", target.vocab_size)
+    stream_size = outer.integer("target_hidden_size", default=target.hidden_size)
+    _check_same(path, "target_hidden_size", stream_size, "hidden_size", target.hidden_size)
+    num_drafted = fields.integer("draft_vocab_size", default=target.vocab_size, maximum=target.vocab_size)
+    owns_embeddings, owns_output = "embed_tokens.weight" in names, not names or "lm_head.weight" in names
+    if not owns_embeddings:
+        _check_same(path, "hidden_size", hidden_size, "hidden_size", target.hidden_size, "embed_tokens.weight")
+    if not owns_output:
+        _check_same(path, "draft_vocab_size", num_drafted, "vocab_size", target.vocab_size, "lm_head.weight")
+    streams = _streams(outer, of_eagle, target)
+    width = len(streams) * stream_size
+    shards = (("fc", hidden_size),)
+    return facts | {
+        "head": DraftHead(
+            kind="eagle3",
+            streams=streams,
+            stream_size=stream_size,
+            input=LinearShape(prefix="", shards=shards, in_features=width, bias="fc.bias" in names),
+            norms=(
+                NormShape(_LAYER + "input_layernorm", hidden_size),
+                NormShape(_LAYER + "hidden_norm", hidden_size),
+            ),
+            norm_before_residual=outer.flag("norm_before_residual", False),
+            num_tokens=num_drafted,
+            maps_tokens="d2t" in names or num_drafted < target.vocab_size,
+            owns_embeddings=owns_embeddings,
+            owns_output=owns_output,
+        ),
+        "tie_word_embeddings": False,
+        "logits_scaling": 1.0 / fields.number("logit_scale", 1.0, minimum=1e-6),
+    }
+
+
+def _streams(outer: Fields, of_eagle: Fields, target: Target) -> tuple[int, ...]:
+    """The layers before which the target's residual stream is read; vLLM's choice where the file says nothing."""
+    name, last = "eagle_aux_hidden_state_layer_ids", target.num_layers
+    found = outer if outer.has(name) else of_eagle
+    streams = tuple(found.sequence(name, int) or (2, last // 2, last - 3))
+    for layer in streams:
+        if not 0 <= layer <= last:
+            raise ModelConfigError(
+                f"{outer.path}: the head reads the model before a layer that it does not have",
+                value=f"layer {layer} of {name} = {list(streams)}",
+                expected=f"0 to {last}: the model has {last} layers",
+                fix="Use a head that was trained for this model",
+            )
+    return streams
+
+
+def mtp(
+    raw: Mapping[str, Any], path: str, families: Mapping[str, Family], target: Target, names: Collection[str]
+) -> dict[str, Any]:
+    """Keyword arguments for ModelConfig, all but the folder: the first layer for multi-token prediction of a MiMo.
+
+    Args:
+        raw: config.json of the target.
+        names: as for eagle3.
+
+    Raises ModelConfigError: the model has no such layer.
+    """
+    fields = Fields(raw, path)
+    if fields.get("model_type") != "mimo" or not fields.integer("num_nextn_predict_layers", default=0, minimum=0):
+        raise ModelConfigError(
+            f"{path}: the model has no layers for multi-token prediction that are in this version",
+            value=f"model_type = {fields.get('model_type')}, "
+            f"num_nextn_predict_layers = {fields.get('num_nextn_predict_layers')}",
+            expected="model_type = mimo and num_nextn_predict_layers = 1 or more",
+            fix="Use another method",
+        )
+    alone = {name: value for name, value in raw.items() if name != "layer_types"} | {"num_hidden_layers": 1}
+    facts = translate(alone, path, families, any_architecture=False)
+    hidden_size, first = target.hidden_size, f"{MTP_PREFIX}0."
+    others = {f"{MTP_PREFIX}{name.removeprefix(MTP_PREFIX).split('.')[0]}." for name in names if MTP_PREFIX in name}
+    return facts | {
+        "head": DraftHead(
+            kind="mtp",
+            streams=(target.num_layers,),
+            stream_size=hidden_size,
+            input=LinearShape(prefix=_LAYER, shards=(("input_proj", hidden_size),), in_features=2 * hidden_size),
+            norms=(
+                NormShape(_LAYER + "token_layernorm", hidden_size),
+                NormShape(_LAYER + "hidden_layernorm", hidden_size),
+            ),
+            num_tokens=target.vocab_size,
+        ),
+        "tie_word_embeddings": False,
+        "renamed_prefixes": ((f"{first}final_layernorm.", "model.norm."), (first, _LAYER)),
+        "ignored_prefixes": (
+            *("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."),
+            *sorted(others - {first}),
+        ),
+    }
+
+
+def _check_same(path: str, name: str, value: int, of_target: str, expected: int, lacks: str = "") -> None:
+    if value != expected:
+        raise ModelConfigError(
+            f"{path}: the head does not fit the model" + (f", and has no {lacks} of its own" if lacks else ""),
+            value=f"{name} = {value}",
+            expected=f"{expected}, the model's {of_target}",
+            fix="Use a head that was trained for this model",
+        )

@@ -1,0 +1,200 @@
+"""Low-rank additions (LoRA) to the results of products: compiled kernels on CPU, Triton on GPU, plain torch otherwise.
+
+A row's bits depend on the row and its adapter alone. Rows without an adapter get the bits of a product without it.
+Dimensions: T tokens, K in-features, N out-features, R rank, S slots, P parts of the out-features.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.formats.weight_format import LORA_PANEL
+from quire.kernels import cpu, gpu, reference
+from quire.kernels.guards import check_contiguous, check_dtype, check_last_stride, check_places, check_shape
+
+MOST_PARTS = 4  # kLoraParts
+_CHUNK = 32_768  # elements that torch copies in one thread: packing leaves the cores to steps
+
+
+@dataclass(frozen=True)
+class PackedDelta:
+    """scale * B A in the form that `add_lora` reads, which CPUs and GPUs share.
+
+    Attributes:
+        a: [R, K]; of embeddings [K, R], so that a token's numbers lie side by side.
+        panels: of B, [N / 16, R, 16], padded with zeros.
+    """
+
+    a: Tensor
+    panels: Tensor
+    rank: int
+    N: int
+    scale: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.panels.nbytes
+
+    def unpacked_b(self) -> Tensor:
+        """B [N, R]."""
+        return self.panels.transpose(1, 2).reshape(-1, self.rank)[: self.N]
+
+    def to(self, device: torch.device) -> PackedDelta:
+        """The same on a device."""
+        return PackedDelta(self.a.to(device), self.panels.to(device), self.rank, self.N, self.scale)
+
+
+def pack_delta(a_RK: Tensor, b_NR: Tensor, scale: float, *, looks_up: bool = False) -> PackedDelta:
+    """Copy A and B, which have one floating-point dtype, into that form. `looks_up`: of embeddings, K tokens."""
+    check_places(a=a_RK, b=b_NR)
+    R, N = len(a_RK), len(b_NR)
+    check_shape("b", b_NR, N, R)
+    check_dtype("a", a_RK, *cpu.DTYPE_CODES)
+    check_dtype("b", b_NR, a_RK.dtype)
+    if 0 in (*a_RK.shape, N):
+        raise ValueError(f"a is {list(a_RK.shape)} and b is {list(b_NR.shape)}, expected [R, K] and [N, R], none 0")
+    a = _copied(a_RK.t() if looks_up else a_RK)
+    panels = b_NR.new_zeros((-(-N // LORA_PANEL), R, LORA_PANEL))
+    rows = max(_CHUNK // R // LORA_PANEL, 1)  # panels at a time
+    for first in range(0, N // LORA_PANEL, rows):
+        last = min(first + rows, N // LORA_PANEL)
+        panels[first:last] = b_NR[first * LORA_PANEL : last * LORA_PANEL].view(-1, LORA_PANEL, R).transpose(1, 2)
+    if N % LORA_PANEL:
+        panels[-1, :, : N % LORA_PANEL] = b_NR[N // LORA_PANEL * LORA_PANEL :].t()
+    return PackedDelta(a, panels, R, N, scale)
+
+
+def _copied(x: Tensor) -> Tensor:
+    copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = max(_CHUNK // x.shape[1], 1)
+    for first in range(0, len(x), rows):
+        copy[first : first + rows] = x[first : first + rows]
+    return copy
+
+
+class LoraTable:
+    """The additions of all adapters to one layer: a row of pointers for each slot. Rows change between steps.
+
+    Args:
+        max_rank: of any delta.
+        columns: N of each part, in order.
+        dtype: of A and B.
+        looks_up: the layer is an embedding of K tokens.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_rank: int,
+        K: int,
+        columns: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        looks_up: bool = False,
+    ) -> None:
+        if not 1 <= len(columns) <= MOST_PARTS:
+            raise ValueError(f"the layer has {len(columns)} parts, expected 1 to {MOST_PARTS}")
+        check_dtype("a table", torch.empty(0, dtype=dtype), *cpu.DTYPE_CODES)
+        self.K, self.columns, self.dtype, self.looks_up = K, tuple(columns), dtype, looks_up
+        self.N, self.max_rank = sum(columns), max_rank
+        self._filled: set[int] = set()
+        self.deltas: list[list[PackedDelta | None]] = [[None] * len(columns) for _ in range(num_slots)]
+        # Address of A, address of B, rank, bits of the scale as float64: struct LoraDelta.
+        self.words_SP4 = torch.zeros((num_slots, len(columns), 4), dtype=torch.int64, device=device)
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The table in the form of the CPU kernels."""
+        return cpu.lora_table(self.words_SP4, self.dtype, self.K, self.columns)
+
+    @property
+    def is_empty(self) -> bool:
+        """No slot adds anything."""
+        return not self._filled
+
+    def set(self, slot: int, deltas: Sequence[PackedDelta | None]) -> None:
+        """What the adapter in a slot adds to each part. The table keeps the deltas alive."""
+        words: list[list[int]] = []
+        for part, (delta, N) in enumerate(zip(deltas, self.columns, strict=True)):
+            if delta is None:
+                words.append([0] * 4)
+                continue
+            check_places(table=self.words_SP4, a=delta.a, b=delta.panels)
+            shape = (self.K, delta.rank) if self.looks_up else (delta.rank, self.K)
+            check_shape("a", delta.a, *shape)
+            check_dtype("a", delta.a, self.dtype)
+            if delta.rank > self.max_rank:
+                raise ValueError(f"a delta has rank {delta.rank}, expected {self.max_rank} at most")
+            if delta.N != N:
+                raise ValueError(f"a delta has {delta.N} out-features, expected {N} of part {part}")
+            (scale,) = struct.unpack("q", struct.pack("d", delta.scale))
+            words.append([delta.a.data_ptr(), delta.panels.data_ptr(), delta.rank, scale])
+        self.words_SP4[slot] = gpu.place(torch.tensor(words), self.words_SP4.device)
+        self.deltas[slot] = list(deltas)
+        (self._filled.discard if all(delta is None for delta in deltas) else self._filled.add)(slot)
+
+    def clear(self, slot: int) -> None:
+        """The slot adds nothing."""
+        self.set(slot, [None] * len(self.columns))
+
+
+def add_lora(
+    base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """y_TN = base + scale * B (A x) of each row's adapter, float32 inside, rounded once.
+
+    Args:
+        base_TN: float32; rows may be strided.
+        x: [T, K] of any of the three dtypes, rows may be strided; of embeddings token ids (int64) [T], in [0, K).
+        slots_T: int32 in [-1, S); -1: no adapter, and base is only rounded.
+        out: [T, N] of `out_dtype`, takes the result; rows may be strided. Of float32 it may be base.
+    """
+    _check(base_TN, x, slots_T, table, out_dtype, out)
+    if cpu.available() and base_TN.is_cpu and not gpu.takes(base_TN):
+        out = torch.empty(base_TN.shape, dtype=out_dtype, device=base_TN.device) if out is None else out
+        cpu.add_lora(
+            table.compiled, None if table.looks_up else x, x if table.looks_up else None, slots_T, base_TN, out
+        )
+        return out
+    if gpu.takes(base_TN):
+        out = torch.empty(base_TN.shape, dtype=out_dtype, device=base_TN.device) if out is None else out
+        gpu.kernels().add_lora(base_TN, x, slots_T, table, out)
+        return out
+    y_TN = reference.add_lora(base_TN, x, slots_T, table, out_dtype)
+    return y_TN if out is None else out.copy_(y_TN)
+
+
+def _check(
+    base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_dtype: torch.dtype, out: Tensor | None
+) -> None:
+    check_places(base=base_TN, x=x, slots=slots_T, table=table.words_SP4, out=out)
+    if base_TN.dim() != 2:
+        raise ValueError(f"base is {list(base_TN.shape)}, expected [T, {table.N}]")
+    T = base_TN.shape[0]
+    check_shape("base", base_TN, T, table.N)
+    check_dtype("base", base_TN, torch.float32)
+    check_shape("slots", slots_T, T)
+    check_dtype("slots", slots_T, torch.int32)
+    check_contiguous(slots=slots_T)
+    check_last_stride(base=base_TN, out=out)
+    if table.looks_up:
+        check_shape("token_ids", x, T)
+        check_dtype("token_ids", x, torch.int64)
+        check_contiguous(token_ids=x)
+    else:
+        check_shape("x", x, T, table.K)
+        check_dtype("x", x, *cpu.DTYPE_CODES)
+        check_last_stride(x=x)
+    if out_dtype not in cpu.DTYPE_CODES:
+        raise TypeError(f"the result's dtype is {out_dtype}, expected {' or '.join(map(str, cpu.DTYPE_CODES))}")
+    if out is not None:
+        check_shape("out", out, T, table.N)
+        check_dtype("out", out, out_dtype)

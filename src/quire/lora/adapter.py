@@ -1,0 +1,319 @@
+"""Reads the folder of a PEFT adapter into checked tensors.
+
+All names, shapes and sizes are checked before memory is taken. Files are read, not mapped: a mapped file that somebody
+shortens ends the process.
+Dimensions: R rank, K in-features, N out-features, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.errors import AdapterError, WeightsError
+from quire.loader.safetensors_headers import TensorEntry, read_open_header
+from quire.lora.adapter_config import CONFIG_NAME, MERGE, AdapterConfig, parse_config
+from quire.lora.facts import AdapterFacts
+from quire.lora.paths import TENSORS_NAME
+from quire.model_config import ModelConfig
+from quire.models.weights import renamed
+
+EMBEDDINGS, OUTPUT = "model.embed_tokens", "lm_head"
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_TEXT = 300  # of a message that quotes a file
+_FLOATS = ("float32", "float16", "bfloat16")
+_CHUNK = 32_768  # elements that torch handles in one thread: loading leaves the cores to steps
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
+_BASE = re.compile(r"(.+)\.base_layer\.weight")
+_AGAIN = "Copy the adapter's folder again"
+_MAKE_SAFETENSORS = "If you trust the file, load it with PEFT and save it with save_pretrained(safe_serialization=True)"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """s B A, which is added to a weight [N, K]. For the embeddings K is V, N is D, and each token has a column of A."""
+
+    a_RK: Tensor
+    b_NR: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """All deltas of an adapter, by the names of the weights that they change.
+
+    The names are those of shards in Hugging Face's checkpoints, in the order of the model: `model.layers.0.self_attn.
+    q_proj`. EMBEDDINGS is the lookup, OUTPUT the projection to logits, also in a model whose two share one weight.
+
+    Attributes:
+        digest: SHA-256 over names, factors and the tensors as they are in the file.
+    """
+
+    digest: str
+    deltas: dict[str, Delta]
+
+    def facts(self) -> AdapterFacts:
+        tensors = [tensor for delta in self.deltas.values() for tensor in (delta.a_RK, delta.b_NR)]
+        rank = max(len(delta.a_RK) for delta in self.deltas.values())
+        return AdapterFacts(self.digest, rank, sum(tensor.nbytes for tensor in tensors), len(self.deltas))
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module that the file has tensors for: its entries for A and B."""
+
+    name: str  # ours
+    entries: tuple[TensorEntry, TensorEntry]
+    scale: float
+
+
+def read_adapter(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    max_rank: int,
+    dtype: torch.dtype,
+    target_modules: Collection[str] | None = None,
+) -> Adapter:
+    """Read an adapter for a model.
+
+    Args:
+        config: of a native model.
+        max_rank: of any module.
+        dtype: of the tensors that are returned.
+        target_modules: the last parts of names that an adapter may change, for example `q_proj`; None: all.
+
+    Raises:
+        AdapterError: a file is missing, malformed or changes meanwhile; the adapter is of another kind than LoRA and
+            rsLoRA; it does not fit the model or the limits; a number is NaN or infinite in `dtype`.
+    """
+    with _open(folder, CONFIG_NAME) as file:
+        raw = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(raw) > _MAX_CONFIG_BYTES:
+            raise AdapterError(f"{CONFIG_NAME} is too large", expected=f"at most {_MAX_CONFIG_BYTES} bytes", fix=_AGAIN)
+        adapter_config = parse_config(raw)
+        _refuse_pickle(folder)
+        with _open(folder, TENSORS_NAME) as tensors_file:
+            try:
+                entries = read_open_header(tensors_file, folder / TENSORS_NAME)
+            except WeightsError as error:
+                raise AdapterError(
+                    error.what[:_MAX_TEXT], value=error.value, expected=error.expected, fix=error.fix
+                ) from None
+            modules = _modules(entries, adapter_config, config)
+            for module in modules:
+                _check_limits(module, max_rank, target_modules)
+            return _read(tensors_file, modules, dtype)
+
+
+@contextmanager
+def _open(folder: Path, name: str) -> Iterator[BufferedReader]:
+    """A file of the adapter. Raises AdapterError if it is missing, or if it changes before the end of the context."""
+    path = folder / name
+    try:
+        if not path.is_file():  # a pipe would block
+            raise AdapterError(
+                f"The adapter has no {name}", expected=f"a folder with {CONFIG_NAME} and {TENSORS_NAME}", fix=_AGAIN
+            )
+        with path.open("rb") as file:
+            before = os.fstat(file.fileno())
+            yield file
+            after = path.stat()
+    except OSError as error:
+        raise AdapterError(f"{name} cannot be read: {error.strerror}", fix=_AGAIN) from None
+    if (after.st_ino, after.st_size, after.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
+        raise AdapterError(f"{name} changed while it was read", fix="Load the adapter again when all files are written")
+
+
+def _refuse_pickle(folder: Path) -> None:
+    if (folder / TENSORS_NAME).exists():
+        return
+    pickled = [name for name in ("adapter_model.bin", "adapter_model.pt") if (folder / name).exists()]
+    if pickled:
+        raise AdapterError(
+            "The adapter is in a pickle format, which can run code when it is read",
+            value=pickled[0],
+            expected=TENSORS_NAME,
+            fix=_MAKE_SAFETENSORS,
+        )
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[N, K] of all weights that an adapter may change."""
+    shapes = {EMBEDDINGS: (config.hidden_size, config.vocab_size)}
+    for layer in config.layers:
+        for linear in layer.linears():
+            sizes = (num_outputs for _, num_outputs in linear.shards)
+            shapes |= {name: (size, linear.in_features) for name, size in zip(linear.names, sizes, strict=True)}
+    return shapes | {OUTPUT: (config.vocab_size, config.hidden_size)}
+
+
+def _own_name(peft_name: str, config: ModelConfig) -> str:
+    return renamed(f"{peft_name}.", config.renamed_prefixes).removesuffix(".")
+
+
+def _modules(entries: list[TensorEntry], adapter: AdapterConfig, config: ModelConfig) -> list[_Module]:
+    """The modules in the order of the model. Every tensor has its place, both its sizes fit, and none is missing."""
+    shapes = _shapes(config)
+    found: dict[str, dict[str, TensorEntry]] = {}
+    peft_names: dict[str, str] = {}
+    for entry in entries:
+        match = _NAME.fullmatch(entry.name.removeprefix(_PREFIX)) if entry.name.startswith(_PREFIX) else None
+        peft_name = "" if match is None else match[1]
+        name = _own_name(peft_name, config)
+        is_lookup = match is not None and match[3] is not None
+        if match is None or name not in shapes or is_lookup != (name == EMBEDDINGS):
+            if not _is_base_weight(entry, config, shapes):
+                raise _foreign(entry.name, shapes)
+            continue
+        letter = match[2] or match[3]
+        if letter in found.setdefault(name, {}):
+            raise AdapterError(f"The adapter has two tensors {letter} for {name}", fix=_AGAIN)
+        found[name][letter], peft_names[name] = entry, peft_name
+    if not found:
+        raise AdapterError("The adapter has no tensors", expected="a lora_A and a lora_B for each module", fix=_AGAIN)
+    modules = []
+    for name, (num_outputs, num_inputs) in shapes.items():
+        pair = found.get(name)
+        if pair is None:
+            continue
+        rank, expected_dtypes = adapter.rank_of(peft_names[name]), " or ".join(_FLOATS)
+        for letter, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
+            if letter not in pair:
+                raise AdapterError(f"The adapter has no lora_{letter} for {name}", fix=_AGAIN)
+            entry = pair[letter]
+            if entry.shape != shape:
+                raise _misshapen(name, letter, entry.shape, shape)
+            if entry.dtype not in _FLOATS:
+                raise AdapterError(
+                    f"lora_{letter} of {name} is not of a floating-point type that is read",
+                    value=entry.dtype,
+                    expected=expected_dtypes,
+                    fix="Convert the tensors to bfloat16 and save them again",
+                )
+        modules.append(_Module(name, (pair["A"], pair["B"]), adapter.scale_of(peft_names[name])))
+    return modules
+
+
+def _is_base_weight(entry: TensorEntry, config: ModelConfig, shapes: dict[str, tuple[int, int]]) -> bool:
+    """Whether it is the base's own matrix, which PEFT saves beside the adapter of embeddings or output. It is not read.
+
+    Raises AdapterError if the matrix is not of the base's size.
+    """
+    match = _BASE.fullmatch(entry.name.removeprefix(_PREFIX))
+    name = "" if match is None else _own_name(match[1], config)
+    if name not in (EMBEDDINGS, OUTPUT):
+        return False
+    if entry.shape != shapes[OUTPUT]:
+        raise _added_tokens(name, entry.shape[:1], shapes[OUTPUT][:1])
+    return True
+
+
+def _misshapen(name: str, letter: str, got: tuple[int, ...], expected: tuple[int, int]) -> AdapterError:
+    vocabulary = {(EMBEDDINGS, "A"): 1, (OUTPUT, "B"): 0}.get((name, letter))
+    if vocabulary is not None and len(got) == 2 and got[1 - vocabulary] == expected[1 - vocabulary]:
+        return _added_tokens(name, got[vocabulary:][:1], expected[vocabulary:][:1])
+    return AdapterError(
+        f"lora_{letter} of {name} does not fit the model and the adapter's config",
+        value=list(got),
+        expected=f"{list(expected)}",
+        fix="Load the adapter into the model that it was trained on. Its ranks follow from r and rank_pattern",
+    )
+
+
+def _added_tokens(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> AdapterError:
+    return AdapterError(
+        f"The adapter's {name} has another vocabulary than the model: tokens were added for its training",
+        value=list(got),
+        expected=f"{list(expected)} tokens",
+        fix=MERGE,
+    )
+
+
+def _foreign(name: str, shapes: dict[str, tuple[int, int]]) -> AdapterError:
+    endings = sorted({known.rpartition(".")[2] for known in shapes})
+    kind, fix = "a module that the model does not have", "Load the adapter into the model that it was trained on"
+    if "lora_magnitude_vector" in name:
+        kind, fix = "a DoRA tensor", MERGE
+    elif name.endswith(".bias"):
+        kind, fix = "a bias", MERGE
+    elif ".lora_" not in name:
+        kind, fix = "a whole weight (modules_to_save, or added tokens)", MERGE
+    return AdapterError(
+        f"The adapter has {kind}",
+        value=name,
+        expected=f"tensors named {_PREFIX}<module>.lora_A.weight and lora_B.weight for {', '.join(endings)}",
+        fix=fix,
+    )
+
+
+def _check_limits(module: _Module, max_rank: int, target_modules: Collection[str] | None) -> None:
+    rank = module.entries[0].shape[0]
+    if rank > max_rank:
+        raise AdapterError(
+            f"The rank of {module.name} is above the maximum",
+            value=rank,
+            expected=f"at most {max_rank}",
+            fix=f"Use a --max-lora-rank of at least {rank}",
+        )
+    if target_modules is not None and module.name.rpartition(".")[2] not in target_modules:
+        raise AdapterError(
+            "The adapter changes a module that --lora-target-modules leaves out",
+            value=module.name,
+            expected=", ".join(sorted(target_modules)),
+            fix="Name it in --lora-target-modules, or leave that flag out",
+        )
+
+
+def _read(file: BufferedReader, modules: list[_Module], dtype: torch.dtype) -> Adapter:
+    digest = hashlib.sha256()
+    tensors: dict[TensorEntry, Tensor] = {}
+    hashes: dict[TensorEntry, str] = {}
+    # In file order, which is the fastest for a disk.
+    owners = [(entry, module.name) for module in modules for entry in module.entries]
+    for entry, name in sorted(owners, key=lambda owner: owner[0].begin):
+        tensors[entry], hashes[entry] = _read_tensor(file, entry, name, dtype)
+    for module in modules:
+        digest.update(f"{module.name} {module.scale!r}".encode())
+        for entry in module.entries:
+            digest.update(f" {entry.dtype} {list(entry.shape)} {hashes[entry]}\n".encode())
+    deltas = {
+        module.name: Delta(tensors[module.entries[0]], tensors[module.entries[1]], module.scale) for module in modules
+    }
+    return Adapter(digest.hexdigest(), deltas)
+
+
+def _read_tensor(file: BufferedReader, entry: TensorEntry, name: str, dtype: torch.dtype) -> tuple[Tensor, str]:
+    """The tensor in `dtype`, and the SHA-256 of its bytes in the file."""
+    raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+    buffer = raw.numpy().data
+    file.seek(entry.begin)
+    if file.readinto(buffer) != len(buffer):
+        raise AdapterError(f"{TENSORS_NAME} changed while it was read", fix=_AGAIN)
+    stored = raw.view(getattr(torch, entry.dtype))
+    tensor = stored if stored.dtype == dtype else torch.empty_like(stored, dtype=dtype)
+    for begin in range(0, len(stored), _CHUNK):
+        source, chunk = stored[begin : begin + _CHUNK], tensor[begin : begin + _CHUNK]
+        if chunk.dtype != source.dtype:
+            chunk.copy_(source)
+        if not chunk.isfinite().all():
+            is_finite = bool(source.isfinite().all())
+            raise AdapterError(
+                f"A tensor of {name} holds NaN or infinity" + (f" in {dtype}" if is_finite else ""),
+                expected="finite numbers",
+                fix="Take --lora-dtype bfloat16 or float32"
+                if is_finite
+                else "Take an earlier checkpoint of the training",
+            )
+    return tensor.view(entry.shape), hashlib.sha256(buffer).hexdigest()

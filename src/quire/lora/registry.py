@@ -1,0 +1,235 @@
+"""Which adapters an engine knows, which of them are in memory, and what is read next. No torch.
+
+An adapter is its digest. It is known from the end of its LoadAdapter until it is unloaded and its last request has
+ended. Reading is the work of the workers' loader thread: nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.errors import AdapterError, OutOfMemoryError, QuireError, is_out_of_memory
+from quire.logs import get_logger
+from quire.lora.facts import AdapterFacts
+from quire.messages import AdapterState, LoadAdapter, UnloadAdapter
+from quire.schedule import Polled
+
+logger = get_logger(__name__)
+
+
+class AdapterMemory(Protocol):
+    """The workers, as far as adapters are concerned: see life_cycle.Worker."""
+
+    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]: ...
+
+    def drop_adapter(self, digest: str) -> None: ...
+
+
+class AdapterRequests(Protocol):
+    """The requests that have adapters: scheduler.adapter_turns.AdapterTurns."""
+
+    @property
+    def running(self) -> Collection[str]: ...
+
+    @property
+    def wanted(self) -> Sequence[str]: ...
+
+    def __contains__(self, digest: str, /) -> bool: ...
+
+    def has_preempted(self, digest: str, /) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """A known adapter.
+
+    Attributes:
+        path: where it is read again.
+        registrations: paths of the LoadAdapters without their UnloadAdapter.
+    """
+
+    path: str
+    registrations: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Read:
+    """What the loader thread does: for a LoadAdapter, or for requests that wait for a digest."""
+
+    loading: Polled[AdapterFacts]
+    path: str
+    start_time: float
+    operation: int | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Requests wait for an adapter that cannot be read again."""
+
+    digest: str
+    error: QuireError
+
+
+class AdapterRegistry:
+    """At most `most` adapters are in memory; one more is while its memory is exchanged for another's.
+
+    What runs stays there, and so does what preempted requests need and nobody has registered any more. The other
+    places go to the most urgent adapters of waiting requests, and what is left to those used last. Reading for requests
+    and for LoadAdapters takes turns.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, memory: AdapterMemory, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._memory, self._most, self._clock = memory, most, clock
+        self._adapters: dict[str, _Adapter] = {}  # by digest
+        self._in_memory: dict[str, None] = {}  # digests, the one used last at the end
+        self._unregistered: set[str] = set()  # digests that only requests keep
+        self._operations: deque[LoadAdapter] = deque()
+        self._read: _Read | None = None
+        self._is_turn_of_operations = True
+        self._states: list[AdapterState] = []
+
+    def __contains__(self, digest: str) -> bool:
+        """Whether requests may name it."""
+        return digest in self._adapters
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being read, or will be."""
+        return self._read is not None or bool(self._operations)
+
+    @property
+    def num_known(self) -> int:
+        return len(self._adapters)
+
+    @property
+    def num_in_memory(self) -> int:
+        return len(self._in_memory)
+
+    def is_in_memory(self, digest: str) -> bool:
+        return digest in self._in_memory
+
+    def load(self, message: LoadAdapter) -> None:
+        """Read an adapter for the first time; or, with a digest, note that requests may name it."""
+        if message.digest is None:
+            self._operations.append(message)
+        else:
+            self._register(message.digest, message.path)
+
+    def unload(self, message: UnloadAdapter) -> None:
+        """Take a registration back. The adapter stays until its last request has ended."""
+        adapter = self._adapters.get(message.digest)
+        if adapter is not None and message.path in adapter.registrations:
+            adapter.registrations.remove(message.path)
+            if not adapter.registrations:
+                self._unregistered.add(message.digest)
+
+    def step(self, requests: AdapterRequests) -> Unreadable | None:
+        """Between two steps: take in what was read, forget what nobody needs, and begin to read the next.
+
+        Args:
+            requests: who needs which adapter.
+        """
+        for digest in [digest for digest in self._unregistered if digest not in requests]:
+            self._forget(digest)
+        for digest in requests.running:  # they were used last
+            self._in_memory[digest] = self._in_memory.pop(digest)
+        if self._read is not None and self._read.loading.done():
+            read, self._read = self._read, None
+            if (lost := self._take(read, requests)) is not None:
+                return lost
+        if self._read is None:
+            self._begin(requests)
+        return None
+
+    def take_states(self) -> list[AdapterState]:
+        """What became of reading since the last call."""
+        states, self._states = self._states, []
+        return states
+
+    def _register(self, digest: str, path: str) -> None:
+        adapter = self._adapters.setdefault(digest, _Adapter(path))
+        adapter.path = path
+        adapter.registrations.append(path)
+        self._unregistered.discard(digest)
+
+    def _forget(self, digest: str) -> None:
+        """Unless it is being read: then it is forgotten after that."""
+        if self._read is not None and self._read.digest == digest:
+            return
+        self._unregistered.remove(digest)
+        del self._adapters[digest]
+        if digest in self._in_memory:
+            self._drop(digest)
+
+    def _begin(self, requests: AdapterRequests) -> None:
+        """Read for waiting requests or for a LoadAdapter, in turns."""
+        digest = self._missing(requests)
+        if self._operations and (digest is None or self._is_turn_of_operations):
+            operation = self._operations.popleft()
+            self._start(operation.path, operation=operation.operation)
+        elif digest is not None:
+            self._start(self._adapters[digest].path, digest=digest)
+
+    def _start(self, path: str, operation: int | None = None, digest: str | None = None) -> None:
+        self._is_turn_of_operations = operation is None
+        loading = self._memory.load_adapter(path, digest)
+        self._read = _Read(loading, path, self._clock(), operation, digest)
+
+    def _missing(self, requests: AdapterRequests) -> str | None:
+        """The most urgent adapter that has a right to be in memory and is not there."""
+        if all(digest in self._in_memory for digest in requests.wanted[: self._most]):
+            return None
+        return next((digest for digest in self._entitled(requests) if digest not in self._in_memory), None)
+
+    def _entitled(self, requests: AdapterRequests) -> list[str]:
+        """What is or should be in memory now, without what merely was there: at most as many as fit."""
+        kept = [digest for digest in self._in_memory if self._is_kept(digest, requests)]
+        wanted = [digest for digest in requests.wanted if digest in self._adapters and digest not in kept]
+        return kept + wanted[: self._most - len(kept)]
+
+    def _is_kept(self, digest: str, requests: AdapterRequests) -> bool:
+        """Running requests have it, or preempted ones that could not read it again."""
+        return digest in requests.running or (digest in self._unregistered and requests.has_preempted(digest))
+
+    def _take(self, read: _Read, requests: AdapterRequests) -> Unreadable | None:
+        """What was read is here, or an error."""
+        state = AdapterState(path=read.path, operation=read.operation, seconds=self._clock() - read.start_time)
+        self._states.append(state)
+        try:
+            facts = read.loading.result()
+        except Exception as failure:
+            error = _for_users(failure)
+            state.error, state.error_code = error.message, error.code
+            logger.warning("the adapter in %s could not be read: %s", read.path, error.message)
+            return None if read.digest is None else Unreadable(read.digest, error)
+        state.facts = facts
+        if read.operation is not None:
+            self._register(facts.digest, read.path)
+        self._in_memory.pop(facts.digest, None)
+        self._in_memory[facts.digest] = None
+        if len(self._in_memory) > self._most:
+            entitled = self._entitled(requests)
+            self._drop(next(digest for digest in self._in_memory if digest not in entitled))
+        return None
+
+    def _drop(self, digest: str) -> None:
+        del self._in_memory[digest]
+        self._memory.drop_adapter(digest)
+
+
+def _for_users(failure: Exception) -> QuireError:
+    """The error of a load. Anything but a QuireError is a lack of memory, or a defect of ours."""
+    if isinstance(failure, QuireError):
+        return failure
+    logger.error("an adapter could not be loaded", exc_info=failure)
+    if is_out_of_memory(failure):
+        return OutOfMemoryError("There is no memory for the adapter", fix="Lower --max-cpu-loras, or load it later")
+    return AdapterError(f"The adapter could not be loaded ({type(failure).__name__})", fix="The server's log says why")

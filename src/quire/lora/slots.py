@@ -1,0 +1,113 @@
+"""The adapters that a model holds: each has a slot, which is a row of pointers in a table of every layer.
+
+To add or remove an adapter writes these rows between steps. On a CPU it copies no weights, and on a GPU the weights
+were brought there when the adapter was packed.
+Dimensions: R rank, K in-features, N out-features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.kernels.lora import LoraTable, PackedDelta, pack_delta
+from quire.lora.facts import AdapterFacts
+from quire.models.decoder import Decoder
+
+
+class Delta(Protocol):
+    """s B A, which is added to a weight [N, K]."""
+
+    @property
+    def a_RK(self) -> Tensor: ...  # noqa: N802
+
+    @property
+    def b_NR(self) -> Tensor: ...  # noqa: N802
+
+    @property
+    def scale(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """An adapter in the form of the kernels, on the device of its model."""
+
+    facts: AdapterFacts
+    deltas: dict[str, PackedDelta]  # by the names of the weights that they change
+
+
+class AdapterSlots:
+    """The adapters in memory of one model. It gives the model's layers their tables.
+
+    Args:
+        num_slots: adapters that are in memory at the same time.
+        max_rank: of a weight's delta.
+        dtype: of the adapters' weights.
+        target_modules: last parts of the names of weights that adapters may change; none: all.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        target_modules: Collection[str] = (),
+    ) -> None:
+        self._device = model.device
+        self._tables: list[tuple[LoraTable, tuple[str, ...]]] = []
+        self._looks_up: dict[str, bool] = {}  # by the name of a weight that adapters may change
+        for place in model.adaptable():
+            names = tuple(name for name, _ in place.parts)
+            if target_modules and not any(name.rpartition(".")[2] in target_modules for name in names):
+                continue
+            columns = [num_columns for _, num_columns in place.parts]
+            sizes = (num_slots, max_rank, place.in_features, columns)
+            table = LoraTable(*sizes, dtype, model.device, looks_up=place.looks_up)
+            place.layer.lora = table
+            self._tables.append((table, names))
+            self._looks_up |= dict.fromkeys(names, place.looks_up)
+        self._slots: dict[str, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def slots(self) -> Mapping[str, int]:
+        """The slots of the adapters in memory, by digest. It follows their changes."""
+        return MappingProxyType(self._slots)
+
+    def pack(self, facts: AdapterFacts, deltas: Mapping[str, Delta]) -> PackedAdapter:
+        """Bring an adapter into the form of the kernels. Any thread may do it.
+
+        Args:
+            deltas: by the name of the weight that they change; AdapterSlots knows each of them.
+        """
+        packed = {
+            name: pack_delta(delta.a_RK, delta.b_NR, delta.scale, looks_up=self._looks_up[name]).to(self._device)
+            for name, delta in deltas.items()
+        }
+        return PackedAdapter(facts, packed)
+
+    def add(self, adapter: PackedAdapter) -> None:
+        """Give an adapter a slot, between steps. One that has a slot keeps it."""
+        digest = adapter.facts.digest
+        if digest in self._slots:
+            return
+        assert self._free, f"{digest} is one adapter too many for {len(self._slots)} slots"
+        slot = self._free.pop()
+        for table, names in self._tables:
+            table.set(slot, [adapter.deltas.get(name) for name in names])
+        self._slots[digest] = slot
+
+    def remove(self, digest: str) -> None:
+        """Give its slot back, between steps. No row has the adapter; an unknown digest is fine."""
+        slot = self._slots.pop(digest, None)
+        if slot is None:
+            return
+        for table, _ in self._tables:
+            table.clear(slot)
+        self._free.append(slot)

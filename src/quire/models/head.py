@@ -1,0 +1,133 @@
+"""A head that drafts from the hidden states of a decoder, its target: EAGLE-3 (arXiv 2503.01840), and MiMo's.
+
+A pass takes at each position the hidden state there and the token behind it, and gives a hidden state for the next
+position: for the first draft those of the target are taken, and then its own.
+
+Dimensions: T tokens, R rows with logits, D hidden, X hidden states of the target, V vocabulary, K tokens it can draft.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.errors import WeightsError
+from quire.forward_batch import ForwardBatch
+from quire.kernels.fp8 import Rows
+from quire.layers.embedding import Lookup
+from quire.layers.linear import make_linear
+from quire.layers.norm import RMSNorm
+from quire.layers.weight_slot import WeightSlot, WeightSlots
+from quire.model_config import ModelConfig
+from quire.models.decoder import Decoder
+from quire.quantization.scheme import FLOATS
+
+
+class Head(Decoder):
+    """See Decoder.
+
+    Args:
+        config: with a `head`.
+        target: has the embeddings and the output projection that the head does not bring.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        target: Decoder,
+        dtype: torch.dtype,
+        quantization: str | None,
+        device: torch.device,
+        attention_backend: str = "auto",
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        assert config.head is not None
+        self.head, self._target = config.head, target
+        super().__init__(config, dtype, quantization, device, attention_backend, cache_dtype)
+
+    def _make_embeddings(self, quantization: str | None) -> Lookup:
+        config, head = self.config, self.head
+        self._input = make_linear(config.stored(head.input, quantization), self.dtype)
+        self._parts += [(head.input.prefix, part) for part in self._input.parts]
+        self._norms = [RMSNorm(size, config.rms_norm_eps, config.norm_offset, self.dtype) for _, size in head.norms]
+        self._parts += [(f"{shape.name}.", norm) for shape, norm in zip(head.norms, self._norms, strict=True)]
+        self._drafted = _DraftedTokens(head.num_tokens, config.vocab_size) if head.maps_tokens else None
+        if self._drafted is not None:
+            self._parts.append(("", self._drafted))
+        self._output = self._make_output(quantization) if head.owns_output else self._target._output
+        return self._make_own_embeddings() if head.owns_embeddings else self._target._embed
+
+    def hidden_of(self, streams_TX: Tensor) -> Tensor:
+        """hidden_TD of the target's residual streams, side by side."""
+        return self._input(streams_TX) if self.head.kind == "eagle3" else streams_TX
+
+    def embed_step(self, batch: ForwardBatch) -> Tensor:
+        """embedding_TD of the tokens; nothing for MiMo's first position."""
+        embedding_TD = self._embed(batch.token_ids_T)
+        if self.head.kind == "mtp":
+            embedding_TD = embedding_TD * (batch.positions_T > 0)[:, None]
+        return embedding_TD
+
+    def run_blocks(self, residual_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        """hidden_TD for the positions behind. EAGLE-3 writes it over `batch.hidden_TD`.
+
+        Args:
+            residual_TD: of `embed_step`.
+        """
+        hidden_TD = batch.hidden_TD
+        if hidden_TD is None:  # a step that is only measured
+            hidden_TD = torch.zeros_like(residual_TD)
+        num_tokens, width = hidden_TD.shape
+        x_TX = torch.empty((num_tokens, 2 * width), dtype=self.dtype, device=self.device)
+        halves = x_TX.split_with_sizes((width, width), 1)
+        is_eagle3 = self.head.kind == "eagle3"
+        token_norm, hidden_norm = self._norms
+        token_norm(residual_TD, out=halves[0 if is_eagle3 else 1])
+        hidden_norm(hidden_TD, out=halves[1 if is_eagle3 else 0])
+        if not is_eagle3:
+            return super().run_blocks(self._input(x_TX), batch)
+        if self.head.norm_before_residual:
+            hidden_TD.copy_(halves[1])
+        given: Rows = x_TX
+        for part in self._parts_of_pass:
+            given = part(given, hidden_TD, batch)
+        return hidden_TD
+
+    def compute_logits(self, hidden_RD: Tensor, adapter_slots_R: Tensor | None = None) -> Tensor:
+        """logits_RV in float32; minus infinity for tokens that it cannot draft."""
+        assert adapter_slots_R is None, "a head drafts without adapters"
+        x_RD = self._final_norm(hidden_RD) if self.head.kind == "eagle3" else hidden_RD
+        logits_RK = self._output.logits(x_RD)
+        if self.config.logits_scaling != 1.0:
+            logits_RK /= self.config.logits_scaling
+        return logits_RK if self._drafted is None else self._drafted.spread(logits_RK)
+
+
+class _DraftedTokens:
+    """The ids that the tokens of a head have in its target: `d2t` has how far each is from its place."""
+
+    held = ("token_ids_K",)
+
+    def __init__(self, num_tokens: int, vocab_size: int) -> None:
+        self.token_ids_K = torch.empty(0, dtype=torch.int64)
+        self._num_tokens, self._vocab_size = num_tokens, vocab_size
+
+    def spread(self, logits_RK: Tensor) -> Tensor:
+        """logits_RV."""
+        logits_RV = logits_RK.new_full((len(logits_RK), self._vocab_size), -torch.inf)
+        logits_RV[:, self.token_ids_K] = logits_RK
+        return logits_RV
+
+    def slots(self) -> WeightSlots:
+        # Dummy weights are numbers around 0.
+        yield "d2t", WeightSlot((self._num_tokens,), self._load, (torch.int64, torch.int32, *FLOATS))
+
+    def _load(self, offsets_K: Tensor) -> None:
+        token_ids_K = torch.arange(self._num_tokens, device=offsets_K.device) + offsets_K.long()
+        for place, token_id in enumerate(token_ids_K.tolist()):
+            if not 0 <= token_id < self._vocab_size:
+                raise WeightsError(f"place {place} is token {token_id}, and the model has {self._vocab_size} tokens")
+        self.token_ids_K = token_ids_K
+
+    def weight_bytes(self) -> int:
+        return self.token_ids_K.nbytes

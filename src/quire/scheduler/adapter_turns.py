@@ -1,0 +1,119 @@
+"""Which adapters may run: at most so many different ones at once, and nobody is overtaken for ever."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Sequence
+
+from quire.request import Request, RequestStatus
+from quire.scheduler.queue import Key, OrderKey
+
+PATIENCE = 64  # steps in which others overtook a request, until the next free place is its own
+
+
+class AdapterTurns:
+    """The requests with an adapter. A place is an adapter that requests run with; the base model needs none.
+
+    Free places go to the adapters in memory in the order of their oldest waiting requests. Requests of an adapter that
+    runs already join it, and so overtake the others. When they have done that to one for PATIENCE steps, the oldest
+    such request has the next free place, and the adapter with the fewest running requests takes no further ones. Who
+    ran before, and was preempted, has the first turn.
+
+    Args:
+        max_loras: number of places.
+        order: of the requests.
+        is_in_memory: whether the adapter of this digest can be computed now.
+    """
+
+    def __init__(self, max_loras: int, order: OrderKey, is_in_memory: Callable[[str], bool]) -> None:
+        self._max_loras, self._order, self._is_in_memory = max_loras, order, is_in_memory
+        self._running: dict[str, int] = {}  # requests by adapter
+        self._waiting: dict[str, list[Request]] = {}  # by adapter, in the order of their turns
+        self._open: set[str] = set()  # adapters with a place
+        self._blocked: dict[str, int] = {}  # adapters that wait for a place: _num_overtakes when that began
+        self._num_overtakes = 0  # steps in which a request overtook one that waits for a place
+        self._last_admitted: Key | None = None  # of those admitted since the last step
+        self._reserved_for: Key = ()
+        self._draining: str | None = None
+        self.wanted: Sequence[str] = ()  # adapters of waiting requests, most urgent first, but those that run
+
+    @property
+    def running(self) -> Collection[str]:
+        """Adapters that requests run with."""
+        return self._running.keys()
+
+    def has_preempted(self, digest: str) -> bool:
+        """Whether a request with this adapter has to go on with it."""
+        waiting = self._waiting.get(digest)
+        return waiting is not None and waiting[0].status is RequestStatus.PREEMPTED
+
+    def __contains__(self, digest: str) -> bool:
+        """Whether a request has this adapter."""
+        return digest in self._running or digest in self._waiting
+
+    def waiting_for(self, digest: str) -> list[Request]:
+        """The requests that do not run, a new list."""
+        return list(self._waiting.get(digest, ()))
+
+    def wait(self, request: Request) -> None:
+        """A request with an adapter has come, or was taken back."""
+        assert request.adapter is not None
+        insort(self._waiting.setdefault(request.adapter, []), request, key=self._key)
+
+    def leave(self, request: Request) -> None:
+        """A waiting request goes. Its status is still that of a waiting one."""
+        assert request.adapter is not None
+        waiting = self._waiting[request.adapter]
+        del waiting[bisect_left(waiting, self._key(request), key=self._key)]
+        if not waiting:
+            del self._waiting[request.adapter]
+
+    def start(self, request: Request) -> None:
+        """A waiting request runs from now on. Its status is still that of a waiting one."""
+        self.leave(request)
+        assert request.adapter is not None
+        self._running[request.adapter] = self._running.get(request.adapter, 0) + 1
+        key = self._order(request)
+        self._last_admitted = key if self._last_admitted is None else max(self._last_admitted, key)
+
+    def stop(self, request: Request) -> None:
+        """A running request ends, or is taken back."""
+        assert request.adapter is not None
+        self._running[request.adapter] -= 1
+        if not self._running[request.adapter]:
+            del self._running[request.adapter]
+
+    def may_run(self, request: Request) -> bool:
+        """Whether a waiting request may run in the step that is being made."""
+        digest = request.adapter
+        return digest in self._open and (digest != self._draining or self._key(request) < self._reserved_for)
+
+    def begin_step(self) -> None:
+        """Give out the free places."""
+        if self._last_admitted is not None:
+            firsts = (self._waiting[digest][0] for digest in self._blocked if digest in self._waiting)
+            self._num_overtakes += any(self._order(request) < self._last_admitted for request in firsts)
+            self._last_admitted = None
+        num_free = self._max_loras - len(self._running)
+        self._open = set(self._running)
+        blocked, reserved, is_draining = {}, False, False
+        waiting = [(self._key(first[0]), digest) for digest, first in self._waiting.items() if digest not in self._open]
+        waiting.sort()
+        for key, digest in waiting:
+            if num_free > 0 and self._is_in_memory(digest):
+                self._open.add(digest)
+                num_free -= 1
+                continue
+            since = blocked[digest] = self._blocked.get(digest, self._num_overtakes)
+            if not reserved and self._num_overtakes - since >= PATIENCE:
+                reserved, self._reserved_for = True, key
+                is_draining = num_free == 0
+                num_free = max(num_free - 1, 0)  # kept for an adapter that is being read
+        self._blocked, self.wanted = blocked, [digest for _, digest in waiting]
+        if not is_draining:
+            self._draining = None
+        elif self._draining not in self._running:
+            self._draining = min(self._running, key=self._running.__getitem__, default=None)
+
+    def _key(self, request: Request) -> Key:
+        return request.status is not RequestStatus.PREEMPTED, *self._order(request)

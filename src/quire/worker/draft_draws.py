@@ -1,0 +1,67 @@
+"""Drafts from the logits of a model that drafts: drawn as the target would draw them, and brought to the host.
+
+They are drawn with the target's random numbers of the row and place, so that both draw alike where they think alike.
+
+Dimensions: S rows that draft, R rows of one pass, V vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.sampling.sampler import Sampler
+from quire.worker.accelerator import Device
+from quire.worker.drafter import Drafted
+from quire.worker.input_batch import InputBatch, StagedStep, StepRows
+
+_NO_DISTRIBUTION = "The drafter's logits are not numbers (NaN) or infinite, or no token is left to draft"
+
+
+class DraftDraws:
+    """Draws tokens for the rows of an InputBatch.
+
+    Args:
+        is_greedy: the likeliest token, however the request samples.
+    """
+
+    def __init__(self, inputs: InputBatch, device: Device, *, is_greedy: bool) -> None:
+        self._inputs, self._device, self._is_greedy = inputs, device, is_greedy
+        self._sampler = Sampler(inputs.sampling)
+
+    def parameters(self, rows_R: NDArray[np.int64], offset: int) -> Sequence[NDArray[Any]]:
+        """To be staged with a pass for the drafts behind `offset` others."""
+        return () if self._is_greedy else self._sampler.host_parameters(rows_R, np.full(len(rows_R), offset))
+
+    def draw(self, logits_RV: Tensor, step: StepRows, staged: StagedStep, earlier: list[Tensor]) -> Tensor:
+        """token_ids_R behind those of the step, which become inputs of the next one; -1: none.
+
+        Args:
+            earlier: what was drawn before for the same rows, and for some behind them.
+        """
+        state = self._inputs.sampling
+        before: Sequence[Sequence[int]] = ()
+        if earlier and (state.filters or state.penalties):
+            columns = [tokens.clamp(min=0).tolist() for tokens in self._on_host(earlier)]
+            before = [[column[index] for column in columns] for index in range(len(logits_RV))]
+        token_ids_R, chosen_R = self._sampler.choose(logits_RV, step.rows_S.tolist(), staged.parameters, before)
+        token_ids_R = torch.where(chosen_R.isfinite(), token_ids_R, -1)
+        self._inputs.place_guesses(step, staged, token_ids_R)
+        return token_ids_R
+
+    def collect(self, drafted: Drafted, indices: Sequence[int], found: list[Tensor]) -> None:
+        """Fill in what was drawn, a tensor per place, for these of the rows that were asked for."""
+        for offset, tokens_R in enumerate(self._on_host(found)):
+            for index, token_id in zip(indices, tokens_R.tolist(), strict=False):
+                if token_id < 0:
+                    drafted.failures.setdefault(index, _NO_DISTRIBUTION)
+                else:
+                    drafted.token_ids[index][offset] = token_id
+
+    def _on_host(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(self._device.download(tensors).wait())

@@ -1,0 +1,41 @@
+"""How many bytes of tensors live at once while some code runs."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBuffers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the results of torch's functions that have memory of their own, from their call until nobody has them.
+
+    Attributes:
+        num_bytes: that live now.
+        peak_bytes: that lived at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes: int = 0
+        self.peak_bytes: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(each.alias_info for each in func._schema.returns):  # a view, or a tensor that was written to
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: UntypedStorage) -> None:
+        num_bytes = storage.nbytes()
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        weakref.finalize(storage, self._drop, num_bytes)
+
+    def _drop(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes

@@ -1,0 +1,104 @@
+"""The sameness matrix over drafters: what they propose changes no token, logprob or finish reason.
+
+The requests ask for everything that a draft could disturb: see test_drafts.KINDS. All end with the model's context,
+unless a stop ends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from quire.sampling_params import SamplingParams
+from quire.scheduler.from_settings import proposer_of
+from quire.speculative_config import SpeculativeConfig
+from tests.covering import covering
+from tests.engine.harness import Prompt, Schedule, build_core, demo_draft, run
+from tests.engine.test_drafts import KINDS, MOST, VOCAB_SIZE, Answer, answers
+from tests.engine.test_sameness import BLOCK_SIZE, prompts
+from tests.guesser import Guesser
+
+TOKEN_IDS = prompts()[4].token_ids
+FORMATS = (("bfloat16", "auto"), ("float32", "int8"), ("int8", "fp8_e4m3"), ("int4", "fp8_e5m2"), ("fp8", "auto"))
+# Far below the defaults, so that text that hardly repeats is drafted too.
+SEARCHES = {
+    "ngram": SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=3),
+    "suffix": SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=4.0),
+}
+
+
+@cache
+def expected(precision: str, kv: str) -> dict[str, Answer]:
+    """Without drafts."""
+    return answers(build_core(schedule_of(kv_cache_dtype=kv), precision), list(KINDS))
+
+
+def schedule_of(**fields: Any) -> Schedule:
+    return Schedule(max_num_seqs=len(KINDS), max_model_len=len(TOKEN_IDS) + MOST, **fields)
+
+
+def knowing(right: float) -> Callable[[dict[str, Answer]], dict[str, Any]]:
+    """A drafter that knows the answers, and is right so often."""
+
+    def drafting(wanted: dict[str, Answer]) -> dict[str, Any]:
+        proposer = Guesser(right, vocab_size=VOCAB_SIZE)
+        proposer.continuation_of = lambda name: wanted[name][0] if name in wanted else ()
+        return {"proposer": proposer}
+
+    return drafting
+
+
+# Fields of Schedule, by the answers that are wanted.
+DRAFTERS: dict[str, Callable[[dict[str, Answer]], dict[str, Any]]] = {
+    "never right": knowing(0.0),
+    "randomly right": knowing(0.6),
+    "always right": knowing(1.0),
+    "ngram": lambda _: {"proposer": proposer_of(SEARCHES["ngram"])},
+    "suffix": lambda _: {"proposer": proposer_of(SEARCHES["suffix"])},
+    "draft_model": lambda _: {
+        "proposer": proposer_of(SpeculativeConfig(method="draft_model", model="any")),
+        "draft": demo_draft(),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "formats", "warm", "chunk", "depth"),
+    covering([*DRAFTERS], FORMATS, [None, -1, 0, 1], [7, 2048], [1, 2]),
+)
+def test_drafters(drafter: str, formats: tuple[str, str], warm: int | None, chunk: int, depth: int) -> None:
+    """Every kind of request at once, some of it computed again.
+
+    Args:
+        formats: precision of the weights, and of the KV cache.
+        warm: the prefix cache has two blocks of the prompt, and so many tokens more; None: there is none.
+    """
+    precision, kv = formats
+    wanted = expected(precision, kv)
+    core = build_core(
+        schedule_of(
+            kv_cache_dtype=kv,
+            prefix_caching=warm is not None,
+            chunk=chunk,
+            depth=depth,
+            waits=True,
+            **DRAFTERS[drafter](wanted),
+        ),
+        precision,
+    )
+    if warm is not None:
+        known = TOKEN_IDS[: 2 * BLOCK_SIZE + warm]
+        run(core, [Prompt(known, SamplingParams(temperature=0.0, max_tokens=1))], prefix="warm")
+    num_drafts = 0
+
+    def interfere(step: int) -> None:
+        nonlocal num_drafts
+        if step < 60 and step % 5 == 4 and core.scheduler.num_running:
+            core.scheduler.preempt_last()
+        num_drafts += 0 if core.last_record is None else core.last_record.num_draft_tokens
+
+    assert answers(core, list(KINDS), interfere) == wanted
+    assert num_drafts > 20

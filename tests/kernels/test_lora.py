@@ -1,0 +1,171 @@
+"""Low-rank additions against dense arithmetic in float64, written here; and that a row's bits depend on it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import cpu, reference
+from quire.kernels.lora import LoraTable, add_lora, pack_delta
+from tests.covering import covering
+
+HOST = torch.device("cpu")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = [F32, BF16, F16]
+# float32: sums in another order. The others round once: the same value or its neighbour.
+TOLERANCES = {F32: (2e-5, 2e-5), F16: (2e-3, 1.1e-3), BF16: (1e-2, 8.2e-3)}
+
+
+@dataclass
+class Layer:
+    """A table, and its adapters as they were given."""
+
+    table: LoraTable
+    given: list[list[tuple[Tensor, Tensor, float] | None]]  # by slot and part: a, b, scale
+
+    def dense(self, base_TN: Tensor, x: Tensor, slots_T: Tensor) -> Tensor:
+        y_TN = base_TN.double()
+        for t, slot in enumerate(slots_T.tolist()):
+            first = 0
+            for part, num_columns in enumerate(self.table.columns):
+                if slot >= 0 and (delta := self.given[slot][part]) is not None:
+                    a, b, scale = (delta[0].double(), delta[1].double(), delta[2])
+                    h_R = a[:, x[t]] if self.table.looks_up else a @ x[t].double()
+                    y_TN[t, first : first + num_columns] += scale * (b @ h_R)
+                first += num_columns
+        return y_TN
+
+
+def layer(
+    K: int, columns: Sequence[int], ranks: Sequence[Sequence[int]], dtype: torch.dtype, *, seed: int = 0
+) -> Layer:
+    """Random adapters; `ranks` by slot and part, 0: none. `columns` negative: an embedding of K tokens."""
+    random = torch.Generator().manual_seed(seed)
+    looks_up, columns = columns[0] < 0, [abs(N) for N in columns]
+    table = LoraTable(len(ranks), 512, K, columns, dtype, HOST, looks_up=looks_up)
+    given: list[list[tuple[Tensor, Tensor, float] | None]] = []
+    for slot, of_parts in enumerate(ranks):
+        deltas: list[tuple[Tensor, Tensor, float] | None] = []
+        for part, rank in enumerate(of_parts):
+            a = (torch.randn(rank, K, generator=random) / K**0.5).to(dtype)
+            b = (torch.randn(columns[part], rank, generator=random) / max(rank, 1) ** 0.5).to(dtype)
+            deltas.append((a, b, 0.5 + 0.25 * part + slot) if rank else None)
+        given.append(deltas)
+        table.set(slot, [None if d is None else pack_delta(*d, looks_up=looks_up) for d in deltas])
+    return Layer(table, given)
+
+
+def inputs(T: int, K: int, N: int, dtype: torch.dtype, looks_up: bool = False) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    base = torch.randn(T, N + 5, generator=random)[:, :N]
+    if looks_up:
+        return base, torch.randint(K, (T,), generator=random)
+    return base, torch.randn(T, K + 3, generator=random).to(dtype)[:, :K]
+
+
+# K, columns of the parts, ranks by slot and part
+LAYERS: list[tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...]]] = [
+    (64, (64,), ((8,),)),
+    (111, (37, 5, 16), ((3, 0, 1), (0, 0, 0), (16, 2, 7))),
+    (1, (1,), ((1,), (2,))),
+    (1024, (300, 64), ((16, 16), (8, 5))),
+    (40, (530,), ((512,), (1,), (33,))),
+    (257, (-100,), ((4,), (19,))),
+]
+NUM_ROWS = [1, 2, 7, 70]
+
+
+@pytest.mark.parametrize(
+    ("isa", "case", "dtype", "x_dtype", "out_dtype"),
+    covering(cpu.isas(), LAYERS, DTYPES, DTYPES, DTYPES),
+    indirect=["isa"],
+)
+def test_equals_dense(
+    isa: str,
+    case: tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...]],
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> None:
+    K, columns, ranks = case
+    made = layer(K, columns, ranks, dtype)
+    atol, rtol = TOLERANCES[out_dtype]
+    for T in NUM_ROWS:
+        base, x = inputs(T, K, made.table.N, x_dtype, made.table.looks_up)
+        slots = (torch.arange(T, dtype=torch.int32) + 1).remainder(len(ranks) + 1) - 1
+        expected = made.dense(base, x, slots)
+        got = add_lora(base, x, slots, made.table, out_dtype)
+        assert got.dtype == out_dtype
+        torch.testing.assert_close(got.double(), expected, atol=atol, rtol=rtol)
+        twin = reference.add_lora(base, x, slots, made.table, F32)
+        torch.testing.assert_close(twin.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_depend_on_themselves_alone(isa: str, dtype: torch.dtype, set_num_threads: Callable[[int], None]) -> None:
+    """In a batch, in a prompt, alone; with few threads and many; beside any adapters; in any order."""
+    made = layer(515, (321, 70), ((16, 5), (7, 0), (33, 16)), dtype)
+    T = 130
+    base, x = inputs(T, 515, 391, dtype)
+    slots = torch.randint(-1, 3, (T,), generator=torch.Generator().manual_seed(2)).to(torch.int32)
+    set_num_threads(1)
+    alone = torch.cat([add_lora(base[t : t + 1], x[t : t + 1], slots[t : t + 1], made.table, dtype) for t in range(T)])
+    set_num_threads(3)
+    assert torch.equal(add_lora(base, x, slots, made.table, dtype), alone)
+    for slot in range(-1, 3):
+        rows = slots == slot
+        of_one = add_lora(base[rows], x[rows], slots[rows], made.table, dtype)
+        assert torch.equal(of_one, alone[rows])
+
+
+def test_rows_without_an_adapter_keep_their_bits(isa: str) -> None:
+    made = layer(32, (48,), ((4,),), BF16)
+    base, x = inputs(9, 32, 48, BF16)
+    base[0, :5] = torch.tensor([0.0, -0.0, torch.inf, 1e-30, 1.00390625])
+    slots = torch.tensor([-1, 0] * 4 + [-1], dtype=torch.int32)
+    got = add_lora(base, x, slots, made.table, BF16)
+    expected = base.to(BF16)
+    rows = slots < 0
+    assert torch.equal(got[rows].view(torch.int16), expected[rows].view(torch.int16))
+    assert not torch.equal(got[~rows], expected[~rows])
+    in_place = base.clone()
+    assert add_lora(in_place, x, slots, made.table, F32, in_place) is in_place
+    assert torch.equal(in_place[rows].view(torch.int32), base[rows].view(torch.int32))
+    assert torch.equal(in_place[~rows], add_lora(base, x, slots, made.table, F32)[~rows])
+
+
+def test_a_slot_is_replaced_and_cleared(isa: str) -> None:
+    first, second = layer(32, (48,), ((4,),), BF16), layer(32, (48,), ((7,),), BF16, seed=5)
+    base, x = inputs(3, 32, 48, BF16)
+    slots = torch.zeros(3, dtype=torch.int32)
+    wanted = add_lora(base, x, slots, second.table, BF16)
+    assert not torch.equal(add_lora(base, x, slots, first.table, BF16), wanted)
+    first.table.set(0, second.table.deltas[0])
+    assert torch.equal(add_lora(base, x, slots, first.table, BF16), wanted)
+    assert not first.table.is_empty
+    first.table.clear(0)
+    assert first.table.is_empty
+    assert torch.equal(add_lora(base, x, slots, first.table, BF16), base.to(BF16))
+
+
+def test_writes_into_out(isa: str) -> None:
+    made = layer(20, (23,), ((3,),), F32)
+    base, x = inputs(8, 20, 23, BF16)
+    slots = torch.tensor([0, -1] * 4, dtype=torch.int32)
+    wide = torch.zeros(8, 40, dtype=BF16)
+    add_lora(base, x, slots, made.table, BF16, wide[:, 8:31])
+    assert torch.equal(wide[:, 8:31], add_lora(base, x, slots, made.table, BF16))
+    assert not wide[:, :8].any(), "wrote in front of out"
+    assert not wide[:, 31:].any(), "wrote behind out"
+
+
+def test_packing_keeps_the_numbers() -> None:
+    a, b = torch.randn(5, 70_000).to(BF16), torch.randn(16_003, 5).to(BF16)
+    packed = pack_delta(a, b, 2.0)
+    assert torch.equal(packed.a, a)
+    assert torch.equal(packed.unpacked_b(), b)
+    assert torch.equal(pack_delta(a, b, 2.0, looks_up=True).a, a.t())

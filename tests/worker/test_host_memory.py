@@ -1,0 +1,107 @@
+"""The work memory that is planned from config.json is what a loaded model's buffers take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire import demo
+from quire.config import EngineConfig
+from quire.kernels import cpu, extension
+from quire.life_cycle import WorkerSettings
+from quire.model_config import load_model_config
+from quire.planning import devices
+from quire.planning.memory_plan import predict_memory
+from quire.resolve import resolve
+from quire.speculative_config import SpeculativeConfig
+from quire.worker.live_buffers import LiveBuffers
+from quire.worker.worker import DeviceWorker
+from tests.models.test_families import CASES
+from tests.models.tiny_models import SIZES
+
+WIDTHS_OF_06B = {
+    "vocab_size": 640,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+needs_kernels = pytest.mark.skipif(not cpu.available(), reason="plain torch has buffers of its own")
+
+
+def planned_and_counted(folder: Path, **arguments: Any) -> tuple[int, int]:
+    """Bytes of work before loading and after it."""
+    config = EngineConfig.from_kwargs(**{"num_threads": 1} | arguments)
+    model = load_model_config(folder)
+    if config.speculative_config is not None:
+        model = replace(model, drafter=load_model_config(demo.path("draft")))
+    device = devices.detect(extension.chosen_isa())
+    resolved = resolve(config, model, device, is_server=True)
+    worker = DeviceWorker(model, lambda phase, share, detail: None)
+    worker.load(WorkerSettings.of(resolved))
+    planned, counted = predict_memory(resolved, model, device), worker.measure().memory
+    assert planned.logits_bytes == counted.logits_bytes
+    return planned.work_bytes - planned.logits_bytes, counted.work_bytes - counted.logits_bytes
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "bfloat16", "max_num_batched_tokens": 2048},
+        {"dtype": "float32"},
+        {"quantization": "int4", "max_num_batched_tokens": 128},
+        {"speculative_config": SpeculativeConfig(method="draft_model", model="demo", num_speculative_tokens=4)},
+    ],
+    ids=["bfloat16", "float32", "int4", "drafter"],
+)
+def test_demo(arguments: dict[str, Any]) -> None:
+    planned, counted = planned_and_counted(demo.path("target"), **arguments)
+    assert planned == pytest.approx(counted, rel=0.05)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", CASES)
+def test_families(tmp_path: Path, name: str) -> None:
+    """Norms before or behind, of heads or of all of them, and factors."""
+    case = CASES[name]
+    config = getattr(transformers, case.config_class)(**SIZES | case.settings).to_dict()
+    architecture = case.config_class.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    planned, counted = planned_and_counted(tmp_path, load_format="dummy", max_model_len=64, dtype="float32")
+    assert planned == pytest.approx(counted, rel=0.05)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "int4", "int8", "fp8"])
+def test_widths_of_06b(tmp_path: Path, quantization: str | None) -> None:
+    config = transformers.Qwen3Config(**WIDTHS_OF_06B).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
+    planned, counted = planned_and_counted(
+        tmp_path, load_format="dummy", max_model_len=512, dtype="bfloat16", quantization=quantization
+    )
+    assert planned == pytest.approx(counted, rel=0.05)
+
+
+def test_buffers_count_while_they_live() -> None:
+    before = torch.zeros(1000)
+    buffers = LiveBuffers()
+    with buffers:
+        first = torch.zeros(100)
+        second = first.view(10, 10) + 1  # beside the first
+        assert buffers.num_bytes == buffers.peak_bytes == 800
+        del first
+        before[:50] += 1  # views and results in place have no memory of their own
+        assert buffers.num_bytes == 400
+        del second
+        torch.zeros(150)
+    assert (buffers.num_bytes, buffers.peak_bytes) == (0, 800)
