@@ -11,10 +11,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, demo
 from quire.errors import InvalidRequestError
 from quire.grammar.matchers import Grammars
 from quire.sampling_params import StructuredOutputsParams as Structured
+from tests.grammar.random_schemas import random_schema
 
 PERSON = {
     "type": "object",
@@ -34,6 +35,9 @@ TAGS = json.dumps(
         "triggers": ["<f>"],
     }
 )
+DRAFT_MODEL = {
+    "method": "draft_model", "model": str(demo.path("draft")), "num_speculative_tokens": 3, "adaptive": False
+}  # fmt: skip
 SETTINGS: dict[str, Any] = {
     "max_logprobs": -1,
     "num_threads": 1,
@@ -100,6 +104,24 @@ def test_every_text_satisfies_its_constraint(llm: LLM, name: str) -> None:
     assert outputs[-1].outputs[0].text == alone
 
 
+@pytest.mark.parametrize("num_schemas", [60, pytest.param(600, marks=pytest.mark.slow)])
+def test_random_schemas(llm: LLM, num_schemas: int) -> None:
+    """Every answer that ends by itself is valid; what ends by max_tokens says so."""
+    schemas = [random_schema(seed) for seed in range(num_schemas)]
+    params = [
+        SamplingParams(structured_outputs=Structured(json=schema), temperature=seed % 3, seed=seed, max_tokens=300)
+        for seed, schema in enumerate(schemas)
+    ]
+    outputs = [output.outputs[0] for output in llm.generate(["Data: "] * num_schemas, params, use_tqdm=False)]
+    ended = [
+        (output, schema) for output, schema in zip(outputs, schemas, strict=True) if output.finish_reason == "stop"
+    ]
+    for output, schema in ended:
+        jsonschema.validate(json.loads(output.text), schema)
+    assert {output.finish_reason for output in outputs} <= {"stop", "length"}
+    assert len(ended) > 0.7 * num_schemas, "too few answers were looked at"
+
+
 def test_the_likeliest_of_the_allowed_tokens_is_taken(llm: LLM) -> None:
     """Against a plain twin: each step, the unconstrained scores of all tokens that lead to one of the choices."""
     # No text is determined for more than a character: there the grammar takes the tokenizer's own tokens for it.
@@ -159,8 +181,9 @@ def answers(engine: LLM) -> list[Any]:
         {"max_num_seqs": 2, "max_num_batched_tokens": 16},
         {"num_gpu_blocks_override": 12, "max_model_len": 192, "enable_prefix_caching": False},  # preempts
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}},
+        {"speculative_config": DRAFT_MODEL, "async_scheduling": True},
     ],
-    ids=["chunks", "preemption", "drafts"],
+    ids=["chunks", "preemption", "drafts", "draft model"],
 )
 def test_no_schedule_changes_a_token(llm: LLM, schedule: dict[str, Any]) -> None:
     other = LLM(dtype="float32", **{**SETTINGS, **schedule})

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-MAX_TEXT_BYTES = 1 << 20  # of a grammar or schema in a request
-
 
 def parser_limits() -> LLParserLimits:
     """llguidance's bounds: they count work, so a grammar that passes on one machine passes on every machine.

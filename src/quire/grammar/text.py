@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from quire.errors import InvalidRequestError
-from quire.grammar.limits import MAX_TEXT_BYTES, parser_limits
-from quire.sampling_params import StructuredOutputsParams
+from quire.grammar.limits import parser_limits
+from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
 MAX_DEPTH = 50  # levels of a schema
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
+_WHITESPACE = r"\r?\n?[ \t]{0,40}"  # bounded: a model in doubt would write spaces until max_tokens
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
 
 
@@ -28,33 +30,42 @@ def grammar_text(asked: StructuredOutputsParams) -> str:
             schema = _closed(schema)
         text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked))
     elif asked.regex is not None:
-        text = LLMatcher.grammar_from_regex(_bounded("regex", asked.regex))
+        text = LLMatcher.grammar_from_regex(asked.regex)
     elif asked.choice is not None:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in asked.choice)
         text = LLMatcher.grammar_from_lark(_bounded("choice", f"start: {choices}"))
     elif asked.grammar is not None:
-        text = LLMatcher.grammar_from_lark(_lark(_bounded("grammar", asked.grammar)))
+        text = LLMatcher.grammar_from_lark(_lark(asked.grammar))
     else:
         assert asked.structural_tag is not None
-        text = _structural_tag(_bounded("structural_tag", asked.structural_tag))
+        text = _structural_tag(asked.structural_tag)
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     if is_wrong or messages:
-        why = messages[0]
-        if asked.json is not None and (found := _UNKNOWN_KEYS.fullmatch(why)):
-            paths = [path for name in json.loads(found[1]) for path in _paths(schema, name)]
-            why = f"these keywords are not supported: {', '.join(paths)}"
-        raise _refusal(asked.kind, why)
+        raise _refusal(asked.kind, messages[0] if asked.json is None else _reason(messages[0], schema))
     return text
 
 
-def _paths(value: Any, name: str, path: str = "#") -> Iterator[str]:
-    """JSON pointers of the keys with this name."""
+def _reason(message: str, schema: Any) -> str:
+    """What llguidance says of a schema, with the places that it means."""
+    if found := _UNKNOWN_KEYS.fullmatch(message):
+        paths = [path for name in json.loads(found[1]) for path in _paths(schema, name)]
+        return f"these keywords are not supported: {', '.join(paths)}"
+    if found := _UNKNOWN_FORMAT.fullmatch(message):
+        return f"this format is not supported: {', '.join(_paths(schema, 'format', found[1]))} = {found[1]}"
+    if message.startswith("oneOf constraints are not supported"):
+        where = ", ".join(_paths(schema, "oneOf"))
+        return f"oneOf is not supported if its alternatives overlap: {where}. anyOf allows what any of them allows"
+    return message
+
+
+def _paths(value: Any, name: str, content: Any = None, path: str = "#") -> Iterator[str]:
+    """JSON pointers of the keys with this name, and this content unless that is None."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
         at = f"{path}/{key}"
-        if key == name:
+        if key == name and content in (None, child):
             yield at
-        yield from _paths(child, name, at)
+        yield from _paths(child, name, content, at)
 
 
 def _refusal(kind: str, why: str) -> InvalidRequestError:
@@ -66,8 +77,8 @@ def _refusal(kind: str, why: str) -> InvalidRequestError:
 
 
 def _bounded(kind: str, text: str) -> str:
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-        raise _refusal(kind, f"it has more than {MAX_TEXT_BYTES:,} bytes")
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
+        raise _refusal(kind, f"it has more than {MAX_GRAMMAR_BYTES:,} bytes")
     return text
 
 
@@ -115,12 +126,12 @@ def _closed(schema: Any) -> Any:
 
 
 def _json_options(asked: StructuredOutputsParams) -> Any:
-    """Whitespace between tokens of JSON: any, none but one space after `:` and `,`, or the request's pattern."""
+    """Whitespace in JSON: indented lines, only one space after `:` and `,`, or the request's pattern."""
     if asked.whitespace_pattern is not None:
         return {"whitespace_pattern": asked.whitespace_pattern}
     if asked.disable_any_whitespace:
         return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {"whitespace_flexible": True}
+    return {"whitespace_pattern": _WHITESPACE}
 
 
 def _lark(grammar: str) -> str:

@@ -127,7 +127,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     return_metrics: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     @property
     def max_tokens_name(self) -> str:
@@ -158,15 +158,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def constraint(self) -> StructuredOutputsParams | None:
         """The form that the text must have. Raises InvalidRequestError, also if it is asked for twice."""
         asked = None if self.response_format is None else self.response_format.constraint()
-        if self.structured_outputs is None:
-            return asked
-        if asked is not None:
+        if self.structured_outputs is not None and asked is not None:
             raise InvalidRequestError(
                 "response_format and structured_outputs both constrain the text",
                 fix="Send one of them",
                 param="structured_outputs",
             )
-        return StructuredOutputsParams(**self.structured_outputs)
+        return self.structured_outputs or asked
 
     def sampling_params(
         self, defaults: dict[str, Any], *, max_tokens: int | None, logprobs: int | None
