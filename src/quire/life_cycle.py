@@ -82,6 +82,14 @@ class CacheSize:
     max_model_len: int  # the final value: little memory may have made it smaller
 
 
+class AdapterLoad(Polled[AdapterFacts], Protocol):
+    """An adapter that is being read. The result raises AdapterError."""
+
+    def add(self) -> None:
+        """Keep it for later steps, once the result was asked for. One that is in memory already stays there once."""
+        ...
+
+
 class Worker(Protocol):
     """One rank. Its life has this order. Errors that the user can mend are QuireErrors."""
 
@@ -117,10 +125,8 @@ class Worker(Protocol):
         """Do a little of the work that must be done at some time; False: there is none now."""
         ...
 
-    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
-        """Begin to read an adapter, while steps go on. Once the result was asked for, steps may have it.
-
-        One that is in memory already stays there once. The result raises AdapterError.
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        """Begin to read an adapter, while steps go on.
 
         Args:
             digest: the content that it must have: another one is an AdapterChangedError.
@@ -136,7 +142,7 @@ class WorkerExecutor(Executor, Protocol):
     """Takes all ranks through the life of a worker.
 
     Each method goes to every rank and returns when all ranks are done. It raises an error of one rank after that. Only
-    reading and dropping adapters is not waited for.
+    reading and dropping adapters is not waited for. Once the result of a load was asked for, steps may have it.
     """
 
     def facts(self, wants_gpu: bool) -> Sequence[DeviceFacts]: ...
