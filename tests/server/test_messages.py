@@ -171,9 +171,9 @@ def test_fields_that_ask_for_nothing(server: RunningServer) -> None:
 
 
 def test_the_client_raises_its_own_errors() -> None:
-    with RunningServer(api_keys=("key",)) as server, client_of(server) as client:
-        with pytest.raises(anthropic.AuthenticationError) as error:
-            client.messages.create(model=MODEL, max_tokens=1, messages=MESSAGES)
+    raises = pytest.raises(anthropic.AuthenticationError)
+    with RunningServer(api_keys=("key",)) as server, client_of(server) as client, raises as error:
+        client.messages.create(model=MODEL, max_tokens=1, messages=MESSAGES)
     assert error.value.body["error"]["type"] == "authentication_error"
 
 
