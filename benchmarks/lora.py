@@ -161,7 +161,7 @@ def main() -> None:
                     places = [Path(scratch) / f"{rank}-{seed}" for seed in range(most)]
                     paths[rank] = [write_adapter(place, model, rank, seed) for seed, place in enumerate(places)]
             plain, adapted = cores
-            load = adapted.executor.load_adapter  # type: ignore[attr-defined]
+            load = adapted.executor.load_adapter
             digests = {rank: [load(str(path), None).result().digest for path in paths[rank]] for rank in paths}
             found: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
             for number in range(arguments.rounds + 1):
