@@ -119,6 +119,20 @@ REFUSED_IN_MESSAGES: dict[str, Refusal] = {
     "n": Refusal("Send several requests", (1,)),
     "max_completion_tokens": Refusal("Use max_tokens"),
 }
+REFUSED_IN_RESPONSES: dict[str, Refusal] = {
+    "tools": Refusal(_TOOLS, ([],)),
+    "tool_choice": Refusal(_TOOLS, ("none", "auto")),
+    "max_tool_calls": Refusal(_TOOLS),
+    "conversation": Refusal("Use previous_response_id"),
+    "prompt": Refusal("Put the text into input"),
+    "context_management": Refusal("Send the messages that shall be read"),
+    "moderation": Refusal("There is no moderation: remove the field"),
+    "messages": Refusal("Use input, or POST /v1/chat/completions"),
+    "max_tokens": Refusal("Use max_output_tokens"),
+    "max_completion_tokens": Refusal("Use max_output_tokens"),
+    "response_format": Refusal(_STRUCTURED, ({"type": "text"},)),
+    "n": Refusal("Send several requests", (1,)),
+}
 _TEMPLATE = Refusal("Templates in requests are not accepted: start the server with --chat-template")
 REFUSED_IN_TOKENIZE: dict[str, Refusal] = {
     "chat_template": _TEMPLATE,
