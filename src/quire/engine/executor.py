@@ -40,6 +40,12 @@ class InlineExecutor:
     def capture(self) -> None:
         self._tell(lambda worker: worker.capture())
 
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        self._tell(lambda worker: worker.use_tokenizer(tokenizer, eos_token_ids))
+
+    def prepare_grammar(self, text: str) -> Polled[None]:
+        return _OnAllRanks([worker.prepare_grammar(text) for worker in self.workers])
+
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return any(self._tell(lambda worker: worker.use_idle_time(num_blocks_ever_used)))
 
@@ -99,6 +105,19 @@ class _AllRanks:
 
     def result(self) -> StepResult:
         return _results(self._pending)[0]
+
+
+class _OnAllRanks:
+    """What all ranks prepare."""
+
+    def __init__(self, parts: Sequence[Polled[None]]) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def result(self) -> None:
+        _results(self._parts)
 
 
 class _AllLoads:

@@ -54,14 +54,6 @@ async def generation_of(
 ) -> Generation:
     """What a chat asks of the engine. `prefix`: of the answer's id. Adds the names of fields without effect."""
     ignored += _check_tools(body)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise UnsupportedFieldError(
-            "Structured output is not supported yet",
-            value=body.response_format.type,
-            expected="response_format of type text",
-            fix="Remove response_format and check the text yourself",
-            param="response_format",
-        )
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
     return _generation(state, body, await render(state, body), request_id, prefix)

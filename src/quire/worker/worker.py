@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.planning import devices
 from quire.resolve import DeviceFacts, shown_bytes
-from quire.schedule import ScheduledBatch, StepResult
+from quire.schedule import Polled, ScheduledBatch, StepResult
 from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
 from quire.worker.adapters import WorkerAdapters
@@ -153,6 +153,12 @@ class DeviceWorker:
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         return self.runner.execute(batch)
+
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        self.runner.input_batch.grammars.use_tokenizer(tokenizer, eos_token_ids)
+
+    def prepare_grammar(self, text: str) -> Polled[None]:
+        return self.runner.input_batch.grammars.prepare(text)
 
     def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         assert self.adapters is not None
