@@ -128,6 +128,20 @@ def test_an_answer_that_is_cut(client: openai.OpenAI, is_streamed: bool) -> None
     assert response.usage.output_tokens == 3
 
 
+def test_a_form_of_the_text(server: RunningServer, client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    response = client.responses.create(model=MODEL, input="Hi", text={"format": form})
+    grammar = server.last_request().sampling_params.grammar
+    server.chat(structured_outputs={"json": schema})
+    assert grammar == server.last_request().sampling_params.grammar is not None
+    assert response.text.format.to_dict() == form
+    client.responses.create(model=MODEL, input="Hi", text={"format": {"type": "json_object"}})
+    grammar = server.last_request().sampling_params.grammar
+    server.chat(structured_outputs={"json_object": True})
+    assert grammar == server.last_request().sampling_params.grammar is not None
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_conversation(server: RunningServer, client: openai.OpenAI, is_streamed: bool) -> None:
     first = client.responses.create(model=MODEL, input="Hi", instructions="Be short", stream=is_streamed)
@@ -222,7 +236,8 @@ def test_an_engine_that_fails(is_in_background: bool) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", None),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
         ({"max_output_tokens": MAX_MODEL_LEN}, "max_output_tokens", "context_length_exceeded"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format.type", None),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", None),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text", None),
         ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_field"),
         ({"truncation": "auto"}, "truncation", "invalid_value"),
         ({"background": True, "store": False}, "background", "invalid_value"),

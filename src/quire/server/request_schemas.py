@@ -110,7 +110,6 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         schema["additionalProperties"] = False
         if rules[kind]:
             schema["allOf"] = rules[kind]
-    components["ResponseFormat"]["properties"]["type"] = {"const": "text"}
 
 
 def config_body() -> Schema:

@@ -55,7 +55,12 @@ from quire.server.state import ServerState, new_request_id, state_of
 
 logger = get_logger(__name__)
 
-_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text",
+    "structured_outputs": "text",
+}
 
 _decoder = BodyDecoder(ResponsesRequest, REFUSED_IN_RESPONSES)
 
@@ -96,6 +101,7 @@ def _decode(data: bytes) -> tuple[ResponsesChat, list[str]]:
         max_tokens=body.max_output_tokens,
         stream=bool(body.stream or body.background),
         logprobs=bool(body.top_logprobs or "message.output_text.logprobs" in (body.include or ())),
+        response_format=None if body.text is None or body.text.format is None else body.text.format.response_format(),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         **{name: getattr(body, name) for name in SHARED_FIELDS},
     )
@@ -173,7 +179,7 @@ class ResponseWriter:
             reasoning=request.reasoning or Reasoning(),
             store=is_stored,
             temperature=asked.params.temperature,
-            text=TextConfig(TextFormat()),
+            text=request.text or TextConfig(TextFormat("text")),
             top_logprobs=request.top_logprobs or 0,
             top_p=asked.params.top_p,
         )

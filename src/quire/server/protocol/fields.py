@@ -105,7 +105,6 @@ REFUSED_IN_MESSAGES: dict[str, Refusal] = {
     "tools": Refusal(_TOOLS, ([],)),
     "tool_choice": Refusal(_TOOLS, ({"type": "none"}, {"type": "auto"})),
     "thinking": Refusal("Thinking is not supported yet: remove the field", ({"type": "disabled"},)),
-    "output_config": Refusal(_STRUCTURED, ({},)),
     "container": Refusal("There are no containers: remove the field"),
     "context_management": Refusal("Send the messages that shall be read"),
     "mcp_servers": Refusal(_TOOLS, ([],)),
@@ -125,7 +124,7 @@ REFUSED_IN_RESPONSES: dict[str, Refusal] = {
     "messages": Refusal("Use input, or POST /v1/chat/completions"),
     "max_tokens": Refusal("Use max_output_tokens"),
     "max_completion_tokens": Refusal("Use max_output_tokens"),
-    "response_format": Refusal(_STRUCTURED, ({"type": "text"},)),
+    "response_format": Refusal("Use text.format", ({"type": "text"},)),
     "n": Refusal("Send several requests", (1,)),
 }
 _TEMPLATE = Refusal("Templates in requests are not accepted: start the server with --chat-template")

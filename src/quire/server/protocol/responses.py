@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from quire.server.protocol.chat import MAX_MESSAGES, ChatRequest, TokenLogprob
+from quire.server.protocol.common import JsonSchemaFormat, ResponseFormat
 
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
@@ -28,8 +29,20 @@ class InputItem(msgspec.Struct):
     type: Literal["message"] = "message"
 
 
-class TextFormat(msgspec.Struct):
-    type: Literal["text"] = "text"
+class TextFormat(msgspec.Struct, omit_defaults=True):
+    """As the chat's response_format, with the schema's fields beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def response_format(self) -> ResponseFormat:
+        json_schema = None
+        if self.type == "json_schema":
+            json_schema = JsonSchemaFormat(name=self.name or "", schema=self.schema)
+        return ResponseFormat(type=self.type, json_schema=json_schema)
 
 
 class TextConfig(msgspec.Struct):
