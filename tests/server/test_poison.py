@@ -21,6 +21,7 @@ from quire.messages import SetLimits
 from quire.server.openapi import ALIASES
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.examples import IS_FULL
 from tests.server.serving import RunningServer
@@ -41,6 +42,8 @@ POISON = [
 BODIES: dict[str, tuple[type, list[dict[str, Any]]]] = {
     "/v1/chat/completions": (ChatRequest, [{"messages": MESSAGES, "max_tokens": 1}]),
     "/v1/completions": (CompletionRequest, [{"prompt": "Hi", "max_tokens": 1}]),
+    "/v1/messages": (MessagesRequest, [{"messages": MESSAGES, "max_tokens": 1}]),
+    "/v1/messages/count_tokens": (CountTokensRequest, [{"messages": MESSAGES}]),
     "/tokenize": (TokenizeRequest, [{"prompt": "Hi"}, {"messages": MESSAGES}]),
     "/detokenize": (DetokenizeRequest, [{"tokens": [1]}]),
     "/v1/config": (SetLimits, [{}]),

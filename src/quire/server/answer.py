@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from starlette.requests import Request
@@ -14,7 +15,6 @@ from quire.server import beam_search, generation, lora_admin
 from quire.server.generation import Generation
 from quire.server.limits import read_json
 from quire.server.protocol.common import GenerationRequest
-from quire.server.protocol.fields import BodyDecoder
 from quire.server.sse import EventStream, run_until_disconnect
 from quire.server.state import ServerState, request_id_of, state_of
 
@@ -35,17 +35,20 @@ class Writer(Protocol):
 
 async def respond(
     request: Request,
-    decoder: BodyDecoder[B],
+    decode: Callable[[bytes], tuple[B, list[str]]],
     prepare: Callable[[ServerState, B, list[str], str], Awaitable[tuple[Generation, Writer]]],
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Response:
     """Answer one request, unless its client leaves before the answer begins.
 
     Args:
+        decode: the body, and the names of the fields that were accepted without effect. Raises QuireErrors.
         prepare: what is asked of the engine and who writes the answer, by the state, the body, the names of the fields
             without effect, which it may add to, and the id of the HTTP request. Raises QuireErrors.
+        names: what the API calls fields that have another name in `B`, for errors.
     """
     state = state_of(request)
-    body, ignored = await read_json(request, state.settings.limits, decoder.decode)
+    body, ignored = await read_json(request, state.settings.limits, decode)
 
     async def answer() -> Response:
         try:
@@ -54,7 +57,8 @@ async def respond(
             asked, writer = await prepare(state, body, ignored, request_id_of(request.scope))
             return await _answer(state, body, asked, writer, generation.ignored_headers(ignored))
         except InvalidRequestError as error:
-            error.rename("max_tokens", body.max_tokens_name)
+            for name, given in {"max_tokens": body.max_tokens_name, **names}.items():
+                error.rename(name, given)
             raise
 
     return await run_until_disconnect(answer(), request.receive)

@@ -39,17 +39,24 @@ _decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
 
 async def chat_completions(request: Request) -> Response:
     """One answer, or its events as they come."""
-    return await respond(request, _decoder, _prepare)
+    return await respond(request, _decoder.decode, _prepare)
 
 
 async def _prepare(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str
 ) -> tuple[Generation, Writer]:
+    asked = await generation_of(state, body, ignored, request_id, "chatcmpl")
+    return asked, _ChatWriter(state, body, asked)
+
+
+async def generation_of(
+    state: ServerState, body: ChatRequest, ignored: list[str], request_id: str, prefix: str
+) -> Generation:
+    """What a chat asks of the engine. `prefix`: of the answer's id. Adds the names of fields without effect."""
     ignored += _check_tools(body)
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
-    asked = _generation(state, body, await _render(state, body), request_id)
-    return asked, _ChatWriter(state, body, asked)
+    return _generation(state, body, await render(state, body), request_id, prefix)
 
 
 def _check_tools(body: ChatRequest) -> list[str]:
@@ -69,7 +76,8 @@ def _check_tools(body: ChatRequest) -> list[str]:
     return []
 
 
-async def _render(state: ServerState, body: ChatRequest) -> str:
+async def render(state: ServerState, body: ChatRequest) -> str:
+    """The prompt of a chat."""
     continues = bool(body.continue_final_message)
     adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return await state.renderer.render(
@@ -84,7 +92,7 @@ async def _render(state: ServerState, body: ChatRequest) -> str:
     )
 
 
-def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: str) -> Generation:
+def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: str, prefix: str) -> Generation:
     defaults = dict(state.settings.default_sampling_params)
     default_max_tokens = defaults.pop("max_tokens", None)
     asked = getattr(body, body.max_tokens_name)
@@ -94,7 +102,7 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
         state,
         body,
         request_id,
-        "chatcmpl",
+        prefix,
         [prompt],
         params,
         add_special_tokens=bool(body.add_special_tokens),

@@ -38,9 +38,11 @@ from quire.server.protocol.fields import (
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
     REFUSED_IN_DETOKENIZE,
+    REFUSED_IN_MESSAGES,
     REFUSED_IN_TOKENIZE,
     Refusal,
 )
+from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.server.protocol.tokenize import MAX_TOKENS, OF_MESSAGES, DetokenizeRequest, TokenizeRequest
 from quire.server.state import SANE_ID
 
@@ -49,6 +51,8 @@ Schema = dict[str, Any]
 _REFUSED: dict[type[msgspec.Struct], Mapping[str, Refusal]] = {
     ChatRequest: REFUSED_IN_CHAT,
     CompletionRequest: REFUSED_IN_COMPLETIONS,
+    CountTokensRequest: REFUSED_IN_MESSAGES,
+    MessagesRequest: REFUSED_IN_MESSAGES,
     TokenizeRequest: REFUSED_IN_TOKENIZE,
     DetokenizeRequest: REFUSED_IN_DETOKENIZE,
 }
@@ -76,12 +80,16 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
     fields: dict[type[msgspec.Struct], dict[str, Schema]] = {
         ChatRequest: {**_generation_fields(bounds), **_chat_fields(bounds)},
         CompletionRequest: {**_generation_fields(bounds), **_completion_fields(bounds)},
+        CountTokensRequest: {},
+        MessagesRequest: _messages_fields(bounds),
         TokenizeRequest: _template_fields(),
         DetokenizeRequest: {"tokens": _token_ids(bounds, MAX_TOKENS)},
     }
     rules = {
         ChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _CONTINUES_OR_BEGINS],
         CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES],
+        CountTokensRequest: [],
+        MessagesRequest: [],
         TokenizeRequest: [_ONE_OF_TWO, _CONTINUES_OR_BEGINS],
         DetokenizeRequest: [],
     }
@@ -92,7 +100,7 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
             properties[name] = field if name in schema["required"] else {"anyOf": [field, _NULL], "default": None}
         for name, refusal in refused.items():
             properties[name] = {"enum": [None, *refusal.neutral], "description": f"Not supported. {refusal.fix}"}
-        for name in sorted(IGNORED_FIELDS):
+        for name in sorted(IGNORED_FIELDS - properties.keys()):
             properties[name] = {"description": "Accepted without effect, and named in x-quire-ignored-fields"}
         schema["additionalProperties"] = False
         if rules[kind]:
@@ -187,6 +195,12 @@ def _chat_fields(bounds: SchemaBounds) -> dict[str, Schema]:
         "top_logprobs": _num_logprobs(bounds),
         "tool_choice": {"enum": ["none", "auto"]},
     }
+
+
+def _messages_fields(bounds: SchemaBounds) -> dict[str, Schema]:
+    shared = _generation_fields(bounds)
+    names = ("max_tokens", "temperature", "top_p", "top_k", "cache_salt")
+    return {**{name: shared[name] for name in names}, "stop_sequences": shared["stop"]["anyOf"][1]}
 
 
 def _template_fields() -> dict[str, Schema]:

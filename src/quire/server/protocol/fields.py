@@ -31,6 +31,8 @@ IGNORED_FIELDS = frozenset(
         "prediction",
         "parallel_tool_calls",
         "include_reasoning",
+        "cache_control",
+        "inference_geo",
     )
 )
 
@@ -98,6 +100,19 @@ REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     "tools": Refusal("Use POST /v1/chat/completions", ([],)),
     "chat_template_kwargs": Refusal("Use POST /v1/chat/completions", ({},)),
     "reasoning_effort": Refusal("Use POST /v1/chat/completions"),
+}
+REFUSED_IN_MESSAGES: dict[str, Refusal] = {
+    "tools": Refusal(_TOOLS, ([],)),
+    "tool_choice": Refusal(_TOOLS, ({"type": "none"}, {"type": "auto"})),
+    "thinking": Refusal("Thinking is not supported yet: remove the field", ({"type": "disabled"},)),
+    "output_config": Refusal(_STRUCTURED, ({},)),
+    "container": Refusal("There are no containers: remove the field"),
+    "context_management": Refusal("Send the messages that shall be read"),
+    "mcp_servers": Refusal(_TOOLS, ([],)),
+    "prompt": Refusal("Use messages"),
+    "stop": Refusal("Use stop_sequences"),
+    "n": Refusal("Send several requests", (1,)),
+    "max_completion_tokens": Refusal("Use max_tokens"),
 }
 _TEMPLATE = Refusal("Templates in requests are not accepted: start the server with --chat-template")
 REFUSED_IN_TOKENIZE: dict[str, Refusal] = {

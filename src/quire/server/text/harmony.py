@@ -1,0 +1,62 @@
+"""OpenAI's harmony format: an answer is a list of messages, each with a channel, and calls are messages to a tool."""
+
+from __future__ import annotations
+
+import re
+
+from quire.server.text.json_calls import read_arguments
+from quire.server.text.output import Output
+from quire.server.text.reader import SPACE, Malformed, Reader, Steps, Tags, drop
+
+_HEADERS = Tags("<|start|>", "<|channel|>", "to=")
+_BODY = Tags("<|message|>")
+_ENDS = Tags("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_MARKS = ("<|end|>", "<|call|>", "<|return|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=functions\.([\w.:/-]+)")
+
+
+def read_messages(reader: Reader, output: Output, *, has_tools: bool) -> Steps[None]:
+    """Read every message. Without a header a text is content, and without tools a call is content too."""
+    while (yield from reader.peek()):
+        yield from reader.take(SPACE)
+        if not (yield from reader.at(_HEADERS)):
+            yield from _read_text(reader)
+            continue
+        header: list[str] = []
+        reader.to(header.append)
+        tag = yield from reader.until(_BODY)
+        reader.flush()
+        text = "".join(header)
+        if not tag:
+            output.content(text)
+            return
+        reader.to(drop)
+        reader.skip(len(tag))
+        channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
+        output.edge()
+        if has_tools and recipient is not None:
+            reader.to(output.hold)
+            try:
+                yield from read_arguments(reader, output, recipient[1])
+                reader.to(drop)
+            except Malformed:
+                reader.flush()
+                output.give_up()
+                reader.to(output.content)
+        elif channel is not None and channel[1] == "analysis":
+            reader.to(output.reasoning)
+        else:
+            reader.to(output.content)
+        yield from _read_text(reader)
+        output.edge()
+        reader.to(output.content)
+
+
+def _read_text(reader: Reader) -> Steps[None]:
+    """Read a text, and the tag that ends it, if the tag does not begin the next message."""
+    tag = yield from reader.until(_ENDS)
+    if tag in _MARKS:
+        reader.to(drop)
+        reader.skip(len(tag))
+        reader.flush()

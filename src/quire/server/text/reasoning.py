@@ -1,0 +1,54 @@
+"""The formats of reasoning: what a model writes for itself stands between two tags before its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.server.text.output import Output
+from quire.server.text.reader import SPACE, Reader, Steps, Tags, drop
+
+_TAIL = 64  # characters of a prompt that may hold a tag at its end
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The tags, and whether an answer begins with reasoning when neither its prompt nor itself has a tag."""
+
+    opening: Tags
+    closing: Tags
+    is_assumed: bool = False
+
+    def read(self, reader: Reader, output: Output, prompt: str) -> Steps[None]:
+        """Read the reasoning, if there is any, and the space behind it. The prompt may have opened or closed it."""
+        tail = prompt[-_TAIL:].rstrip()
+        is_open = tail.endswith(tuple(self.opening.names)) or (
+            self.is_assumed and not tail.endswith(tuple(self.closing.names))
+        )
+        yield from reader.take(SPACE)
+        if tag := (yield from reader.at(self.opening)):
+            reader.to(drop)
+            reader.skip(len(tag))
+        elif not is_open:
+            return
+        output.edge()
+        reader.to(output.reasoning)
+        tag = yield from reader.until(self.closing)
+        if tag:
+            reader.to(drop)
+            reader.skip(len(tag))
+            output.edge()
+        reader.to(output.content)
+
+
+_THINK = ReasoningFormat(Tags("<think>"), Tags("</think>"))
+
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "deepseek_r1": ReasoningFormat(_THINK.opening, _THINK.closing, is_assumed=True),
+    "glm45": _THINK,
+    "granite": ReasoningFormat(
+        Tags("Here is my thought process:", "Here's my thought process:"),
+        Tags("Here is my response:", "Here's my response:"),
+    ),
+    "mistral": ReasoningFormat(Tags("[THINK]"), Tags("[/THINK]")),
+    "qwen3": _THINK,
+}
