@@ -121,6 +121,15 @@ def test_a_last_message_of_the_assistant_is_continued(server: RunningServer, cli
     assert answer.content[0].text == TEXT
 
 
+def test_a_form_of_the_text(server: RunningServer, client: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    client.messages.create(model=MODEL, max_tokens=1, messages=MESSAGES, output_config=form)
+    grammar = server.last_request().sampling_params.grammar
+    server.chat(structured_outputs={"json": schema})
+    assert grammar == server.last_request().sampling_params.grammar is not None
+
+
 def test_the_salt_of_the_prefix_cache(server: RunningServer) -> None:
     server.http.post(PATH, json={"messages": MESSAGES, "max_tokens": 1, "cache_salt": "a"})
     assert server.last_request().cache_salt == "a"
@@ -151,6 +160,8 @@ def test_an_unknown_model(server: RunningServer, path: str, fields) -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice", "unsupported_field"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking", "unsupported_field"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type", None),
+        ({"output_config": {"effort": "low"}}, "output_config", "invalid_value"),
+        ({"output_config": {"format": {"schema": {"not": {}}}}}, "output_config", None),
         ({"messages": []}, "messages", "invalid_value"),
         ({"max_token": 1}, "max_token", "unsupported_field"),
     ],

@@ -103,6 +103,8 @@ ANSWERS = [
     ),
     ("post", "/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
     ("post", "/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ("post", "/v1/responses", {"input": "Hi", "top_logprobs": 1, "instructions": "Be short", "metadata": {"a": "b"}}),
+    ("post", "/v1/responses", {"input": "Hi", "background": True, "max_output_tokens": 2}),
     ("post", "/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("post", "/tokenize", {"messages": MESSAGES}),
     ("post", "/detokenize", {"tokens": [5, 6]}),
@@ -127,9 +129,13 @@ def test_events_fit(server, method, path, body):
         assert mismatch(event, schema) is None
 
 
-def test_named_events_fit(server):
-    schema = answer_schema("post", "/v1/messages", media_type="text/event-stream")["x-event-schema"]
-    for _, event in server.named_events("/v1/messages", messages=MESSAGES, max_tokens=5):
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", {"messages": MESSAGES, "max_tokens": 5}), ("/v1/responses", {"input": "Hi", "top_logprobs": 2})],
+)
+def test_named_events_fit(server, path, body):
+    schema = answer_schema("post", path, media_type="text/event-stream")["x-event-schema"]
+    for _, event in server.named_events(path, **body):
         assert mismatch(event, schema) is None
 
 

@@ -30,6 +30,7 @@ from quire.server import (
     models,
     openapi,
     page,
+    responses,
     steps,
     timeline,
     tokenization,
@@ -62,12 +63,15 @@ def create_app(
         "/v1/chat/completions": chat_completions,
         "/v1/completions": completions,
         "/v1/messages": messages.messages,
+        "/v1/responses": responses.create,
     }
     routes = [
         *page.routes(settings.root_path),
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generation.items()),
         *(Route(alias, generation[path], methods=["POST"]) for alias, path in openapi.ALIASES.items()),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+        Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
+        Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
         Route("/v1/models", models.list_models, methods=["GET"]),
         Route("/v1/config", config_api.config, methods=["GET", "POST"]),
         Route("/v1/steps", steps.get_steps, methods=["GET"]),
@@ -229,7 +233,7 @@ def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextM
             for task in tasks:
                 with suppress(asyncio.CancelledError):
                     await task
-            state.close()
+            await state.close()
             if state.settings.owns_engine:
                 await state.engine.shutdown()
 

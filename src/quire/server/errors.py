@@ -41,6 +41,7 @@ HTTP_CODES = {
     "host_not_allowed": 403,
     "unknown_route": 404,
     "request_not_found": 404,
+    "response_not_found": 404,
     "metrics_disabled": 404,
     "method_not_allowed": 405,
     "body_timeout": 408,

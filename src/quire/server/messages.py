@@ -18,6 +18,7 @@ from quire.server.answer import Writer, respond
 from quire.server.generation import Generation, ignored_headers
 from quire.server.limits import read_json
 from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.common import JsonSchemaFormat, ResponseFormat
 from quire.server.protocol.fields import REFUSED_IN_MESSAGES, BodyDecoder
 from quire.server.protocol.messages import (
     ContentBlockDelta,
@@ -39,13 +40,15 @@ from quire.server.protocol.messages import (
 from quire.server.sse import named_event
 from quire.server.state import ServerState, state_of
 
+_NAMES = {"stop": "stop_sequences", "response_format": "output_config", "structured_outputs": "output_config"}
+
 _decoder = BodyDecoder(MessagesRequest, REFUSED_IN_MESSAGES)
 _count_decoder = BodyDecoder(CountTokensRequest, REFUSED_IN_MESSAGES)
 
 
 async def messages(request: Request) -> Response:
     """One answer, or its events as they come."""
-    return await respond(request, _decode, _prepare, {"stop": "stop_sequences"})
+    return await respond(request, _decode, _prepare, _NAMES)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -62,6 +65,10 @@ async def count_tokens(request: Request) -> Response:
 
 def _decode(data: bytes) -> tuple[ChatRequest, list[str]]:
     body, ignored = _decoder.decode(data)
+    response_format = None
+    if body.output_config is not None and (form := body.output_config.format) is not None:
+        json_schema = JsonSchemaFormat(name="", schema=form.schema)
+        response_format = ResponseFormat(type="json_schema", json_schema=json_schema)
     asked = _chat(
         body,
         max_tokens=body.max_tokens,
@@ -71,6 +78,7 @@ def _decode(data: bytes) -> tuple[ChatRequest, list[str]]:
         top_p=body.top_p,
         top_k=body.top_k,
         cache_salt=body.cache_salt,
+        response_format=response_format,
     )
     return asked, ignored
 

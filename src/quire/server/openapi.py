@@ -29,10 +29,12 @@ from quire.server.protocol.messages import (
     MessagesRequest,
     TokenCount,
 )
+from quire.server.protocol.responses import ResponseEvent, ResponseObject, ResponsesRequest
 from quire.server.protocol.steps import StepLine
 from quire.server.protocol.timeline import TimelineResponse
 from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from quire.server.request_schemas import SchemaBounds, config_body, refine
+from quire.server.response_store import MAX_SEQUENCE_NUMBER
 from quire.server.state import ServerState
 from quire.server.steps import DEFAULT_LIMIT, JSON_LINES
 
@@ -95,6 +97,27 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
         "How many tokens a prompt has", CountTokensRequest, TokenCount, errors=(*_BODY, 404, 503)
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "An answer that may be stored and made in the background, streamed or not",
+        ResponsesRequest,
+        ResponseObject,
+        ResponseEvent,
+        (*_BODY, 404, 429, 503),
+    ),
+    ("GET", "/v1/responses/{response_id}"): Operation(
+        "A stored response, or the events of one in the background",
+        None,
+        ResponseObject,
+        ResponseEvent,
+        (400, 404),
+        query={
+            "stream": {"type": "boolean", "default": False},
+            "starting_after": {"type": "integer", "minimum": 0, "maximum": MAX_SEQUENCE_NUMBER},
+        },
+    ),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+        "End a response in the background", None, ResponseObject, errors=(400, 404)
     ),
     ("GET", "/v1/models"): Operation("The served names", None, ModelList),
     ("GET", "/v1/models/{model}"): Operation("One served name", None, ModelCard, errors=(404,)),

@@ -39,10 +39,12 @@ from quire.server.protocol.fields import (
     REFUSED_IN_COMPLETIONS,
     REFUSED_IN_DETOKENIZE,
     REFUSED_IN_MESSAGES,
+    REFUSED_IN_RESPONSES,
     REFUSED_IN_TOKENIZE,
     Refusal,
 )
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
+from quire.server.protocol.responses import ResponsesRequest
 from quire.server.protocol.tokenize import MAX_TOKENS, OF_MESSAGES, DetokenizeRequest, TokenizeRequest
 from quire.server.state import SANE_ID
 
@@ -53,6 +55,7 @@ _REFUSED: dict[type[msgspec.Struct], Mapping[str, Refusal]] = {
     CompletionRequest: REFUSED_IN_COMPLETIONS,
     CountTokensRequest: REFUSED_IN_MESSAGES,
     MessagesRequest: REFUSED_IN_MESSAGES,
+    ResponsesRequest: REFUSED_IN_RESPONSES,
     TokenizeRequest: REFUSED_IN_TOKENIZE,
     DetokenizeRequest: REFUSED_IN_DETOKENIZE,
 }
@@ -82,6 +85,7 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         CompletionRequest: {**_generation_fields(bounds), **_completion_fields(bounds)},
         CountTokensRequest: {},
         MessagesRequest: _messages_fields(bounds),
+        ResponsesRequest: _responses_fields(bounds),
         TokenizeRequest: _template_fields(),
         DetokenizeRequest: {"tokens": _token_ids(bounds, MAX_TOKENS)},
     }
@@ -90,6 +94,7 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES],
         CountTokensRequest: [],
         MessagesRequest: [],
+        ResponsesRequest: [_BACKGROUND_IS_STORED],
         TokenizeRequest: [_ONE_OF_TWO, _CONTINUES_OR_BEGINS],
         DetokenizeRequest: [],
     }
@@ -105,7 +110,6 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         schema["additionalProperties"] = False
         if rules[kind]:
             schema["allOf"] = rules[kind]
-    components["ResponseFormat"]["properties"]["type"] = {"const": "text"}
 
 
 def config_body() -> Schema:
@@ -203,6 +207,15 @@ def _messages_fields(bounds: SchemaBounds) -> dict[str, Schema]:
     return {**{name: shared[name] for name in names}, "stop_sequences": shared["stop"]["anyOf"][1]}
 
 
+def _responses_fields(bounds: SchemaBounds) -> dict[str, Schema]:
+    shared = {
+        **_generation_fields(bounds),
+        **_chat_fields(bounds),
+        "max_output_tokens": _integer(*INT_RANGES["max_tokens"]),
+    }
+    return {name: shared[name] for name in ResponsesRequest.__struct_fields__ if name in shared}
+
+
 def _template_fields() -> dict[str, Schema]:
     """What goes to the chat template."""
     part = {
@@ -272,6 +285,9 @@ _CONTINUES_OR_BEGINS = _rule(
     "continue_final_message and add_generation_prompt exclude each other",
     {"continue_final_message": _NOT_TRUE},
     {"add_generation_prompt": _NOT_TRUE},
+)
+_BACKGROUND_IS_STORED = _rule(
+    "A response in the background is stored", {"background": _NOT_TRUE}, {"store": {"enum": [None, True]}}
 )
 _CHAT_RULES = (
     _rule("top_logprobs needs logprobs", {"top_logprobs": {"enum": [None, 0]}}, {"logprobs": _TRUE}),

@@ -24,6 +24,7 @@ from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.cors import CorsRules
 from quire.server.limits import Limits
 from quire.server.recent import RecentRequests
+from quire.server.response_store import ResponseStore
 
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
 # Where the middleware leaves the request's id in the ASGI scope.
@@ -62,6 +63,7 @@ class ServerSettings:
         lora_dirs: folders from which clients may load adapters.
         changes_adapters: clients may load and unload adapters.
         lora_resolver_dir: where adapters of unknown model names are looked for.
+        stores_responses: those of /v1/responses, for later requests.
         resolved: the server's settings with their sources, for GET /v1/config: {name: Setting.as_dict()}.
     """
 
@@ -90,6 +92,7 @@ class ServerSettings:
     lora_dirs: tuple[Path, ...] = ()
     changes_adapters: bool = False
     lora_resolver_dir: Path | None = None
+    stores_responses: bool = True
     resolved: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,6 +114,7 @@ class ServerState:
         self.created = int(time.time())
         self.is_draining = False
         self.recent = RecentRequests()
+        self.responses = ResponseStore()
         self._renderer: RenderPool | None = None
         # Whether a chat template may read what the request field of this name sets.
         self.has_reasoning_effort = False
@@ -152,8 +156,9 @@ class ServerState:
             )
         return self._renderer
 
-    def close(self) -> None:
-        """End the processes that render chats."""
+    async def close(self) -> None:
+        """End responses in the background, and the processes that render chats."""
+        await self.responses.close()
         if self._renderer is not None:
             self._renderer.close()
 

@@ -105,7 +105,6 @@ REFUSED_IN_MESSAGES: dict[str, Refusal] = {
     "tools": Refusal(_TOOLS, ([],)),
     "tool_choice": Refusal(_TOOLS, ({"type": "none"}, {"type": "auto"})),
     "thinking": Refusal("Thinking is not supported yet: remove the field", ({"type": "disabled"},)),
-    "output_config": Refusal(_STRUCTURED, ({},)),
     "container": Refusal("There are no containers: remove the field"),
     "context_management": Refusal("Send the messages that shall be read"),
     "mcp_servers": Refusal(_TOOLS, ([],)),
@@ -113,6 +112,20 @@ REFUSED_IN_MESSAGES: dict[str, Refusal] = {
     "stop": Refusal("Use stop_sequences"),
     "n": Refusal("Send several requests", (1,)),
     "max_completion_tokens": Refusal("Use max_tokens"),
+}
+REFUSED_IN_RESPONSES: dict[str, Refusal] = {
+    "tools": Refusal(_TOOLS, ([],)),
+    "tool_choice": Refusal(_TOOLS, ("none", "auto")),
+    "max_tool_calls": Refusal(_TOOLS),
+    "conversation": Refusal("Use previous_response_id"),
+    "prompt": Refusal("Put the text into input"),
+    "context_management": Refusal("Send the messages that shall be read"),
+    "moderation": Refusal("There is no moderation: remove the field"),
+    "messages": Refusal("Use input, or POST /v1/chat/completions"),
+    "max_tokens": Refusal("Use max_output_tokens"),
+    "max_completion_tokens": Refusal("Use max_output_tokens"),
+    "response_format": Refusal("Use text.format", ({"type": "text"},)),
+    "n": Refusal("Send several requests", (1,)),
 }
 _TEMPLATE = Refusal("Templates in requests are not accepted: start the server with --chat-template")
 REFUSED_IN_TOKENIZE: dict[str, Refusal] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,6 +28,15 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     system: str | list[TextBlock] | None = None
 
 
+class OutputFormat(msgspec.Struct):
+    schema: dict[str, Any]
+    type: Literal["json_schema"] = "json_schema"
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: OutputFormat | None = None
+
+
 class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -35,6 +44,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    output_config: OutputConfig | None = None
     cache_salt: str | None = None
 
 
