@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import runpy
 import sys
@@ -80,3 +82,12 @@ def test_llm_engine(run: Run) -> None:
         "request 1 of 'Hello' has ended",
         "request 2 of 'What is a file?' has ended",
     ]
+
+
+def test_structured_outputs(run: Run) -> None:
+    mood, date, car, query, guided = map(ast.literal_eval, run("structured_outputs.py", MODEL))
+    assert mood in ("Positive", "Negative")
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", date)
+    assert set(json.loads(car)) == {"doors", "kind"}
+    assert re.fullmatch(r"SELECT col_[12] from table_[12]", query)
+    assert guided in ("yes", "no")
