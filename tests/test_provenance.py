@@ -56,7 +56,7 @@ def test_what_is_computed_with_is_what_is_shown(gpu: GpuFacts | None, arguments:
     after = plan_kv_cache(config, MODEL, before, MEMORY)
     assert before == was, "what was resolved is overwritten"
     for resolved in (before, after):
-        for owner in (f.name for f in fields(resolved) if f.name not in ("settings", "drafter")):
+        for owner in (f.name for f in fields(resolved) if f.name not in ("settings", "drafter", "lora")):
             for name, value in asdict(getattr(resolved, owner)).items():
                 if name == "speculation":
                     continue  # no setting of its own: what speculative_config says
@@ -125,6 +125,14 @@ OTHER_VALUES: dict[str, Any] = {
     "kv_cache_metrics": True,
     "kv_cache_metrics_sample": 0.5,
     "speculative_config": {"method": "suffix", "num_speculative_tokens": 3},
+    "enable_lora": True,
+    "lora_modules": ("a=b",),
+    "max_loras": 3,
+    "max_lora_rank": 64,
+    "max_cpu_loras": 5,
+    "lora_dtype": "float32",
+    "lora_target_modules": ("q_proj",),
+    "lora_dir": ("x",),
 }
 # One legal value each in this version; `slo` and `spec_...`, which become others; what means nothing by itself.
 FIXED = {
@@ -137,8 +145,10 @@ FIXED = {
 def test_a_given_value_is_recorded_as_given(f: Any) -> None:
     assert f.name in OTHER_VALUES, "a new setting: give a legal value of it here"
     value = OTHER_VALUES[f.name]
-    setting = _resolve(**{f.name: value}).settings[f.name]
+    needed = {"enable_lora": True} if "lora" in f.name else {}
+    setting = _resolve(**needed | {f.name: value}).settings[f.name]
     assert setting.source == "argument"
+    value = ("a",) if f.name == "lora_modules" else value  # their paths are not for everybody
     shown = SpeculativeConfig(**value).effective() if f.name == "speculative_config" else value
     assert setting.value == ("set" if f.metadata["secret"] else shown)
 

@@ -56,7 +56,7 @@ def _wrong_type(name: str, value: Any, expected: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name} has the wrong type, {kind}", value=_shown(value), expected=expected, param=name)
 
 
-def check_type(name: str, value: Any, kind: type, expected: str) -> None:
+def check_type(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
     if not isinstance(value, kind):
         raise _wrong_type(name, value, expected)
 

@@ -82,6 +82,14 @@ class CacheSize:
     max_model_len: int  # the final value: little memory may have made it smaller
 
 
+class AdapterLoad(Polled[AdapterFacts], Protocol):
+    """An adapter that is being read. The result raises AdapterError."""
+
+    def add(self) -> None:
+        """Keep it for later steps, once the result was asked for. One that is in memory already stays there once."""
+        ...
+
+
 class Worker(Protocol):
     """One rank. Its life has this order. Errors that the user can mend are QuireErrors."""
 
@@ -113,14 +121,20 @@ class Worker(Protocol):
         """Compute a step."""
         ...
 
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        """The vocabulary of grammars: see messages.UseTokenizer."""
+        ...
+
+    def prepare_grammar(self, text: str) -> Polled[None]:
+        """Compile a grammar beside the steps. The result raises InvalidRequestError if it cannot be used."""
+        ...
+
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Do a little of the work that must be done at some time; False: there is none now."""
         ...
 
-    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
-        """Begin to read an adapter, while steps go on. Once the result was asked for, steps may have it.
-
-        One that is in memory already stays there once. The result raises AdapterError.
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        """Begin to read an adapter, while steps go on.
 
         Args:
             digest: the content that it must have: another one is an AdapterChangedError.
@@ -136,7 +150,7 @@ class WorkerExecutor(Executor, Protocol):
     """Takes all ranks through the life of a worker.
 
     Each method goes to every rank and returns when all ranks are done. It raises an error of one rank after that. Only
-    reading and dropping adapters is not waited for.
+    reading and dropping adapters is not waited for. Once the result of a load was asked for, steps may have it.
     """
 
     def facts(self, wants_gpu: bool) -> Sequence[DeviceFacts]: ...
@@ -148,6 +162,10 @@ class WorkerExecutor(Executor, Protocol):
     def allocate(self, size: CacheSize) -> None: ...
 
     def capture(self) -> None: ...
+
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None: ...
+
+    def prepare_grammar(self, text: str) -> Polled[None]: ...
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool: ...
 

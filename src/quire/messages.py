@@ -69,6 +69,13 @@ class SetLimits(msgspec.Struct, tag="limits", omit_defaults=True):
     slo_attainment: Annotated[float, msgspec.Meta(ge=ATTAINMENTS[0], le=ATTAINMENTS[1])] | None = None
 
 
+class UseTokenizer(msgspec.Struct, tag="tokenizer", frozen=True):
+    """The vocabulary of the grammars of requests. It comes before the first request with a grammar."""
+
+    tokenizer: str  # the content of a tokenizer.json
+    eos_token_ids: list[int]  # end an output where the grammar allows it
+
+
 class LoadAdapter(msgspec.Struct, tag="load_adapter", omit_defaults=True):
     """Read an adapter's folder, check it, and keep it for requests. The answer is an AdapterState.
 
@@ -93,7 +100,7 @@ class Command(msgspec.Struct, tag="command"):
     name: str
 
 
-EngineInput = AddRequest | Abort | SetLimits | LoadAdapter | UnloadAdapter | Command
+EngineInput = AddRequest | Abort | SetLimits | UseTokenizer | LoadAdapter | UnloadAdapter | Command
 
 
 _encode_logprobs = msgspec.msgpack.Encoder().encode

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import enum
+import sys
 from typing import Any, Final
 
 import msgspec
@@ -43,6 +44,8 @@ MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_BYTES: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LOGPROB_TOKEN_IDS: Final = 128
+MAX_GRAMMAR_BYTES: Final = 1 << 20  # of a constraint in a request
+MAX_CHOICES: Final = 10_000
 MAX_VOCAB_SIZE: Final = 2**20  # bounds the number of token ids while the vocabulary is not known
 DEFAULT_MAX_LOGPROBS: Final = 20
 
@@ -83,7 +86,6 @@ _NULLABLE: Final = frozenset(("seed", "max_tokens", "logprobs", "prompt_logprobs
 # vLLM's fields that are not implemented here. Only these values are accepted; others are refused, never ignored.
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "watermarking": (None,),
-    "structured_outputs": (None,),
     "extra_args": (None, {}),
     "thinking_token_budget": (None, -1),
     "repetition_detection": (None,),
@@ -93,9 +95,7 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "prompt_logprob_start": (None, 0),
     "flat_logprobs": (False,),
 }
-_GUIDED: Final = (
-    "It was replaced by structured_outputs, which is not implemented yet; remove it and check the output yourself"
-)
+_GUIDED: Final = "It was replaced: use structured_outputs=StructuredOutputsParams(json=...), or regex, choice, grammar"
 REMOVED_FIELDS: Final[dict[str, str]] = {
     "best_of": "Use n and choose among the outputs by cumulative_logprob",
     "use_beam_search": "Use LLM.beam_search with BeamSearchParams",
@@ -134,8 +134,10 @@ class _KnownFieldsOnly(msgspec.StructMeta):
         return super().__call__(*args, **fields)
 
 
-class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass=_KnownFieldsOnly):
-    """A constraint on the output text: exactly one of the first six. SamplingParams refuses it in this version."""
+class StructuredOutputsParams(
+    msgspec.Struct, omit_defaults=True, kw_only=True, forbid_unknown_fields=True, metaclass=_KnownFieldsOnly
+):
+    """A constraint on the output text: exactly one of the first six."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -146,6 +148,48 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True, 
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    @property
+    def kind(self) -> str:
+        """The name of the constraint that is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        # json may be False, a schema that nothing satisfies. json_object: False asks for nothing.
+        return [
+            name
+            for name in _CONSTRAINTS
+            if getattr(self, name) is not None and (name, self.json_object) != ("json_object", False)
+        ]
+
+    def verify(self) -> None:
+        """Check every field. Raises InvalidRequestError."""
+        given = self._given()
+        if len(given) != 1:
+            raise InvalidRequestError(
+                "structured_outputs needs exactly one constraint",
+                value=", ".join(given) or "none",
+                expected=f"one of {', '.join(_CONSTRAINTS)}",
+                param="structured_outputs",
+            )
+        for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
+            if (text := getattr(self, name)) is not None:
+                check_type(f"structured_outputs.{name}", text, str, "a string")
+                check_strings(f"structured_outputs.{name}", [text], 1, MAX_GRAMMAR_BYTES)
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            check_type(f"structured_outputs.{name}", getattr(self, name), bool, "true or false")
+        if self.json is not None:
+            check_type("structured_outputs.json", self.json, (str, dict, bool), "a JSON Schema")
+        if self.choice is not None:
+            check_strings("structured_outputs.choice", self.choice, MAX_CHOICES, MAX_GRAMMAR_BYTES)
+            if not self.choice:
+                raise InvalidRequestError("structured_outputs.choice is empty", param="structured_outputs")
+
+
+_CONSTRAINTS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class SpelledWord(msgspec.Struct, frozen=True, array_like=True):
@@ -219,6 +263,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
     # The last id of a sequence is forbidden if the output so far ends with the ids before it.
     bad_words_token_ids: list[list[int]] | None = None
     bad_words_spelled: SpelledWords | None = None  # set by the front end, which has the tokenizer
+    grammar: str | None = None  # set by the front end: the text of structured_outputs, see grammar.text
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
@@ -322,6 +367,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True, metaclass
         for name, limit in TOKEN_ID_LIMITS.items():
             if (ids := getattr(self, name)) is not None:
                 check_token_ids(name, ids, limit, vocab_size)
+        if self.structured_outputs is not None:
+            check_type(
+                "structured_outputs", self.structured_outputs, StructuredOutputsParams, "StructuredOutputsParams"
+            )
+            self.structured_outputs.verify()
+        if self.grammar is not None:
+            check_type("grammar", self.grammar, str, "null: it is made of structured_outputs")
+            check_strings("grammar", [self.grammar], 1, sys.maxsize)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError(
                 "allowed_token_ids is empty: no token could be sampled",
@@ -408,7 +461,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True, metacla
             check_type(name, getattr(self, name), bool, "true or false")
         if self.structured_outputs is not None:
             raise UnsupportedFieldError(
-                "structured_outputs is not supported yet", fix="Remove it", param="structured_outputs"
+                "beam search has no structured_outputs", fix="Use SamplingParams", param="structured_outputs"
             )
 
 

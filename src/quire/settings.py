@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from quire.config import EngineConfig, ServerConfig
 from quire.formats.kv_format import kv_format
 from quire.formats.kv_groups import DrafterLayers, full_table, kv_groups, num_tables
-from quire.formats.weight_format import packs_floats
+from quire.formats.weight_format import LORA_PANEL, packs_floats
 from quire.model_config import DTYPE_BYTES, ModelConfig
 from quire.option import Source, options
 from quire.speculative_config import LEAST_LOGITS_ROWS, SpeculativeConfig
@@ -33,6 +33,7 @@ _FURTHER_LIMITS = {
     "drafter_hidden_bytes": "memory left for the KV cache",
     "drafter_kv_bytes_per_token": "how many tokens the KV cache holds",
     "draft_text_bytes": "memory left for the KV cache",
+    "lora_bytes": "memory left for the KV cache",
     "kv_cache_bytes": "context held for all requests together",
     "unplanned_bytes": "what other programs may take",
     "num_blocks": "context held for all requests together",
@@ -217,6 +218,17 @@ class LoraSettings:
     max_cpu_loras: int
     dtype: str
     target_modules: tuple[str, ...] = ()
+
+    def num_bytes(self, model: ModelConfig) -> int:
+        """That adapters take at most: of the largest rank, on every weight; one more while two change places."""
+        shards = [(name, linear.in_features, size) for linear in model.linears() for name, size in linear.shards]
+        shards.append(("embed_tokens", model.vocab_size, model.hidden_size))
+        elements = sum(
+            in_features + -(-size // LORA_PANEL) * LORA_PANEL
+            for name, in_features, size in shards
+            if not self.target_modules or name in self.target_modules
+        )
+        return (self.max_cpu_loras + 1) * self.max_rank * elements * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -368,7 +368,8 @@ def test_a_model_knows_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         build_model(MODEL, torch.bfloat16, None, CPU, "FLASHINFER", torch.int8)
 
     def build(*arguments: Any) -> Any:
-        raise InterruptedError(arguments[-1])
+        (cache_dtype,) = (x for x in arguments[2:] if isinstance(x, torch.dtype))
+        raise InterruptedError(cache_dtype)
 
     monkeypatch.setattr(load, "build_model", build)
     for name, dtype in (("auto", torch.bfloat16), ("fp8_e5m2", torch.float8_e5m2), ("int8", torch.int8)):

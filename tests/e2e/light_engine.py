@@ -84,9 +84,9 @@ class LightWorker:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return False
 
-    def load_adapter(self, path: str, digest: str | None) -> Future[AdapterFacts]:
+    def load_adapter(self, path: str, digest: str | None) -> Loaded:
         """Any folder with weights is an adapter, whose content is their bytes."""
-        future: Future[AdapterFacts] = Future()
+        future = Loaded()
         try:
             content = (Path(path) / "adapter_model.safetensors").read_bytes()
         except OSError:
@@ -101,6 +101,12 @@ class LightWorker:
 
     def drop_adapter(self, digest: str) -> None:
         """There is no memory to give back."""
+
+
+class Loaded(Future[AdapterFacts]):
+    """Nothing is kept."""
+
+    def add(self) -> None: ...
 
 
 def without_torch() -> None:

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
 import psutil
+import pydantic
 import pytest
 
 from quire import demo
@@ -62,6 +63,32 @@ def test_openai_client_streamed(server: Serve) -> None:
         )
         text = "".join(chunk.choices[0].text for chunk in pieces)
         assert text == reference.tokenizer().decode(reference.greedy(reference.TEXTS[0], 12))
+
+
+def test_openai_client_parses_what_follows_a_schema(server: Serve) -> None:
+    class Module(pydantic.BaseModel):
+        name: Annotated[str, pydantic.Field(max_length=10)]
+        kind: Literal["package", "file"]
+        functions: Annotated[list[Annotated[str, pydantic.Field(max_length=10)]], pydantic.Field(max_length=2)]
+
+    with server.openai() as client:
+        answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Module, max_tokens=200)
+        assert isinstance(answer.choices[0].message.parsed, Module)
+        with client.chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=Module) as stream:
+            assert isinstance(stream.get_final_completion().choices[0].message.parsed, Module)
+        chosen = client.completions.create(
+            model=MODEL, prompt="Is it?", extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+        )
+        assert chosen.choices[0].text in ("yes", "no")
+        with pytest.raises(openai.BadRequestError, match="#/properties/a/uniqueItems"):
+            client.chat.completions.create(
+                model=MODEL,
+                messages=MESSAGES,
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"properties": {"a": {"uniqueItems": True}}}},
+                },
+            )
 
 
 def test_concurrent_clients_get_their_own_answers(server: Serve) -> None:

@@ -17,7 +17,7 @@ from quire.engine.bring_up import bring_up, least_facts
 from quire.engine.executor import InlineExecutor, ThreadExecutor
 from quire.engine.start import StartedEngine, start_engine
 from quire.errors import ConfigError, WeightsError
-from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
+from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
 from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.metrics.stopwatch import Lap
@@ -84,9 +84,9 @@ class NotedWorker:
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return False
 
-    def load_adapter(self, path: str, digest: str | None) -> Future[AdapterFacts]:
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
         self._note("load_adapter", (path, digest))
-        return self.adapter
+        return NotedLoad(self)
 
     def drop_adapter(self, digest: str) -> None:
         self._note("drop_adapter", digest)
@@ -96,6 +96,22 @@ class NotedWorker:
         self.threads.add(threading.get_ident())
         if step == self.failing and self.error is not None:
             raise self.error
+
+
+class NotedLoad:
+    """Of the worker's adapter."""
+
+    def __init__(self, worker: NotedWorker) -> None:
+        self._worker = worker
+
+    def done(self) -> bool:
+        return self._worker.adapter.done()
+
+    def result(self) -> AdapterFacts:
+        return self._worker.adapter.result()
+
+    def add(self) -> None:
+        self._worker._note("add")
 
 
 def brought_up(workers: Sequence[NotedWorker], **arguments: Any) -> Any:
@@ -173,7 +189,7 @@ def test_every_rank_computes_a_step_on_its_thread() -> None:
 
 
 def test_an_adapter_is_read_when_all_ranks_have_read_it() -> None:
-    """It is dropped behind the steps that were submitted before."""
+    """It is added and dropped behind the steps that were submitted before."""
     workers = [NotedWorker(), NotedWorker()]
     executor = ThreadExecutor(workers)
     load = executor.load_adapter("/a", "digest")
@@ -186,8 +202,10 @@ def test_an_adapter_is_read_when_all_ranks_have_read_it() -> None:
     executor.submit(ScheduledBatch(1, ["a"]))
     executor.drop_adapter("digest")
     executor.shutdown()
-    assert [step for step, _ in workers[1].told] == ["load_adapter", "execute", "drop_adapter"]
-    assert InlineExecutor(workers[:1]).load_adapter("/b", None) is workers[0].adapter
+    assert [step for step, _ in workers[1].told] == ["load_adapter", "add", "execute", "drop_adapter"]
+    assert len(workers[1].threads - {threading.get_ident()}) == 1
+    assert InlineExecutor(workers[:1]).load_adapter("/b", None).result() == facts
+    assert workers[0].told[-1] == ("add", None)
 
 
 def test_devices_must_be_alike() -> None:

@@ -191,7 +191,6 @@ def test_legal_range_of_each_field(field: str, good: list[Any], bad: list[Any]) 
     ("field", "value"),
     [
         ("watermarking", {"key": 1}),
-        ("structured_outputs", StructuredOutputsParams(json_object=True)),
         ("extra_args", {"a": 1}),
         ("thinking_token_budget", 10),
         ("repetition_detection", {"min_count": 2}),
@@ -266,6 +265,7 @@ def test_defaults_are_vllms() -> None:
         "trace_decode_token_ids": None,
         "bad_words_token_ids": None,
         "bad_words_spelled": None,
+        "grammar": None,
     }
     assert {name: getattr(params, name) for name in FIELDS} == expected
 

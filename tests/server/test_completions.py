@@ -227,7 +227,7 @@ def test_without_tokenizer():
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"cache_salt": ""}, "cache_salt"),
     ],
 )

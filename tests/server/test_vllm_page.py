@@ -22,8 +22,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 ASKS: dict[str, dict[str, Any]] = {
     "tools": {"tools": [TOOL]},
     "functions": {"functions": [TOOL["function"]]},
-    "response_format": {"response_format": {"type": "json_object"}},
-    "structured_outputs": {"structured_outputs": {"json": {}}},
     "image_url": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
     "audio": {"audio": {"voice": "alloy", "format": "wav"}},
     "mm_processor_kwargs": {"mm_processor_kwargs": {"num_crops": 4}},

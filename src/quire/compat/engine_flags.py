@@ -249,7 +249,7 @@ WHOLE_CONFIGS: tuple[Foreign, ...] = (
     *refused(REASONING, values="reasoning_config reasoning_parser reasoning_parser_plugin"),
     *refused("no plug-in reads it", values="additional_config"),
     *accepted(
-        "structured output is not in this version; requests that ask for it get 400",
+        "one grammar engine reads every constraint; requests say what whitespace they allow",
         values="structured_outputs_config",
     ),
     *refused("no further outputs are made in this version", values="aux_output_config"),

@@ -114,7 +114,7 @@ OLD_FLAGS: tuple[Foreign, ...] = (
     *accepted("prompt adapters are gone from vLLM too", values="max_prompt_adapters max_prompt_adapter_token"),
     # Structured output and reasoning.
     *accepted(
-        "structured output is not in this version; requests that ask for it get 400",
+        "one grammar engine reads every constraint; requests say what whitespace they allow",
         values="guided_decoding_backend",
         switches="""
             guided_decoding_disable_fallback guided_decoding_disable_any_whitespace

@@ -17,7 +17,7 @@ from quire.planning.memory_plan import (
     plan_kv_cache,
     planned_weight_bytes,
     weights_do_not_fit,
-    with_draft_texts,
+    with_later_bytes,
 )
 from quire.resolve import DeviceFacts, resolve, shown_bytes
 from quire.settings import Planned, Resolved
@@ -102,7 +102,7 @@ def plan_least(
     config: EngineConfig, model_config: ModelConfig, resolved: Resolved, memories: Sequence[MemoryFacts]
 ) -> tuple[Planned, MemoryFacts]:
     """The plan of the rank with the fewest blocks, and its memory. Raises MemoryPlanError if it is too few for one."""
-    memories = [with_draft_texts(resolved, model_config, memory) for memory in memories]
+    memories = [with_later_bytes(resolved, model_config, memory) for memory in memories]
     plans = [(plan_kv_cache(config, model_config, resolved, memory), memory) for memory in memories]
     return min(plans, key=lambda plan: plan[0].memory.num_blocks)
 

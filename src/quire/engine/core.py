@@ -7,21 +7,37 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.cost.arithmetic import Load
 from quire.cost.model import CostModel
 from quire.cost.step_time import StepTime
-from quire.errors import AdapterError, EngineDeadError, OutOfMemoryError, QuireError, is_out_of_memory
+from quire.errors import (
+    AdapterError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    QuireError,
+    is_out_of_memory,
+)
 from quire.logs import get_logger
 from quire.lora.registry import AdapterRegistry
-from quire.messages import AddRequest, Command, RequestDelta, SetLimits
+from quire.messages import AddRequest, Command, RequestDelta, SetLimits, UseTokenizer
 from quire.request import Request
-from quire.schedule import Executor, Pending, RowsFailedError, ScheduledBatch, StepRecord, StepResult
+from quire.schedule import Executor, Pending, Polled, RowsFailedError, ScheduledBatch, StepRecord, StepResult
 from quire.scheduler.scheduler import Scheduler, ScheduleStats
 
 logger = get_logger(__name__)
 
 DEFERRED_SECONDS = 0.001  # between two looks at requests that wait for something outside, while there is nothing else
+
+
+class Preparer(Protocol):
+    """Makes what requests need beside steps: see life_cycle.WorkerExecutor."""
+
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None: ...
+
+    def prepare_grammar(self, text: str) -> Polled[None]: ...
 
 
 @dataclass(slots=True)
@@ -52,6 +68,7 @@ class EngineCore:
         cost: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        preparer: Preparer | None = None,
         adapters: AdapterRegistry | None = None,
     ) -> None:
         if depth < 1:
@@ -67,6 +84,8 @@ class EngineCore:
         self._clock, self._sleep = clock, sleep
         self._in_flight: deque[_Step] = deque()
         self._refused: list[RequestDelta] = []
+        self._preparer = preparer
+        self._preparing: dict[str, Polled[None]] = {}  # by request id
         self._last_end_time = 0.0
 
     def add(self, message: AddRequest, is_ready: Callable[[], bool] | None = None) -> None:
@@ -75,6 +94,11 @@ class EngineCore:
         Args:
             is_ready: see Scheduler.add.
         """
+        grammar = message.sampling_params.grammar
+        if grammar is not None:
+            assert self._preparer is not None and is_ready is None, "nobody compiles grammars"
+            preparation = self._preparer.prepare_grammar(grammar)
+            is_ready = self._is_prepared(message.request_id)
         request = Request(
             request_id=message.request_id,
             prompt_token_ids=message.prompt_token_ids,
@@ -93,8 +117,34 @@ class EngineCore:
                 raise AdapterError("The adapter is not loaded", value=message.adapter, fix="Load it again")
             self.scheduler.add(request, is_retry=message.is_retry, is_ready=is_ready)
         except QuireError as error:
-            delta = RequestDelta(message.request_id, finish_reason="error", error=error.message, error_code=error.code)
-            self._refused.append(delta)
+            self._refuse(message.request_id, error)
+        else:
+            if grammar is not None:
+                self._preparing[message.request_id] = preparation
+
+    def _is_prepared(self, request_id: str) -> Callable[[], bool]:
+        return lambda: request_id not in self._preparing
+
+    def _refuse(self, request_id: str, error: QuireError) -> None:
+        delta = RequestDelta(request_id, finish_reason="error", error=error.message, error_code=error.code)
+        self._refused.append(delta)
+
+    def use_tokenizer(self, message: UseTokenizer) -> None:
+        """The vocabulary of the grammars of later requests."""
+        assert self._preparer is not None, "nobody compiles grammars"
+        self._preparer.use_tokenizer(message.tokenizer, message.eos_token_ids)
+
+    def _end_unprepared(self) -> None:
+        """Refuse the requests that need what cannot be made."""
+        for request_id in [name for name, preparation in self._preparing.items() if preparation.done()]:
+            try:
+                self._preparing.pop(request_id).result()
+            except Exception as error:
+                self.scheduler.abort([request_id])
+                if not isinstance(error, QuireError):
+                    logger.error("a grammar could not be compiled", exc_info=error)
+                    error = InvalidRequestError(f"The grammar could not be compiled ({type(error).__name__})")
+                self._refuse(request_id, error)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Free these requests now. Nothing more is answered for them."""
@@ -150,6 +200,8 @@ class EngineCore:
         An executor that raises ends requests, not the loop, unless it raises EngineDeadError.
         """
         self.last_record = None
+        if self._preparing:
+            self._end_unprepared()
         refused, self._refused = self._refused, []
         if self.adapters is not None:
             refused += self._step_adapters(self.adapters)

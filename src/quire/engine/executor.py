@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from quire.errors import EngineDeadError, QuireError
-from quire.life_cycle import CacheSize, Measured, Worker, WorkerSettings
+from quire.life_cycle import AdapterLoad, CacheSize, Measured, Worker, WorkerSettings
 from quire.logs import get_logger
 from quire.lora.facts import AdapterFacts
 from quire.resolve import DeviceFacts
@@ -39,22 +40,31 @@ class InlineExecutor:
     def capture(self) -> None:
         self._tell(lambda worker: worker.capture())
 
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        self._tell(lambda worker: worker.use_tokenizer(tokenizer, eos_token_ids))
+
+    def prepare_grammar(self, text: str) -> Polled[None]:
+        return _OnAllRanks([worker.prepare_grammar(text) for worker in self.workers])
+
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         return any(self._tell(lambda worker: worker.use_idle_time(num_blocks_ever_used)))
 
     def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
-        loads = [worker.load_adapter(path, digest) for worker in self.workers]
-        return loads[0] if len(loads) == 1 else _AllLoads(loads)
+        return _AllLoads([worker.load_adapter(path, digest) for worker in self.workers], self._run_on)
 
     def drop_adapter(self, digest: str) -> None:
-        for worker in self.workers:
-            worker.drop_adapter(digest)
+        for rank, worker in enumerate(self.workers):
+            self._run_on(rank, partial(worker.drop_adapter, digest))
 
     def submit(self, batch: ScheduledBatch) -> Pending[StepResult]:
         return _together([worker.submit(batch) for worker in self.workers])
 
     def shutdown(self) -> None:
         """Nothing to stop."""
+
+    def _run_on(self, rank: int, task: Callable[[], None]) -> None:
+        """Let a rank do it after the steps that were submitted, and before later ones."""
+        task()
 
     def _tell(self, step: Callable[[Worker], T]) -> list[T]:
         return [step(worker) for worker in self.workers]
@@ -74,14 +84,12 @@ class ThreadExecutor(InlineExecutor):
             [thread.submit(worker.execute, batch) for thread, worker in zip(self._threads, self.workers, strict=True)]
         )
 
-    def drop_adapter(self, digest: str) -> None:
-        """Behind the steps that were submitted, which may compute with it."""
-        for thread, worker in zip(self._threads, self.workers, strict=True):
-            thread.submit(worker.drop_adapter, digest)
-
     def shutdown(self) -> None:
         for thread in self._threads:
             thread.shutdown(wait=True)
+
+    def _run_on(self, rank: int, task: Callable[[], None]) -> None:
+        self._threads[rank].submit(task)
 
     def _tell(self, step: Callable[[Worker], T]) -> list[T]:
         return _results(
@@ -99,17 +107,33 @@ class _AllRanks:
         return _results(self._pending)[0]
 
 
-class _AllLoads:
-    """An adapter that all ranks read."""
+class _OnAllRanks:
+    """What all ranks prepare."""
 
-    def __init__(self, loads: Sequence[Polled[AdapterFacts]]) -> None:
-        self._loads = loads
+    def __init__(self, parts: Sequence[Polled[None]]) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def result(self) -> None:
+        _results(self._parts)
+
+
+class _AllLoads:
+    """An adapter that all ranks read, and keep when all of them have read it."""
+
+    def __init__(self, loads: Sequence[AdapterLoad], run_on: Callable[[int, Callable[[], None]], None]) -> None:
+        self._loads, self._run_on = loads, run_on
 
     def done(self) -> bool:
         return all(load.done() for load in self._loads)
 
     def result(self) -> AdapterFacts:
-        return _results(self._loads)[0]
+        facts = _results(self._loads)[0]
+        for rank, load in enumerate(self._loads):
+            self._run_on(rank, load.add)
+        return facts
 
 
 def _together(pending: Sequence[Pending[StepResult]]) -> Pending[StepResult]:

@@ -42,6 +42,7 @@ from quire.messages import (
     RequestDelta,
     SetLimits,
     UnloadAdapter,
+    UseTokenizer,
 )
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class EngineProcess:
             AddRequest: core.add,
             Abort: lambda message: core.abort(message.request_ids),
             SetLimits: core.set_limits,
+            UseTokenizer: core.use_tokenizer,
             Command: self._command(core),
         }
         if core.adapters is not None:

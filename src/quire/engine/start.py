@@ -100,7 +100,9 @@ def start_engine(
     cost = CostModel(arithmetic, fit([first], guess))
     adapters = None if resolved.lora is None else AdapterRegistry(running.executor, resolved.lora.max_cpu_loras)
     scheduler = scheduler_of(resolved, model_config, cost, adapters=adapters)
-    core = EngineCore(scheduler, running.executor, depth=schedule.depth, cost=cost, adapters=adapters)
+    core = EngineCore(
+        scheduler, running.executor, depth=schedule.depth, cost=cost, preparer=running.executor, adapters=adapters
+    )
     file = calibration_file(resolved, model_config, running.facts)
     if (known := file.read()) is not None:
         cost.calibrate(known)

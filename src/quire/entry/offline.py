@@ -56,6 +56,7 @@ class OfflineRunner:
 
     def __init__(self, core: EngineCore, outputs: OutputProcessor) -> None:
         self._core, self._outputs = core, outputs
+        self._has_tokenizer = False  # the engine, for grammars
         self._finished: dict[str, tuple[RequestOutput, QuireError | None]] = {}  # until somebody collects them
 
     def load_adapter(self, path: str) -> AdapterFacts:
@@ -117,6 +118,9 @@ class OfflineRunner:
     def _add(self, processed: Sequence[ProcessedRequest], check_interrupt: Callable[[], None]) -> None:
         for request in processed:
             self._outputs.add(request)
+            if request.tokenizer is not None and not self._has_tokenizer:
+                self._core.use_tokenizer(request.tokenizer)
+                self._has_tokenizer = True
             for message in request.requests:
                 self._core.add(message)
             check_interrupt()

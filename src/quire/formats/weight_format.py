@@ -14,6 +14,7 @@ ROW_UNIT = 64  # a row of codes in an AMX tile
 K_UNIT = 32  # columns of a step in bfloat16 and FP8: kBf16KUnit of csrc/include/quire/kernels/gemm.h
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_GROUP_SIZE = 65_536  # a sum of more 8-bit products could overflow 32 bits
+LORA_PANEL = 16  # columns of a packed B of an adapter: kLoraColumns of csrc/include/quire/kernels/lora.h
 MAX_SUPER_ELEMENTS = 256  # in a super-group: kMaxSuperElements of csrc/include/quire/kernels/grouped_layout.h
 
 _NUMBER_BYTES = {None: 0, "float32": 4, "float16": 2, "int8": 1, "uint8": 1}

@@ -178,8 +178,10 @@ class AsyncEngine:
                 request_id, prompt, sampling_params, arrival_time=arrival_time, **options
             )
 
-        spells = isinstance(sampling_params, SamplingParams) and bool(sampling_params.bad_words)
-        processed = await asyncio.to_thread(process) if spells or _is_long(prompt) else process()
+        is_slow = isinstance(sampling_params, SamplingParams) and bool(
+            sampling_params.bad_words or sampling_params.structured_outputs
+        )
+        processed = await asyncio.to_thread(process) if is_slow or _is_long(prompt) else process()
         replica = self._pick()
         if any(request_id in each.output_processor for each in self.replicas):
             raise InvalidRequestError(

@@ -17,8 +17,9 @@ from quire.errors import ConfigError, ContextLengthError, InvalidRequestError
 from quire.frontend.choices import check_choices
 from quire.frontend.prompts import PromptType, check_cache_salt, is_unicode, read_prompt
 from quire.frontend.tokenizer import Tokenizer
+from quire.grammar.text import grammar_text
 from quire.lora.request import Registration
-from quire.messages import AddRequest
+from quire.messages import AddRequest, UseTokenizer
 from quire.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 
 MAX_REQUEST_ID_CHARS = 256
@@ -56,6 +57,7 @@ class ProcessedRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams  # a copy: the caller may change theirs
     requests: list[AddRequest]
+    tokenizer: UseTokenizer | None = None  # what an engine must have got before, if they have a grammar
     adapter: Registration | None = None
 
     def with_adapter(self, adapter: Registration) -> ProcessedRequest:
@@ -130,6 +132,7 @@ class InputProcessor:
         self.eos_token_ids = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_token_ids]))
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
+        self._tokenizer_message: UseTokenizer | None = None  # made once
 
     def with_max_model_len(self, max_model_len: int) -> InputProcessor:
         """A copy with the engine's final context length. Both share one sequence of seeds and engine ids."""
@@ -177,6 +180,10 @@ class InputProcessor:
             raise InvalidRequestError(
                 "bad_words_spelled is made of bad_words here", fix="Use bad_words", param="bad_words_spelled"
             )
+        if params.grammar is not None:
+            raise InvalidRequestError(
+                "grammar is made of structured_outputs here", fix="Use structured_outputs", param="grammar"
+            )
         _check_request_id(request_id)
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise InvalidRequestError(
@@ -208,7 +215,8 @@ class InputProcessor:
             )
             for index in range(own.n)
         ]
-        return ProcessedRequest(request_id, text, ids, own, requests)
+        tokenizer = None if own.grammar is None else self._use_tokenizer()
+        return ProcessedRequest(request_id, text, ids, own, requests, tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. A text that cannot fit the context is refused before tokenization."""
@@ -293,11 +301,23 @@ class InputProcessor:
             own.seed = self._seeds.getrandbits(63)
         if own.bad_words:
             self._forbid(own, own.bad_words)
+        if own.structured_outputs is not None:
+            if self.tokenizer is None:
+                raise InvalidRequestError(
+                    "structured_outputs needs a tokenizer, and this model runs without one", param="structured_outputs"
+                )
+            own.grammar, own.structured_outputs = grammar_text(own.structured_outputs), None
         if own.stop and self.tokenizer is None:
             raise InvalidRequestError(
                 "stop needs a tokenizer, and this model runs without one", fix="Use stop_token_ids", param="stop"
             )
         return own
+
+    def _use_tokenizer(self) -> UseTokenizer:
+        if self._tokenizer_message is None:
+            assert self.tokenizer is not None
+            self._tokenizer_message = UseTokenizer(self.tokenizer.backend.to_str(), list(self.eos_token_ids))
+        return self._tokenizer_message
 
     def _forbid(self, own: SamplingParams, words: Sequence[str]) -> None:
         """Forbid words in all spellings, or only in the tokenizer's if a token's text depends on its neighbours."""

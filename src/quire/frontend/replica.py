@@ -39,6 +39,7 @@ from quire.messages import (
     LoadAdapter,
     SetLimits,
     UnloadAdapter,
+    UseTokenizer,
 )
 from quire.outputs import FinishReason
 from quire.sampling_params import RequestOutputKind
@@ -82,6 +83,7 @@ class Replica:
         self._streams: dict[str, RequestStream] = {}
         self._supervisor = Supervisor(self, client, starter, recovery, clock)
         self._moved_limits: dict[str, Any] = {}  # since the start of the first engine
+        self._tokenizer: UseTokenizer | None = None  # what the engine has
         self._adapters: list[tuple[str, str]] = []  # path and digest of each that requests may name
         self._reading: dict[int, asyncio.Future[AdapterFacts]] = {}  # by operation
         self._operations = itertools.count()
@@ -142,6 +144,9 @@ class Replica:
         stream = RequestStream(processed.request_id, is_delta=is_delta, on_leave=self._on_leave)
         self._streams[processed.request_id] = stream
         with suppress(EngineDeadError):  # `receive` reports it too, and the next engine gets the request
+            if processed.tokenizer is not None and self._tokenizer is None:
+                self._tokenizer = processed.tokenizer
+                self.client.send(self._tokenizer)
             for message in processed.requests:
                 self.client.send(message)
             self.admission.on_sent(processed.request_id, len(processed.prompt_token_ids), len(processed.requests))
@@ -263,6 +268,8 @@ class Replica:
         ready.max_num_batched_tokens = moved.get("max_num_batched_tokens", ready.max_num_batched_tokens)
         if moved:
             self.client.send(SetLimits(**moved))
+        if self._tokenizer is not None:
+            self.client.send(self._tokenizer)
         old = self.output_processor.adapters() - set(self._adapters)
         for path, digest in [*self._adapters, *old]:
             self.client.send(_known(path, digest))

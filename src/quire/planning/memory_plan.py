@@ -47,6 +47,7 @@ class MemoryFacts:
     work_detail: str = ""  # how work was measured; empty: the buffers of a short step, scaled
     drafter_weight_bytes: int = 0  # the part of weight_bytes that is the drafter's
     draft_text_bytes: int = 0  # of the host's memory, for texts in which drafts are searched; on a CPU a part of work
+    lora_bytes: int = 0  # the part of work_bytes for adapters
 
 
 def logits_bytes(model: ModelConfig, num_rows: int) -> int:
@@ -121,11 +122,16 @@ def predict_memory(
         is_predicted=True,
         drafter_weight_bytes=drafter,
     )
-    return with_draft_texts(resolved, model, facts)
+    return with_later_bytes(resolved, model, facts)
 
 
-def with_draft_texts(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> MemoryFacts:
-    """With the texts in which drafts are searched: those of requests that run, which are in the KV cache too."""
+def with_later_bytes(resolved: Resolved, model: ModelConfig, memory: MemoryFacts) -> MemoryFacts:
+    """With what requests bring: adapters, and the texts in which drafts are searched.
+
+    These texts are of requests that run, which are in the KV cache too.
+    """
+    lora = 0 if resolved.lora is None else resolved.lora.num_bytes(model)
+    memory = replace(memory, work_bytes=memory.work_bytes + lora, lora_bytes=lora)
     pages, steps = KvPages.of(resolved, model), resolved.scheduler
     num_cached = max(memory.free_bytes, 0) // pages.page_bytes * pages.block_size
     num_bytes = text_index_bytes(steps.speculation, min(steps.max_num_seqs * resolved.model.max_model_len, num_cached))
@@ -280,6 +286,9 @@ def memory_settings(model: ModelConfig, resolved: Resolved, memory: MemoryFacts)
         part = "a part of work_bytes" if resolved.device.device == "cpu" else "host memory"
         detail = f"at most, for texts in which drafts are searched; {part}"
         record.put("draft_text_bytes", memory.draft_text_bytes, "formula", detail)
+    if (lora := resolved.lora) is not None:
+        detail = f"{lora.max_cpu_loras} adapters, and one that takes the place of another, of rank {lora.max_rank}"
+        record.put("lora_bytes", memory.lora_bytes, "formula", f"at most, for {detail}; a part of work_bytes")
     if (drafter := model.drafter) is not None and resolved.drafter is not None:
         source: Source = "formula" if memory.is_predicted else "measured"
         detail = f"{drafter.num_parameters():,} parameters; a part of weight_bytes"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.grammar.matchers import RowGrammar
 from quire.sampling.filters import RowFilter
 from quire.sampling.penalties import RowPenalties
 from quire.sampling_params import SamplingParams, SamplingType
@@ -32,6 +33,7 @@ class SamplingState:
         self.num_random = 0
         self.filters: dict[int, RowFilter] = {}
         self.penalties: dict[int, RowPenalties] = {}
+        self.grammars: dict[int, RowGrammar] = {}
         self.num_logprobs: dict[int, int] = {}  # row -> most likely tokens to report; -1: all
         self.logprob_token_ids: dict[int, list[int]] = {}  # row -> report exactly these instead
 
@@ -42,12 +44,14 @@ class SamplingState:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int],
         stop_token_ids: Iterable[int],
+        grammar: RowGrammar | None = None,
     ) -> None:
         """Fill an empty row: with a new request, or with a resumed one and its earlier output.
 
         Args:
             params: verified; they have a seed unless they are greedy.
             stop_token_ids: forbidden while the output has fewer than `params.min_tokens` tokens.
+            grammar: behind the output.
         """
         is_random = params.sampling_type is not SamplingType.GREEDY
         assert not is_random or params.seed is not None, "the front end gives every random request a seed"
@@ -61,6 +65,8 @@ class SamplingState:
         row_filter = RowFilter.of(params, output_token_ids, stop_token_ids, self.vocab_size)
         if row_filter is not None:
             self.filters[row] = row_filter
+        if grammar is not None:
+            self.grammars[row] = grammar
         penalties = RowPenalties.of(params, prompt_token_ids, output_token_ids)
         if penalties is not None:
             self.penalties[row] = penalties
@@ -73,23 +79,31 @@ class SamplingState:
         """Forget a row."""
         self.num_random -= bool(self.temperature_C[row])
         self.temperature_C[row] = 0.0
-        for sparse in (self.filters, self.penalties, self.num_logprobs, self.logprob_token_ids):
+        for sparse in (self.filters, self.penalties, self.grammars, self.num_logprobs, self.logprob_token_ids):
             sparse.pop(row, None)
 
     def count_tokens(self, rows_R: NDArray[np.int64], count: int = 1) -> None:
         """Count more tokens for each of the rows, which are distinct. `learn_token` gives their ids later."""
         self.num_output_tokens_C[rows_R] += count
 
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether the state of some row depends on the tokens of its output: see `learn_token`."""
+        return bool(self.filters or self.penalties or self.grammars)
+
     def needs_tokens(self, rows: Iterable[int]) -> bool:
         """Whether one of the rows must know all its earlier tokens before it can be sampled."""
-        if not (self.filters or self.penalties):
-            return False
-        return any(row in self.penalties or (row in self.filters and self.filters[row].needs_tokens) for row in rows)
+        return self.follows_tokens and any(
+            row in self.penalties or row in self.grammars or (row in self.filters and self.filters[row].needs_tokens)
+            for row in rows
+        )
 
     def learn_token(self, row: int, token_id: int) -> None:
-        """Give a sampled token, which is counted already, to the filters and penalties."""
+        """Give a sampled token, which is counted already, to the filters, penalties and grammars."""
         if (row_filter := self.filters.get(row)) is not None:
             row_filter.append(token_id)
+        if (grammar := self.grammars.get(row)) is not None:
+            grammar.append(token_id)
         if (penalties := self.penalties.get(row)) is not None:
             penalties.append(token_id)
 

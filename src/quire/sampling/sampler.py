@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.kernels import gpu, ops
 from quire.sampling.batch_params import SamplingState
 from quire.sampling.filters import apply_filters
+from quire.sampling.grammars import apply_grammars
 from quire.sampling.logprobs import entries, processed, scores
 from quire.sampling.penalties import apply_penalties
 from quire.sampling.random import uniforms
@@ -53,6 +54,7 @@ class LaunchedTokens:
     chosen_R: Tensor  # float32: the chosen tokens' logits, after filters and penalties
     logits_RV: Tensor | None  # after filters and penalties; None on a GPU, because reading them would wait
     reports: list[_Report] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)  # row of the call -> why its grammar allows no token
 
     def tensors(self) -> list[Tensor]:
         """All tensors that `finish` needs on the host."""
@@ -65,6 +67,7 @@ class LaunchedTokens:
         failed_R = ~np.isfinite(chosen_R) | (token_ids_R < 0)
         for index in np.flatnonzero(failed_R).tolist() if failed_R.any() else ():
             sampled.errors[index] = self._reason(index, float(chosen_R[index]))
+        sampled.errors |= self.failed
         for report in self.reports:
             numbers = [next(on_host) for _ in report.numbers]
             if report.others is None:
@@ -131,10 +134,12 @@ class Sampler:
             f"logits are {tuple(logits_RV.shape)} for {len(rows)} rows"
         )
         wanted = [index for index, row in enumerate(rows) if row in state.num_logprobs] if state.num_logprobs else []
-        is_modified = bool(state.filters or state.penalties)
+        is_modified = state.follows_tokens
         raw_LV = _rows_of(logits_RV, wanted) if wanted and is_modified and self.reports_raw else None
+        failed = apply_grammars(logits_RV, rows, state.grammars, before) if state.grammars else {}
         token_ids_R, chosen_R = self.choose(logits_RV, rows, parameters, before)
-        launched = LaunchedTokens(token_ids_R, chosen_R, logits_RV if logits_RV.device.type == "cpu" else None)
+        on_host = logits_RV if logits_RV.device.type == "cpu" else None
+        launched = LaunchedTokens(token_ids_R, chosen_R, on_host, failed=failed)
         if wanted:
             scores_LV = _rows_of(logits_RV, wanted) if raw_LV is None else raw_LV
             if not self.reports_raw:
@@ -204,7 +209,10 @@ def _rows_of(values_R: Tensor, indices: list[int]) -> Tensor:
 
 
 _IS_INFINITE = "The model's logits for this request are infinite. No token can be sampled."
-_NOTHING_LEFT = "No token is left to sample: allowed_token_ids, bad_words and min_tokens exclude the whole vocabulary."
+_NOTHING_LEFT = (
+    "No token is left to sample: allowed_token_ids, bad_words, min_tokens and structured_outputs exclude the whole "
+    "vocabulary."
+)
 _NO_DISTRIBUTION = (
     "The model's logits for this request are not numbers (NaN) or infinite, or allowed_token_ids, bad_words and "
     "min_tokens exclude the whole vocabulary. No token can be sampled."

@@ -46,14 +46,6 @@ async def _prepare(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str
 ) -> tuple[Generation, Writer]:
     ignored += _check_tools(body)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise UnsupportedFieldError(
-            "Structured output is not supported yet",
-            value=body.response_format.type,
-            expected="response_format of type text",
-            fix="Remove response_format and check the text yourself",
-            param="response_format",
-        )
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
     asked = _generation(state, body, await _render(state, body), request_id)

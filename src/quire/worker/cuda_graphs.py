@@ -13,7 +13,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -34,6 +34,8 @@ def paddings(settings: WorkerSettings) -> list[Padding]:
     found = [Padding(size, size) for size in sizes.decodes]
     # one row at least computes several tokens
     found += [Padding(size, min(settings.max_num_seqs, size - 1)) for size in sizes.mixed]
+    if settings.lora is not None:
+        found += [replace(size, has_adapters=True) for size in found]
     return in_order(found)
 
 

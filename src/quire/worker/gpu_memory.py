@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from types import MappingProxyType
 
 from quire.formats.kv_groups import kv_groups, num_tables
 from quire.forward_batch import LayerCache
@@ -85,10 +86,16 @@ class OnGpu:
         return Measured(memory, num_tokens, Lap(seconds))
 
     def runner(
-        self, model: CausalLM, drafter: CausalLM | None, cache: PagedCache, settings: WorkerSettings, progress: Progress
+        self,
+        model: CausalLM,
+        drafter: CausalLM | None,
+        adapters: Mapping[str, int],
+        cache: PagedCache,
+        settings: WorkerSettings,
+        progress: Progress,
     ) -> ModelRunner:
         """Captures the graphs."""
-        inputs = make_inputs(settings, model.config, self._accelerator, settings.model.max_model_len)
+        inputs = make_inputs(settings, model.config, self._accelerator, settings.model.max_model_len, adapters)
 
         def captured(model: CausalLM, caches: list[LayerCache], settings: WorkerSettings) -> StepGraphs | None:
             if not (sizes := paddings(settings)):
@@ -107,7 +114,11 @@ class OnGpu:
 
 
 def make_inputs(
-    settings: WorkerSettings, model: ModelConfig, accelerator: Accelerator, max_model_len: int
+    settings: WorkerSettings,
+    model: ModelConfig,
+    accelerator: Accelerator,
+    max_model_len: int,
+    adapters: Mapping[str, int] = MappingProxyType({}),
 ) -> DeviceInputBatch:
     """Rows for all requests that may run, and staging for the largest step."""
     return DeviceInputBatch(
@@ -116,6 +127,7 @@ def make_inputs(
         settings.model.block_size,
         model.vocab_size,
         num_tables(kv_groups(model)),
+        adapters,
         max_tokens=settings.most_tokens,
         accelerator=accelerator,
         steps_in_flight=settings.steps_in_flight,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from quire.formats.kv_groups import kv_groups, num_tables, pages_alone
@@ -53,12 +55,18 @@ class OnHost:
         return Measured(memory, num_tokens, step)
 
     def runner(
-        self, model: CausalLM, drafter: CausalLM | None, cache: PagedCache, settings: WorkerSettings, progress: Progress
+        self,
+        model: CausalLM,
+        drafter: CausalLM | None,
+        adapters: Mapping[str, int],
+        cache: PagedCache,
+        settings: WorkerSettings,
+        progress: Progress,
     ) -> ModelRunner:
         """Steps are recorded when they first come."""
         form = settings.model
         sizes = (settings.max_num_seqs, form.max_model_len, form.block_size, model.config.vocab_size)
-        inputs = InputBatch(*sizes, num_tables(kv_groups(model.config)))
+        inputs = InputBatch(*sizes, num_tables(kv_groups(model.config)), adapters)
         device, drafts, streams = Host(), None, streams_for(model, drafter, settings)
         if drafter is not None:
             recorded = _recorded(drafter, inputs, cache.drafter_layers)

@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from quire.forward_batch import ForwardBatch, HostStep, LayerCache, StepTable
+from quire.grammar.matchers import Grammars
 from quire.sampling.batch_params import SamplingState
 from quire.schedule import NewRow, RowsFailedError, ScheduledBatch
 from quire.worker.drafts import Drafts
@@ -144,6 +145,7 @@ class InputBatch:
         self.rope_offsets = np.zeros(max_num_rows, dtype=np.int64)
         self.num_prompt_logprobs: dict[int, int] = {}  # row -> top-n wanted for the prompt
         self.sampling = SamplingState(max_num_rows, vocab_size)
+        self.grammars = Grammars(vocab_size)
         self.row_of: dict[str, int] = {}
         self._arrays: StepArrays = HostArrays() if arrays is None else arrays
         self._adapters = adapters
@@ -201,7 +203,8 @@ class InputBatch:
         prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
         if params.prompt_logprobs is not None and not output:  # with output, they were reported with its first token
             self.num_prompt_logprobs[row] = params.prompt_logprobs
-        self.sampling.add_row(row, params, prompt, output, new.stop_token_ids)
+        grammar = None if params.grammar is None else self.grammars.row(params.grammar, output)
+        self.sampling.add_row(row, params, prompt, output, new.stop_token_ids, grammar)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         begin = self.num_blocks[row]
@@ -354,7 +357,7 @@ class InputBatch:
         rows, token_ids = expected.rows_N[is_here_N], token_ids_N[is_here_N]
         # A row that failed may be in a batch that is scheduled already: it computes some token, for nothing.
         self.token_ids[rows, expected.positions_N[is_here_N]] = token_ids.clip(min=0)
-        if self.sampling.filters or self.sampling.penalties:
+        if self.sampling.follows_tokens:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 if token_id >= 0:
                     self.sampling.learn_token(row, token_id)

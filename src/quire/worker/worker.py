@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from quire.errors import ConfigError, MemoryPlanError
+from quire.errors import MemoryPlanError
 from quire.kernels import cpu, extension, gpu, gpu_facts
-from quire.life_cycle import CacheSize, Measured, WorkerSettings
+from quire.life_cycle import AdapterLoad, CacheSize, Measured, WorkerSettings
 from quire.loader.load import load_model
-from quire.lora.facts import AdapterFacts
 from quire.messages import Progress
 from quire.model_config import ModelConfig
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.planning import devices
 from quire.resolve import DeviceFacts, shown_bytes
 from quire.schedule import Polled, ScheduledBatch, StepResult
 from quire.worker import kv_cache
 from quire.worker.accelerator import Accelerator, Cuda
+from quire.worker.adapters import WorkerAdapters
 from quire.worker.drafts import HoldAtRandom
 from quire.worker.gpu_memory import OnGpu
 from quire.worker.host_memory import OnHost
@@ -42,9 +43,19 @@ class Place(Protocol):
         ...
 
     def runner(
-        self, model: CausalLM, drafter: CausalLM | None, cache: PagedCache, settings: WorkerSettings, progress: Progress
+        self,
+        model: CausalLM,
+        drafter: CausalLM | None,
+        adapters: Mapping[str, int],
+        cache: PagedCache,
+        settings: WorkerSettings,
+        progress: Progress,
     ) -> ModelRunner:
-        """What runs the steps, with those captured that are repeated."""
+        """What runs the steps, with those captured that are repeated.
+
+        Args:
+            adapters: the slots of those in memory by digest, which change between steps.
+        """
         ...
 
 
@@ -66,6 +77,7 @@ class DeviceWorker:
         self.place: Place
         self.model: CausalLM
         self.drafter: CausalLM | None
+        self.adapters: WorkerAdapters | None
         self.measured: Measured
         self.cache: PagedCache
         self.runner: ModelRunner
@@ -78,8 +90,6 @@ class DeviceWorker:
         return devices.detect(isa, gpu_facts.detect() if wants_gpu else "none was looked for")
 
     def load(self, settings: WorkerSettings) -> None:
-        if settings.lora is not None:
-            raise ConfigError("Adapters are not computed in this version", param="enable_lora")
         device, form = settings.device, settings.model
         is_on_gpu = device.device == "cuda"
         if cpu.available():
@@ -91,6 +101,10 @@ class DeviceWorker:
         share = 1.0 if settings.drafter is None else LOADED_BEFORE_DRAFTER
         model = load_model(config, form, device, self._loading(0.0, share))
         self.settings, self.model = settings, model
+        self.adapters = None
+        if settings.lora is not None:
+            assert isinstance(model, Decoder), "resolve refuses adapters for others"
+            self.adapters = WorkerAdapters(model, settings.lora)
         self.drafter = self._load_drafter(model, settings)
         self.place = OnGpu(self._accelerator()) if is_on_gpu else OnHost()
         name = form.quantization or form.dtype
@@ -129,7 +143,8 @@ class DeviceWorker:
         self._prefault = Prefault(self.cache.pages)
 
     def capture(self) -> None:
-        self.runner = self.place.runner(self.model, self.drafter, self.cache, self.settings, self._progress)
+        slots = {} if self.adapters is None else self.adapters.slots
+        self.runner = self.place.runner(self.model, self.drafter, slots, self.cache, self.settings, self._progress)
         if rates := self.settings.synthetic_acceptance_rates:
             self.runner.verify = HoldAtRandom(rates).verify
 
@@ -139,11 +154,19 @@ class DeviceWorker:
     def execute(self, batch: ScheduledBatch) -> StepResult:
         return self.runner.execute(batch)
 
-    def load_adapter(self, path: str, digest: str | None) -> Polled[AdapterFacts]:
-        raise NotImplementedError
+    def use_tokenizer(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        self.runner.input_batch.grammars.use_tokenizer(tokenizer, eos_token_ids)
+
+    def prepare_grammar(self, text: str) -> Polled[None]:
+        return self.runner.input_batch.grammars.prepare(text)
+
+    def load_adapter(self, path: str, digest: str | None) -> AdapterLoad:
+        assert self.adapters is not None
+        return self.adapters.load(path, digest)
 
     def drop_adapter(self, digest: str) -> None:
-        raise NotImplementedError
+        assert self.adapters is not None
+        self.adapters.drop(digest)
 
     def use_idle_time(self, num_blocks_ever_used: int) -> bool:
         """Takes memory of the KV cache that will be needed soon."""

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.lora import PANEL, LoraTable
+from quire.formats.weight_format import LORA_PANEL
+from quire.kernels.lora import LoraTable
 from quire.kernels.triton.launch import IS_INTERPRETED, ceil_div
 
 _BLOCK_T = 16  # rows of a block: the least that tensor cores multiply
@@ -162,7 +163,7 @@ def add_lora(base_TN: Tensor, x: Tensor, slots_T: Tensor, table: LoraTable, out_
             *(base_TN, slots_T, table.words_SP4, like, sums_TPR, out_TN, T, columns, first_column, part),
             *(base_TN.stride(0), out_TN.stride(0)),
             **shared,
-            PANEL=PANEL,
+            PANEL=LORA_PANEL,
             BLOCK_N=_BLOCK_N,
             num_warps=4,
         )

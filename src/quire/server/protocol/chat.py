@@ -15,10 +15,6 @@ MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    type: str
-
-
 class ChatRequest(GenerationRequest, kw_only=True):
     # Messages and tools are the template's business: the front end checks that they are messages of text.
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -32,7 +28,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     documents: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_DOCUMENTS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
 
     @property
     def max_tokens_name(self) -> str:

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.errors import InvalidRequestError
 from quire.frontend.input_processor import Truncation
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 # logprob reported in place of -inf, which JSON cannot say; vLLM's value.
 MIN_LOGPROB = -9999.0
@@ -45,6 +46,43 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """OpenAI's wrapper around a JSON Schema. The text always follows the schema, whatever `strict` says."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """OpenAI's way to ask for a form of the text, and vLLM's structural tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    def constraint(self) -> StructuredOutputsParams | None:
+        """The same constraint in SamplingParams; None: any text. Raises InvalidRequestError."""
+        if self.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise InvalidRequestError(
+                    "response_format of type json_schema has no schema",
+                    expected='"json_schema": {"name": ..., "schema": {...}}',
+                    param="response_format",
+                )
+            if self.json_schema.schema is None:
+                return StructuredOutputsParams(json_object=True)
+            return StructuredOutputsParams(json=self.json_schema.schema)
+        if self.type == "structural_tag":
+            tag = {"structures": self.structures or [], "triggers": self.triggers or []}
+            return StructuredOutputsParams(structural_tag=msgspec.json.encode(tag).decode())
+        return None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -88,6 +126,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_metrics: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     @property
     def max_tokens_name(self) -> str:
@@ -115,6 +155,17 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             return None
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
+    def constraint(self) -> StructuredOutputsParams | None:
+        """The form that the text must have. Raises InvalidRequestError, also if it is asked for twice."""
+        asked = None if self.response_format is None else self.response_format.constraint()
+        if self.structured_outputs is not None and asked is not None:
+            raise InvalidRequestError(
+                "response_format and structured_outputs both constrain the text",
+                fix="Send one of them",
+                param="structured_outputs",
+            )
+        return self.structured_outputs or asked
+
     def sampling_params(
         self, defaults: dict[str, Any], *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
@@ -129,6 +180,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         for name in SAMPLING_FIELDS:
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
+        fields["structured_outputs"] = self.constraint()
         kind = RequestOutputKind.DELTA if self.is_streamed else RequestOutputKind.FINAL_ONLY
         return SamplingParams.from_optional(**fields, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
 

@@ -34,10 +34,7 @@ IGNORED_FIELDS = frozenset(
     )
 )
 
-_STRUCTURED = "Structured output is not supported yet: remove the field and check the text yourself"
-_GUIDED = (
-    "vLLM replaced it by structured_outputs, which is not supported yet: remove the field and check the text yourself"
-)
+_GUIDED = 'vLLM replaced it by structured_outputs: {"json": ...}, "regex", "choice" or "grammar"'
 _TEXT_ONLY = "This server reads and writes text only: remove the field"
 _TOOLS = "Tools are not supported yet: remove the field"
 
@@ -51,15 +48,14 @@ class Refusal:
 
 
 _REFUSED_EVERYWHERE: dict[str, Refusal] = {
-    "structured_outputs": Refusal(_STRUCTURED),
     "guided_json": Refusal(_GUIDED),
     "guided_regex": Refusal(_GUIDED),
     "guided_choice": Refusal(_GUIDED),
     "guided_grammar": Refusal(_GUIDED),
     "guided_decoding_backend": Refusal(_GUIDED),
     "guided_whitespace_pattern": Refusal(_GUIDED),
-    "grammar": Refusal(_STRUCTURED),
-    "json_schema": Refusal(_STRUCTURED),
+    "grammar": Refusal('Use "structured_outputs": {"grammar": ...}'),
+    "json_schema": Refusal('Use "structured_outputs": {"json": ...}, or response_format'),
     "early_stopping": Refusal("Beam search always runs until max_tokens: remove the field", (False,)),
     "logits_processors": Refusal("Use logit_bias, allowed_token_ids or bad_words"),
     "thinking_token_budget": Refusal("Use max_completion_tokens", (-1,)),
@@ -96,7 +92,6 @@ REFUSED_IN_CHAT: dict[str, Refusal] = {
 REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     **_REFUSED_EVERYWHERE,
     "suffix": Refusal("Insertion is not supported: build the model's fill-in-the-middle prompt yourself", ("",)),
-    "response_format": Refusal(_STRUCTURED, ({"type": "text"},)),
     "messages": Refusal("Use prompt, or POST /v1/chat/completions"),
     "max_completion_tokens": Refusal("Use max_tokens"),
     "top_logprobs": Refusal("Use logprobs with a number"),

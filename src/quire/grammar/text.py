@@ -1,0 +1,172 @@
+"""The text of a grammar from the constraint of a request, and whether it can be used."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from quire.errors import InvalidRequestError
+from quire.grammar.limits import parser_limits
+from quire.sampling_params import MAX_GRAMMAR_BYTES, StructuredOutputsParams
+
+MAX_DEPTH = 50  # levels of a schema
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
+_WHITESPACE = r"\r?\n?[ \t]{0,40}"  # bounded: a model in doubt would write spaces until max_tokens
+_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
+
+
+def grammar_text(asked: StructuredOutputsParams) -> str:
+    """The grammar of llguidance for a constraint, checked as far as that is possible without a vocabulary.
+
+    Raises InvalidRequestError with the keyword that is at fault.
+    """
+    from llguidance import LLMatcher
+
+    if asked.json is not None or asked.json_object:
+        schema = {"type": "object"} if asked.json is None else _read_schema(asked.json)
+        if asked.disable_additional_properties:
+            schema = _closed(schema)
+        text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked))
+    elif asked.regex is not None:
+        text = LLMatcher.grammar_from_regex(asked.regex)
+    elif asked.choice is not None:
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in asked.choice)
+        text = LLMatcher.grammar_from_lark(_bounded("choice", f"start: {choices}"))
+    elif asked.grammar is not None:
+        text = LLMatcher.grammar_from_lark(_lark(asked.grammar))
+    else:
+        assert asked.structural_tag is not None
+        text = _structural_tag(asked.structural_tag)
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+    if is_wrong or messages:
+        raise _refusal(asked.kind, messages[0] if asked.json is None else _reason(messages[0], schema))
+    return text
+
+
+def _reason(message: str, schema: Any) -> str:
+    """What llguidance says of a schema, with the places that it means."""
+    if found := _UNKNOWN_KEYS.fullmatch(message):
+        paths = [path for name in json.loads(found[1]) for path in _paths(schema, name)]
+        return f"these keywords are not supported: {', '.join(paths)}"
+    if found := _UNKNOWN_FORMAT.fullmatch(message):
+        return f"this format is not supported: {', '.join(_paths(schema, 'format', found[1]))} = {found[1]}"
+    if message.startswith("oneOf constraints are not supported"):
+        where = ", ".join(_paths(schema, "oneOf"))
+        return f"oneOf is not supported if its alternatives overlap: {where}. anyOf allows what any of them allows"
+    return message
+
+
+def _paths(value: Any, name: str, content: Any = None, path: str = "#") -> Iterator[str]:
+    """JSON pointers of the keys with this name, and this content unless that is None."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in items:
+        at = f"{path}/{key}"
+        if key == name and content in (None, child):
+            yield at
+        yield from _paths(child, name, content, at)
+
+
+def _refusal(kind: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"structured_outputs.{kind} cannot be used: {' '.join(why.split())[:500]}",
+        expected="a constraint that some text satisfies, in the supported keywords (docs/structured_output.md)",
+        param="structured_outputs",
+    )
+
+
+def _bounded(kind: str, text: str) -> str:
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
+        raise _refusal(kind, f"it has more than {MAX_GRAMMAR_BYTES:,} bytes")
+    return text
+
+
+def _read_schema(schema: str | dict[str, Any] | bool) -> Any:
+    """A schema as JSON values."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(_bounded("json", schema))
+        except (ValueError, RecursionError) as error:
+            raise _refusal("json", f"it is not JSON ({error})") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise _refusal("json", "schema is false: nothing satisfies it" if schema is False else "a schema is an object")
+    if _depth(schema) > MAX_DEPTH:
+        raise _refusal("json", f"it has more than {MAX_DEPTH} levels")
+    _bounded("json", json.dumps(schema))
+    return schema
+
+
+def _depth(value: Any) -> int:
+    """Levels of a JSON value; it stops a level behind the limit."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_DEPTH:
+        depth += 1
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+    return depth
+
+
+def _closed(schema: Any) -> Any:
+    """The schema, with additionalProperties false for every object that does not say."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(value) for name, value in schema.items()}
+    if ("properties" in closed or closed.get("type") == "object") and "additionalProperties" not in closed:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _json_options(asked: StructuredOutputsParams) -> Any:
+    """Whitespace in JSON: indented lines, only one space after `:` and `,`, or the request's pattern."""
+    if asked.whitespace_pattern is not None:
+        return {"whitespace_pattern": asked.whitespace_pattern}
+    if asked.disable_any_whitespace:
+        return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return {"whitespace_pattern": _WHITESPACE}
+
+
+def _lark(grammar: str) -> str:
+    """A Lark grammar as it is, and EBNF (GBNF: `::=`, root rule `root`) translated."""
+    if "::=" not in grammar:
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:
+        raise _refusal("grammar", str(error)) from None
+
+
+def _structural_tag(text: str) -> str:
+    """Free text with parts that follow a schema: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
+    from llguidance import StructTag
+
+    try:
+        asked = json.loads(text)
+        triggers = [str(trigger) for trigger in asked["triggers"]]
+        tags = [
+            StructTag(
+                trigger=next(trigger for trigger in triggers if trigger and each["begin"].startswith(trigger)),
+                begin=each["begin"],
+                grammar=_read_schema(each["schema"]),
+                end=each["end"],
+            )
+            for each in asked["structures"]
+        ]
+        return StructTag.to_grammar(tags, assume_special=False)
+    except StopIteration:
+        raise _refusal("structural_tag", "a begin starts with none of the triggers") from None
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise _refusal(
+            "structural_tag",
+            f'it is not {{"structures": [{{"begin", "schema", "end"}}], "triggers": [...]}} ({error!r})',
+        ) from None

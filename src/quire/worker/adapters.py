@@ -1,0 +1,69 @@
+"""The adapters of one worker: a thread reads and packs them, and between steps they get slots of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from quire.lora.adapter import Adapter, read_adapter
+from quire.lora.facts import AdapterFacts
+from quire.lora.loader import AdapterLoader
+from quire.lora.slots import AdapterSlots, PackedAdapter
+from quire.models.decoder import Decoder
+from quire.settings import LoraSettings
+
+
+class WorkerAdapters:
+    """The adapters that steps of a model may have.
+
+    Args:
+        settings: one adapter more than they allow may be in memory, while two change places.
+    """
+
+    def __init__(self, model: Decoder, settings: LoraSettings) -> None:
+        dtype: torch.dtype = getattr(torch, settings.dtype)
+        self._slots = AdapterSlots(model, settings.max_cpu_loras + 1, settings.max_rank, dtype, settings.target_modules)
+        read = partial(
+            read_adapter,
+            config=model.config,
+            max_rank=settings.max_rank,
+            dtype=dtype,
+            target_modules=settings.target_modules or None,
+        )
+        self._loader: AdapterLoader[PackedAdapter] = AdapterLoader(read, self._packed)
+
+    @property
+    def slots(self) -> Mapping[str, int]:
+        """Of the adapters in memory, by digest."""
+        return self._slots.slots
+
+    def load(self, path: str, digest: str | None) -> LoadingAdapter:
+        """See life_cycle.Worker."""
+        return LoadingAdapter(self._loader.load(Path(path), digest), self._slots)
+
+    def drop(self, digest: str) -> None:
+        """See life_cycle.Worker."""
+        self._slots.remove(digest)
+
+    def _packed(self, adapter: Adapter) -> PackedAdapter:
+        return self._slots.pack(adapter.facts(), adapter.deltas)
+
+
+class LoadingAdapter:
+    """A life_cycle.AdapterLoad."""
+
+    def __init__(self, packed: Future[PackedAdapter], slots: AdapterSlots) -> None:
+        self._packed, self._slots = packed, slots
+
+    def done(self) -> bool:
+        return self._packed.done()
+
+    def result(self) -> AdapterFacts:
+        return self._packed.result().facts
+
+    def add(self) -> None:
+        self._slots.add(self._packed.result())

@@ -1,0 +1,224 @@
+"""Structured output with the demo model: every text satisfies its constraint, and no schedule changes a token."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire import LLM, SamplingParams, demo
+from quire.errors import InvalidRequestError
+from quire.grammar.matchers import Grammars
+from quire.sampling_params import StructuredOutputsParams as Structured
+from tests.grammar.random_schemas import random_schema
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+EBNF = 'root ::= "<" item ("," item)? ">"\nitem ::= [0-9] [0-9]\n'
+LARK = 'start: "<" ITEM ("," ITEM)? ">"\nITEM: /[0-9][0-9]/\n'
+TAGS = json.dumps(
+    {
+        "structures": [{"begin": "<f>", "schema": {"type": "integer", "maximum": 9, "minimum": 0}, "end": "</f>"}],
+        "triggers": ["<f>"],
+    }
+)
+DRAFT_MODEL = {
+    "method": "draft_model", "model": str(demo.path("draft")), "num_speculative_tokens": 3, "adaptive": False
+}  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "max_logprobs": -1,
+    "num_threads": 1,
+    "kv_cache_memory_bytes": 1 << 24,
+    "max_model_len": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    engine = LLM(dtype="float32", **SETTINGS)
+    yield engine
+    assert engine._core.scheduler.kv.pool.num_used_blocks == 0
+
+
+def texts(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[str]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert all(output.outputs[0].finish_reason == "stop" for output in outputs), outputs
+    return [output.outputs[0].text for output in outputs]
+
+
+def is_json(text: str, schema: Any) -> bool:
+    jsonschema.validate(json.loads(text), schema)
+    return True
+
+
+CASES = {
+    "json": (Structured(json=PERSON), lambda text: is_json(text, PERSON)),
+    "json text": (Structured(json=json.dumps(PERSON)), lambda text: is_json(text, PERSON)),
+    "json without spaces": (
+        Structured(json=PERSON, disable_any_whitespace=True),
+        lambda text: text == json.dumps(json.loads(text), ensure_ascii=False) and is_json(text, PERSON),
+    ),
+    "closed": (
+        Structured(
+            json={k: v for k, v in PERSON.items() if k != "additionalProperties"}, disable_additional_properties=True
+        ),
+        lambda text: is_json(text, PERSON),
+    ),
+    "regex": (Structured(regex=r"[0-9]{3}-[a-f]{4}"), re.compile(r"[0-9]{3}-[a-f]{4}").fullmatch),
+    "choice": (Structured(choice=["yes", 'no "never"', "ye"]), {"yes", 'no "never"', "ye"}.__contains__),
+    "EBNF": (Structured(grammar=EBNF), re.compile(r"<\d\d(,\d\d)?>").fullmatch),
+    "Lark": (Structured(grammar=LARK), re.compile(r"<\d\d(,\d\d)?>").fullmatch),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_text_satisfies_its_constraint(llm: LLM, name: str) -> None:
+    """In one batch with requests without a constraint, at three temperatures."""
+    constraint, satisfies = CASES[name]
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=200, structured_outputs=constraint)
+        for temperature in (0.0, 1.0, 2.0)
+        for seed in (1, 2)
+    ]
+    free = SamplingParams(temperature=0.0, max_tokens=8)
+    alone = llm.generate(["def f("], free, use_tqdm=False)[0].outputs[0].text
+    outputs = llm.generate(["Answer:"] * len(params) + ["def f("], [*params, free], use_tqdm=False)
+    for output in outputs[:-1]:
+        text = output.outputs[0].text
+        if output.outputs[0].finish_reason == "stop":
+            assert satisfies(text), text
+    assert sum(output.outputs[0].finish_reason == "stop" for output in outputs[:-1]) >= len(params) - 2
+    assert outputs[-1].outputs[0].text == alone
+
+
+@pytest.mark.parametrize("num_schemas", [60, pytest.param(600, marks=pytest.mark.slow)])
+def test_random_schemas(llm: LLM, num_schemas: int) -> None:
+    """Every answer that ends by itself is valid; what ends by max_tokens says so."""
+    schemas = [random_schema(seed) for seed in range(num_schemas)]
+    params = [
+        SamplingParams(structured_outputs=Structured(json=schema), temperature=seed % 3, seed=seed, max_tokens=300)
+        for seed, schema in enumerate(schemas)
+    ]
+    outputs = [output.outputs[0] for output in llm.generate(["Data: "] * num_schemas, params, use_tqdm=False)]
+    ended = [
+        (output, schema) for output, schema in zip(outputs, schemas, strict=True) if output.finish_reason == "stop"
+    ]
+    for output, schema in ended:
+        jsonschema.validate(json.loads(output.text), schema)
+    assert {output.finish_reason for output in outputs} <= {"stop", "length"}
+    assert len(ended) > 0.7 * num_schemas, "too few answers were looked at"
+
+
+def test_the_likeliest_of_the_allowed_tokens_is_taken(llm: LLM) -> None:
+    """Against a plain twin: each step, the unconstrained scores of all tokens that lead to one of the choices."""
+    # No text is determined for more than a character: there the grammar takes the tokenizer's own tokens for it.
+    choices = [a + b + c + d for a in "ri" for b in "en" for c in "tf" for d in ("", "u", "i")]
+    decode = {i: llm.get_tokenizer().decode([i], skip_special_tokens=False) for i in range(4096)}
+    eos = llm._inputs.eos_token_ids
+    prompt = llm.get_tokenizer().encode("def f():\n ")
+    expected: list[int] = []
+    while not expected or expected[-1] not in eos:
+        text = "".join(decode[i] for i in expected)
+        scores = (
+            llm.generate(
+                {"prompt_token_ids": [*prompt, *expected]},
+                SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1),
+                use_tqdm=False,
+            )[0]
+            .outputs[0]
+            .logprobs[0]
+        )
+        allowed = [
+            i
+            for i, piece in decode.items()
+            if (i in eos and text in choices)
+            or (i not in eos and piece and any(choice.startswith(text + piece) for choice in choices))
+        ]
+        expected.append(max(allowed, key=lambda i: scores[i].logprob))
+    output = llm.generate(
+        {"prompt_token_ids": prompt},
+        SamplingParams(temperature=0.0, structured_outputs=Structured(choice=choices)),
+        use_tqdm=False,
+    )[0].outputs[0]
+    assert list(output.token_ids) == expected
+
+
+REQUESTS = [
+    (prompt, SamplingParams(temperature=temperature, seed=7, max_tokens=64, structured_outputs=constraint, **others))
+    for prompt, temperature, constraint, others in [
+        ("Who is it? ", 0.0, Structured(json=PERSON), {}),
+        ("Who is it? ", 1.0, Structured(json=PERSON), {"n": 2}),
+        ("Code: " * 20, 1.0, Structured(regex=r"([a-z]{3,9} ){4}"), {"repetition_penalty": 1.2}),
+        ("Number", 2.0, Structured(grammar=EBNF), {"logprobs": 3}),
+        ("Tags ", 1.0, Structured(structural_tag=TAGS), {}),
+        ("def f(", 0.0, None, {}),
+    ]
+]
+
+
+def answers(engine: LLM) -> list[Any]:
+    prompts, params = zip(*REQUESTS, strict=True)
+    outputs = engine.generate(list(prompts), list(params), use_tqdm=False)
+    return [[(list(c.token_ids), c.finish_reason, c.logprobs) for c in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"max_num_seqs": 2, "max_num_batched_tokens": 16},
+        {"num_gpu_blocks_override": 12, "max_model_len": 192, "enable_prefix_caching": False},  # preempts
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}},
+        {"speculative_config": DRAFT_MODEL, "async_scheduling": True},
+    ],
+    ids=["chunks", "preemption", "drafts", "draft model"],
+)
+def test_no_schedule_changes_a_token(llm: LLM, schedule: dict[str, Any]) -> None:
+    other = LLM(dtype="float32", **{**SETTINGS, **schedule})
+    assert answers(other) == answers(llm)
+
+
+def test_a_slow_grammar_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled beside the steps: the others end while it waits."""
+    may_compile = threading.Event()
+    compiled = Grammars._compile
+
+    def slow(self: Grammars, text: str) -> Any:
+        assert may_compile.wait(60)
+        return compiled(self, text)
+
+    monkeypatch.setattr(Grammars, "_compile", slow)
+    waits = llm.enqueue(["Number"], SamplingParams(structured_outputs=Structured(regex="[0-9]{7}")))
+    assert llm.generate("def f(", SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids
+    assert llm._core.scheduler.num_deferred == 1
+    may_compile.set()
+    (output,) = llm._runner.wait(waits)
+    assert re.fullmatch("[0-9]{7}", output.outputs[0].text)
+
+
+def test_a_grammar_that_nothing_satisfies_ends_with_its_reason(llm: LLM) -> None:
+    """The front end sees most of them; the others end when they are compiled, and the engine goes on."""
+    endless = SamplingParams(structured_outputs=Structured(json={"$ref": "#"}))
+    with pytest.raises(InvalidRequestError, match="grammar cannot be used"):
+        llm.generate("a", endless, use_tqdm=False)
+    assert llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_a_constraint_against_other_limits_fails_alone(llm: LLM) -> None:
+    """No token is left: that request ends with an error, its neighbour does not."""
+    nothing_left = SamplingParams(structured_outputs=Structured(regex="[0-9]"), allowed_token_ids=[5])
+    outputs = llm.generate(["a", "b"], [nothing_left, SamplingParams(max_tokens=2)], use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
+    assert "structured_outputs" in (outputs[0].error or "")

@@ -1,0 +1,81 @@
+"""Constraints that cannot be used are refused with the reason, before they reach the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidRequestError
+from quire.grammar.text import grammar_text
+from quire.sampling_params import MAX_GRAMMAR_BYTES
+from quire.sampling_params import StructuredOutputsParams as Structured
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"json": {"properties": {"a": {"not": {"type": "string"}}}}}, r"not supported: #/properties/a/not"),
+        ({"json": {"items": [{"uniqueItems": True}]}}, r"#/items/0/uniqueItems|items"),
+        ({"json": False}, "schema is false"),
+        ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "minLength"),
+        ({"json": {"type": "strin"}}, "strin"),
+        ({"json": {"$ref": "http://example.com/x"}}, "example.com"),
+        ({"json": "{"}, "not JSON"),
+        ({"json": "3"}, "a schema is an object"),
+        ({"json": nested(80)}, "levels"),
+        ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "levels|not JSON"),
+        ({"json": {"enum": ["x" * MAX_GRAMMAR_BYTES]}}, "bytes"),
+        ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "(" * 30_000 + ")" * 30_000}, "regex"),
+        ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "bytes"),
+        ({"grammar": "start: nope"}, "nope"),
+        ({"grammar": "root ::= ("}, "grammar"),
+        ({"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "nested"),
+        ({"structural_tag": "{}"}, "structures"),
+        (
+            {"structural_tag": '{"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b>"]}'},
+            "begin",
+        ),
+    ],
+)
+def test_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why) as error:
+        grammar_text(Structured(**fields))
+    assert str(error.value.param).startswith("structured_outputs")
+    assert len(error.value.message) < 1000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"json": {}, "regex": "a"},
+        {"json": None, "json_object": False},
+        {"choice": []},
+        {"choice": [""]},
+        {"choice": [1]},
+        {"choice": "abc"},
+        {"regex": 3},
+        {"json": 3},
+        {"regex": "a", "disable_any_whitespace": "yes"},
+    ],
+)
+def test_one_constraint_of_the_right_type(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="structured_outputs"):
+        Structured(**fields)
+
+
+def test_whitespace_and_further_properties() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object"}}}
+    closed = grammar_text(Structured(json=schema, disable_additional_properties=True))
+    assert closed.count('"additionalProperties"') == 2
+    assert '"whitespace_pattern"' in grammar_text(Structured(json=schema, whitespace_pattern=" ?"))

@@ -1,0 +1,77 @@
+"""A worker with adapters: it reads them while steps go on, and its memory for them is the planned one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import quire.demo
+from quire import LLM, SamplingParams
+from quire.errors import AdapterChangedError, AdapterError
+from quire.lora.request import LoRARequest
+from quire.model_config import load_model_config
+from quire.models.decoder import Decoder
+from quire.settings import LoraSettings
+from quire.worker.adapters import WorkerAdapters
+from tests.loading import load_model
+from tests.lora.adapters import write_random_adapter
+
+SETTINGS = LoraSettings(max_loras=1, max_rank=8, max_cpu_loras=2, dtype="bfloat16")
+QUESTION = "What does os.path.join do?"
+
+
+def demo_model() -> Decoder:
+    model = load_model(load_model_config(quire.demo.path("target")), torch.bfloat16)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def test_planned_bytes_are_those_of_the_largest_adapters(tmp_path: Path) -> None:
+    model = demo_model()
+    modules = ("_proj", "embed_tokens", "lm_head")
+    folder = write_random_adapter(tmp_path / "largest", model.config, SETTINGS.max_rank, modules=modules)
+    adapters = WorkerAdapters(model, SETTINGS)
+    load = adapters.load(str(folder), None)
+    facts = load.result()
+    assert dict(adapters.slots) == {}, "steps have it when it was added"
+    load.add()
+    load.add()
+    assert list(adapters.slots) == [facts.digest]
+    tables = [place.layer.lora for place in model.adaptable()]
+    deltas = [delta for table in tables if table is not None for slot in table.deltas for delta in slot]
+    num_bytes = sum(delta.nbytes for delta in deltas if delta is not None)
+    assert SETTINGS.num_bytes(model.config) == num_bytes * (SETTINGS.max_cpu_loras + 1)
+    few = replace(SETTINGS, target_modules=("q_proj",))
+    assert few.num_bytes(model.config) == 3 * 8 * 2 * len(model.config.layers) * 2 * model.config.hidden_size
+    adapters.drop(facts.digest)
+    assert all(table.is_empty for table in tables if table is not None)
+
+
+def test_an_adapter_that_is_refused_takes_no_slot(tmp_path: Path) -> None:
+    adapters = WorkerAdapters(demo_model(), replace(SETTINGS, max_rank=1))
+    with pytest.raises(AdapterError, match="rank"):
+        adapters.load(str(quire.demo.path("lora")), None).result()
+    with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
+        adapters.load(str(tmp_path), None).result()
+    with pytest.raises(AdapterChangedError):
+        adapters.load(str(quire.demo.path("lora")), "another content").result()
+    assert dict(adapters.slots) == {}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_demo_adapter_answers_in_json(async_scheduling: bool) -> None:
+    """Beside the base, whose tokens stay those of an engine without adapters."""
+    params = SamplingParams(temperature=0, max_tokens=80)
+    arguments = {"max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 26}
+    model = str(quire.demo.path("target"))
+    question = {"role": "user", "content": QUESTION}
+    (plain,) = LLM(model, **arguments).chat([question], params)
+    llm = LLM(model, enable_lora=True, async_scheduling=async_scheduling, **arguments)
+    request = LoRARequest("json", 1, str(quire.demo.path("lora")))
+    adapted, base = llm.chat([[question], [question]], params, lora_request=[request, None])
+    assert base.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert isinstance(json.loads(adapted.outputs[0].text), dict)
