@@ -39,7 +39,8 @@ BASES: dict[str, list[dict[str, Any]]] = {
 # Reasons to refuse a body that no schema of it can say.
 NOT_OF_THE_FORM = re.compile(
     "maximum context length|too long|min_tokens is greater|no token is left|chat template|"
-    "twice as many tokens|too many continuations|exactly one constraint|nested too deeply|has no tokens|is not JSON"
+    "twice as many tokens|too many continuations|exactly one constraint|nested too deeply|has no tokens|is not JSON|"
+    "not among the tools|cannot be used"
 )
 STRANGE = [None, True, 0, 1.5, 2**64, "", "1", [], [None], [[]], [""], {}, {"a": "b"}]
 MAX_ITEMS = 2000  # of lists that are tried

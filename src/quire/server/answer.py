@@ -55,6 +55,7 @@ async def respond(
             return await _answer(state, body, asked, writer, generation.ignored_headers(ignored))
         except InvalidRequestError as error:
             error.rename("max_tokens", body.max_tokens_name)
+            error.rename("structured_outputs", body.constraint_name)
             raise
 
     return await run_until_disconnect(answer(), request.receive)

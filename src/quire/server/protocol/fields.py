@@ -29,14 +29,12 @@ IGNORED_FIELDS = frozenset(
         "prompt_cache_retention",
         "prompt_cache_options",
         "prediction",
-        "parallel_tool_calls",
-        "include_reasoning",
     )
 )
 
 _GUIDED = 'vLLM replaced it by structured_outputs: {"json": ...}, "regex", "choice" or "grammar"'
 _TEXT_ONLY = "This server reads and writes text only: remove the field"
-_TOOLS = "Tools are not supported yet: remove the field"
+_TOOLS = "OpenAI replaced it: use tools and tool_choice"
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,8 @@ REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     "tools": Refusal("Use POST /v1/chat/completions", ([],)),
     "chat_template_kwargs": Refusal("Use POST /v1/chat/completions", ({},)),
     "reasoning_effort": Refusal("Use POST /v1/chat/completions"),
+    "include_reasoning": Refusal("Use POST /v1/chat/completions", (True, False)),
+    "parallel_tool_calls": Refusal("Use POST /v1/chat/completions", (True, False)),
 }
 _TEMPLATE = Refusal("Templates in requests are not accepted: start the server with --chat-template")
 REFUSED_IN_TOKENIZE: dict[str, Refusal] = {
