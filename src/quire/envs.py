@@ -73,6 +73,9 @@ ALLOW_RUNTIME_LORA_UPDATING = Variable(
 LORA_RESOLVER_CACHE_DIR = Variable(
     "VLLM_LORA_RESOLVER_CACHE_DIR", "", str, "folder in which adapters of unknown model names are looked for"
 )
+ENABLE_RESPONSES_API_STORE = Variable(
+    "VLLM_ENABLE_RESPONSES_API_STORE", True, _boolean, "0: no response of /v1/responses is kept for later requests"
+)
 BATCH_INVARIANT = Variable("VLLM_BATCH_INVARIANT", False, _boolean, "1 is --deterministic")
 FORCE_REFERENCE = Variable(
     "QUIRE_FORCE_REFERENCE", False, _boolean, "1 runs the plain-torch path instead of the compiled kernels"
@@ -112,6 +115,7 @@ VARIABLES: tuple[Variable[float] | Variable[str] | Variable[int] | Variable[bool
     ALLOW_LONG_MAX_MODEL_LEN,
     ALLOW_RUNTIME_LORA_UPDATING,
     LORA_RESOLVER_CACHE_DIR,
+    ENABLE_RESPONSES_API_STORE,
     BATCH_INVARIANT,
     FORCE_REFERENCE,
     ATTENTION_BACKEND,

@@ -166,6 +166,14 @@ class RunningServer:
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
+    def named_events(self, path: str, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
+        """The events of an answer streamed as events with names: (name, data)."""
+        with self.http.stream("POST", path, json={"stream": True, **fields}) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line for line in response.iter_lines() if line]
+        names = [line.removeprefix("event: ") for line in lines[::2]]
+        return list(zip(names, (json.loads(line.removeprefix("data: ")) for line in lines[1::2]), strict=True))
+
     def last_request(self) -> AddRequest:
         """What the engine was last asked for."""
         return next(message for message in reversed(self.client.sent) if isinstance(message, AddRequest))

@@ -72,6 +72,7 @@ REQUESTS: dict[str, Callable[[RunningServer], httpx.Response | bytes]] = {
     "model_not_found": lambda server: server.chat(model="gpt-4"),
     "unknown_route": lambda server: server.http.get("/nothing"),
     "request_not_found": lambda server: server.http.get("/v1/requests/x/timeline"),
+    "response_not_found": lambda server: server.http.get("/v1/responses/x"),
     "method_not_allowed": lambda server: server.http.get("/v1/completions"),
     "unsupported_media_type": lambda server: server.http.post("/v1/completions", content=b"{}"),
     "host_not_allowed": lambda server: server.http.get("/version", headers={"host": "evil.example"}),

@@ -101,6 +101,10 @@ ANSWERS = [
             "prompt_logprobs": 0,
         },
     ),
+    ("post", "/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
+    ("post", "/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ("post", "/v1/responses", {"input": "Hi", "top_logprobs": 1, "instructions": "Be short", "metadata": {"a": "b"}}),
+    ("post", "/v1/responses", {"input": "Hi", "background": True, "max_output_tokens": 2}),
     ("post", "/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("post", "/tokenize", {"messages": MESSAGES}),
     ("post", "/detokenize", {"tokens": [5, 6]}),
@@ -125,6 +129,16 @@ def test_events_fit(server, method, path, body):
         assert mismatch(event, schema) is None
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", {"messages": MESSAGES, "max_tokens": 5}), ("/v1/responses", {"input": "Hi", "top_logprobs": 2})],
+)
+def test_named_events_fit(server, path, body):
+    schema = answer_schema("post", path, media_type="text/event-stream")["x-event-schema"]
+    for _, event in server.named_events(path, **body):
+        assert mismatch(event, schema) is None
+
+
 def test_other_answers_fit(server):
     name = server.http.get("/v1/models").json()["data"][0]["id"]
     assert (
@@ -143,6 +157,7 @@ def test_other_answers_fit(server):
     for path, response in (
         ("/v1/chat/completions", server.chat(temperature=9)),
         ("/v1/completions", server.complete(model="x")),
+        ("/v1/messages", server.http.post("/v1/messages", json={})),
     ):
         schema = answer_schema("post", path, response.status_code)["schema"]
         assert mismatch(response.json(), schema) is None

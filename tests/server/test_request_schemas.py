@@ -33,16 +33,26 @@ BASES: dict[str, list[dict[str, Any]]] = {
         {"prompt": "Hi", "max_tokens": 1, "echo": True, "truncate_prompt_tokens": 5},
         {"prompt": "Hi", "max_tokens": 1, "use_beam_search": True},
     ],
+    "/v1/messages": [
+        {"messages": MESSAGES, "max_tokens": 1},
+        {"messages": MESSAGES, "max_tokens": 1, "stream": True, "system": [{"type": "text", "text": "Be short"}]},
+    ],
+    "/v1/messages/count_tokens": [{"messages": MESSAGES}],
+    "/v1/responses": [
+        {"input": "Hi", "max_output_tokens": 1},
+        {"input": MESSAGES, "max_output_tokens": 1, "stream": True, "background": True},
+    ],
     "/tokenize": [{"prompt": "Hi"}, {"messages": MESSAGES}],
     "/detokenize": [{"tokens": [1]}],
 }
 # Reasons to refuse a body that no schema of it can say.
 NOT_OF_THE_FORM = re.compile(
     "maximum context length|too long|min_tokens is greater|no token is left|chat template|"
-    "twice as many tokens|too many continuations|exactly one constraint|nested too deeply|has no tokens|is not JSON|"
-    "not among the tools|cannot be used"
+    "twice as many tokens|too many continuations|exactly one constraint|cannot be used: |has no schema|"
+    "nested too deeply|has no tokens|is not JSON|not among the tools"
 )
 STRANGE = [None, True, 0, 1.5, 2**64, "", "1", [], [None], [[]], [""], {}, {"a": "b"}]
+NAMES = ("model", "previous_response_id")  # of what there is: others answer 404
 MAX_ITEMS = 2000  # of lists that are tried
 
 
@@ -144,7 +154,7 @@ def bodies(path: str) -> Iterator[dict[str, Any]]:
 
     `make test` brings all values to the first good body, and a third of them to the others.
     """
-    properties = {name: kind for name, kind in schema_of(path)["properties"].items() if name != "model"}
+    properties = {name: kind for name, kind in schema_of(path)["properties"].items() if name not in NAMES}
     good = {name: [value for value in values_of(kind) if accepts(kind, value)] for name, kind in properties.items()}
     for base in BASES[path]:
         is_first = base is BASES[path][0]

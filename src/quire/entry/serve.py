@@ -109,6 +109,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
             changes_adapters=engine_config.enable_lora and envs.ALLOW_RUNTIME_LORA_UPDATING.get(),
             lora_resolver_dir=_resolver_dir(engine_config),
             log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
+            stores_responses=envs.ENABLE_RESPONSES_API_STORE.get(),
             resolved=as_dict(resolve_server(server_config, source)),
         )
         listener.listen()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from starlette.requests import Request
@@ -14,11 +15,11 @@ from quire.server import beam_search, generation, lora_admin
 from quire.server.generation import Generation
 from quire.server.limits import read_json
 from quire.server.protocol.common import GenerationRequest
-from quire.server.protocol.fields import BodyDecoder
 from quire.server.sse import EventStream, run_until_disconnect
 from quire.server.state import ServerState, request_id_of, state_of
 
 B = TypeVar("B", bound=GenerationRequest)
+W = TypeVar("W", bound="Writer")
 
 
 class Writer(Protocol):
@@ -33,37 +34,10 @@ class Writer(Protocol):
         ...
 
 
-async def respond(
-    request: Request,
-    decoder: BodyDecoder[B],
-    prepare: Callable[[ServerState, B, list[str], str], Awaitable[tuple[Generation, Writer]]],
-) -> Response:
-    """Answer one request, unless its client leaves before the answer begins.
-
-    Args:
-        prepare: what is asked of the engine and who writes the answer, by the state, the body, the names of the fields
-            without effect, which it may add to, and the id of the HTTP request. Raises QuireErrors.
-    """
-    state = state_of(request)
-    body, ignored = await read_json(request, state.settings.limits, decoder.decode)
-
-    async def answer() -> Response:
-        try:
-            await lora_admin.resolve(state, body.model)
-            generation.check(state, body, ignored)
-            asked, writer = await prepare(state, body, ignored, request_id_of(request.scope))
-            return await _answer(state, body, asked, writer, generation.ignored_headers(ignored))
-        except InvalidRequestError as error:
-            error.rename("max_tokens", body.max_tokens_name)
-            error.rename("structured_outputs", body.constraint_name)
-            raise
-
-    return await run_until_disconnect(answer(), request.receive)
-
-
-async def _answer(
+async def answer_now(
     state: ServerState, body: GenerationRequest, asked: Generation, writer: Writer, headers: dict[str, str]
 ) -> Response:
+    """What the engine makes of it, when it is there, or as events as they come."""
     if body.use_beam_search:
         if body.is_streamed:
             return await EventStream.start(writer.events(beam_search.stream(state, body, asked)), headers)
@@ -74,3 +48,37 @@ async def _answer(
             return await EventStream.start(writer.events(generation.merged(streams)), headers)
         outputs = await generation.collect(streams)
     return await generation.write(lambda: writer.response(outputs, headers), outputs)
+
+
+async def respond(
+    request: Request,
+    decode: Callable[[bytes], tuple[B, list[str]]],
+    prepare: Callable[[ServerState, B, list[str], str], Awaitable[tuple[Generation, W]]],
+    names: Mapping[str, str] = MappingProxyType({}),
+    write: Callable[[ServerState, B, Generation, W, dict[str, str]], Awaitable[Response]] = answer_now,
+) -> Response:
+    """Answer one request, unless its client leaves before the answer begins.
+
+    Args:
+        decode: the body, and the names of the fields that were accepted without effect. Raises QuireErrors.
+        prepare: what is asked of the engine and who writes the answer, by the state, the body, the names of the fields
+            without effect, which it may add to, and the id of the HTTP request. Raises QuireErrors.
+        names: what the API calls fields that have another name in `B`, for errors.
+        write: makes the answer; the headers that it shall have come last.
+    """
+    state = state_of(request)
+    body, ignored = await read_json(request, state.settings.limits, decode)
+
+    async def answer() -> Response:
+        try:
+            await lora_admin.resolve(state, body.model)
+            generation.check(state, body, ignored)
+            asked, writer = await prepare(state, body, ignored, request_id_of(request.scope))
+            return await write(state, body, asked, writer, generation.ignored_headers(ignored))
+        except InvalidRequestError as error:
+            own_names = {"max_tokens": body.max_tokens_name, "structured_outputs": body.constraint_name}
+            for name, given in {**own_names, **names}.items():
+                error.rename(name, given)
+            raise
+
+    return await run_until_disconnect(answer(), request.receive)

@@ -21,7 +21,20 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.logs import get_logger
 from quire.metrics import log_line
 from quire.metrics.prometheus import PrometheusMetrics
-from quire.server import config_api, health, loop_lag, lora_admin, models, openapi, page, steps, timeline, tokenization
+from quire.server import (
+    config_api,
+    health,
+    loop_lag,
+    lora_admin,
+    messages,
+    models,
+    openapi,
+    page,
+    responses,
+    steps,
+    timeline,
+    tokenization,
+)
 from quire.server.auth import PUBLIC_PATHS, AccessControl, check_api_keys
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
@@ -46,11 +59,19 @@ def create_app(
     """
     check_api_keys(settings.api_keys)
     state = ServerState(engine, tokenizer, settings, metrics)
-    generation = {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
+    generation = {
+        "/v1/chat/completions": chat_completions,
+        "/v1/completions": completions,
+        "/v1/messages": messages.messages,
+        "/v1/responses": responses.create,
+    }
     routes = [
         *page.routes(settings.root_path),
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generation.items()),
         *(Route(alias, generation[path], methods=["POST"]) for alias, path in openapi.ALIASES.items()),
+        Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+        Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
+        Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
         Route("/v1/models", models.list_models, methods=["GET"]),
         Route("/v1/config", config_api.config, methods=["GET", "POST"]),
         Route("/v1/steps", steps.get_steps, methods=["GET"]),
@@ -159,7 +180,7 @@ class RequestContext:
         except Exception:
             logger.exception("request %s failed", request_id)
             if not has_started:
-                response = Response(internal_error_body(request_id), 500, media_type="application/json")
+                response = Response(internal_error_body(request_id, scope["path"]), 500, media_type="application/json")
                 await response(scope, receive, send_with_id)
 
 
@@ -181,7 +202,7 @@ class Door:
             except QuireError as error:
                 if isinstance(error, QueueFullError):
                     await asyncio.sleep(self._state.engine.refusals.delay(time.monotonic()))
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -212,7 +233,7 @@ def _lifespan(state: ServerState) -> Callable[[Starlette], AbstractAsyncContextM
             for task in tasks:
                 with suppress(asyncio.CancelledError):
                     await task
-            state.close()
+            await state.close()
             if state.settings.owns_engine:
                 await state.engine.shutdown()
 

@@ -62,7 +62,7 @@ class AccessControl:
                 "The Host header names a host this server does not answer to",
                 expected="one of " + ", ".join(sorted(self._allowed_hosts)),
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         elif scope["path"] not in self._keyless_paths and not self._has_key(scope["headers"]):
             error = HttpError(
                 401,
@@ -70,7 +70,7 @@ class AccessControl:
                 "The API key is missing or wrong",
                 expected="the header Authorization: Bearer <key>, or x-api-key: <key>",
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -36,7 +37,6 @@ from quire.server.protocol.fields import REFUSED_IN_CHAT, BodyDecoder
 from quire.server.sse import DONE, event
 from quire.server.state import SYSTEM_FINGERPRINT, ServerState
 from quire.server.text.events import Content, Event, Reasoning, ToolArguments, ToolCallStart
-from quire.server.text.parser import AnswerParser
 from quire.server.timeline import timings
 from quire.server.tool_choice import ToolChoice
 
@@ -45,32 +45,41 @@ _decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
 
 async def chat_completions(request: Request) -> Response:
     """One answer, or its events as they come."""
-    return await respond(request, _decoder, _prepare)
+    return await respond(request, _decoder.decode, _prepare)
 
 
 async def _prepare(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str
 ) -> tuple[Generation, Writer]:
+    asked = await generation_of(state, body, ignored, request_id, "chatcmpl")
+    return asked, _ChatWriter(state, body, asked)
+
+
+async def generation_of(
+    state: ServerState, body: ChatRequest, ignored: list[str], request_id: str, prefix: str
+) -> Generation:
+    """What a chat asks of the engine. `prefix`: of the answer's id. Adds the names of fields without effect."""
     tools = ToolChoice.of(body, state.settings, ignored)
     if body.reasoning_effort is not None and not state.has_reasoning_effort:
         ignored.append("reasoning_effort")
     if tools.constraint is not None:
         body.structured_outputs, body.response_format = tools.constraint, None
-    prompt = await _render(state, body, tools)
-    new_parser = tools.new_parser(state.settings, prompt, is_constrained=body.constraint() is not None)
+    prompt = await render(state, body)
+    new_parser = tools.new_parser(body, state.settings, prompt)
     if new_parser is not None and state.has_special_tags:
         body.skip_special_tokens = False
-    asked = _generation(state, body, prompt, request_id)
-    return asked, _ChatWriter(state, body, asked, new_parser)
+    return replace(_generation(state, body, prompt, request_id, prefix), new_parser=new_parser)
 
 
-async def _render(state: ServerState, body: ChatRequest, tools: ToolChoice) -> str:
+async def render(state: ServerState, body: ChatRequest) -> str:
+    """The prompt of a chat."""
     continues = bool(body.continue_final_message)
+    hides_tools = body.tool_choice == "none" and state.settings.hides_unused_tools
     adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return await state.renderer.render(
         Render(
             body.messages,
-            tools=tools.shown,
+            tools=None if hides_tools else body.tools or None,
             add_generation_prompt=adds_prompt,
             continue_final_message=continues,
             documents=body.documents,
@@ -79,7 +88,7 @@ async def _render(state: ServerState, body: ChatRequest, tools: ToolChoice) -> s
     )
 
 
-def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: str) -> Generation:
+def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: str, prefix: str) -> Generation:
     defaults = dict(state.settings.default_sampling_params)
     default_max_tokens = defaults.pop("max_tokens", None)
     asked = getattr(body, body.max_tokens_name)
@@ -89,7 +98,7 @@ def _generation(state: ServerState, body: ChatRequest, prompt: str, request_id: 
         state,
         body,
         request_id,
-        "chatcmpl",
+        prefix,
         [prompt],
         params,
         add_special_tokens=bool(body.add_special_tokens),
@@ -116,9 +125,7 @@ def _num_logprobs(state: ServerState, body: ChatRequest) -> int | None:
 class _ChatWriter:
     """Turns the outputs of one request into OpenAI's answer or its chunks."""
 
-    def __init__(
-        self, state: ServerState, body: ChatRequest, asked: Generation, new_parser: Callable[[], AnswerParser] | None
-    ) -> None:
+    def __init__(self, state: ServerState, body: ChatRequest, asked: Generation) -> None:
         self._body = body
         self._id = asked.response_id
         self._created = int(time.time())
@@ -126,7 +133,8 @@ class _ChatWriter:
         self._role = state.settings.response_role
         self._n = asked.params.n
         self._prefix = _echoed_text(body, self._role)
-        self._parsers = [new_parser() for _ in range(self._n)] if new_parser is not None else None
+        new_parser = asked.new_parser
+        self._parsers = None if new_parser is None else [new_parser() for _ in range(self._n)]
         self._logprobs: LogprobWriter | None = None
         if body.logprobs:
             max_top = -1 if body.logprob_token_ids else body.top_logprobs or 0

@@ -44,7 +44,7 @@ _decoder = BodyDecoder(CompletionRequest, REFUSED_IN_COMPLETIONS)
 
 async def completions(request: Request) -> Response:
     """The continuations of one or several prompts, or their events as they come."""
-    return await respond(request, _decoder, _prepare)
+    return await respond(request, _decoder.decode, _prepare)
 
 
 async def _prepare(

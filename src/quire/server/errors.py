@@ -1,4 +1,4 @@
-"""Every error as OpenAI's JSON: status, type and code from the exception, nothing internal in the text."""
+"""Every error in the shape of its API: status, type and code from the exception, nothing internal in the text."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from quire.errors import (
     ShuttingDownError,
 )
 from quire.server.protocol.common import ErrorBody, ErrorDetail
+from quire.server.protocol.messages import MessagesError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -31,6 +32,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 # Codes of the HTTP layer itself, with their statuses; the others belong to the classes of quire.errors.
 HTTP_CODES = {
     "bad_http": 400,
@@ -39,6 +41,7 @@ HTTP_CODES = {
     "host_not_allowed": 403,
     "unknown_route": 404,
     "request_not_found": 404,
+    "response_not_found": 404,
     "metrics_disabled": 404,
     "method_not_allowed": 405,
     "body_timeout": 408,
@@ -62,13 +65,18 @@ class HttpError(QuireError):
         self.http_status, self.http_code = status, code
 
 
-def error_body(error: QuireError) -> bytes:
-    """The JSON body for an error."""
+def is_anthropic(path: str) -> bool:
+    """Whether the errors of a route have Anthropic's shape."""
+    return path.startswith("/v1/messages")
+
+
+def error_body(error: QuireError, path: str = "") -> bytes:
+    """The JSON body for an error. `path`: what was asked for, which decides the shape."""
     status, code = _status_and_code(error)
-    return _encode(status, code, error.message, error.param)
+    return _encode(path, status, code, error.message, error.param)
 
 
-def error_response(error: QuireError) -> Response:
+def error_response(error: QuireError, path: str = "") -> Response:
     status, _ = _status_and_code(error)
     headers = {}
     if isinstance(error, QueueFullError):
@@ -79,19 +87,18 @@ def error_response(error: QuireError) -> Response:
         headers["retry-after"] = str(_NOT_READY_RETRY_SECONDS)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error), status, headers, _JSON)
+    return Response(error_body(error, path), status, headers, _JSON)
 
 
-def internal_error_body(request_id: str) -> bytes:
+def internal_error_body(request_id: str, path: str) -> bytes:
     """What a client learns of an unexpected exception: the id under which the log has it."""
-    return _encode(
-        500, "internal_error", f"Internal error. The server's log has it under request id {request_id}.", None
-    )
+    message = f"Internal error. The server's log has it under request id {request_id}."
+    return _encode(path, 500, "internal_error", message, None)
 
 
 async def on_quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -105,7 +112,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         message = f"This route does not take this method. Use {(error.headers or {}).get('Allow', 'another method')}."
     else:
         raise error
-    return Response(_encode(error.status_code, code, message, None), error.status_code, error.headers, _JSON)
+    body = _encode(request.scope["path"], error.status_code, code, message, None)
+    return Response(body, error.status_code, error.headers, _JSON)
 
 
 def _status_and_code(error: QuireError) -> tuple[int, str]:
@@ -114,6 +122,9 @@ def _status_and_code(error: QuireError) -> tuple[int, str]:
     return error.status, error.code
 
 
-def _encode(status: int, code: str, message: str, param: str | None) -> bytes:
+def _encode(path: str, status: int, code: str, message: str, param: str | None) -> bytes:
+    if is_anthropic(path):
+        kind = _ANTHROPIC_TYPES.get(status, "api_error")
+        return msgspec.json.encode(MessagesError(error=ErrorDetail(message=message, type=kind, param=param, code=code)))
     kind = _TYPES.get(status, "server_error")
     return msgspec.json.encode(ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)))

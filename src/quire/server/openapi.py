@@ -15,15 +15,26 @@ from quire import __version__
 from quire.frontend.replica import MAX_RECORDS
 from quire.server.auth import PUBLIC_PATHS
 from quire.server.docs_page import render
+from quire.server.errors import is_anthropic
 from quire.server.health import Starting
 from quire.server.protocol.adapters import LoadRequest, UnloadRequest
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.common import ErrorBody, ModelCard, ModelList
 from quire.server.protocol.completions import CompletionChunk, CompletionRequest, CompletionResponse
+from quire.server.protocol.messages import (
+    CountTokensRequest,
+    Message,
+    MessageEvent,
+    MessagesError,
+    MessagesRequest,
+    TokenCount,
+)
+from quire.server.protocol.responses import ResponseEvent, ResponseObject, ResponsesRequest
 from quire.server.protocol.steps import StepLine
 from quire.server.protocol.timeline import TimelineResponse
 from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from quire.server.request_schemas import SchemaBounds, config_body, refine
+from quire.server.response_store import MAX_SEQUENCE_NUMBER
 from quire.server.state import ServerState
 from quire.server.steps import DEFAULT_LIMIT, JSON_LINES
 
@@ -44,7 +55,7 @@ class Operation:
     Args:
         request: struct of the body, whose schema `request_schemas` completes.
         response: struct of the answer, or a media type, or a plain JSON schema.
-        events: struct of an event of a streamed answer.
+        events: struct of an event of a streamed answer, or a union of those that have names.
         errors: statuses besides 401, 403 and 500, which every guarded route has.
         lines: struct of a line of an answer in JSON lines.
         query: schemas of the parameters behind the path, by name; none must be given.
@@ -53,7 +64,7 @@ class Operation:
     summary: str
     request: type[msgspec.Struct] | None = None
     response: type[msgspec.Struct] | str | dict[str, Any] | None = None
-    events: type[msgspec.Struct] | None = None
+    events: Any = None
     errors: tuple[int, ...] = ()
     lines: type[msgspec.Struct] | None = None
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -80,6 +91,33 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         CompletionResponse,
         CompletionChunk,
         (*_BODY, 404, 429, 503),
+    ),
+    ("POST", "/v1/messages"): Operation(
+        "A chat as of Anthropic, streamed or not", MessagesRequest, Message, MessageEvent, (*_BODY, 404, 429, 503)
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "How many tokens a prompt has", CountTokensRequest, TokenCount, errors=(*_BODY, 404, 503)
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "An answer that may be stored and made in the background, streamed or not",
+        ResponsesRequest,
+        ResponseObject,
+        ResponseEvent,
+        (*_BODY, 404, 429, 503),
+    ),
+    ("GET", "/v1/responses/{response_id}"): Operation(
+        "A stored response, or the events of one in the background",
+        None,
+        ResponseObject,
+        ResponseEvent,
+        (400, 404),
+        query={
+            "stream": {"type": "boolean", "default": False},
+            "starting_after": {"type": "integer", "minimum": 0, "maximum": MAX_SEQUENCE_NUMBER},
+        },
+    ),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+        "End a response in the background", None, ResponseObject, errors=(400, 404)
     ),
     ("GET", "/v1/models"): Operation("The served names", None, ModelList),
     ("GET", "/v1/models/{model}"): Operation("One served name", None, ModelCard, errors=(404,)),
@@ -140,10 +178,10 @@ def build(
     absent = (() if has_tokenizer_info else ("/tokenizer_info",)) + (() if changes_adapters else ADAPTER_PATHS)
     keyless = PUBLIC_PATHS | ({"/metrics"} if has_public_metrics else set())
     operations = {key: operation for key, operation in OPERATIONS.items() if key[1] not in absent}
-    structs: list[type[msgspec.Struct]] = [ErrorBody, Starting]
+    structs: list[Any] = [ErrorBody, MessagesError, Starting]
     for operation in operations.values():
         for kind in (operation.request, operation.response, operation.events, operation.lines):
-            if isinstance(kind, type) and kind not in structs:
+            if kind is not None and not isinstance(kind, (str, dict)) and kind not in structs:
                 structs.append(kind)
     schemas, components = msgspec.json.schema_components(structs, ref_template=REF)
     by_struct = dict(zip(structs, schemas, strict=True))
@@ -157,7 +195,7 @@ def build(
         "info": {
             "title": "Quire",
             "version": __version__,
-            "description": "OpenAI's HTTP API with vLLM's extra fields. Errors are described in docs/errors.md.",
+            "description": "OpenAI's HTTP API with vLLM's extra fields, and Anthropic's. Errors: docs/errors.md.",
         },
         **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
@@ -172,7 +210,7 @@ def build(
 
 
 def _operation(
-    path: str, operation: Operation, schema_of: Callable[[type[msgspec.Struct]], dict[str, Any]], *, is_public: bool
+    path: str, operation: Operation, schema_of: Callable[[Any], dict[str, Any]], *, is_public: bool
 ) -> dict[str, Any]:
     errors = set(operation.errors) | {500} | (set() if is_public else {401, 403})
     responses: dict[str, Any] = {"200": {"description": "The answer", "content": {}}}
@@ -184,8 +222,12 @@ def _operation(
     elif operation.response is not None:
         content["application/json"] = {"schema": schema_of(operation.response)}
     if operation.events is not None:
+        has_names = not isinstance(operation.events, type)
+        lines = (
+            "Pairs of lines `event: ...`, `data: ...`" if has_names else "Lines `data: ...`, the last `data: [DONE]`"
+        )
         content["text/event-stream"] = {
-            "schema": {"type": "string", "description": "Lines `data: ...`, the last of them `data: [DONE]`"},
+            "schema": {"type": "string", "description": lines},
             "x-event-schema": schema_of(operation.events),
         }
     if operation.lines is not None:
@@ -196,7 +238,7 @@ def _operation(
     for status in sorted(errors):
         responses[str(status)] = {
             "description": "An error",
-            "content": {"application/json": {"schema": schema_of(ErrorBody)}},
+            "content": {"application/json": {"schema": schema_of(MessagesError if is_anthropic(path) else ErrorBody)}},
         }
     if path == "/readyz":
         either = [schema_of(Starting), schema_of(ErrorBody)]

@@ -38,9 +38,13 @@ from quire.server.protocol.fields import (
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
     REFUSED_IN_DETOKENIZE,
+    REFUSED_IN_MESSAGES,
+    REFUSED_IN_RESPONSES,
     REFUSED_IN_TOKENIZE,
     Refusal,
 )
+from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
+from quire.server.protocol.responses import ResponsesRequest
 from quire.server.protocol.tokenize import MAX_TOKENS, OF_MESSAGES, DetokenizeRequest, TokenizeRequest
 from quire.server.state import SANE_ID
 
@@ -49,6 +53,9 @@ Schema = dict[str, Any]
 _REFUSED: dict[type[msgspec.Struct], Mapping[str, Refusal]] = {
     ChatRequest: REFUSED_IN_CHAT,
     CompletionRequest: REFUSED_IN_COMPLETIONS,
+    CountTokensRequest: REFUSED_IN_MESSAGES,
+    MessagesRequest: REFUSED_IN_MESSAGES,
+    ResponsesRequest: REFUSED_IN_RESPONSES,
     TokenizeRequest: REFUSED_IN_TOKENIZE,
     DetokenizeRequest: REFUSED_IN_DETOKENIZE,
 }
@@ -78,12 +85,18 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
     fields: dict[type[msgspec.Struct], dict[str, Schema]] = {
         ChatRequest: {**_generation_fields(bounds), **_chat_fields(bounds)},
         CompletionRequest: {**_generation_fields(bounds), **_completion_fields(bounds)},
+        CountTokensRequest: {},
+        MessagesRequest: _messages_fields(bounds),
+        ResponsesRequest: _responses_fields(bounds),
         TokenizeRequest: _template_fields(),
         DetokenizeRequest: {"tokens": _token_ids(bounds, MAX_TOKENS)},
     }
     rules = {
         ChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _tools_rule(bounds), _CONTINUES_OR_BEGINS],
         CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES],
+        CountTokensRequest: [],
+        MessagesRequest: [],
+        ResponsesRequest: [_BACKGROUND_IS_STORED],
         TokenizeRequest: [_ONE_OF_TWO, _CONTINUES_OR_BEGINS],
         DetokenizeRequest: [],
     }
@@ -94,12 +107,11 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
             properties[name] = field if name in schema["required"] else {"anyOf": [field, _NULL], "default": None}
         for name, refusal in refused.items():
             properties[name] = {"enum": [None, *refusal.neutral], "description": f"Not supported. {refusal.fix}"}
-        for name in sorted(IGNORED_FIELDS):
+        for name in sorted(IGNORED_FIELDS - properties.keys()):
             properties[name] = {"description": "Accepted without effect, and named in x-quire-ignored-fields"}
         schema["additionalProperties"] = False
         if rules[kind]:
             schema["allOf"] = rules[kind]
-    components["ResponseFormat"]["properties"]["type"] = {"const": "text"}
 
 
 def config_body() -> Schema:
@@ -191,6 +203,21 @@ def _chat_fields(bounds: SchemaBounds) -> dict[str, Schema]:
     }
 
 
+def _messages_fields(bounds: SchemaBounds) -> dict[str, Schema]:
+    shared = _generation_fields(bounds)
+    names = ("max_tokens", "temperature", "top_p", "top_k", "cache_salt")
+    return {**{name: shared[name] for name in names}, "stop_sequences": shared["stop"]["anyOf"][1]}
+
+
+def _responses_fields(bounds: SchemaBounds) -> dict[str, Schema]:
+    shared = {
+        **_generation_fields(bounds),
+        **_chat_fields(bounds),
+        "max_output_tokens": _integer(*INT_RANGES["max_tokens"]),
+    }
+    return {name: shared[name] for name in ResponsesRequest.__struct_fields__ if name in shared}
+
+
 def _template_fields() -> dict[str, Schema]:
     """What goes to the chat template."""
     part = {
@@ -260,6 +287,9 @@ _CONTINUES_OR_BEGINS = _rule(
     "continue_final_message and add_generation_prompt exclude each other",
     {"continue_final_message": _NOT_TRUE},
     {"add_generation_prompt": _NOT_TRUE},
+)
+_BACKGROUND_IS_STORED = _rule(
+    "A response in the background is stored", {"background": _NOT_TRUE}, {"store": {"enum": [None, True]}}
 )
 _CHAT_RULES = (
     _rule("top_logprobs needs logprobs", {"top_logprobs": {"enum": [None, 0]}}, {"logprobs": _TRUE}),

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError
 from quire.logs import get_logger
-from quire.server.errors import error_body, internal_error_body
+from quire.server.errors import error_body, internal_error_body, is_anthropic
 from quire.server.state import request_id_of
 
 logger = get_logger(__name__)
@@ -28,6 +28,11 @@ _encoder = msgspec.json.Encoder()
 def event(data: msgspec.Struct) -> bytes:
     """One event that holds a JSON object."""
     return b"data: " + _encoder.encode(data) + b"\n\n"
+
+
+def named_event(data: msgspec.Struct) -> bytes:
+    """One event that holds a JSON object and has the name of its type."""
+    return f"event: {data.__struct_config__.tag}\n".encode() + event(data)
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
@@ -79,14 +84,17 @@ class EventStream(Response):
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except QuireError as error:
-            await send({"type": "http.response.body", "body": _last_event(error_body(error)), "more_body": True})
+            body = _last_event(scope["path"], error_body(error, scope["path"]))
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         except Exception:
             request_id = request_id_of(scope)
             logger.exception("request %s failed while streaming", request_id)
-            body = _last_event(internal_error_body(request_id))
+            body = _last_event(scope["path"], internal_error_body(request_id, scope["path"]))
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _last_event(error: bytes) -> bytes:
+def _last_event(path: str, error: bytes) -> bytes:
+    if is_anthropic(path):
+        return b"event: error\ndata: " + error + b"\n\n"
     return b"data: " + error + b"\n\n" + DONE

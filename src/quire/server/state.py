@@ -26,6 +26,7 @@ from quire.metrics.prometheus import PrometheusMetrics
 from quire.server.cors import CorsRules
 from quire.server.limits import Limits
 from quire.server.recent import RecentRequests
+from quire.server.response_store import ResponseStore
 from quire.server.text.parser import marks
 
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
@@ -68,6 +69,7 @@ class ServerSettings:
         lora_dirs: folders from which clients may load adapters.
         changes_adapters: clients may load and unload adapters.
         lora_resolver_dir: where adapters of unknown model names are looked for.
+        stores_responses: those of /v1/responses, for later requests.
         resolved: the server's settings with their sources, for GET /v1/config: {name: Setting.as_dict()}.
     """
 
@@ -99,6 +101,7 @@ class ServerSettings:
     lora_dirs: tuple[Path, ...] = ()
     changes_adapters: bool = False
     lora_resolver_dir: Path | None = None
+    stores_responses: bool = True
     resolved: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -120,6 +123,7 @@ class ServerState:
         self.created = int(time.time())
         self.is_draining = False
         self.recent = RecentRequests()
+        self.responses = ResponseStore()
         self._renderer: RenderPool | None = None
         # Whether some tags of the answers' formats are special tokens, which are left out of the text by default.
         self.has_special_tags = False
@@ -162,8 +166,9 @@ class ServerState:
             )
         return self._renderer
 
-    def close(self) -> None:
-        """End the processes that render chats."""
+    async def close(self) -> None:
+        """End responses in the background, and the processes that render chats."""
+        await self.responses.close()
         if self._renderer is not None:
             self._renderer.close()
 

@@ -1,4 +1,4 @@
-"""What a request asks of its tools: what the template shows, how calls are parsed, and what the answer must be."""
+"""What a request asks of its tools: how calls are parsed, and what form the answer must have."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ class ToolChoice:
     """The tools of one request.
 
     Args:
-        shown: what the chat template gets.
         parser: the format of the calls; None: nothing is a call.
         named: the tool that the answer is the arguments of.
         constraint: the form that the answer must have.
         most_calls: None: any number.
     """
 
-    shown: Sequence[Mapping[str, Any]] | None = None
     parser: str | None = None
     named: str | None = None
     constraint: StructuredOutputsParams | None = None
@@ -45,27 +43,24 @@ class ToolChoice:
             ignored += ["tool_choice"] if choice is not None else []
             return cls()
         if choice == "none":
-            return cls(shown=None if settings.hides_unused_tools else body.tools)
+            return cls()
         schemas = _schemas(body.tools)
         most_calls = 1 if body.parallel_tool_calls is False else None
         if choice in (None, "auto"):
             _check_automatic(settings)
-            return cls(body.tools, settings.formats.tools, most_calls=most_calls)
+            return cls(settings.formats.tools, most_calls=most_calls)
         if choice == "required":
             constraint = StructuredOutputsParams(json=_call_list(schemas, most_calls))
-            return cls(body.tools, CALL_LIST, constraint=constraint, most_calls=most_calls)
+            return cls(CALL_LIST, constraint=constraint, most_calls=most_calls)
         name = _named(choice, schemas)
-        return cls(body.tools, named=name, constraint=StructuredOutputsParams(json=schemas[name]))
+        return cls(named=name, constraint=StructuredOutputsParams(json=schemas[name]))
 
-    def new_parser(
-        self, settings: ServerSettings, prompt: str, *, is_constrained: bool
-    ) -> Callable[[], AnswerParser] | None:
+    def new_parser(self, body: ChatRequest, settings: ServerSettings, prompt: str) -> Callable[[], AnswerParser] | None:
         """What makes the parser of a continuation; None: its text is content, as it is.
 
-        Args:
-            is_constrained: the text follows a grammar from its first token on, so there is no reasoning.
+        A text that follows a grammar has no reasoning: the grammar begins with the first token.
         """
-        reasoning = None if is_constrained else settings.formats.reasoning
+        reasoning = settings.formats.reasoning if body.constraint() is None else None
         if reasoning is None and self.parser is None and self.named is None:
             return None
         return lambda: AnswerParser(
@@ -73,7 +68,7 @@ class ToolChoice:
             self.parser,
             named=self.named,
             prompt=prompt,
-            schemas=self.shown or (),
+            schemas=body.tools or (),
             most_calls=self.most_calls,
         )
 

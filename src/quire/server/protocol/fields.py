@@ -29,12 +29,15 @@ IGNORED_FIELDS = frozenset(
         "prompt_cache_retention",
         "prompt_cache_options",
         "prediction",
+        "cache_control",
+        "inference_geo",
     )
 )
 
 _GUIDED = 'vLLM replaced it by structured_outputs: {"json": ...}, "regex", "choice" or "grammar"'
 _TEXT_ONLY = "This server reads and writes text only: remove the field"
-_TOOLS = "OpenAI replaced it: use tools and tool_choice"
+_FUNCTIONS = "OpenAI replaced it: use tools and tool_choice"
+_TOOLS = "Use POST /v1/chat/completions: tools are not supported here yet"
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ _REFUSED_EVERYWHERE: dict[str, Refusal] = {
 }
 REFUSED_IN_CHAT: dict[str, Refusal] = {
     **_REFUSED_EVERYWHERE,
-    "functions": Refusal(_TOOLS, ([],)),
-    "function_call": Refusal(_TOOLS, ("none", "auto")),
+    "functions": Refusal(_FUNCTIONS, ([],)),
+    "function_call": Refusal(_FUNCTIONS, ("none", "auto")),
     "modalities": Refusal(_TEXT_ONLY, (["text"],)),
     "audio": Refusal(_TEXT_ONLY),
     "mm_processor_kwargs": Refusal(_TEXT_ONLY, ({},)),
@@ -98,6 +101,32 @@ REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     "reasoning_effort": Refusal("Use POST /v1/chat/completions"),
     "include_reasoning": Refusal("Use POST /v1/chat/completions", (True, False)),
     "parallel_tool_calls": Refusal("Use POST /v1/chat/completions", (True, False)),
+}
+REFUSED_IN_MESSAGES: dict[str, Refusal] = {
+    "tools": Refusal(_TOOLS, ([],)),
+    "tool_choice": Refusal(_TOOLS, ({"type": "none"}, {"type": "auto"})),
+    "thinking": Refusal("Thinking is not supported yet: remove the field", ({"type": "disabled"},)),
+    "container": Refusal("There are no containers: remove the field"),
+    "context_management": Refusal("Send the messages that shall be read"),
+    "mcp_servers": Refusal(_TOOLS, ([],)),
+    "prompt": Refusal("Use messages"),
+    "stop": Refusal("Use stop_sequences"),
+    "n": Refusal("Send several requests", (1,)),
+    "max_completion_tokens": Refusal("Use max_tokens"),
+}
+REFUSED_IN_RESPONSES: dict[str, Refusal] = {
+    "tools": Refusal(_TOOLS, ([],)),
+    "tool_choice": Refusal(_TOOLS, ("none", "auto")),
+    "max_tool_calls": Refusal(_TOOLS),
+    "conversation": Refusal("Use previous_response_id"),
+    "prompt": Refusal("Put the text into input"),
+    "context_management": Refusal("Send the messages that shall be read"),
+    "moderation": Refusal("There is no moderation: remove the field"),
+    "messages": Refusal("Use input, or POST /v1/chat/completions"),
+    "max_tokens": Refusal("Use max_output_tokens"),
+    "max_completion_tokens": Refusal("Use max_output_tokens"),
+    "response_format": Refusal("Use text.format", ({"type": "text"},)),
+    "n": Refusal("Send several requests", (1,)),
 }
 _TEMPLATE = Refusal("Templates in requests are not accepted: start the server with --chat-template")
 REFUSED_IN_TOKENIZE: dict[str, Refusal] = {

@@ -1,0 +1,298 @@
+"""OpenAI's Responses API with its own client: answers, events, conversations, and work in the background."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from quire.frontend.echo_client import EchoClient
+from quire.server.protocol.responses import Reasoning, ResponseObject, TextConfig
+from quire.server.response_store import ResponseStore, StoredResponse
+from tests.server.serving import ANSWER, MAX_MODEL_LEN, MODEL, TEXT, TOKENIZER, RunningServer
+from tests.server.test_errors import error_of
+
+PATH = "/v1/responses"
+ORDER = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    "response.completed",
+]
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with server.openai() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[RunningServer]:
+    """Answers with TEXT ten times, a token every 10 ms."""
+    with RunningServer(EchoClient(ANSWER * 10, step_seconds=0.01, max_model_len=MAX_MODEL_LEN)) as server:
+        yield server
+        server.wait_for_idle()
+
+
+def prompt_of(server: RunningServer) -> str:
+    return TOKENIZER.decode(list(server.last_request().prompt_token_ids), skip_special_tokens=False)
+
+
+def wait_for(client: openai.OpenAI, response_id: str, is_so: Callable[[Response], bool]) -> Response:
+    deadline = time.monotonic() + 10
+    while not is_so(response := client.responses.retrieve(response_id)):
+        assert time.monotonic() < deadline, response
+        time.sleep(0.01)
+    return response
+
+
+def test_an_answer(server: RunningServer, client: openai.OpenAI) -> None:
+    response = client.responses.create(
+        model=MODEL,
+        input="Hi",
+        instructions="Be short.",
+        temperature=0.5,
+        max_output_tokens=100,
+        metadata={"a": "b"},
+        extra_body={"top_k": 4, "cache_salt": "salt"},
+    )
+    assert response.output_text == TEXT
+    assert (response.status, response.object, response.model, response.error) == ("completed", "response", MODEL, None)
+    assert (response.temperature, response.max_output_tokens, response.metadata) == (0.5, 100, {"a": "b"})
+    (item,) = response.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
+    asked = server.last_request()
+    assert (asked.sampling_params.temperature, asked.sampling_params.top_k) == (0.5, 4)
+    assert (asked.max_tokens, asked.cache_salt) == (100, "salt")
+    assert response.usage.input_tokens == len(asked.prompt_token_ids)
+    assert response.usage.output_tokens == len(ANSWER) + 1  # the end of text is a token too
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+
+
+def test_input_and_instructions_are_a_chat(server: RunningServer, client: openai.OpenAI) -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "One"}, {"type": "input_text", "text": "Two"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Three"}]},
+        {"role": "user", "content": "Four"},
+    ]
+    client.responses.create(model=MODEL, instructions="Zero", input=items)
+    prompt = prompt_of(server)
+    texts = [("system", "Zero"), ("user", "One\nTwo"), ("assistant", "Three"), ("user", "Four")]
+    server.chat(messages=[{"role": role, "content": text} for role, text in texts])
+    assert prompt == prompt_of(server)
+
+
+def test_the_events(client: openai.OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input="Hi", top_logprobs=2) as stream:
+        events = list(stream)
+        response = stream.get_final_response()
+    assert list(dict.fromkeys(event.type for event in events)) == ORDER
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(event.delta for event in deltas) == TEXT == response.output_text
+    assert events[0].response.output == []
+    logprobs = [position for event in deltas for position in event.logprobs]
+    assert len(logprobs) == response.usage.output_tokens
+    assert all(len(position.top_logprobs) >= 2 for position in logprobs)
+    assert len(response.output[0].content[0].logprobs) == len(logprobs)
+
+
+def test_a_streamed_answer_is_the_whole_one(client: openai.OpenAI) -> None:
+    def fixed(response: Response) -> dict[str, Any]:
+        changing = {"id", "created_at", "completed_at", "output"}
+        return {**response.model_dump(exclude=changing), "text": response.output_text}
+
+    events = list(client.responses.create(model=MODEL, input="Hi", stream=True))
+    assert fixed(events[-1].response) == fixed(client.responses.create(model=MODEL, input="Hi"))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_answer_that_is_cut(client: openai.OpenAI, is_streamed: bool) -> None:
+    response = client.responses.create(model=MODEL, input="Hi", max_output_tokens=3, stream=is_streamed)
+    if is_streamed:
+        last = list(response)[-1]
+        assert last.type == "response.incomplete"
+        response = last.response
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.output[0].status == "incomplete"
+    assert response.usage.output_tokens == 3
+
+
+def test_a_form_of_the_text(server: RunningServer, client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    response = client.responses.create(model=MODEL, input="Hi", text={"format": form})
+    grammar = server.last_request().sampling_params.grammar
+    server.chat(structured_outputs={"json": schema})
+    assert grammar == server.last_request().sampling_params.grammar is not None
+    assert response.text.format.to_dict() == form
+    client.responses.create(model=MODEL, input="Hi", text={"format": {"type": "json_object"}})
+    grammar = server.last_request().sampling_params.grammar
+    server.chat(structured_outputs={"json_object": True})
+    assert grammar == server.last_request().sampling_params.grammar is not None
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_conversation(server: RunningServer, client: openai.OpenAI, is_streamed: bool) -> None:
+    first = client.responses.create(model=MODEL, input="Hi", instructions="Be short", stream=is_streamed)
+    if is_streamed:
+        *_, last = first
+        first = last.response
+    second = client.responses.create(model=MODEL, input="And?", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    third = client.responses.create(model=MODEL, input="Why?", previous_response_id=second.id, instructions="Rhyme")
+    prompt = prompt_of(server)
+    texts = ["Rhyme", "Hi", TEXT, "And?", TEXT, "Why?"]
+    roles = ["system", "user", "assistant", "user", "assistant", "user"]
+    server.chat(messages=[{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
+    assert prompt == prompt_of(server)
+    assert client.responses.retrieve(third.id) == third
+    assert client.responses.retrieve(first.id).output_text == TEXT
+
+
+def test_what_is_not_stored_is_not_found(server: RunningServer, client: openai.OpenAI) -> None:
+    response = client.responses.create(model=MODEL, input="Hi", store=False)
+    assert response.model_extra["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+    error = error_of(server.http.post(PATH, json={"input": "Hi", "previous_response_id": response.id}), 404)
+    assert error["code"] == "response_not_found"
+
+
+def test_a_server_that_stores_nothing() -> None:
+    with RunningServer(stores_responses=False) as server, server.openai() as client:
+        response = client.responses.with_raw_response.create(model=MODEL, input="Hi", store=True)
+        assert response.headers["x-quire-ignored-fields"] == "store"
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response.parse().id)
+        assert error_of(server.http.post(PATH, json={"input": "Hi", "background": True}), 400)["param"] == "background"
+
+
+def test_an_answer_in_the_background(slow: RunningServer) -> None:
+    with slow.openai() as client:
+        promised = client.responses.create(model=MODEL, input="Hi", background=True, max_output_tokens=60)
+        assert promised.status == "in_progress"
+        assert error_of(slow.http.post(PATH, json={"input": "x", "previous_response_id": promised.id}), 400)
+        response = wait_for(client, promised.id, lambda response: response.status != "in_progress")
+        assert (response.status, response.usage.output_tokens, response.background) == ("incomplete", 60, True)
+        assert response.output_text == TOKENIZER.decode((ANSWER * 3)[:60])
+        assert client.responses.cancel(response.id) == response  # it has finished
+
+
+def test_a_cancelled_answer(slow: RunningServer) -> None:
+    with slow.openai() as client:
+        promised = client.responses.create(model=MODEL, input="Hi", background=True)
+        wait_for(client, promised.id, lambda response: bool(response.output))
+        assert client.responses.cancel(promised.id).status == "cancelled"
+        slow.wait_for_idle()
+        assert client.responses.retrieve(promised.id).status == "cancelled"
+
+
+def test_events_of_the_background(slow: RunningServer) -> None:
+    """They go on without the client, and are read again from any of them on."""
+    with slow.openai() as client:
+        stream = client.responses.create(model=MODEL, input="Hi", background=True, stream=True, max_output_tokens=30)
+        response_id = next(stream).response.id
+        stream.close()
+        whole = list(client.responses.retrieve(response_id, stream=True))
+        assert list(dict.fromkeys(event.type for event in whole)) == [*ORDER[:-1], "response.incomplete"]
+        rest = list(client.responses.retrieve(response_id, stream=True, starting_after=4))
+        assert rest == whole[5:]
+        assert client.responses.retrieve(response_id).output_text == TOKENIZER.decode((ANSWER * 2)[:30])
+
+
+def test_only_the_background_is_followed_and_cancelled(server: RunningServer, client: openai.OpenAI) -> None:
+    response = client.responses.create(model=MODEL, input="Hi")
+    assert error_of(server.http.get(f"{PATH}/{response.id}?stream=true"), 400)["param"] == "stream"
+    assert error_of(server.http.post(f"{PATH}/{response.id}/cancel"), 400)["param"] == "response_id"
+
+
+@pytest.mark.parametrize("is_in_background", [False, True])
+def test_an_engine_that_fails(is_in_background: bool) -> None:
+    engine = EchoClient(ANSWER, step_seconds=0.02, max_model_len=MAX_MODEL_LEN)
+    with RunningServer(engine) as server, server.openai() as client:
+        stream = client.responses.create(model=MODEL, input="Hi", stream=True, background=is_in_background)
+        response_id = next(stream).response.id
+        server.run(server.client.die)
+        *_, last = stream
+        assert last.type == "response.failed"
+        assert last.response.error.code == "server_error"
+        assert client.responses.retrieve(response_id).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", None),
+        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+        ({"max_output_tokens": MAX_MODEL_LEN}, "max_output_tokens", "context_length_exceeded"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", None),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text", None),
+        ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_field"),
+        ({"truncation": "auto"}, "truncation", "invalid_value"),
+        ({"background": True, "store": False}, "background", "invalid_value"),
+        ({"max_tokens": 5}, "max_tokens", "unsupported_field"),
+    ],
+)
+def test_refusals_name_the_field(server: RunningServer, fields, param, code) -> None:
+    error = error_of(server.http.post(PATH, json={"input": "Hi", **fields}), 400)
+    assert error["param"] == param
+    assert code is None or error["code"] == code
+
+
+def test_an_unknown_model(server: RunningServer, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=MODEL):
+        client.responses.create(model="gpt", input="Hi")
+
+
+def stored(number: int, text: str = "") -> StoredResponse:
+    answer = ResponseObject(
+        id=f"resp_{number}",
+        created_at=0,
+        status="completed",
+        background=False,
+        instructions=text,
+        max_output_tokens=None,
+        metadata={},
+        model=MODEL,
+        previous_response_id=None,
+        reasoning=Reasoning(),
+        store=True,
+        temperature=1,
+        text=TextConfig(),
+        top_logprobs=0,
+        top_p=1,
+    )
+    return StoredResponse(answer, [])
+
+
+def kept(store: ResponseStore) -> list[int]:
+    return [int(name.removeprefix("resp_")) for name in store._stored]
+
+
+async def test_the_memory_of_the_store_is_bounded() -> None:
+    by_number = ResponseStore(max_responses=3)
+    for number in range(5):
+        by_number.keep(stored(number))
+    assert kept(by_number) == [2, 3, 4]
+    by_size = ResponseStore(max_bytes=10_000)
+    for number in range(5):
+        by_size.keep(stored(number, "x" * 4000))
+    assert kept(by_size) == [3, 4]
+    growing = stored(5)
+    by_size.keep(growing)
+    growing.add_events(b"x" * 2000 + b"\n\n")
+    by_size.keep(growing)
+    assert kept(by_size) == [4, 5]
+    by_size.keep(stored(6, "x" * 20_000))
+    assert kept(by_size) == []
