@@ -268,7 +268,8 @@ def routes(state: ServerState) -> list[Route]:
     """The two routes; both answers are made once."""
     settings = state.settings
     has_start_token = state.tokenizer is not None and bool(state.tokenizer.encode("", add_special_tokens=True))
-    bounds = SchemaBounds(state.engine.input_processor.limits, settings.limits, has_start_token)
+    calls_tools = settings.calls_tools and settings.formats.tools is not None
+    bounds = SchemaBounds(state.engine.input_processor.limits, settings.limits, has_start_token, calls_tools)
     document = build(
         bounds,
         settings.root_path,
