@@ -102,6 +102,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, interpreter:
             lora_resolver_dir=_resolver_dir(engine_config),
             log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
             stores_responses=envs.ENABLE_RESPONSES_API_STORE.get(),
+            is_development=envs.SERVER_DEV_MODE.get(),
             resolved=as_dict(resolve_server(server_config)),
         )
         listener.listen()
