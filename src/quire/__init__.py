@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": "quire.entry.llm",
     "AsyncLLM": "quire.entry.async_llm",
+    "LLMEngine": "quire.entry.llm_engine",
+    "EngineArgs": "quire.cli.engine_args",
     "EngineConfig": "quire.config",
     "SamplingParams": "quire.sampling_params",
     "BeamSearchParams": "quire.sampling_params",
@@ -23,14 +25,16 @@ _PUBLIC = {
     "PromptType": "quire.frontend.prompts",
 }
 # vLLM's names, so that a script runs with a changed import. New code uses the right-hand names.
-_ALIASES = {"EngineArgs": "EngineConfig", "AsyncEngineArgs": "EngineConfig", "AsyncLLMEngine": "AsyncLLM"}
+_ALIASES = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}
 
 __all__ = ["__version__", *_PUBLIC, *_ALIASES]
 
 if TYPE_CHECKING:
+    from quire.cli.engine_args import EngineArgs as EngineArgs
     from quire.config import EngineConfig as EngineConfig
     from quire.entry.async_llm import AsyncLLM as AsyncLLM
     from quire.entry.llm import LLM as LLM
+    from quire.entry.llm_engine import LLMEngine as LLMEngine
     from quire.frontend.prompts import PromptType as PromptType
     from quire.frontend.prompts import TextPrompt as TextPrompt
     from quire.frontend.prompts import TokensPrompt as TokensPrompt
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
     from quire.sampling_params import BeamSearchParams as BeamSearchParams
     from quire.sampling_params import SamplingParams as SamplingParams
 
-    EngineArgs = AsyncEngineArgs = EngineConfig
+    AsyncEngineArgs = EngineArgs
     AsyncLLMEngine = AsyncLLM
 
 

@@ -27,6 +27,9 @@ from quire.field_checks import (
     plain_int,
     plain_list,
 )
+from quire.logs import get_logger
+
+logger = get_logger(__name__)
 
 GREEDY_TEMPERATURE: Final = 1e-5  # below it sampling is greedy
 MIN_TEMPERATURE: Final = 1e-2  # smaller positive temperatures become this value, as in vLLM
@@ -103,7 +106,6 @@ REMOVED_FIELDS: Final[dict[str, str]] = {
     "length_penalty": "Use LLM.beam_search with BeamSearchParams(length_penalty=...)",
     "logits_processors": "Use logit_bias, allowed_token_ids or bad_words",
     "truncate_prompt_tokens": "Shorten the prompt before sending it",
-    "guided_decoding": _GUIDED,
     "guided_json": _GUIDED,
     "guided_regex": _GUIDED,
     "guided_choice": _GUIDED,
@@ -126,9 +128,23 @@ class SamplingType(enum.IntEnum):
 
 
 class _KnownFieldsOnly(msgspec.StructMeta):
-    """Refuses removed and unknown fields, with their name and the replacement. A plain Struct does not do that."""
+    """Refuses removed and unknown fields, with their name and the replacement. A plain Struct does not do that.
+
+    `guided_decoding`, a name of older vLLMs, is taken as `structured_outputs`.
+    """
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
+        if (
+            "structured_outputs" in cls.__struct_fields__
+            and (guided := fields.pop("guided_decoding", None)) is not None
+        ):
+            if fields.get("structured_outputs") is not None:
+                raise InvalidRequestError(
+                    "guided_decoding and structured_outputs are one setting, and both are given",
+                    fix="Leave guided_decoding out",
+                    param="guided_decoding",
+                )
+            fields["structured_outputs"] = guided
         for name in fields.keys() - set(cls.__struct_fields__):
             refuse_field(name, cls.__struct_fields__)
         return super().__call__(*args, **fields)
@@ -187,6 +203,19 @@ class StructuredOutputsParams(
             check_strings("structured_outputs.choice", self.choice, MAX_CHOICES, MAX_GRAMMAR_BYTES)
             if not self.choice:
                 raise InvalidRequestError("structured_outputs.choice is empty", param="structured_outputs")
+
+
+class GuidedDecodingParams(StructuredOutputsParams):
+    """StructuredOutputsParams under the name of older vLLMs. There is one grammar engine, so these change nothing."""
+
+    backend: str | None = None
+    backend_was_auto: bool = False
+    disable_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        self.verify()
+        if self.backend not in (None, "auto"):
+            logger.warning("GuidedDecodingParams: backend has no effect: one grammar engine reads every constraint")
 
 
 _CONSTRAINTS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

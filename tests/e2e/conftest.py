@@ -27,7 +27,7 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def check_is_empty(engine: LLM) -> None:
-    scheduler = engine._core.scheduler
+    scheduler = engine.llm_engine.core.scheduler
     assert not scheduler.has_requests(), "requests stayed in the engine"
     assert scheduler.kv.pool.num_used_blocks == 0, "blocks stayed in use"
     scheduler.kv.check()

@@ -51,7 +51,7 @@ class _Runner:
 
 
 def _at_third_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, event: Any) -> _Runner:
-    executor: Any = llm._core.executor
+    executor: Any = llm.llm_engine.core.executor
     worker = executor.workers[0]
     runner = _Runner(worker.runner, event)
     monkeypatch.setattr(worker, "runner", runner)
@@ -145,7 +145,7 @@ def test_a_step_that_fails_for_all_raises(llm: LLM, monkeypatch: pytest.MonkeyPa
     def fail(batch: ScheduledBatch) -> None:
         raise RuntimeError("a bug")
 
-    executor: Any = llm._core.executor
+    executor: Any = llm.llm_engine.core.executor
     monkeypatch.setattr(executor.workers[0].runner, "submit", fail)
     with pytest.raises(QuireError, match="RuntimeError"):
         llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False)

@@ -17,7 +17,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def _cache(llm: LLM) -> PagedCache:
-    cache: PagedCache = llm._core.executor.workers[0].runner.cache  # type: ignore[attr-defined]
+    cache: PagedCache = llm.llm_engine.core.executor.workers[0].runner.cache  # type: ignore[attr-defined]
     return cache
 
 
@@ -47,7 +47,7 @@ def test_planned_kv_cache_is_allocated(dtype: str, kv_cache_dtype: str, block_si
     assert storage == llm.resolved.memory.kv_cache_bytes
     block_bytes = block_size * llm.model_config.kv_bytes_per_token(kv_format(kv_cache_dtype, dtype))
     assert wanted - block_bytes < storage <= wanted
-    assert llm._core.scheduler.kv.pool.num_blocks == llm.resolved.memory.num_blocks == storage // block_bytes
+    assert llm.llm_engine.core.scheduler.kv.pool.num_blocks == llm.resolved.memory.num_blocks == storage // block_bytes
 
 
 def test_weight_bytes_are_the_checkpoints() -> None:
@@ -60,7 +60,7 @@ def test_weight_bytes_are_the_checkpoints() -> None:
 def test_weight_bytes_are_what_is_held(dtype: str) -> None:
     """Packing may pad rows to the width of a kernel's tile, no more."""
     llm = LLM(dtype=dtype, kv_cache_memory_bytes=1 << 23, max_model_len=256, num_threads=1)
-    held = llm._core.executor.workers[0].runner.model.weight_bytes()  # type: ignore[attr-defined]
+    held = llm.llm_engine.core.executor.workers[0].runner.model.weight_bytes()  # type: ignore[attr-defined]
     planned = llm.model_config.weight_bytes(dtype)
     assert planned <= held <= 1.05 * planned
     assert llm.resolved.memory.weight_bytes == held, "the plan counts something else"

@@ -78,7 +78,7 @@ def test_planned_kv_bytes_are_allocated(kv_cache_dtype: str, capsys: pytest.Capt
     (found,) = shown(capsys, "--device", "cpu", "--kv-cache-dtype", kv_cache_dtype, "--num-gpu-blocks-override", "200")
     fit = found["fits"][0]
     llm = LLM(kv_cache_dtype=kv_cache_dtype, num_gpu_blocks_override=200, device="cpu", num_threads=1)
-    cache = llm._core.executor.workers[0].runner.cache  # type: ignore[attr-defined]
+    cache = llm.llm_engine.core.executor.workers[0].runner.cache  # type: ignore[attr-defined]
     assert fit["num_tokens"] == 200 * 16
     assert cache.num_bytes == fit["kv_bytes_per_token"] * fit["num_tokens"]
 

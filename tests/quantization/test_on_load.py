@@ -118,7 +118,7 @@ def test_the_engine_plans_and_says_it(quantization: str) -> None:
     llm = LLM(quantization=quantization, **OPTIONS)
     assert llm.resolved.model.quantization == quantization
     assert llm.resolved.settings["quantization"].detail == ON_LOAD[quantization].description
-    assert llm.resolved.memory.weight_bytes == llm._core.executor.workers[0].runner.model.weight_bytes()  # type: ignore[attr-defined]
+    assert llm.resolved.memory.weight_bytes == llm.llm_engine.core.executor.workers[0].runner.model.weight_bytes()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("quantization", ON_LOAD)

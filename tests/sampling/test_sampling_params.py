@@ -18,6 +18,7 @@ from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.sampling_params import (
     REMOVED_FIELDS,
     BeamSearchParams,
+    GuidedDecodingParams,
     RequestOutputKind,
     SamplingParams,
     SamplingType,
@@ -358,6 +359,21 @@ def test_params_survive_pickle_and_are_not_shared() -> None:
     params = SamplingParams(stop="x", temperature=0.5)
     assert pickle.loads(pickle.dumps(params)) == params  # user code with multiprocessing; Quire itself never unpickles
     assert SamplingParams().stop is not SamplingParams().stop
+
+
+def test_guided_decoding_is_taken_as_structured_outputs(caplog: pytest.LogCaptureFixture) -> None:
+    params = SamplingParams(guided_decoding=GuidedDecodingParams(json={"type": "object"}, backend="outlines"))
+    assert params.structured_outputs is not None
+    assert params.structured_outputs.kind == "json"
+    assert "backend has no effect" in caplog.text
+    assert SamplingParams(guided_decoding=None).structured_outputs is None
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(
+            guided_decoding=GuidedDecodingParams(regex="a"), structured_outputs=StructuredOutputsParams(regex="b")
+        )
+    assert caught.value.param == "guided_decoding"
+    with pytest.raises(InvalidRequestError, match="exactly one"):
+        GuidedDecodingParams(regex="a", choice=["b"])
 
 
 def test_beam_search_params() -> None:

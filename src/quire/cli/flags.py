@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from quire.cli.words import plain_words
 from quire.compat.commands import absent_command
+from quire.compat.foreign import Foreign
 from quire.compat.names import nearest
 from quire.compat.table import FOREIGN, SHORT_FLAGS, as_flag
 from quire.entry.argument_list import hide_secrets
@@ -39,8 +40,9 @@ class Parser(argparse.ArgumentParser):
             parser.error(error.message)
         parsed, unknown = self.parse_known_args(words, namespace)
         hide_secrets(parser._secrets(parsed))
-        if "prompt" in parsed and not any(word.startswith("-") for word in unknown):
-            parsed.prompt += unknown  # argparse has no place for words on both sides of a flag
+        prompt = getattr(parsed, "prompt", None)
+        if isinstance(prompt, list) and not any(word.startswith("-") for word in unknown):
+            prompt += unknown  # argparse has no place for words on both sides of a flag
         elif unknown:
             parser._unknown(next((word for word in unknown if word.startswith("-")), unknown[0]))
         return parsed
@@ -134,9 +136,10 @@ def _help(f: dataclasses.Field[Any]) -> str:
     return (str(f.metadata["help"]) + default).replace("%", "%%")
 
 
-def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Iterable[Foreign] = FOREIGN.values()) -> None:
     """vLLM's flags without a setting here: not in the help, and known, so that command lines written for vLLM run."""
-    for name, entry in FOREIGN.items():
+    for entry in foreign:
+        name = entry.name
         keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if entry.shape == "switch":
             keywords["action"] = argparse.BooleanOptionalAction

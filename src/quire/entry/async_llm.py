@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from quire import envs
 from quire.config import EngineConfig
 from quire.entry.launch import open_model, start_async_engine
+from quire.entry.request_arguments import refuse, wants_special_tokens
 from quire.entry.spawn import spawn_engine
-from quire.errors import UnsupportedFieldError
 from quire.frontend.live_limits import move_limits
 from quire.frontend.prompts import PromptType
 from quire.frontend.tokenizer import Tokenizer
@@ -49,7 +48,7 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
         """vLLM's constructor from a config."""
-        return cls(**{f.name: getattr(engine_args, f.name) for f in fields(engine_args)})
+        return cls(**vars(engine_args))
 
     async def wait_ready(self) -> EngineReady:
         """Wait until a real token has been produced. Raises the QuireError that kept the engine from starting."""
@@ -72,26 +71,27 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Stream the outputs of one prompt, cumulative or deltas by `sampling_params.output_kind`. Leaving it aborts.
 
+        Args:
+            tokenization_kwargs: only `add_special_tokens`.
+
         Raises:
             InvalidRequestError: the request is refused. AdapterError: the adapter of lora_request cannot be read.
             EngineDeadError: the engine has ended, after a part was handed on: EngineRestartedError, if it is started
                 again.
         """
-        unsupported = {
-            "tokenization_kwargs": tokenization_kwargs or None,
-            "trace_headers": trace_headers or None,
-            "data_parallel_rank": data_parallel_rank or None,
-        }
-        for name, value in unsupported.items():
-            if value is not None:
-                raise UnsupportedFieldError(
-                    f"{name} is not supported in this version", fix=f"Leave {name} out", param=name
-                )
+        refuse(trace_headers=trace_headers, data_parallel_rank=data_parallel_rank or None)
+        add_special_tokens = wants_special_tokens(tokenization_kwargs)
         await self.wait_ready()
         adapter = None if lora_request is None else (await self._engine.adapters.ensure(lora_request)).name
         prompt_logprobs: list[PositionLogprobs | None] | None = None
         async for output in self._engine.generate(
-            prompt, sampling_params, request_id, adapter=adapter, priority=priority, clamp_max_tokens=True
+            prompt,
+            sampling_params,
+            request_id,
+            adapter=adapter,
+            priority=priority,
+            add_special_tokens=add_special_tokens,
+            clamp_max_tokens=True,
         ):
             if output.prompt_logprobs is not None:
                 if prompt_logprobs is None:  # the same with every output

@@ -5,28 +5,24 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config import EngineConfig
-from quire.engine.start import start_engine
-from quire.entry.launch import open_model
-from quire.entry.lora_requests import OfflineAdapters
-from quire.entry.offline import OfflineRunner, UseTqdm, engine_metrics
-from quire.errors import ConfigError, InvalidRequestError, UnsupportedFieldError
+from quire.entry.llm_engine import LLMEngine
+from quire.entry.offline import UseTqdm
+from quire.entry.request_arguments import refuse, wants_special_tokens
+from quire.errors import InvalidRequestError, UnsupportedFieldError
 from quire.frontend.beam_search import BeamSearch
 from quire.frontend.blocking_renderer import BlockingRenderer
 from quire.frontend.chat_messages import plain
 from quire.frontend.input_processor import InputProcessor, ProcessedRequest
-from quire.frontend.output_processor import OutputProcessor, draft_metrics
 from quire.frontend.prompts import PromptType, split_prompts
 from quire.frontend.render_process import Render
 from quire.frontend.tokenizer import Tokenizer
 from quire.lora.request import LoRARequest
-from quire.messages import Command
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.screen.start_display import shown_start
 
 if TYPE_CHECKING:
     from quire.metrics.reader import Metric
@@ -48,8 +44,8 @@ _ABSENT = {
 class LLM:
     """A model loaded in this process.
 
-    `EngineArgs(...)` of vLLM is `EngineConfig(...)` here, also under the old name; LLM(**vars(args)) takes it apart as
-    vLLM's examples do, and `LLM.from_engine_args(args)` takes it whole.
+    LLM(**vars(args)) takes EngineArgs or a parser's arguments apart as vLLM's examples do, and
+    `LLM.from_engine_args(args)` takes EngineArgs whole. `llm_engine` is the engine that it is made of.
 
     Args:
         model: folder, hub id or GGUF file; None: the bundled demo model.
@@ -59,33 +55,20 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, *, chat_template: str | None = None, **kwargs: Any) -> None:
-        self.config = EngineConfig.from_kwargs(model=model, **kwargs)
-        with shown_start(is_quiet=self.config.disable_log_stats) as progress:
-            parts = open_model(self.config, progress)
-            engine = start_engine(
-                self.config, parts.model_folder, is_server=False, progress=progress, drafter_folder=parts.drafter_folder
-            )
-        self.resolved = engine.resolved
-        self.model_config = engine.model_config
-        self._core = engine.core
-        self._tokenizer = parts.tokenizer
+        config = EngineConfig.from_kwargs(model=model, **kwargs)
+        engine = self.llm_engine = LLMEngine(config, keeps_metrics=kwargs.get("disable_log_stats") is False)
+        self.config, self.resolved, self.model_config = engine.config, engine.resolved, engine.model_config
+        self._runner, self._inputs, self._tokenizer = engine.runner, engine.inputs, engine.tokenizer
         self._chat_template = chat_template
         self._renderer: BlockingRenderer | None = None  # for the template and the content format that were asked last
         self._rendered_form: tuple[str | None, str] | None = None
-        self._inputs: InputProcessor = parts.input_processor.with_max_model_len(self.resolved.model.max_model_len)
-        self._metrics = engine_metrics(self.config, engine) if kwargs.get("disable_log_stats") is False else None
-        own_metrics = None if self._metrics is None else self._metrics.engines[0]
-        new_drafts = draft_metrics(self.config)
-        outputs = OutputProcessor(self._tokenizer, own_metrics, new_draft_metrics=new_drafts)
-        self._runner = OfflineRunner(self._core, outputs)
-        self._adapters = OfflineAdapters(self._runner, is_enabled=self.config.enable_lora)
         self._counter = itertools.count()
         self._enqueued: list[str] = []
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
         """vLLM's constructor from a config."""
-        return cls(**{f.name: getattr(engine_args, f.name) for f in fields(engine_args)})
+        return cls(**vars(engine_args))
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in _ABSENT:
@@ -119,9 +102,9 @@ class LLM:
             InvalidRequestError: before anything is computed, naming the field. If every prompt fails, the first one's
                 error; if only some do, their outputs have finish_reason "error" and the text in `error`.
         """
-        _refuse(mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         chosen = _with_token_ids(prompts, prompt_token_ids)
-        add_special_tokens = _add_special_tokens(tokenization_kwargs)
+        add_special_tokens = wants_special_tokens(tokenization_kwargs)
         processed = self._process(
             chosen, sampling_params, priority, lora_request, add_special_tokens=add_special_tokens
         )
@@ -151,7 +134,7 @@ class LLM:
             chat_template_content_format: "string" or "openai" (a list of parts); "auto": what the template reads.
             The others as in generate().
         """
-        _refuse(mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
             messages,
             chat_template,
@@ -161,7 +144,7 @@ class LLM:
             tools=plain(tools, "tools"),
             kwargs=plain(chat_template_kwargs, "chat_template_kwargs"),
         )
-        add_special_tokens = _add_special_tokens(tokenization_kwargs, default=False)  # the template wrote them
+        add_special_tokens = wants_special_tokens(tokenization_kwargs, default=False)  # the template wrote them
         processed = self._process(
             prompts, sampling_params, priority, lora_request, add_special_tokens=add_special_tokens
         )
@@ -182,8 +165,8 @@ class LLM:
 
         Arguments as in generate(); `use_tqdm` has nothing to show here.
         """
-        _refuse(mm_processor_kwargs=mm_processor_kwargs)
-        add_special_tokens = _add_special_tokens(tokenization_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
+        add_special_tokens = wants_special_tokens(tokenization_kwargs)
         processed = self._process(
             _with_token_ids(prompts, None),
             sampling_params,
@@ -211,7 +194,7 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue conversations, as enqueue() does prompts. Arguments as in chat()."""
-        _refuse(mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
             messages,
             chat_template,
@@ -267,11 +250,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Encodes, decodes, and applies the chat template. Raises ConfigError if the model runs without one."""
-        if self._tokenizer is None:
-            raise ConfigError(
-                "This LLM has no tokenizer", fix="Leave skip_tokenizer_init out", param="skip_tokenizer_init"
-            )
-        return self._tokenizer
+        return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What generate() uses without SamplingParams: the model's generation config over vLLM's defaults."""
@@ -279,15 +258,7 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """Every series of /metrics as an object: Counter, Gauge or Histogram, by its class in quire.metrics.reader."""
-        if self._metrics is None:
-            raise ConfigError(
-                "This LLM keeps no metrics",
-                fix="Make it with disable_log_stats=False, as for vLLM",
-                param="disable_log_stats",
-            )
-        from quire.metrics.reader import read
-
-        return read(self._metrics.registry)
+        return self.llm_engine.get_metrics()
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Devices the model runs on."""
@@ -295,8 +266,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""
-        self._core.command(Command("reset_prefix_cache"))
-        return True
+        return self.llm_engine.reset_prefix_cache()
 
     def _render(
         self,
@@ -363,7 +333,7 @@ class LLM:
             )
             for prompt, own, own_priority in zip(prompts, params, priorities, strict=True)
         ]
-        return self._adapters.give(processed, lora_requests)
+        return self.llm_engine.adapters.give(processed, lora_requests)
 
     def _search(self, searches: Sequence[BeamSearch], inputs: InputProcessor, lora_request: LoRARequest | None) -> None:
         """Run beam searches side by side: one request per beam and step."""
@@ -374,19 +344,11 @@ class LLM:
                 processed += [
                     inputs.process(str(next(self._counter)), {"prompt_token_ids": tokens}, params) for tokens in beams
                 ]
-            processed = self._adapters.give(processed, [lora_request] * len(processed))
+            processed = self.llm_engine.adapters.give(processed, [lora_request] * len(processed))
             outputs = iter(self._runner.run(processed))
             for search, beams in pending:
                 extended = [next(outputs).outputs[0].logprobs for _ in beams]
                 search.advance([logprobs[0] for logprobs in extended if logprobs])
-
-
-def _refuse(**arguments: Any) -> None:
-    """What vLLM has and this version has not: images. Nothing, in all its forms, is accepted."""
-    for name, value in arguments.items():
-        items = value if isinstance(value, (list, tuple)) else [value]
-        if any(item is not None and item != {} for item in items):
-            raise UnsupportedFieldError(f"{name} is not supported in this version", fix=f"Leave {name} out", param=name)
 
 
 def _with_token_ids(prompts: Any, token_ids: Any) -> list[PromptType]:
@@ -406,20 +368,6 @@ def _with_token_ids(prompts: Any, token_ids: Any) -> list[PromptType]:
         )
     pairs: list[Any] = [{"prompt": text, "prompt_token_ids": own} for text, own in zip(texts, ids, strict=True)]
     return pairs
-
-
-def _add_special_tokens(tokenization_kwargs: Mapping[str, Any] | None, *, default: bool = True) -> bool:
-    given = dict(tokenization_kwargs or {})
-    add_special_tokens = given.pop("add_special_tokens", default)
-    if given:
-        raise UnsupportedFieldError(
-            "Unsupported tokenization_kwargs",
-            value=sorted(given),
-            expected="add_special_tokens",
-            fix="Tokenize with get_tokenizer() and pass token ids",
-            param="tokenization_kwargs",
-        )
-    return bool(add_special_tokens)
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from quire.demo import DEMO_MODEL_NAME
 from quire.engine.core import EngineCore
 from quire.engine.start import StartedEngine
 from quire.entry.interrupt import interrupts_between_steps
-from quire.errors import QuireError
+from quire.errors import InvalidRequestError, QuireError
 from quire.frontend.input_processor import ProcessedRequest
 from quire.frontend.output_processor import OutputProcessor, error_of
 from quire.logs import get_logger
@@ -86,14 +86,14 @@ class OfflineRunner:
 
         Raises the first one's QuireError if all fail; if only some do, their outputs say so, and the log.
         """
-        request_ids = [request.request_id for request in processed]
+        request_ids = self._new_ids(processed)
         with self._all_or_nothing(request_ids) as check_interrupt:
             self._add(processed, check_interrupt)
             return self._collect(request_ids, use_tqdm, check_interrupt)
 
     def enqueue(self, processed: Sequence[ProcessedRequest]) -> list[str]:
         """Hand requests to the engine without stepping it. Returns their ids."""
-        request_ids = [request.request_id for request in processed]
+        request_ids = self._new_ids(processed)
         with self._all_or_nothing(request_ids) as check_interrupt:
             self._add(processed, check_interrupt)
         return request_ids
@@ -103,6 +103,25 @@ class OfflineRunner:
         with self._all_or_nothing(request_ids) as check_interrupt:
             return self._collect(request_ids, use_tqdm, check_interrupt)
 
+    def step(self, request_ids: Collection[str]) -> list[RequestOutput]:
+        """One step of the engine -> what is new of enqueued requests: also ends that came while others were waited for.
+
+        A failed request raises nothing: its output says so.
+        """
+        with interrupts_between_steps() as check_interrupt:
+            outputs = self._step() if self._core.has_work() else []
+            check_interrupt()
+        running = [output for output in outputs if output.request_id in request_ids and not output.finished]
+        ended = [name for name in request_ids if name in self._finished]
+        return running + [self._finished.pop(name)[0] for name in ended]
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests and their outputs. Unknown ids are ignored."""
+        request_ids = list(request_ids)
+        self._core.abort(self._outputs.abort(request_ids))
+        for request_id in request_ids:
+            self._finished.pop(request_id, None)
+
     @contextmanager
     def _all_or_nothing(self, request_ids: Sequence[str]) -> Iterator[Callable[[], None]]:
         """Yields the check for Ctrl-C."""
@@ -110,10 +129,16 @@ class OfflineRunner:
             with interrupts_between_steps() as check_interrupt:
                 yield check_interrupt
         except BaseException:
-            self._core.abort(self._outputs.abort(request_ids))
-            for request_id in request_ids:
-                self._finished.pop(request_id, None)
+            self.abort(request_ids)
             raise
+
+    def _new_ids(self, processed: Sequence[ProcessedRequest]) -> list[str]:
+        for request in processed:
+            if request.request_id in self._outputs or request.request_id in self._finished:
+                raise InvalidRequestError(
+                    "The request id is in use", value=request.request_id, fix="Use another id", param="request_id"
+                )
+        return [request.request_id for request in processed]
 
     def _add(self, processed: Sequence[ProcessedRequest], check_interrupt: Callable[[], None]) -> None:
         for request in processed:
@@ -134,7 +159,7 @@ class OfflineRunner:
         try:
             while waiting:
                 for output in self._step():
-                    if output.request_id in waiting:
+                    if output.finished and output.request_id in waiting:
                         waiting.remove(output.request_id)
                         if bar is not None:
                             bar.add(output)
@@ -152,7 +177,7 @@ class OfflineRunner:
         return [output for output, _ in results]
 
     def _step(self) -> list[RequestOutput]:
-        """One step of the engine. Returns what it finished."""
+        """One step of the engine. Returns its outputs; final ones stay until somebody collects them."""
         assert self._core.has_work(), "requests are waited for that the engine does not have"
         deltas = self._core.step()
         if self._core.last_record is not None:
@@ -160,9 +185,9 @@ class OfflineRunner:
         result = self._outputs.process(deltas)
         if result.abort_ids:
             self._core.abort(result.abort_ids)
-        finished = [output for output in result.outputs if output.finished]
-        for output in finished:
-            if output.prompt_logprobs is not None:
-                output.prompt_logprobs = list(output.prompt_logprobs)
-            self._finished[output.request_id] = (output, result.errors.get(output.request_id))
-        return finished
+        for output in result.outputs:
+            if output.finished:
+                if output.prompt_logprobs is not None:
+                    output.prompt_logprobs = list(output.prompt_logprobs)
+                self._finished[output.request_id] = (output, result.errors.get(output.request_id))
+        return result.outputs

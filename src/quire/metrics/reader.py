@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as Family
 
+from quire.metrics.registry import POSITION
+
 PREFIXES = ("vllm:", "quire_")
 
 
@@ -24,6 +26,13 @@ class Counter(Metric):
     """It only grows."""
 
     value: int
+
+
+@dataclass
+class Vector(Metric):
+    """A counter for each of several positions."""
+
+    values: list[int]
 
 
 @dataclass
@@ -50,10 +59,14 @@ def read(registry: CollectorRegistry) -> list[Metric]:
 
 def _series(family: Family) -> Iterator[Metric]:
     name = family.name
+    vectors: dict[tuple[tuple[str, str], ...], Vector] = {}
     histograms: dict[tuple[tuple[str, str], ...], Histogram] = {}
     for sample in family.samples:
         if family.type == "gauge":
             yield Gauge(name, sample.labels, sample.value)
+        elif family.type == "counter" and POSITION in sample.labels:
+            labels = {label: value for label, value in sample.labels.items() if label != POSITION}
+            vectors.setdefault(tuple(labels.items()), Vector(name, labels, [])).values.append(int(sample.value))
         elif family.type == "counter":
             yield Counter(name, sample.labels, int(sample.value))
         elif family.type == "histogram":
@@ -65,4 +78,5 @@ def _series(family: Family) -> Iterator[Metric]:
                 histogram.count = int(sample.value)
             elif sample.name == f"{name}_sum":
                 histogram.sum = sample.value
+    yield from vectors.values()
     yield from histograms.values()

@@ -345,7 +345,7 @@ def lora_cases() -> dict[str, dict[str, Any]]:
             }
         found[f"expand of rank {max_rank}"] = {
             "kernel": lora._expand_kernel,
-            "constants": shared | {"PANEL": lora.PANEL, "BLOCK_N": lora._BLOCK_N},
+            "constants": shared | {"PANEL": lora.LORA_PANEL, "BLOCK_N": lora._BLOCK_N},
             "types": types,
             "multiples": ("columns", "first_column"),
             "options": {"num_warps": 4},

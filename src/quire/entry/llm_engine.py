@@ -1,0 +1,142 @@
+"""LLMEngine: an engine in this process, stepped by its caller. LLM is made of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from quire.config import EngineConfig
+from quire.engine.start import start_engine
+from quire.entry.launch import open_model
+from quire.entry.lora_requests import OfflineAdapters
+from quire.entry.offline import OfflineRunner, engine_metrics
+from quire.entry.request_arguments import refuse, wants_special_tokens
+from quire.errors import ConfigError
+from quire.frontend.input_processor import InputProcessor
+from quire.frontend.output_processor import OutputProcessor, draft_metrics
+from quire.frontend.prompts import PromptType
+from quire.frontend.tokenizer import Tokenizer
+from quire.lora.request import LoRARequest
+from quire.messages import Command
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.screen.start_display import shown_start
+
+if TYPE_CHECKING:
+    from quire.metrics.reader import Metric
+
+
+class LLMEngine:
+    """Requests go in at any time, and every step() computes a little of all of them.
+
+    Args:
+        keeps_metrics: get_metrics() has something to read.
+    """
+
+    def __init__(self, config: EngineConfig, *, keeps_metrics: bool) -> None:
+        self.config = config
+        with shown_start(is_quiet=config.disable_log_stats) as progress:
+            parts = open_model(config, progress)
+            engine = start_engine(
+                config, parts.model_folder, is_server=False, progress=progress, drafter_folder=parts.drafter_folder
+            )
+        self.resolved, self.model_config, self.core = engine.resolved, engine.model_config, engine.core
+        self.tokenizer = parts.tokenizer
+        self.inputs: InputProcessor = parts.input_processor.with_max_model_len(engine.resolved.model.max_model_len)
+        self._metrics = engine_metrics(config, engine) if keeps_metrics else None
+        own_metrics = None if self._metrics is None else self._metrics.engines[0]
+        self.runner = OfflineRunner(
+            self.core, OutputProcessor(self.tokenizer, own_metrics, new_draft_metrics=draft_metrics(config))
+        )
+        self.adapters = OfflineAdapters(self.runner, is_enabled=config.enable_lora)
+        self._unfinished: dict[str, None] = {}  # ids of add_request(), in their order; LLM's own are not among them
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
+        """vLLM's constructor from a config."""
+        return cls(EngineConfig.from_kwargs(**vars(engine_args)), keeps_metrics=not engine_args.disable_log_stats)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | None,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> str:
+        """Queue a request, which the next step() begins to compute. Returns its id.
+
+        Args:
+            params: None: the model's defaults. Their `output_kind` says what each output holds.
+            tokenization_kwargs: only `add_special_tokens`.
+
+        Raises:
+            InvalidRequestError: the request is refused, or its id is in use. AdapterError: its adapter cannot be read.
+        """
+        refuse(arrival_time=arrival_time, trace_headers=trace_headers, data_parallel_rank=data_parallel_rank or None)
+        processed = self.inputs.process(
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            add_special_tokens=wants_special_tokens(tokenization_kwargs),
+            clamp_max_tokens=True,
+        )
+        self.runner.enqueue(self.adapters.give([processed], [lora_request]))
+        self._unfinished[request_id] = None
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step. Returns the requests that have something new.
+
+        The last output of a request that failed has finish_reason "error" and the text in `error`.
+        """
+        outputs = self.runner.step(self._unfinished)
+        for output in outputs:
+            if output.finished:
+                del self._unfinished[output.request_id]
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether step() has something to return some time."""
+        return bool(self._unfinished)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests of add_request() without their last output."""
+        return len(self._unfinished)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests without a further output. Unknown ids are ignored."""
+        request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self.runner.abort(request_ids)
+        for request_id in request_ids:
+            self._unfinished.pop(request_id, None)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Encodes, decodes, and applies the chat template. Raises ConfigError if the model runs without one."""
+        if self.tokenizer is None:
+            raise ConfigError(
+                "This engine has no tokenizer", fix="Leave skip_tokenizer_init out", param="skip_tokenizer_init"
+            )
+        return self.tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """Every series of /metrics as an object, by its class in quire.metrics.reader. Raises ConfigError."""
+        if self._metrics is None:
+            raise ConfigError(
+                "This engine keeps no metrics",
+                fix="Make it with disable_log_stats=False, as for vLLM",
+                param="disable_log_stats",
+            )
+        from quire.metrics.reader import read
+
+        return read(self._metrics.registry)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        self.core.command(Command("reset_prefix_cache"))
+        return True

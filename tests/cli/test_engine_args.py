@@ -1,0 +1,77 @@
+"""EngineArgs as vLLM's scripts use it: from arguments, and from the command line of a parser of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import quire
+import quire.engine.arg_utils
+from quire import AsyncEngineArgs, EngineArgs, EngineConfig
+from quire.errors import ConfigError
+from quire.option import options
+from quire.utils import FlexibleArgumentParser
+
+
+def _parser() -> FlexibleArgumentParser:
+    parser = FlexibleArgumentParser()
+    assert EngineArgs.add_cli_args(parser) is parser
+    return parser
+
+
+def test_names() -> None:
+    assert EngineArgs is AsyncEngineArgs is quire.engine.arg_utils.EngineArgs is quire.engine.arg_utils.AsyncEngineArgs
+    assert quire.AsyncLLMEngine is quire.AsyncLLM
+
+
+def test_foreign_names_are_settled(caplog: pytest.LogCaptureFixture) -> None:
+    args = EngineArgs("some/model", swap_space=4, pipeline_parallel_size=1, max_model_len="1k")
+    assert (args.model, args.max_model_len) == ("some/model", 1000)
+    assert "swap_space has no effect" in caplog.text
+    with pytest.raises(ConfigError) as caught:
+        EngineArgs(max_model_length=5)
+    assert caught.value.param == "max_model_length"
+
+
+def test_arguments_can_be_taken_apart_and_changed() -> None:
+    args = EngineArgs(seed=3, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    assert EngineArgs(**vars(args)) == args
+    assert EngineArgs(**dataclasses.asdict(args)) == args
+    changed = dataclasses.replace(args, seed=4)
+    assert (type(changed), changed.seed, changed.sources["seed"]) == (EngineArgs, 4, "argument")
+
+
+def test_a_command_line_has_every_setting_and_its_default() -> None:
+    args = _parser().parse_args([])
+    assert vars(args) == {field.name: field.default for field in options(EngineConfig)}
+    assert EngineArgs.from_cli_args(args) == EngineArgs()
+
+
+def test_a_command_line_is_read_as_vllms(caplog: pytest.LogCaptureFixture) -> None:
+    parser = _parser()
+    parser.add_argument("--prompt", default="Hello")
+    parser.add_argument("--chat-template")
+    parser.set_defaults(model="some/model")
+    words = "--max_num_seqs 4 -tp 1 --no-enable-prefix-caching --hf-overrides.a.b 1 --disable-cascade-attn --prompt x"
+    args = parser.parse_args(words.split())
+    assert (args.prompt, args.chat_template, args.dtype) == ("x", None, "auto")
+    config = EngineArgs.from_cli_args(args)
+    assert (config.model, config.max_num_seqs, config.enable_prefix_caching) == ("some/model", 4, False)
+    assert config.hf_overrides == {"a": {"b": 1}}
+    assert "disable_cascade_attn has no effect" in caplog.text
+    assert EngineArgs(**{name: value for name, value in vars(args).items() if name not in ("prompt", "chat_template")})
+
+
+def test_words_of_no_flag_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = _parser()
+    parser.add_argument("--prompt", default="Hello")
+    for words in (["more"], ["--max-model-length", "5"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert f"unknown argument {words[0]!r}" in capsys.readouterr().err
+
+
+def test_flags_of_the_asynchronous_engine_only() -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(), async_args_only=True)
+    assert vars(parser.parse_args([])) == {}
