@@ -55,7 +55,7 @@ class BatchFiles:
 
 class _Seen(msgspec.Struct):
     id: str
-    error: msgspec.Raw = msgspec.Raw(b"null")
+    error: dict[str, Any] | None = None
 
 
 class _Answers:
@@ -75,7 +75,7 @@ class _Answers:
             if not line.endswith(b"\n"):
                 break
             seen = msgspec.json.decode(line, type=_Seen)
-            self._seen[seen.id] = (end, seen.error != b"null")
+            self._seen[seen.id] = (end, seen.error is not None)
             end += len(line)
         file.seek(end)
         file.truncate()
