@@ -20,6 +20,7 @@ line that cannot be answered gets an entry with its error. A run that was interr
 """
 SERVER_SETTINGS = (  # that a file has too
     *("chat_template", "default_chat_template_kwargs", "response_role", "log_level", "log_format"),
+    *("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "exclude_tools_when_tool_choice_none"),
     *("enable_per_request_metrics", "return_tokens_as_token_ids", "fail_on_environ_validation"),
 )
 

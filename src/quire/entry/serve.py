@@ -28,6 +28,8 @@ from quire.entry.launch import (
 from quire.entry.listen import BACKLOG, Listener, allowed_hosts, check_guarded
 from quire.entry.spawn import EngineInterpreter
 from quire.errors import AdapterError, ConfigError, QuireError
+from quire.formats.answer_formats import AnswerFormats
+from quire.frontend.tokenizer_files import chat_template_text
 from quire.kernels import extension
 from quire.lora.modules import parse_module
 from quire.messages import EngineProgress
@@ -85,6 +87,9 @@ def server_settings(
     names = engine_config.served_model_name or (parts.model_name,)
     _check_module_names(engine_config, names)
     is_hub_id = "/" in parts.model_name and not Path(parts.model_name).exists()
+    template = read_chat_template(server_config.chat_template)
+    sources = {} if parts.tokenizer is None else parts.tokenizer.chat_templates
+    source = chat_template_text(sources, template)
     return ServerSettings(
         served_model_names=names,
         model_root=parts.model_name if is_hub_id else names[0],
@@ -95,9 +100,12 @@ def server_settings(
         root_path=server_config.root_path,
         max_model_len=parts.model_config.max_model_len,
         default_sampling_params=parts.input_processor.defaults,
-        chat_template=read_chat_template(server_config.chat_template),
+        chat_template=template,
         default_chat_template_kwargs=default_template_kwargs(server_config),
         response_role=server_config.response_role,
+        formats=AnswerFormats.choose(server_config.tool_call_parser, server_config.reasoning_parser, source),
+        calls_tools=server_config.enable_auto_tool_choice,
+        hides_unused_tools=server_config.exclude_tools_when_tool_choice_none,
         returns_tokens_as_token_ids=server_config.return_tokens_as_token_ids,
         forces_usage=server_config.enable_force_include_usage,
         reports_metrics=server_config.enable_per_request_metrics
@@ -117,7 +125,7 @@ def server_settings(
         log_stats_interval=0 if engine_config.disable_log_stats else envs.LOG_STATS_INTERVAL.get(),
         stores_responses=envs.ENABLE_RESPONSES_API_STORE.get(),
         is_development=envs.SERVER_DEV_MODE.get(),
-        resolved=as_dict(resolve_server(server_config)),
+        resolved=as_dict(resolve_server(server_config, source)),
     )
 
 

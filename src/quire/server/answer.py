@@ -85,7 +85,8 @@ async def respond_by(
             asked, writer = await prepare(state, body, ignored, request_id_of(request.scope))
             return await write(state, body, asked, writer, generation.ignored_headers(ignored))
         except InvalidRequestError as error:
-            for name, given in {"max_tokens": body.max_tokens_name, **names}.items():
+            own_names = {"max_tokens": body.max_tokens_name, "structured_outputs": body.constraint_name}
+            for name, given in {**own_names, **names}.items():
                 error.rename(name, given)
             raise
 

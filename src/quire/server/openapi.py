@@ -304,7 +304,14 @@ def routes(state: ServerState) -> list[Route]:
     settings = state.settings
     has_start_token = state.tokenizer is not None and bool(state.tokenizer.encode("", add_special_tokens=True))
     limits = state.engine.input_processor.limits
-    bounds = SchemaBounds(limits, settings.limits, has_start_token, state.infill_format is not None)
+    calls_tools = settings.calls_tools and settings.formats.tools is not None
+    bounds = SchemaBounds(
+        limits,
+        settings.limits,
+        has_start_token=has_start_token,
+        has_infill=state.infill_format is not None,
+        calls_tools=calls_tools,
+    )
     document = build(
         bounds,
         settings.root_path,

@@ -81,12 +81,14 @@ class SchemaBounds:
     Args:
         has_start_token: the tokenizer begins every text with a token of its own, so that an empty prompt has one too.
         has_infill: the model has tokens for filling in the middle.
+        calls_tools: tool_choice may be auto.
     """
 
     model: ModelLimits
     request: Limits = Limits()
     has_start_token: bool = False
     has_infill: bool = False
+    calls_tools: bool = False
 
 
 def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
@@ -102,8 +104,8 @@ def refine(components: dict[str, Schema], bounds: SchemaBounds) -> None:
         DetokenizeRequest: {"tokens": _token_ids(bounds, MAX_TOKENS)},
     }
     rules = {
-        ChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _CONTINUES_OR_BEGINS],
-        BatchChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _CONTINUES_OR_BEGINS],
+        ChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _tools_rule(bounds), _CONTINUES_OR_BEGINS],
+        BatchChatRequest: [*_generation_rules(bounds), *_CHAT_RULES, _tools_rule(bounds), _CONTINUES_OR_BEGINS],
         CompletionRequest: [*_generation_rules(bounds), *_COMPLETION_RULES, _INFILL],
         CountTokensRequest: [],
         MessagesRequest: [],
@@ -211,7 +213,7 @@ def _chat_fields(bounds: SchemaBounds) -> dict[str, Schema]:
         **_template_fields(),
         "max_completion_tokens": _integer(*INT_RANGES["max_tokens"]),
         "top_logprobs": _num_logprobs(bounds),
-        "tool_choice": {"enum": ["none", "auto"]},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_TOOL]},
     }
 
 
@@ -311,8 +313,37 @@ _BACKGROUND_IS_STORED = _rule(
 _CHAT_RULES = (
     _rule("top_logprobs needs logprobs", {"top_logprobs": {"enum": [None, 0]}}, {"logprobs": _TRUE}),
     _rule("logprob_token_ids needs logprobs", {"logprob_token_ids": {"enum": [None, []]}}, {"logprobs": _TRUE}),
-    _rule("No tool is called", {"tools": {"enum": [None, []]}}, {"tool_choice": {"const": "none"}}),
 )
+_FUNCTION: Schema = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "parameters": {"anyOf": [{"type": "object"}, _NULL]}},
+    "required": ["name"],
+}
+_TOOL: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["function"],
+}
+_NAMED_TOOL: Schema = {
+    "type": "object",
+    "properties": {"function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+    "required": ["function"],
+}
+
+
+def _tools_rule(bounds: SchemaBounds) -> Schema:
+    functions = _list(_TOOL, least=1)
+    automatic = [{"tools": functions, "tool_choice": {"enum": [None, "auto"]}}] if bounds.calls_tools else []
+    return _rule(
+        "Tools that may be called are functions",
+        {"tools": {"enum": [None, []]}, "tool_choice": {"enum": [None, "none", "auto"]}},
+        {"tool_choice": {"const": "none"}},
+        {"tools": functions, "tool_choice": {"const": "required"}},
+        {"tools": functions, "tool_choice": _NAMED_TOOL},
+        *automatic,
+    )
+
+
 _COMPLETION_RULES = (
     _rule("max_tokens 0 needs echo", {"max_tokens": {"not": {"const": 0}}}, {"echo": _TRUE}),
     _rule(

@@ -29,10 +29,16 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     documents: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_DOCUMENTS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @property
     def max_tokens_name(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def constraint_name(self) -> str:
+        return super().constraint_name if self.tool_choice in (None, "none", "auto") else "tools"
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -72,16 +78,32 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET  # not in further pieces of a streamed call
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """The keys after `content` are there because clients read them; a text model never fills them."""
+    """Clients read the keys that are always there; a text model never fills those from `refusal` to `function_call`.
+
+    The reasoning has both names that clients know.
+    """
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
     annotations: None = None
     audio: None = None
     function_call: None = None
-    reasoning: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | None = None
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -112,9 +134,21 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     kv_transfer_params: None = None
 
 
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """A call begins with its id, type and name; the pieces of its arguments follow."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCall
+
+
 class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
