@@ -33,6 +33,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
         {"prompt": "Hi", "max_tokens": 1, "echo": True, "truncate_prompt_tokens": 5},
         {"prompt": "Hi", "max_tokens": 1, "use_beam_search": True},
     ],
+    "/v1/chat/completions/batch": [{"messages": [MESSAGES, MESSAGES], "max_tokens": 1}],
     "/v1/messages": [
         {"messages": MESSAGES, "max_tokens": 1},
         {"messages": MESSAGES, "max_tokens": 1, "stream": True, "system": [{"type": "text", "text": "Be short"}]},

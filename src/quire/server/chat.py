@@ -17,7 +17,7 @@ from quire.frontend.render_process import Render
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.sampling_params import check_num_logprobs
 from quire.server import generation
-from quire.server.answer import Writer, respond
+from quire.server.answer import respond
 from quire.server.generation import Generation
 from quire.server.logprobs import LogprobWriter, prompt_logprobs
 from quire.server.protocol.chat import (
@@ -41,19 +41,20 @@ from quire.server.text.reasoning import REASONING_FORMATS
 from quire.server.timeline import timings
 from quire.server.tool_choice import ToolChoice
 
-_decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
+decoder = BodyDecoder(ChatRequest, REFUSED_IN_CHAT)
 
 
 async def chat_completions(request: Request) -> Response:
     """One answer, or its events as they come."""
-    return await respond(request, _decoder.decode, _prepare)
+    return await respond(request, decoder.decode, prepare)
 
 
-async def _prepare(
+async def prepare(
     state: ServerState, body: ChatRequest, ignored: list[str], request_id: str
-) -> tuple[Generation, Writer]:
+) -> tuple[Generation, ChatWriter]:
+    """What a chat asks of the engine, and who writes the answer; as `answer.respond` says."""
     asked = await generation_of(state, body, ignored, request_id, "chatcmpl")
-    return asked, _ChatWriter(state, body, asked)
+    return asked, ChatWriter(state, body, asked)
 
 
 async def generation_of(
@@ -125,7 +126,7 @@ def _num_logprobs(state: ServerState, body: ChatRequest) -> int | None:
     return None
 
 
-class _ChatWriter:
+class ChatWriter:
     """Turns the outputs of one request into OpenAI's answer or its chunks."""
 
     def __init__(self, state: ServerState, body: ChatRequest, asked: Generation) -> None:
@@ -148,6 +149,10 @@ class _ChatWriter:
     def response(self, outputs: Sequence[RequestOutput], headers: dict[str, str]) -> Response:
         """The whole answer."""
         (output,) = outputs
+        return Response(msgspec.json.encode(self.answer(output)), headers=headers, media_type="application/json")
+
+    def answer(self, output: RequestOutput) -> ChatResponse:
+        """The whole answer, from the final output."""
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         answer = ChatResponse(
             id=self._id,
@@ -160,7 +165,7 @@ class _ChatWriter:
         if self._body.return_metrics and output.metrics is not None:
             answer.metrics = timings([output.metrics], num_tokens, output.num_cached_tokens)
         self._add_prompt(answer, output)
-        return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+        return answer
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         logprobs = completion.logprobs

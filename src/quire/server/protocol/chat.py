@@ -11,6 +11,7 @@ from quire.server.protocol.common import GenerationRequest, PromptLogprobs, Usag
 from quire.server.protocol.timeline import RequestTimings
 
 MAX_MESSAGES = 4096
+MAX_CHATS = 1024
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
 
@@ -47,6 +48,19 @@ class ChatRequest(GenerationRequest, kw_only=True):
             kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
             kwargs["reasoning_effort"] = self.reasoning_effort
         return kwargs
+
+
+# Fields that ask for something which an answer to several chats does not have.
+NOT_IN_BATCHES = ("stream", "use_beam_search", "return_token_ids")
+
+
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """Several chats, with the same fields beside the messages."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]],
+        msgspec.Meta(min_length=1, max_length=MAX_CHATS),
+    ]
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):

@@ -92,7 +92,6 @@ REFUSED_IN_CHAT: dict[str, Refusal] = {
 }
 REFUSED_IN_COMPLETIONS: dict[str, Refusal] = {
     **_REFUSED_EVERYWHERE,
-    "suffix": Refusal("Insertion is not supported: build the model's fill-in-the-middle prompt yourself", ("",)),
     "messages": Refusal("Use prompt, or POST /v1/chat/completions"),
     "max_completion_tokens": Refusal("Use max_tokens"),
     "top_logprobs": Refusal("Use logprobs with a number"),
