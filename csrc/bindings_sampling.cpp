@@ -47,6 +47,12 @@ void run(const LogprobsArgs& args) {
 }
 using Logprobs = CallOf<LogprobsArgs, run>;
 
+void run(const ForbidTokensArgs& args) {
+  check_indices({"rows"}, args.rows, args.num_masks, args.num_rows);
+  sampling_kernels().forbid_tokens(args);
+}
+using ForbidTokens = CallOf<ForbidTokensArgs, run>;
+
 void bind_greedy(nb::module_& m) {
   bind_struct<Greedy, KernelCall>(
       m, "Greedy",
@@ -88,12 +94,27 @@ void bind_logprobs(nb::module_& m) {
       "logits"_a, "token_ids"_a, "token_logprobs"_a, "ranks"_a, "top_ids"_a, "top_logprobs"_a);
 }
 
+void bind_forbid_tokens(nb::module_& m) {
+  bind_struct<ForbidTokens, KernelCall>(
+      m, "ForbidTokens",
+      [](ForbidTokens* self, TensorView logits, TensorView masks, TensorView rows) {
+        new (self) ForbidTokens({.logits = logits.rows<float>(),
+                                 .num_rows = logits.size(0),
+                                 .vocab_size = logits.size(1),
+                                 .masks = masks.data<const uint32_t>(),
+                                 .rows = rows.data<const int32_t>(),
+                                 .num_masks = rows.size(0)});
+      },
+      "logits"_a, "masks"_a, "rows"_a);
+}
+
 }  // namespace
 
 void bind_sampling(nb::module_& m) {
   bind_greedy(m);
   bind_sample(m);
   bind_logprobs(m);
+  bind_forbid_tokens(m);
 }
 
 }  // namespace quire

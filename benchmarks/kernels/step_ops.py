@@ -64,6 +64,9 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
     logits = [x.clone() for x in flat]
     for row in (row for copy in logits for row in copy):
         row[torch.randint(vocab, (50,))] += 16.0  # a few likely tokens, as in a trained model
+    masked, masks = [torch.empty_like(x) for x in flat], torch.zeros(R, -(-vocab // 32), dtype=torch.int32)
+    masks[:, torch.randint(masks.shape[1], (50,))] = 5  # few tokens are allowed, as between the values of JSON
+    rows = torch.arange(R, dtype=torch.int32)
     temperature, top_k = torch.full((R,), 0.8), torch.zeros(R, dtype=torch.int32)
     top_p, min_p, uniform = torch.full((R,), 0.95), torch.zeros(R), torch.rand(R, dtype=torch.float64)
     token_ids = torch.randint(vocab, (R,))
@@ -81,6 +84,7 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
         "rope_and_cache": lambda _: ops.rope_and_cache(q, k, v, positions, slots, cache, rotation),
         **{f"rope_and_cache, {str(name).removeprefix('torch.')}": to_codes(name) for name in codes},
         "gated_activation": lambda _: ops.gated_activation("silu", gate_up),
+        "forbid_tokens": lambda i: ops.forbid_tokens(masked[i % len(masked)], masks, rows),
         "greedy": lambda i: ops.greedy(logits[i % len(logits)]),
         "sample": lambda i: ops.sample(logits[i % len(logits)], temperature, top_k, top_p, min_p, uniform),
         "sample, flat": lambda i: ops.sample(flat[i % len(flat)], temperature, top_k, top_p, min_p, uniform),
@@ -97,6 +101,7 @@ def cases(R: int, dtype: torch.dtype, vocab: int) -> tuple[dict[str, Callable[[i
         "rope_and_cache": R * (rotated + 2 * G) * E * size,
         **{f"rope_and_cache, {str(name).removeprefix('torch.')}": R * (rotated * size + 2 * G) * E for name in codes},
         "gated_activation": 3 * R * inner * size,
+        "forbid_tokens": logit_bytes,
         "greedy": logit_bytes,
         "sample": logit_bytes,
         "sample, flat": logit_bytes,

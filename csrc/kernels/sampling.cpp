@@ -360,10 +360,28 @@ void logprobs(const LogprobsArgs& a) {
   });
 }
 
+void forbid_tokens(const ForbidTokensArgs& a) {
+  constexpr int64_t kBits = 32;
+  const int64_t num_words = ceil_div(a.vocab_size, kBits);
+  // Threads share the columns, so masks of one row do not meet.
+  parallel_for(static_cast<int>(ceil_div(a.vocab_size, kRange)), [&](int range, int) {
+    const int64_t begin = range * kRange, end = std::min(begin + kRange, a.vocab_size);
+    for (int64_t m = 0; m < a.num_masks; ++m) {
+      float* row = a.logits.data + a.rows[m] * a.logits.stride;
+      for (int64_t i = begin; i < end; i += kBits) {
+        const uint32_t allowed = a.masks[m * num_words + i / kBits];
+        if (allowed == ~uint32_t{0}) continue;
+        const int64_t count = std::min(kBits, end - i);
+        for (int64_t bit = 0; bit < count; ++bit) row[i + bit] = allowed >> bit & 1 ? row[i + bit] : -kInfinity;
+      }
+    }
+  });
+}
+
 }  // namespace
 
 extern const SamplingKernels sampling_table;
-const SamplingKernels sampling_table = {greedy, sample, logprobs};
+const SamplingKernels sampling_table = {greedy, sample, logprobs, forbid_tokens};
 
 }  // namespace quire::QUIRE_ISA
 

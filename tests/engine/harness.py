@@ -189,6 +189,8 @@ def _executor(schedule: Schedule, config: ModelConfig, model: CausalLM, cache: P
 
 def _streams(schedule: Schedule, model: CausalLM) -> TargetStreams | None:
     if schedule.draft is None or not isinstance(head := schedule.draft[1], Head):
+        if isinstance(model, Decoder):
+            model.keep_streams((), torch.empty(0))  # tests share models, and one with a head may have been before
         return None
     assert isinstance(model, Decoder)
     return TargetStreams(model, head, max(schedule.chunk, schedule.max_num_seqs))

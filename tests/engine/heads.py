@@ -18,8 +18,10 @@ from torch.nn import functional
 import quire.demo
 from quire.loader.drafter import load_drafter_config
 from quire.model_config import ModelConfig, load_model_config
+from quire.models.decoder import Decoder
 from quire.models.registry import CausalLM
 from quire.speculative_config import SpeculativeConfig
+from tests.engine.harness import demo_model, dtype_of
 from tests.loading import load_model
 
 TARGET = json.loads((quire.demo.path("target") / "config.json").read_text())
@@ -155,6 +157,15 @@ def load(folder: Path, method: str, target: Path | None = None, dtype: torch.dty
     speculation = SpeculativeConfig(method=method, model="x")  # type: ignore[arg-type]
     drafter = load_drafter_config(folder, speculation, config)
     return Pair(config, model, (drafter, load_model(drafter, dtype, target=model)))
+
+
+def load_for(max_model_len: int, precision: str) -> tuple[ModelConfig, CausalLM]:
+    """The bundled head, for the demo model as `demo_model` has it."""
+    config, target = demo_model(precision, max_model_len)
+    speculation = SpeculativeConfig(method="eagle3", model="x")
+    drafter = load_drafter_config(quire.demo.path("eagle3"), speculation, config)
+    assert isinstance(target, Decoder)
+    return drafter, load_model(drafter, dtype_of(precision), target=target)
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:

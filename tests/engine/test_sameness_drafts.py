@@ -16,12 +16,14 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.from_settings import proposer_of
 from quire.speculative_config import SpeculativeConfig
 from tests.covering import covering
+from tests.engine import heads
 from tests.engine.harness import Prompt, Schedule, build_core, demo_draft, run
 from tests.engine.test_drafts import KINDS, MOST, VOCAB_SIZE, Answer, answers
 from tests.engine.test_sameness import BLOCK_SIZE, prompts
 from tests.guesser import Guesser
 
 TOKEN_IDS = prompts()[4].token_ids
+MODEL_LEN = len(TOKEN_IDS) + MOST
 FORMATS = (("bfloat16", "auto"), ("float32", "int8"), ("int8", "fp8_e4m3"), ("int4", "fp8_e5m2"), ("fp8", "auto"))
 # Far below the defaults, so that text that hardly repeats is drafted too.
 SEARCHES = {
@@ -37,13 +39,13 @@ def expected(precision: str, kv: str) -> dict[str, Answer]:
 
 
 def schedule_of(**fields: Any) -> Schedule:
-    return Schedule(max_num_seqs=len(KINDS), max_model_len=len(TOKEN_IDS) + MOST, **fields)
+    return Schedule(max_num_seqs=len(KINDS), max_model_len=MODEL_LEN, **fields)
 
 
-def knowing(right: float) -> Callable[[dict[str, Answer]], dict[str, Any]]:
+def knowing(right: float) -> Callable[[dict[str, Answer], str], dict[str, Any]]:
     """A drafter that knows the answers, and is right so often."""
 
-    def drafting(wanted: dict[str, Answer]) -> dict[str, Any]:
+    def drafting(wanted: dict[str, Answer], precision: str) -> dict[str, Any]:
         proposer = Guesser(right, vocab_size=VOCAB_SIZE)
         proposer.continuation_of = lambda name: wanted[name][0] if name in wanted else ()
         return {"proposer": proposer}
@@ -51,16 +53,20 @@ def knowing(right: float) -> Callable[[dict[str, Answer]], dict[str, Any]]:
     return drafting
 
 
-# Fields of Schedule, by the answers that are wanted.
-DRAFTERS: dict[str, Callable[[dict[str, Answer]], dict[str, Any]]] = {
+# Fields of Schedule, by the answers that are wanted and the precision.
+DRAFTERS: dict[str, Callable[[dict[str, Answer], str], dict[str, Any]]] = {
     "never right": knowing(0.0),
     "randomly right": knowing(0.6),
     "always right": knowing(1.0),
-    "ngram": lambda _: {"proposer": proposer_of(SEARCHES["ngram"])},
-    "suffix": lambda _: {"proposer": proposer_of(SEARCHES["suffix"])},
-    "draft_model": lambda _: {
+    "ngram": lambda *_: {"proposer": proposer_of(SEARCHES["ngram"])},
+    "suffix": lambda *_: {"proposer": proposer_of(SEARCHES["suffix"])},
+    "draft_model": lambda *_: {
         "proposer": proposer_of(SpeculativeConfig(method="draft_model", model="any")),
         "draft": demo_draft(),
+    },
+    "eagle3": lambda _, precision: {
+        "proposer": proposer_of(SpeculativeConfig(method="eagle3", model="any")),
+        "draft": heads.load_for(MODEL_LEN, precision),
     },
 }
 
@@ -85,7 +91,7 @@ def test_drafters(drafter: str, formats: tuple[str, str], warm: int | None, chun
             chunk=chunk,
             depth=depth,
             waits=True,
-            **DRAFTERS[drafter](wanted),
+            **DRAFTERS[drafter](wanted, precision),
         ),
         precision,
     )

@@ -50,7 +50,7 @@ SETTINGS: dict[str, Any] = {
 def llm() -> Iterator[LLM]:
     engine = LLM(dtype="float32", **SETTINGS)
     yield engine
-    assert engine._core.scheduler.kv.pool.num_used_blocks == 0
+    assert engine.llm_engine.core.scheduler.kv.pool.num_used_blocks == 0
 
 
 def texts(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[str]:
@@ -202,7 +202,7 @@ def test_a_slow_grammar_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Grammars, "_compile", slow)
     waits = llm.enqueue(["Number"], SamplingParams(structured_outputs=Structured(regex="[0-9]{7}")))
     assert llm.generate("def f(", SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids
-    assert llm._core.scheduler.num_deferred == 1
+    assert llm.llm_engine.core.scheduler.num_deferred == 1
     may_compile.set()
     (output,) = llm._runner.wait(waits)
     assert re.fullmatch("[0-9]{7}", output.outputs[0].text)

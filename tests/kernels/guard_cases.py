@@ -266,10 +266,15 @@ def sampling() -> Iterator[Case]:
     def ids() -> dict[str, Any]:
         return {"token_ids_R": torch.tensor([0, 1, V - 1]), "num_top": 2}
 
+    def masks() -> dict[str, Any]:
+        rows = torch.tensor([0, R - 1], dtype=torch.int32)
+        return {"masks_MW": torch.tensor([[-1], [5]], dtype=torch.int32), "rows_M": rows}
+
     greedy = Table("greedy", ops.greedy, logits)
+    forbid = Table("forbid_tokens", ops.forbid_tokens, lambda: logits() | masks())
     sample = Table("sample", ops.sample, lambda: logits() | parameters())
     logprobs = Table("logprobs", ops.logprobs, lambda: logits() | ids())
-    for table in (greedy, sample, logprobs):
+    for table in (greedy, sample, logprobs, forbid):
         table.add(ValueError, "logits is [20]", "logits of one dimension", logits_RV=torch.ones(V))
         table.add(ValueError, "logits is [3, 0]", "no vocabulary", logits_RV=torch.ones(R, 0))
         table.add(ValueError, "logits has strides", "logits in columns", logits_RV=_columns)
@@ -299,6 +304,16 @@ def sampling() -> Iterator[Case]:
     logprobs.add(ValueError, "token_ids is [2], expected [3]", "fewer ids", token_ids_R=torch.tensor([0, 1]))
     logprobs.add_dtypes(token_ids_R=torch.int32)
     logprobs.add_elsewhere("token_ids_R")
+    for row in (R, -1):
+        forbid.add(IndexError, f"rows[1] is {row}, ", f"row {row}", rows_M=_set(1, to=row))
+    forbid.add(ValueError, "masks is [1, 1], expected [2, 1]", "fewer masks", masks_MW=lambda x: x[:1])
+    forbid.add(ValueError, "masks is [2, 2], expected [2, 1]", "wider masks", masks_MW=lambda x: x.repeat(1, 2))
+    forbid.add(ValueError, "rows is [1, 2], expected [1]", "rows of two dimensions", rows_M=lambda x: x[None])
+    forbid.add(ValueError, "masks has strides", "masks with gaps", masks_MW=lambda x: x.repeat(2, 1)[::2])
+    forbid.add(ValueError, "rows has strides", "rows with gaps", rows_M=_columns)
+    forbid.add_dtypes(masks_MW=torch.int64, rows_M=torch.int64)
+    forbid.add_elsewhere("masks_MW", "rows_M")
+    yield from forbid.cases
     yield from greedy.cases
     yield from sample.cases
     yield from logprobs.cases

@@ -84,6 +84,7 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
         **{"logits": torch.ones(T, V), "temperature": torch.ones(T), "top_k": ints(0, 0, 0), "top_p": torch.ones(T)},
         **{"min_p": torch.zeros(T), "uniform": torch.zeros(T).double(), "token_ids": torch.empty(T).long()},
     },
+    "ForbidTokens": lambda: {"logits": torch.ones(T, V), "masks": ints(-1, 0)[:, None], "rows": ints(0, 2)},
     "Logprobs": lambda: {
         **{"logits": torch.ones(T, V), "token_ids": torch.arange(T), "token_logprobs": torch.empty(T)},
         **{"ranks": torch.empty(T).long(), "top_ids": torch.empty(T, 1).long(), "top_logprobs": torch.empty(T, 1)},

@@ -328,6 +328,34 @@ def test_chi_square(sampling: str, parameters: dict[str, float]) -> None:
     assert z < 4.26, f"chi-square {statistic:.1f} with {degrees} degrees of freedom"
 
 
+def random_masks(M: int, V: int) -> Tensor:
+    """Of all, of no, and of some tokens in a word."""
+    masks_MW = torch.randint(-(1 << 31), 1 << 31, (M, -(-V // 32)), generator=torch.Generator().manual_seed(V))
+    kinds_MW = masks_MW % 3
+    return masks_MW.masked_fill(kinds_MW == 0, 0).masked_fill(kinds_MW == 1, -1).to(torch.int32)
+
+
+@pytest.mark.parametrize("V", [31, 32, 33, *SIZES])
+def test_tokens_without_a_bit_are_forbidden_and_nothing_else_changes(
+    sampling: str, set_num_threads: Callable[[int], None], V: int
+) -> None:
+    wide = randn(5, V + 3)
+    wide[3, 0] = math.nan
+    rows_M = torch.tensor([3, 1, 3], dtype=torch.int32)  # a row with two masks
+    masks_MW = random_masks(len(rows_M), V)
+    expected = wide.tolist()
+    for row, words in zip(rows_M.tolist(), masks_MW.tolist(), strict=True):
+        for token in range(V):
+            if not words[token // 32] >> token % 32 & 1:
+                expected[row][token] = -math.inf
+    for threads in (1, 3):
+        set_num_threads(threads)
+        got = wide.clone()
+        ops.forbid_tokens(got[:, :V], masks_MW, rows_M)
+        torch.testing.assert_close(got, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+    ops.forbid_tokens(got[:, :V], masks_MW[:0], rows_M[:0])
+
+
 def test_rows_and_threads_do_not_change_a_row(isa: str, set_num_threads: Callable[[int], None]) -> None:
     R, V = 9, 30_000
     logits = randn(R, V)

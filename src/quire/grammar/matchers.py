@@ -1,6 +1,6 @@
 """Compiled grammars of a worker, and the place of each row in its grammar.
 
-Dimensions: R rows of logits, V vocabulary, W = ceil(V / 32) words of a mask.
+Dimensions: M masks, V vocabulary, W = ceil(V / 32) words of a mask.
 """
 
 from __future__ import annotations
@@ -106,23 +106,23 @@ class Grammars:
 
 
 def token_masks(
-    rows: Sequence[tuple[RowGrammar, int, Sequence[int]]], num_rows: int, vocab_size: int
+    rows: Sequence[tuple[RowGrammar, int, Sequence[int]]], num_masks: int, vocab_size: int
 ) -> NDArray[np.int32]:
-    """masks_RW: a bit for each token, 1: it is allowed. Rows of logits without a grammar allow everything.
+    """masks_MW: a bit for each token, 1: it is allowed.
 
     Args:
-        rows: a grammar, the first of its rows of logits, and its drafts: the j-th row behind the first is masked as if
-            j drafts were appended. Behind a draft that the grammar forbids, nothing is masked.
-        num_rows: R.
+        rows: a grammar, the first of its masks, and its drafts: the j-th mask behind the first is made as if j drafts
+            were appended. Behind a draft that the grammar forbids, every token is allowed.
+        num_masks: M.
     """
     executor = _executor()
-    masks_RW = np.full((num_rows, -(-vocab_size // 32)), -1, dtype=np.int32)
-    memory = (masks_RW.ctypes.data, masks_RW.strides[0], num_rows)
+    masks_MW = np.full((num_masks, -(-vocab_size // 32)), -1, dtype=np.int32)
+    memory = (masks_MW.ctypes.data, masks_MW.strides[0], num_masks)
     if plain := [(grammar.matcher, first) for grammar, first, drafts in rows if not drafts]:
         executor.unsafe_compute_mask_ptr(plain, *memory)
     if drafted := [(grammar.matcher, first, list(drafts)) for grammar, first, drafts in rows if drafts]:
         executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
-    return masks_RW
+    return masks_MW
 
 
 @cache

@@ -354,6 +354,11 @@ def add_lora(
     _C.AddLora(table=table, x=x_TK, token_ids=token_ids_T, slots=slots_T, base=base_TN, out=out_TN).run()
 
 
+def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
+    """See ops.forbid_tokens."""
+    _C.ForbidTokens(logits=logits_RV, masks=masks_MW, rows=rows_M).run()
+
+
 def greedy(logits_RV: Tensor, token_ids_R: Tensor) -> None:
     """See ops.greedy."""
     _C.Greedy(logits=logits_RV, token_ids=token_ids_R).run()

@@ -263,6 +263,23 @@ def _check_rotation(q_THE: Tensor, rotation: HeadRotation) -> None:
         check_contiguous(cos_sin=cos_sin_PR)
 
 
+def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
+    """Set float32 logits to -inf in place where a mask forbids the token.
+
+    Bit i of word w of an int32 mask is 1 if token 32 w + i is allowed. rows: int32, the row of logits of each mask, in
+    [0, R); a row may have several masks, and what each of them allows is left.
+    """
+    _check_logits(logits_RV)
+    M = rows_M.shape[0]
+    check_places(logits=logits_RV, masks=masks_MW, rows=rows_M)
+    check_shape("rows", rows_M, M)
+    check_shape("masks", masks_MW, M, -(-logits_RV.shape[1] // 32))
+    check_dtype("masks", masks_MW, torch.int32)
+    check_dtype("rows", rows_M, torch.int32)
+    check_contiguous(masks=masks_MW, rows=rows_M)
+    (_kernels(logits_RV) or reference).forbid_tokens(logits_RV, masks_MW, rows_M)
+
+
 def greedy(logits_RV: Tensor) -> Tensor:
     """Token id (int64) of the highest logit of each float32 row; the lowest id wins ties; -1 for a row with NaN."""
     _check_logits(logits_RV)

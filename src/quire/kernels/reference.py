@@ -278,6 +278,15 @@ def _check_batch(
     _check_indices("block_tables", block_tables_SM.masked_fill(is_unused_SM, 0), B)
 
 
+def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor) -> None:
+    """-inf where the bit of a token is 0. See ops.forbid_tokens."""
+    _check_indices("rows", rows_M, logits_RV.shape[0])
+    bits = torch.arange(32, dtype=torch.int32, device=masks_MW.device)
+    is_forbidden_MV = (masks_MW[:, :, None] >> bits & 1).flatten(1)[:, : logits_RV.shape[1]] == 0
+    for row, is_forbidden_V in zip(rows_M.tolist(), is_forbidden_MV, strict=True):
+        logits_RV[row].masked_fill_(is_forbidden_V, -math.inf)
+
+
 def greedy(logits_RV: Tensor) -> Tensor:
     """argmax of each row; the lowest id wins ties; -1 for a row with NaN."""
     return logits_RV.argmax(dim=-1).masked_fill(logits_RV.isnan().any(dim=-1), -1)

@@ -1,19 +1,17 @@
 """Keeps rows with a grammar to the tokens that it allows.
 
-Dimensions: R rows of a call, V vocabulary, W words of 32 tokens.
+Dimensions: R rows of a call, M of them with a grammar, V vocabulary, W words of 32 tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.grammar.matchers import RowGrammar, token_masks
-from quire.kernels import gpu
+from quire.kernels import gpu, ops
 
 
 def apply_grammars(
@@ -33,24 +31,18 @@ def apply_grammars(
     for index, row in enumerate(rows):
         if (grammar := grammars.get(row)) is None:
             continue
-        masked.append(index)
         drafts = before[index] if before else ()
         if drafts:  # the longest of a row counts: it comes last
             asked[-1] = (grammar, asked[-1][1], drafts)
         else:
-            asked.append((grammar, index, ()))
+            asked.append((grammar, len(masked), ()))
+        masked.append(index)
     if not asked:
         return failed
-    num_tokens = logits_RV.shape[1]
-    masks_RW = token_masks(asked, len(rows), num_tokens)
-    for grammar, index, _ in asked:
+    masks_MW = torch.from_numpy(token_masks(asked, len(masked), logits_RV.shape[1]))
+    for grammar, first, _ in asked:
         if (error := grammar.error) is not None:
-            failed[index] = error
-    bits_RV = np.unpackbits(masks_RW[masked].view(np.uint8), axis=1, count=num_tokens, bitorder="little")
-    forbidden_RV = gpu.place(torch.from_numpy(bits_RV == 0), logits_RV.device)
-    if len(masked) == len(rows):
-        logits_RV.masked_fill_(forbidden_RV, -math.inf)
-    else:
-        for index, forbidden_V in zip(masked, forbidden_RV, strict=True):
-            logits_RV[index].masked_fill_(forbidden_V, -math.inf)
+            failed[masked[first]] = error
+    device, rows_M = logits_RV.device, torch.tensor(masked, dtype=torch.int32)
+    ops.forbid_tokens(logits_RV, gpu.place(masks_MW, device), gpu.place(rows_M, device))
     return failed

@@ -396,6 +396,11 @@ def cases() -> dict[str, dict[str, Any]]:
             "constants": {"SLICE": sampling.SLICE},
             "types": {"logits_ptr": "*fp32", "highest_ptr": "*fp32", "token_ptr": "*i32"},
         },
+        "forbid tokens": {
+            "kernel": sampling._forbid_kernel,
+            "constants": {"SLICE": sampling.SLICE},
+            "types": {"logits_ptr": "*fp32", "masks_ptr": "*i32", "rows_ptr": "*i32"},
+        },
         "join greedy": {
             "kernel": sampling._join_highest_kernel,
             "constants": {"BLOCK_B": 64},

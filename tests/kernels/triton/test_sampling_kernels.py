@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.triton.sampling import greedy, sample
+from quire.kernels.triton.sampling import forbid_tokens, greedy, sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 
@@ -68,6 +68,17 @@ def test_draws_the_twin_s_tokens(kind: str) -> None:
     expected_R = reference.sample(logits_RV, *parameters(R), uniform_R)
     assert torch.equal(drawn(logits_RV, uniform_R), expected_R)
     assert len(set(expected_R.tolist())) > 4
+
+
+def test_tokens_without_a_bit_are_forbidden_and_nothing_else_changes() -> None:
+    wide = logits_of("random", 4)
+    generator = torch.Generator().manual_seed(1)
+    masks_MW = torch.randint(-(1 << 31), 1 << 31, (3, 3), generator=generator).to(DEVICE, torch.int32)
+    rows_M = torch.tensor([3, 1, 3], dtype=torch.int32, device=DEVICE)
+    expected = wide.clone()
+    reference.forbid_tokens(expected[:, : V - 7], masks_MW, rows_M)
+    forbid_tokens(wide[:, : V - 7], masks_MW, rows_M, slice_size=SLICE)
+    assert torch.equal(wide, expected)
 
 
 def test_greedy_takes_the_first_of_equals_and_reports_what_is_no_number() -> None:

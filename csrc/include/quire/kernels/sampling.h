@@ -1,4 +1,5 @@
-// From logits to token ids: greedy choice, filtered random choice, log-probabilities. The vocabulary is never sorted.
+// From logits to token ids: masks, greedy choice, filtered random choice, log-probabilities. The vocabulary is never
+// sorted.
 #pragma once
 
 #include <cstdint>
@@ -39,10 +40,19 @@ struct LogprobsArgs {
   float* top_logprobs;    // out [R, num_top]
 };
 
+struct ForbidTokensArgs {
+  StridedRows<float> logits;  // in and out [R, V]
+  int64_t num_rows, vocab_size;
+  const uint32_t* masks;  // [M, ceil(V / 32)]; bit i of word w: token 32 w + i is allowed
+  const int32_t* rows;    // [M], the row of logits of each mask
+  int64_t num_masks;
+};
+
 struct SamplingKernels {
   void (*greedy)(const GreedyArgs&);
   void (*sample)(const SampleArgs&);
   void (*logprobs)(const LogprobsArgs&);
+  void (*forbid_tokens)(const ForbidTokensArgs&);
 };
 const SamplingKernels& sampling_kernels();
 

@@ -10,10 +10,11 @@ from quire.kernels.triton.grouped import grouped_linear
 from quire.kernels.triton.lora import add_lora
 from quire.kernels.triton.norm import rms_norm, rms_norm_to_fp8
 from quire.kernels.triton.rope_cache import rope_and_cache
-from quire.kernels.triton.sampling import greedy, sample
+from quire.kernels.triton.sampling import forbid_tokens, greedy, sample
 
 __all__ = [
     "add_lora",
+    "forbid_tokens",
     "fp8_linear",
     "gated_activation",
     "gated_activation_to_fp8",

@@ -1,4 +1,4 @@
-"""Greedy choice and random sampling with top-k, top-p and min-p, without sorting, with exact integer sums.
+"""Masks, greedy choice and random sampling with top-k, top-p and min-p, without sorting, with exact integer sums.
 
 Probabilities count in units of 2^-44 of the largest (see ops.sample). So sums do not depend on the order of the
 programs that add them, and a row gets the same token in any batch. A row is cut into slices with one program each.
@@ -303,6 +303,25 @@ def _draw_kernel(
     ends = tl.cumsum(tl.where(is_kept, units, 0), axis=0)
     token = chosen * SLICE + tl.sum((ends <= target).to(tl.int32), axis=0)
     tl.store(token_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def _forbid_kernel(logits_ptr, masks_ptr, rows_ptr, stride, V, SLICE: tl.constexpr):
+    """-inf where the bit of a token is 0; the other logits are not touched."""
+    mask = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + mask).to(tl.int64)
+    tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    is_token = tokens < V
+    words = tl.load(masks_ptr + mask * tl.cdiv(V, 32) + tokens // 32, mask=is_token, other=-1)
+    is_forbidden = is_token & ((words >> (tokens % 32)) & 1 == 0)
+    tl.store(logits_ptr + row * stride + tokens, float("-inf"), mask=is_forbidden)
+
+
+def forbid_tokens(logits_RV: Tensor, masks_MW: Tensor, rows_M: Tensor, slice_size: int = SLICE) -> None:
+    """See ops.forbid_tokens. The host reads nothing back, so rows are not checked."""
+    V = logits_RV.shape[1]
+    grid = (len(rows_M), ceil_div(V, slice_size))
+    _forbid_kernel[grid](logits_RV, masks_MW, rows_M, logits_RV.stride(0), V, SLICE=slice_size)
 
 
 def _highest(logits_RV: Tensor, tokens_R: Tensor, slice_size: int) -> Tensor:
